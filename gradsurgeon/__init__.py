@@ -1,0 +1,74 @@
+"""Rules for gradients, as a file that a team reviews like code.
+
+    session = gradsurgeon.apply(model, "rules.yaml")
+
+Importing this package does not import torch: `gradsurgeon lint` must start fast and run without it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradsurgeon.api import apply, load, plan, remove
+    from gradsurgeon.errors import (
+        BindError,
+        GradSurgeonError,
+        GradSurgeonWarning,
+        NonFiniteGradientError,
+        RecordError,
+        RuleFileError,
+    )
+    from gradsurgeon.events import Event, RuleStatus
+    from gradsurgeon.planning import Binding, Plan
+    from gradsurgeon.runtime import Session
+    from gradsurgeon.schema import RuleSet
+
+__all__ = [
+    "BindError",
+    "Binding",
+    "Event",
+    "GradSurgeonError",
+    "GradSurgeonWarning",
+    "NonFiniteGradientError",
+    "Plan",
+    "RecordError",
+    "RuleFileError",
+    "RuleSet",
+    "RuleStatus",
+    "Session",
+    "apply",
+    "load",
+    "plan",
+    "remove",
+]
+
+_HOMES = {
+    "api": ("apply", "load", "plan", "remove"),
+    "errors": (
+        "BindError",
+        "GradSurgeonError",
+        "GradSurgeonWarning",
+        "NonFiniteGradientError",
+        "RecordError",
+        "RuleFileError",
+    ),
+    "events": ("Event", "RuleStatus"),
+    "runtime": ("Session",),
+    "schema": ("RuleSet",),
+}
+
+
+def __getattr__(name: str) -> object:
+    homes = {member: home for home, members in _HOMES.items() for member in members}
+    homes |= {"Binding": "planning", "Plan": "planning"}
+    if name == "__version__":
+        return import_module("gradsurgeon.schema").VERSION
+    if name not in homes:
+        raise AttributeError(f"module 'gradsurgeon' has no attribute {name!r}")
+    return getattr(import_module(f"gradsurgeon.{homes[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,218 @@
+"""The calls of torch that are private, untyped or easily got wrong, wrapped once with types.
+
+Nothing else in the package uses a private name of torch. Each function says how the fact behind it
+is known; the tests hold every one of them against the installed torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the outermost running backward pass has finished.
+
+    Must be called from inside a backward pass. DDP and FSDP use the same engine call; an exception
+    in the callback leaves `backward()` as it is.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined,no-untyped-call]  # noqa: SLF001
+
+
+def graph_task() -> int:
+    """Return the id of the running backward pass, -1 outside of one."""
+    return int(torch._C._current_graph_task_id())  # noqa: SLF001
+
+
+def accumulates(param: Tensor) -> bool:
+    """Tell, inside a hook of ``param``, a `backward()` from a `torch.autograd.grad()`.
+
+    The latter returns gradients and must not see edits; it never runs the accumulation node.
+    """
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001
+    except RuntimeError:
+        return False
+
+
+def is_capturing(grads: Sequence[Tensor]) -> bool:
+    """Tell whether a CUDA graph is being captured, during which no value can be read."""
+    return any(grad.is_cuda for grad in grads[:1]) and torch.cuda.is_current_stream_capturing()
+
+
+def shares_storage(grad: Tensor) -> bool:
+    """Tell whether another live tensor uses the storage of a strided ``grad``.
+
+    A tensor that the script gave as `backward(gradient=...)` can become ``.grad`` itself.
+    """
+    storage = grad.untyped_storage()
+    # One user is the gradient, one is the handle that is being looked at.
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # type: ignore[attr-defined]  # noqa: SLF001, PLR2004
+
+
+def overlapping(grads: Sequence[Tensor]) -> set[int]:
+    """Return the indices of strided gradients whose memory overlaps with that of an earlier one.
+
+    One tensor given to two roots can become the ``.grad`` of both.
+    """
+    spans = sorted(
+        (grad.data_ptr(), grad.data_ptr() + grad.numel() * grad.element_size(), index)
+        for index, grad in enumerate(grads)
+        if grad.layout == torch.strided and grad.numel()
+    )
+    found: set[int] = set()
+    reach = -1
+    for start, stop, index in spans:
+        if start < reach:
+            found.add(index)
+        reach = max(reach, stop)
+    return found
+
+
+def on_values(edit: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
+    """Apply ``edit`` to a gradient of any layout, out of place.
+
+    A sparse gradient is coalesced first: its duplicates are addends, and a bound on addends is no
+    bound on their sum.
+    """
+    if grad.layout == torch.strided:
+        return edit(grad)
+    whole = grad.coalesce()
+    return torch.sparse_coo_tensor(
+        whole.indices(), edit(whole.values()), whole.shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def values(grad: Tensor) -> Tensor:
+    """Return the elements of a gradient of any layout; those a sparse one leaves out are zero."""
+    grad = grad.detach()
+    return grad if grad.layout == torch.strided else grad.coalesce().values()
+
+
+def _norm_dtype(dtype: torch.dtype) -> torch.dtype | None:
+    # float16 overflows at 65504, so a norm of it must not be taken in float16.
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
+
+
+def norms(grads: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of each gradient. Shape ``[len(grads)]``, float32, on their device.
+
+    The tensors share a device. A norm is non-finite where an element is, and also where the sum of
+    squares overflows: see `nonfinite`.
+    """
+    groups: dict[torch.dtype, list[int]] = {}
+    dense = [values(grad) for grad in grads]
+    for index, grad in enumerate(dense):
+        groups.setdefault(grad.dtype, []).append(index)
+    parts: list[Tensor] = []
+    order: list[int] = []
+    for dtype, members in groups.items():
+        # One call over the list, as `clip_grad_norm_` does it; it has no public name.
+        found = torch._foreach_norm(  # noqa: SLF001
+            [dense[index] for index in members], 2, dtype=_norm_dtype(dtype)
+        )
+        parts.append(torch.stack(found).to(torch.float32))
+        order += members
+    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
+    if order == list(range(len(dense))):
+        return joined
+    inverse = torch.tensor(order, device=joined.device).argsort()
+    return joined[inverse]
+
+
+def nonfinite(grad: Tensor) -> Tensor:
+    """Return the number of NaN and infinite elements, as a 0-dim tensor on the device."""
+    return values(grad).isfinite().logical_not_().sum()
+
+
+def first_nonfinite(grad: Tensor) -> tuple[str, int]:
+    """Return ``NaN`` or ``Inf`` and the number of such elements. Waits for the device."""
+    elements = values(grad)
+    if nans := int(elements.isnan().sum()):
+        return "NaN", nans
+    return "Inf", int(elements.isinf().sum())
+
+
+def statistic(stat: str, grad: Tensor) -> Tensor:
+    """Return one statistic of a gradient as a 0-dim float32 tensor on its device.
+
+    Mean, extremes and zeros count the elements that a sparse gradient leaves out. An empty gradient
+    has norm 0, and NaN for what needs an element.
+    """
+    elements = values(grad)
+    missing = grad.numel() - elements.numel()
+    if elements.dtype in (torch.float16, torch.bfloat16):
+        elements = elements.float()
+    return _STATISTICS[stat](elements, missing).to(torch.float32)
+
+
+def _none(elements: Tensor) -> Tensor:
+    return torch.full((), math.nan, device=elements.device)
+
+
+def _mean(elements: Tensor, missing: int) -> Tensor:
+    return elements.sum() / (elements.numel() + missing) if elements.numel() else _none(elements)
+
+
+def _std(elements: Tensor, missing: int) -> Tensor:
+    if not elements.numel():
+        return _none(elements)
+    count = elements.numel() + missing
+    mean = elements.sum() / count
+    # Two passes: the difference of the mean square and the squared mean cancels.
+    spread = (elements - mean).abs().square().sum() + missing * mean.abs().square()
+    return (spread / count).sqrt()
+
+
+def _extreme(
+    pick: Callable[[Tensor], Tensor], limit: Callable[..., Tensor]
+) -> Callable[[Tensor, int], Tensor]:
+    def extreme(elements: Tensor, missing: int) -> Tensor:
+        if not elements.numel():
+            return _none(elements)
+        found = pick(elements)
+        return limit(found, torch.zeros_like(found)) if missing else found
+
+    return extreme
+
+
+_STATISTICS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "l1": lambda elements, _: elements.abs().sum(),
+    "l2": lambda elements, _: torch.linalg.vector_norm(elements),
+    # `vector_norm(inf)` and `amax` raise on empty tensors.
+    "linf": lambda elements, _: (
+        elements.abs().amax() if elements.numel() else torch.zeros((), device=elements.device)
+    ),
+    "mean": _mean,
+    "std": _std,
+    "min": _extreme(torch.amin, torch.minimum),
+    "max": _extreme(torch.amax, torch.maximum),
+    "zeros": lambda elements, missing: (elements == 0).sum() + missing,
+    "nonfinite": lambda elements, _: elements.isfinite().logical_not_().sum(),
+}
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """Return a contiguous float32 CPU tensor as bytes, without numpy, which torch does not need."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def rank() -> int:
+    """Return the rank of this process, 0 where torch.distributed is not in use."""
+    distributed: Any = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return 0
+
+
+def forget_empty_hooks(param: Tensor) -> None:
+    """Drop the empty hook tables that removed hooks leave behind on ``param``."""
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(param, table, None) is not None and not getattr(param, table):
+            setattr(param, table, None)

@@ -1,0 +1,114 @@
+"""The action `clamp`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from gradsurgeon.actions._base import Edit, Example, Flaw, Rule, is_number
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+
+class Clamp(Rule):
+    """Bound every element of a gradient.
+
+    ## What it does
+    Elements below `min` become `min`, elements above `max` become `max`, as `torch.clamp` does it:
+    NaN stays NaN, an infinite element becomes the bound. A bound that the gradient's dtype cannot
+    hold counts as the largest number it can.
+
+    ## Why use it
+    A few outliers dominate an update. To bound the length of a gradient and keep its direction, use
+    `clip-norm`.
+
+    ## Points
+    `at` must be given. At `step` it bounds the final gradient, whatever the set-up. At `backward` it
+    bounds the contribution of each backward pass, so that the sum over micro-batches or ranks can
+    exceed the bound.
+
+    ## Cost
+    One reduction and one write per tensor; never waits for the device.
+    """
+
+    needs_at: ClassVar[bool] = True
+    points: ClassVar = ("backward", "step")
+    EXAMPLES: ClassVar = (
+        Example({"at": "step", "min": -1.0, "max": 1.0}, [-3.0, 0.5, 2.0], expect=[-1.0, 0.5, 1.0]),
+        Example({"at": "step", "min": 0.0}, [-3.0, 0.5, math.inf], expect=[0.0, 0.5, math.inf]),
+        Example(
+            {"at": "backward", "max": 1.0},
+            [math.nan, -math.inf, math.inf],
+            expect=[math.nan, -math.inf, 1.0],
+        ),
+    )
+
+    action: Literal["clamp"] = "clamp"
+    min: Annotated[float | None, Field(description="Lower bound of every element.")] = None
+    max: Annotated[float | None, Field(description="Upper bound of every element.")] = None
+
+    @classmethod
+    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        """Yield the common flaws, and bounds that are missing or crossed."""
+        yield from super().flaws(given)
+        low, high = given.get("min"), given.get("max")
+        if low is None and high is None:
+            message = "clamp needs a bound: neither `min` nor `max` is given"
+            yield Flaw("min", message, "add `min`, `max` or both", missing=True)
+        elif is_number(low) and is_number(high) and low > high:  # type: ignore[operator] # numbers
+            message = f"min ({low:g}) is greater than max ({high:g})"
+            yield Flaw("min", message, "exchange them, or leave one out")
+
+    @property
+    def keeps_zero(self) -> bool:
+        """Whether zero lies within the bounds."""
+        return (self.min is None or self.min <= 0) and (self.max is None or self.max >= 0)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Say what a bound on contributions is not."""
+        if self.at == "step":
+            return ()
+        text = "bounds the contribution of each backward pass, unscaled; a sum of passes can exceed it"
+        return (text,)
+
+    def complex_problem(self) -> str:
+        """Return why there is no clamp of complex numbers."""
+        return "complex numbers have no order, so there is nothing to clamp"
+
+    def compile(self) -> Edit:
+        """Return the bound as arithmetic on gradients."""
+        import torch  # noqa: PLC0415 # reading rules must not need torch
+
+        low, high = self.min, self.max
+
+        def bounds(kind: dtype) -> tuple[float | None, float | None]:
+            # torch refuses a bound that float16 cannot hold; the largest finite number binds alike.
+            limit = torch.finfo(kind).max
+            return (
+                None if low is None else max(-limit, min(limit, low)),
+                None if high is None else max(-limit, min(limit, high)),
+            )
+
+        def apply(grad: Tensor) -> Tensor:
+            return grad.clamp(*bounds(grad.dtype))
+
+        def apply_(grads: Sequence[Tensor]) -> None:
+            for grad in grads:
+                grad.clamp_(*bounds(grad.dtype))
+
+        def alters(grad: Tensor) -> Tensor:
+            if grad.numel() == 0:
+                return torch.zeros((), dtype=torch.bool, device=grad.device)
+            below, above = bounds(grad.dtype)
+            if below is None:
+                return (grad > above).any()
+            if above is None:
+                return (grad < below).any()
+            return ((grad < below) | (grad > above)).any()
+
+        return Edit(apply, apply_, alters)

@@ -1,0 +1,53 @@
+"""The action `nan-trap`."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from gradsurgeon.actions._base import Example, Role, Rule
+
+
+class NanTrap(Rule):
+    """Stop a NaN or an infinity before it reaches a weight.
+
+    ## What it does
+    Looks at the gradients after each backward pass, before the script can clip them, and decides
+    right before the update: `then: raise` stops the run, `then: skip-step` lets the optimizer touch
+    nothing in this step (no decay, no momentum, no state), `then: warn` only reports. The report
+    names the border: which parameters are non-finite and which are not, in the order in which
+    backward produced them. After `give_up_after` trips in a row it raises whatever `then` says.
+
+    ## Why use it
+    One non-finite gradient makes every weight NaN at the next update, and `clip_grad_norm_` spreads
+    it over all gradients before that.
+
+    ## Cost
+    One batched reduction per backward pass, shared with `norm-log`, and one device-to-host read per
+    step.
+    """
+
+    role: ClassVar[Role] = "trap"
+    points: ClassVar = ("accumulated",)
+    takes_at: ClassVar[bool] = False
+    EXAMPLES: ClassVar = (
+        Example({}, [1.0, -2.0], trips=False),
+        Example({}, [1.0, float("nan")], trips=True),
+        Example({"then": "skip-step"}, [float("inf"), 0.0], trips=True),
+        # Its square overflows float32, it does not.
+        Example({"then": "warn"}, [3e38, 1e38], trips=False),
+    )
+
+    action: Literal["nan-trap"] = "nan-trap"
+    then: Annotated[
+        Literal["raise", "skip-step", "warn"], Field(description="What happens to the step.")
+    ] = "raise"
+    give_up_after: Annotated[
+        int, Field(ge=1, description="Raise after this many trips in a row, whatever `then` says.")
+    ] = 10
+
+    @classmethod
+    def no_at_reason(cls) -> str:
+        """Return why the action takes no ``at``."""
+        return "it looks after each backward pass and decides right before the update"

@@ -1,0 +1,68 @@
+"""The action `scale`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from gradsurgeon.actions._base import Edit, Example, Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Scale(Rule):
+    """Multiply a gradient by a constant.
+
+    ## What it does
+    Multiplies every element by `factor`. NaN times 0 is NaN: to remove a gradient use `zero`.
+
+    ## Why use it
+    One part of the model should learn slower or faster than its optimizer group, or with the sign
+    reversed, as in domain-adversarial training. Mind that Adam divides by the running size of the
+    gradient, so that a constant factor hardly changes its updates.
+
+    ## Points
+    Linear, so `backward` (default) and `step` differ only in rounding, and in what later rules see.
+
+    ## Cost
+    One pass over the tensor; never waits for the device.
+    """
+
+    points: ClassVar = ("backward", "step")
+    EXAMPLES: ClassVar = (
+        Example({"factor": 2.0}, [-3.0, 0.5], expect=[-6.0, 1.0]),
+        Example({"factor": -0.5, "at": "step"}, [2.0, 0.0], expect=[-1.0, 0.0]),
+        Example({"factor": 1.0}, [2.0, 4.0], expect=[2.0, 4.0]),
+    )
+
+    action: Literal["scale"] = "scale"
+    factor: Annotated[float, Field(description="What every element is multiplied by.")]
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether the factor enlarges."""
+        return abs(self.factor) > 1.0
+
+    def compile(self) -> Edit:
+        """Return the multiplication as arithmetic on gradients."""
+        import torch  # noqa: PLC0415 # reading rules must not need torch
+
+        factor = self.factor
+
+        def apply(grad: Tensor) -> Tensor:
+            return grad * factor
+
+        def apply_(grads: Sequence[Tensor]) -> None:
+            for grad in grads:
+                grad.mul_(factor)
+
+        def alters(grad: Tensor) -> Tensor:
+            if factor == 1.0 or grad.numel() == 0:
+                return torch.zeros((), dtype=torch.bool, device=grad.device)
+            # Zeros, infinities (but for a change of sign) and NaN stay what they are.
+            return torch.ne(grad * factor, grad).logical_and_(grad == grad).any()
+
+        return Edit(apply, apply_, alters)

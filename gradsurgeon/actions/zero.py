@@ -1,0 +1,56 @@
+"""The action `zero`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from gradsurgeon.actions._base import Edit, Example, Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Zero(Rule):
+    """Set a gradient to zero.
+
+    ## What it does
+    Every element becomes 0, NaN and infinities included.
+
+    ## Why use it
+    To cut a parameter out of one loss, or to see what a run does without its gradient. It is not
+    the same as freezing: weight decay and the momentum of earlier steps still move the weight.
+
+    ## Points
+    `backward` (default) drops what this pass contributes, `step` everything that has accumulated.
+
+    ## Cost
+    One write per tensor; never waits for the device.
+    """
+
+    points: ClassVar = ("backward", "step")
+    EXAMPLES: ClassVar = (
+        Example({}, [-3.0, 0.5, float("nan"), float("inf")], expect=[0.0, 0.0, 0.0, 0.0]),
+        Example({"at": "step"}, [0.0, 0.0], expect=[0.0, 0.0]),
+    )
+
+    action: Literal["zero"] = "zero"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Say what a zero gradient does not prevent."""
+        return ("zero is not freeze: weight decay and momentum still move the weight",)
+
+    def compile(self) -> Edit:
+        """Return the erasure as arithmetic on gradients."""
+        import torch  # noqa: PLC0415 # reading rules must not need torch
+
+        def apply_(grads: Sequence[Tensor]) -> None:
+            for grad in grads:
+                grad.zero_()
+
+        def alters(grad: Tensor) -> Tensor:
+            return (grad != 0).any()
+
+        # A multiplication by zero would keep NaN and turn an infinity into NaN.
+        return Edit(torch.zeros_like, apply_, alters)

@@ -1,0 +1,152 @@
+"""The public functions: the only place that joins the stages from text to session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradsurgeon import schema, source
+from gradsurgeon import planning
+from gradsurgeon.actions import Rule
+from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.planning import Manifest, Plan
+from gradsurgeon.schema import RuleSet
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from gradsurgeon.runtime import Session
+
+Rules = str | os.PathLike[str] | dict[str, Any] | RuleSet | Sequence[Rule]
+
+
+def load(rules: Rules) -> RuleSet:
+    """Read and validate rules. Needs no torch.
+
+    Args:
+        rules: a path, the text of a rule file (told by its line breaks), the same as a dict, a list
+            of rules built in Python, or a `RuleSet`, which is returned as it is.
+
+    Raises:
+        RuleFileError: with every problem of the file at once, each with its place.
+    """
+    if isinstance(rules, RuleSet):
+        return rules
+    if isinstance(rules, dict):
+        return schema.validate(schema.Built(rules))
+    if isinstance(rules, str) and "\n" in rules:
+        return schema.validate(source.parse(rules))
+    if isinstance(rules, str | os.PathLike):
+        return schema.validate(source.read(rules))
+    if isinstance(rules, Sequence) and all(isinstance(rule, Rule) for rule in rules):
+        return schema.from_rules(rules)
+    raise TypeError(
+        f"rules are a path, a text, a dict, a RuleSet or a list of rules, not {type(rules).__name__}"
+    )
+
+
+def plan(model_or_manifest: nn.Module | Manifest, rules: Rules) -> Plan:
+    """Bind rules to the parameters of a model, touching nothing.
+
+    Args:
+        model_or_manifest: a module on any device, ``meta`` included, or a manifest of one.
+        rules: as `load` takes them.
+
+    Raises:
+        RuleFileError: the rules are not valid.
+        BindError: rules match nothing or cannot act on what they match; all of them at once.
+    """
+    found = load(rules)
+    if isinstance(model_or_manifest, Manifest):
+        return planning.bind(found, model_or_manifest)
+    return planning.bind(found, planning.from_model(_checked(model_or_manifest)))
+
+
+def apply(
+    model: nn.Module,
+    rules: Rules,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scaler: object = None,
+    record: object = None,
+    mode: Literal["act", "observe"] = "act",
+    start_step: int = 0,
+    replace: bool = False,
+) -> Session:
+    """Attach rules to a model. A call that fails changes nothing.
+
+    Args:
+        model: the module whose parameters the rules name.
+        rules: as `load` takes them.
+        optimizer: the optimizer or optimizers that update the model; found by themselves where not
+            given. An empty list declares that weights are updated by hand, with `Session.tick`.
+        scaler: the gradient scaler in use. Not there yet.
+        record: where to write records. Not there yet: records are kept in memory.
+        mode: ``"act"``, or ``"observe"`` to arm every rule, edit nothing, and count what each rule
+            would have changed.
+        start_step: number of the first update, on resume.
+        replace: take the place of a session that the model has already.
+
+    Returns:
+        The session; a context manager that takes the rules off again.
+
+    Raises:
+        RuleFileError: the rules are not valid.
+        BindError: rules match nothing or cannot act on what they match.
+        GradSurgeonError: the model has a session already, or torch is missing.
+    """
+    for name, value in (("scaler", scaler), ("record", record)):
+        if value is not None:
+            raise GradSurgeonError(f"`{name}=` is not there yet in gradsurgeon {schema.VERSION}")
+    if mode not in ("act", "observe"):
+        raise ValueError(f'mode is "act" or "observe", not {mode!r}')
+    if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
+        raise ValueError(f"start_step is a number of steps, 0 or more, not {start_step!r}")
+    runtime = _runtime()
+    optimizers = _optimizers(optimizer)
+    bound = plan(model, rules)
+    session = runtime.Session(
+        model, bound, optimizers=optimizers, mode=mode, start_step=start_step
+    )
+    runtime.enter(model, session, replace=replace)
+    return session
+
+
+def remove(model: nn.Module) -> None:
+    """Take the rules off a model, leaving no trace; nothing happens where there are none."""
+    if (session := _runtime().find(model)) is not None:
+        session.remove()
+
+
+def _runtime() -> Any:
+    try:
+        from gradsurgeon import runtime  # noqa: PLC0415 # linting and planning must not need torch
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "torch":
+            raise
+        raise GradSurgeonError(
+            "applying rules needs PyTorch, which is not installed: pip install 'gradsurgeon[torch]', or "
+            "the build of torch that fits your machine"
+        ) from error
+    return runtime
+
+
+def _checked(model: Any) -> Any:
+    if not (hasattr(model, "_modules") and hasattr(model, "_parameters")):
+        raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
+    return model
+
+
+def _optimizers(given: Any) -> list[Any] | None:
+    if given is None:
+        return None
+    found = list(given) if isinstance(given, Sequence) else [given]
+    for one in found:
+        if not hasattr(one, "register_step_pre_hook"):
+            raise TypeError(
+                f"optimizer= takes torch optimizers, not {type(one).__name__}; an empty list declares "
+                "that weights are updated by hand"
+            )
+    return found

@@ -1,0 +1,189 @@
+"""Every error and warning of the package.
+
+    GradSurgeonError
+    ├── RuleFileError            all problems of a rule file at once, each with its place
+    ├── BindError                rules that cannot act on this model
+    ├── NonFiniteGradientError   raised by a ``nan-trap`` rule
+    └── RecordError              records that are missing or cannot be read
+
+    GradSurgeonWarning           something a rule cannot do, named with rule id and cause
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+Severity = Literal["error", "warning"]
+
+# Format characters such as the bidirectional overrides change how the *rest* of a line reads, so
+# they are shown as code points like control characters are.
+_HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with control and invisible characters written as escapes."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(
+        char.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(char) in _HIDDEN_CATEGORIES
+        else char
+        for char in text
+    )
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``did you mean `x`?`` for the nearest of ``known``, or an empty text."""
+    # Folding case finds `Clamp` for `clamp`, which the similarity ratio alone rates as far away.
+    folded = {name.casefold(): name for name in known}
+    near = get_close_matches(word.casefold(), folded, n=1, cutoff=0.6)
+    return f"did you mean `{folded[near[0]]}`?" if near else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A position in a rule file: 1-based line and column (in code points), and the line itself."""
+
+    file: str
+    line: int
+    col: int
+    line_text: str = ""
+    width: int = 1
+
+    def __str__(self) -> str:
+        # Rules that were built in Python have no line; `file` then says where they come from.
+        position = f":{self.line}:{self.col}" if self.line else ""
+        return f"{printable(self.file)}{position}"
+
+    def excerpt(self) -> str:
+        """Return the source line with the place underlined; empty where there is no text."""
+        if not self.line_text.strip():
+            return ""
+        # A window keeps a 10,000-column line readable and the underline below the right place.
+        start = max(0, self.col - 61)
+        before = printable(self.line_text[start : self.col - 1])
+        marked = printable(self.line_text[self.col - 1 : self.col - 1 + max(1, self.width)][:80])
+        after = printable(self.line_text[self.col - 1 + self.width : self.col + 39])
+        gutter = f"{self.line:>6} | "
+        lead = "..." if start else ""
+        under = " " * (len(gutter) - 2) + "| " + " " * (_columns(lead + before))
+        return f"{gutter}{lead}{before}{marked}{after}\n{under}{'^' * max(1, _columns(marked))}"
+
+
+def _columns(text: str) -> int:
+    """Count terminal columns: East Asian wide characters take two, combining marks none."""
+    return sum(
+        0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF")
+        for char in text
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a rule file: place, what was found and why, what to do."""
+
+    place: Place
+    check: str
+    message: str
+    hint: str = ""
+    severity: Severity = "error"
+
+    def concise(self) -> str:
+        """Return the one-line form ``file:line:col: severity: message (hint) [check]``."""
+        hint = f" ({printable(self.hint)})" if self.hint else ""
+        return f"{self.place}: {self.severity}: {printable(self.message)}{hint} [{self.check}]"
+
+    def full(self) -> str:
+        """Return the form for people: message, source line with underline, remedy."""
+        lines = [f"{self.place}: {self.severity}: {printable(self.message)} [{self.check}]"]
+        if excerpt := self.place.excerpt():
+            lines.append(excerpt)
+        if self.hint:
+            lines.append(f"       = {printable(self.hint)}")
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, str | int]:
+        """Return the documented JSON form of a problem."""
+        return {
+            "file": self.place.file,
+            "line": self.place.line,
+            "col": self.place.col,
+            "severity": self.severity,
+            "check": self.check,
+            "message": self.message,
+            "hint": self.hint,
+        }
+
+
+class GradSurgeonError(Exception):
+    """Base of every error that gradsurgeon raises on purpose."""
+
+
+class RuleFileError(GradSurgeonError):
+    """A rule file cannot be used. ``problems`` holds everything that is wrong with it, in order.
+
+    Args:
+        problems: all problems found, warnings included; at least one is an error.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        count = sum(problem.severity == "error" for problem in self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} in the rules"
+        super().__init__("\n".join([head, *(problem.full() for problem in self.problems)]))
+
+
+class BindError(GradSurgeonError):
+    """Rules cannot act on this model. ``complaints`` holds one text per rule and reason.
+
+    Args:
+        complaints: what is wrong, each with the place of the rule, the reason and a remedy.
+    """
+
+    def __init__(self, complaints: Sequence[str]) -> None:
+        self.complaints: tuple[str, ...] = tuple(complaints)
+        count = len(self.complaints)
+        head = f"{count} problem{'s' if count != 1 else ''} in binding the rules; nothing was changed"
+        super().__init__("\n".join([head, *self.complaints]))
+
+
+class NonFiniteGradientError(GradSurgeonError):
+    """A ``nan-trap`` rule found a gradient that is NaN or infinite and stopped the update.
+
+    Args:
+        message: the whole report: step, rule, border between finite and non-finite parameters.
+        rule: id of the rule that tripped.
+        step: the update that was about to happen, counted from 0.
+        rank: rank of this process, 0 without torch.distributed.
+        name: canonical name of the first non-finite parameter in the order of backward.
+        bundle: path of the post-mortem bundle, ``None`` where none was written.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rule: str,
+        step: int,
+        rank: int = 0,
+        name: str | None = None,
+        bundle: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rule = rule
+        self.step = step
+        self.rank = rank
+        self.name = name
+        self.bundle = bundle
+
+
+class RecordError(GradSurgeonError):
+    """Records are missing, damaged or cannot be written."""
+
+
+class GradSurgeonWarning(UserWarning):
+    """Something a rule cannot do or did not do; the text names the rule and the cause."""

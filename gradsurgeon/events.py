@@ -1,0 +1,42 @@
+"""What happened in a session, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+EventKind = Literal[
+    "trap", "skipped-step", "scaler-skip", "never-fired", "hook-lost", "hook-rearmed", "notice"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One noteworthy moment of a run.
+
+    ``rule`` and ``name`` are empty where no single rule or parameter is concerned; ``step`` is the
+    clock of the optimizer concerned, counted from 0.
+    """
+
+    kind: EventKind
+    rule: str
+    step: int
+    rank: int
+    name: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RuleStatus:
+    """What one rule has done so far.
+
+    ``matched`` counts parameters, ``fired`` counts actions on single tensors, ``changed`` is the
+    share of firings that altered at least one element (for a trap: that tripped), ``last_step`` is
+    the clock of the last firing, ``None`` before the first.
+    """
+
+    matched: int
+    fired: int
+    changed: float
+    last_step: int | None
+    warnings: tuple[str, ...] = ()

@@ -1,0 +1,418 @@
+"""Patterns and the names that they match. Knows nothing of torch.
+
+A glob is translated into a regular expression that runs in linear time; a regular expression of the
+user's is taken only if it cannot take exponential time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import warnings
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
+from heapq import nlargest
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+_MAX_TEXT = 500
+_MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and how much of them
+_MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
+_MAX_RANGE_DIGITS = 18
+_MAX_REPEATS = 6
+_MAX_COUNT = 64
+# Ways to match a name that a regular expression may have to try: three `.*` and some alternatives.
+_MAX_WAYS = 1 << 18
+_WAYS_OF_A_REPEAT = 32
+
+# The parser of `re` itself, so that what is judged is what will run. There is no public one.
+_sre: Any = import_module("re._parser")
+
+_Options: TypeAlias = "list[list[str | None]]"  # each a sequence of expressions, None being a star
+
+
+class PatternError(ValueError):
+    """A pattern that cannot be used.
+
+    Attributes:
+        message: what is wrong.
+        hint: what to do, may be empty.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message} ({hint})" if hint else message)
+        self.message = message
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A compiled pattern; made by `compile_pattern`."""
+
+    text: str
+    regex: re.Pattern[str] = field(repr=False, compare=False)
+
+    def matches(self, name: str) -> bool:
+        """Tell whether the whole of ``name`` matches."""
+        return self.regex.fullmatch(name) is not None
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether the pattern can match one name only, its own text."""
+        return not self.text.startswith("re:") and not set("*?[{") & set(self.text)
+
+
+@lru_cache(maxsize=1024)
+def compile_pattern(text: str) -> Pattern:
+    """Compile a pattern: a glob, or a regular expression after ``re:``.
+
+    In a glob ``*`` is any text, dots included, ``?`` any character, ``[0-9]`` and ``[!0-9]`` one
+    character in or out of a set, ``{a,b}`` one of several, ``{0..11}`` a whole number in a range.
+    Case counts, and the whole name must match.
+
+    Raises:
+        PatternError: the pattern is malformed, too long, or could take very long to match.
+    """
+    if len(text) > _MAX_TEXT:
+        raise PatternError(f"the pattern has {len(text)} characters, at most {_MAX_TEXT} are read")
+    if not text.removeprefix("re:"):
+        raise PatternError("the pattern is empty", 'write "*" to match every name')
+    if text.startswith("re:"):
+        return Pattern(text, _compile_regex(text.removeprefix("re:")))
+    if wrong := next((char for char in text if char in "^$()|+\\"), None):
+        example = 'regular expressions are written "re:..."'
+        hint = f"{example}; [!0-9] is any character but a digit" if wrong == "^" else example
+        raise PatternError(f"`{wrong}` has no meaning in a glob pattern", hint)
+    parts = list(_glob_parts(text))
+    if math.prod(map(len, parts)) > _MAX_CHOICES:
+        message = f"the lists in braces have more than {_MAX_CHOICES} combinations"
+        raise PatternError(message, "write a list of patterns")
+    # Each combination on its own: a list in the middle would make matching backtrack, or go wrong.
+    choices = (_join(itertools.chain(*choice)) for choice in itertools.product(*parts))
+    return Pattern(text, re.compile("|".join(choices), re.DOTALL))
+
+
+def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
+    """Return the indices of the names that any of the patterns matches, in order."""
+    found: set[int] = set()
+    for pattern in patterns:
+        # No bytecode runs per name: 10,000 names are searched in a few milliseconds.
+        found.update(itertools.compress(itertools.count(), map(pattern.regex.fullmatch, names)))
+    return sorted(found)
+
+
+def _glob_parts(text: str) -> Iterator[_Options]:
+    at = 0
+    while at < len(text):
+        if text[at] == "{":
+            end = text.find("}", at)
+            if end < 0 or "{" in text[at + 1 : end]:
+                problem = "nested" if end > 0 else "not closed"
+                raise PatternError(
+                    f"`{{` at character {at + 1} is {problem}", "write one list {a,b}"
+                )
+            yield _braces(text[at + 1 : end])
+            at = end + 1
+        else:
+            piece, at = _glob_piece(text, at)
+            yield [[piece]]
+
+
+def _glob_piece(text: str, at: int) -> tuple[str | None, int]:
+    """Return the expression for what stands at ``at``, and where the next piece starts."""
+    char = text[at]
+    if char == "*":
+        return None, at + 1
+    if char == "?":
+        return ".", at + 1
+    if char == "[":
+        negated = text[at + 1 : at + 2] == "!"
+        start = at + 1 + negated
+        end = text.find("]", start)
+        if end <= start:
+            problem = "is not closed" if end < 0 else "holds nothing"
+            raise PatternError(f"`[` at character {at + 1} {problem}", "write a set as [0-9]")
+        return f"[{'^' * negated}{_set(text[start:end])}]", end + 1
+    if char in "]}":
+        raise PatternError(f"`{char}` at character {at + 1} closes nothing")
+    return re.escape(char), at + 1
+
+
+def _set(body: str) -> str:
+    """Return the inside of a character set, everything but ranges taken literally."""
+    out = ""
+    at = 0
+    while at < len(body):
+        out += re.escape(body[at])
+        if body[at + 1 : at + 2] == "-" and at + 2 < len(body):
+            if body[at] > body[at + 2]:
+                low, high = body[at + 2], body[at]
+                raise PatternError(f"[{body}] has a reversed range", f"write {low}-{high}")
+            out += f"-{re.escape(body[at + 2])}"
+            at += 2
+        at += 1
+    return out
+
+
+def _braces(body: str) -> _Options:
+    if ".." in body and "," not in body:
+        return [[_range(body)]]
+    items = list(dict.fromkeys(body.split(",")))
+    if items == [""]:
+        raise PatternError("braces {} with nothing in them", "write {a,b} or {0..11}")
+    if wrong := next((item for item in items if re.fullmatch(r"[0-9]+\.\.[0-9]+", item)), None):
+        hint = "write a list of patterns"
+        raise PatternError(f"the range {wrong} stands in a list; {{{wrong}}} stands alone", hint)
+    options: _Options = []
+    for item in items:
+        pieces, at = [], 0
+        while at < len(item):
+            piece, at = _glob_piece(item, at)
+            pieces.append(piece)
+        options.append(pieces)
+    if None not in itertools.chain(*options) and len({len(pieces) for pieces in options}) == 1:
+        # Items of one length end at one place, so that whichever matched need not be tried again.
+        one_of = "|".join("".join(filter(None, pieces)) for pieces in options)
+        return [[f"(?>{one_of})"]]
+    return options
+
+
+def _range(body: str) -> str:
+    found = re.fullmatch(r"([0-9]+)\.\.([0-9]+)", body)
+    if not found:
+        raise PatternError(f"{{{body}}} is not a range of whole numbers", "write it as {0..11}")
+    low, high = int(found[1]), int(found[2])
+    if low > high:
+        raise PatternError(f"the range {{{body}}} is reversed", f"write {{{high}..{low}}}")
+    if high >= 10**_MAX_RANGE_DIGITS:
+        raise PatternError(f"numbers in a range have at most {_MAX_RANGE_DIGITS} digits")
+    # The whole run of digits is the number: {1..2} is not the beginning of 12.
+    return f"(?<![0-9])0*(?:{'|'.join(_range_regexes(low, high))})(?![0-9])"
+
+
+def _range_regexes(low: int, high: int) -> Iterator[str]:
+    """Yield expressions that together match the numbers from low to high."""
+    while low <= high:
+        # The largest block of numbers that share all but their last digits: 130 to 199 is 1[3-9]\d.
+        digits = 0
+        while low % 10 ** (digits + 1) == 0 and low and low + 10 ** (digits + 1) - 1 <= high:
+            digits += 1
+        size = 10**digits
+        first = low // size % 10
+        last = min(9, first + (high - low + 1) // size - 1)
+        yield f"{low // size // 10 or ''}[{first}-{last}]" + "[0-9]" * digits
+        low += (last - first + 1) * size
+
+
+def _join(pieces: Iterable[str | None]) -> str:
+    """Join pieces into an expression without backtracking.
+
+    What stands between two stars has one place to end for each place to begin, and a later beginning
+    is a later end. The first place that fits is therefore as good as any, and an atomic group keeps
+    it; only the last piece is looked for from the end.
+    """
+    chunks = [""]
+    for piece in pieces:
+        if piece is not None:
+            chunks[-1] += piece
+        elif chunks[-1] or len(chunks) == 1:
+            chunks.append("")
+    first, *middle = chunks
+    if not middle:
+        return first
+    *middle, last = middle
+    return "".join([first, *(f"(?>.*?{chunk})" for chunk in middle), ".*", last])
+
+
+def _compile_regex(text: str) -> re.Pattern[str]:
+    # Some expressions make `re` warn about its own future; that is nothing a rule file can mend.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            _Judge(text).ways(_sre.parse(text), last=True)
+            return re.compile(text)
+        except PatternError:
+            raise
+        except re.error as error:
+            where = "" if error.pos is None else f" at character {error.pos + len('re:') + 1}"
+            raise PatternError(f"not a regular expression: {error.msg}{where}") from None
+        except (OverflowError, RecursionError, ValueError) as error:
+            raise PatternError(f"not a regular expression: {error}") from None
+
+
+_REPEATS = {"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"}
+_CHARS = {"LITERAL", "NOT_LITERAL", "ANY", "IN"}
+_OTHERS = 128  # stands for every character beyond ASCII
+_CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
+_GLOB = 'write a glob, such as "*.layers.{0..5}.*"'
+
+
+class _Judge:
+    """Bounds the number of ways in which an expression may have to be tried on a name."""
+
+    def __init__(self, text: str) -> None:
+        self.repeats = 0
+        # Without case, which characters exclude each other is not worth knowing.
+        self.exact = not re.search(r"\(\?[a-zA-Z]*i", text)
+
+    def ways(self, tree: Any, *, last: bool = False, counted: int = 0) -> int:
+        """Return the bound. ``last``: the name ends here. ``counted``: the repetitions around."""
+        items = list(_flat(tree))
+        total, loose = 1, False  # loose: a repeat ended, and nothing since then must be there
+        for index, (op, value) in enumerate(items):
+            unbounded = op in _REPEATS and value[1] == _sre.MAXREPEAT
+            if unbounded and loose:
+                raise PatternError("two repeats follow each other, as in .*.*", _GLOB)
+            sure = False
+            if op in _REPEATS:
+                rest = items[index + 1 :]
+                sure = self.excludes(value[2], *rest[0]) if rest else last
+                total *= self.repeat(*value, counted, sure=sure)
+            else:
+                total *= self.other(op, value, counted)
+            if total > _MAX_WAYS:
+                raise PatternError("the expression could take very long on some names", _GLOB)
+            loose = (unbounded and not sure) or (loose and not _width(op, value))
+        return total
+
+    def other(self, op: str, value: Any, counted: int) -> int:
+        if op.startswith("GROUPREF"):
+            raise PatternError("back-references are not allowed", _GLOB)
+        if op.startswith("ASSERT"):
+            before, ways = self.repeats, self.ways(value[1], counted=counted)
+            if self.repeats > before:
+                raise PatternError("unbounded repeats inside look-around are not allowed", _GLOB)
+            return ways
+        return self.branch(value[1], counted) if op == "BRANCH" else 1
+
+    def branch(self, options: list[Any], counted: int) -> int:
+        if counted:
+            raise PatternError("alternatives inside a repeat are not allowed", _GLOB)
+        ways = [self.ways(option) for option in options]
+        firsts = [next(_flat(option), ("", None)) for option in options]
+        literals = {value for op, value in firsts if op == "LITERAL"}
+        return max(ways) if self.exact and len(literals) == len(options) else sum(ways)
+
+    def repeat(self, low: int, high: int, body: Any, counted: int, *, sure: bool) -> int:
+        unbounded = high == _sre.MAXREPEAT
+        if counted and low != high:
+            raise PatternError("a repeat inside a repeat is not allowed, as in (a*)*", _GLOB)
+        if (low if unbounded else high * max(1, counted)) > _MAX_COUNT:
+            raise PatternError(f"something is repeated more than {_MAX_COUNT} times", _GLOB)
+        self.repeats += unbounded
+        if self.repeats > _MAX_REPEATS:
+            raise PatternError(f"more than {_MAX_REPEATS} unbounded repeats", _GLOB)
+        inside = counted if high == 1 else max(1, counted) * (1 if unbounded else max(1, high))
+        ways = self.ways(body, counted=inside)
+        if sure:
+            return ways
+        return ways * (_WAYS_OF_A_REPEAT if unbounded else high - low + 1)
+
+    def excludes(self, body: Any, op: str, value: Any) -> bool:
+        """Tell whether a repeat can end in one place only: where the part after it begins."""
+        if op in _REPEATS and value[0]:
+            op, value = _only(value[2])
+        own = _only(body)
+        known = self.exact and own[0] in _CHARS and op in _CHARS
+        return known and _characters(*own).isdisjoint(_characters(op, value))
+
+
+def _flat(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of an expression, groups dissolved, anchors left out: they only restrict."""
+    for op, value in tree:
+        if str(op) in {"SUBPATTERN", "ATOMIC_GROUP"}:
+            yield from _flat(value[3] if str(op) == "SUBPATTERN" else value)
+        elif str(op) != "AT":
+            yield str(op), value
+
+
+def _only(tree: Any) -> tuple[str, Any]:
+    parts = list(_flat(tree))
+    return parts[0] if len(parts) == 1 else ("", None)
+
+
+def _width(op: str, value: Any) -> int:
+    """Return how many characters a part takes at least."""
+    if op in _REPEATS:
+        return int(value[0] * value[2].getwidth()[0])
+    if op == "BRANCH":
+        return int(min(option.getwidth()[0] for option in value[1]))
+    return int(op in _CHARS)
+
+
+def _characters(op: str, value: Any) -> set[int]:
+    """Return the ASCII characters that a part matches, and `_OTHERS` where it matches more."""
+    if op == "LITERAL":
+        return {min(value, _OTHERS)}
+    if op != "IN":
+        return set(range(_OTHERS + 1)) - (
+            {value} if op == "NOT_LITERAL" and value < _OTHERS else set()
+        )
+    found: set[int] = set()
+    for kind, what in value:
+        if str(kind) == "LITERAL":
+            found.add(min(what, _OTHERS))
+        elif str(kind) == "RANGE":
+            found.update(range(min(what[0], _OTHERS), min(what[1], _OTHERS) + 1))
+        elif str(kind) == "CATEGORY":
+            name = str(what).removeprefix("CATEGORY_")
+            regex = _CATEGORIES[name.removeprefix("NOT_")]
+            inverted = name.startswith("NOT_")
+            found.update(c for c in range(_OTHERS) if bool(re.match(regex, chr(c))) != inverted)
+            found.add(_OTHERS)
+    if str(value[0][0]) == "NEGATE":
+        return (set(range(_OTHERS)) - found) | {_OTHERS}
+    return found
+
+
+def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
+    """Return the names most like ``text``; names that differ in numbers only count as one.
+
+    >>> nearest("model.layer.*.up", ["model.layers.0.up", "model.layers.1.up", "head"], 1)
+    ['model.layers.*.up']
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name), []).append(name)
+    wanted = text.removeprefix("re:")[:_MAX_LENGTH].casefold()
+    # difflib is slow: it only gets the names that share the most three-letter pieces.
+    pieces = {wanted[at : at + 3] for at in range(max(1, len(wanted) - 2))}
+    folded = {group[:_MAX_LENGTH].casefold(): group for group in groups}
+    likely = nlargest(_MAX_LIKELY, folded, key=lambda name: sum(map(name.__contains__, pieces)))
+    near = get_close_matches(wanted, likely, n=limit, cutoff=0.5)
+    return [folded[n] if len(groups[folded[n]]) > 1 else groups[folded[n]][0] for n in near]
+
+
+def suggest(text: str, names: Sequence[str]) -> str:
+    """Return one sentence that helps with a pattern that matched none of ``names``."""
+    if not names:
+        return "the model has no names to match"
+    if text.startswith("re:"):
+        body = f"(?:{text.removeprefix('re:')})"
+        tries = [f"re:.*{body}", f"re:{body}.*", f"re:.*{body}.*"]
+    else:
+        tries = [f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*"]
+    for attempt in tries:
+        if count := len(_matched(attempt, names)):
+            return f'did you mean "{attempt}" ({count} match{"es" if count > 1 else ""})?'
+    if not text.startswith("re:"):
+        folded = [name.casefold() for name in names]
+        for attempt in (text, *tries):
+            if found := _matched(attempt.casefold(), folded):
+                return f'did you mean "{names[found[0]]}"? Upper and lower case differ'
+    if near := nearest(text, names):
+        return f"closest names: {', '.join(near)}"
+    example = ", ".join(names[:3])
+    return f"the model has {len(names)} name{'s' if len(names) > 1 else ''}, e.g. {example}"
+
+
+def _matched(text: str, names: Sequence[str]) -> list[int]:
+    try:
+        return select([compile_pattern(text)], names)
+    except PatternError:
+        return []

@@ -1,0 +1,127 @@
+"""The names a rule can match: the parameters of a model, read without touching it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+# Wrappers put one segment between their own name and that of the module they wrap. The segment is
+# dropped only where its owner really is such a wrapper: a model may call a child `module`. They are
+# told by name so that planning needs no torch, and subclasses count.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter tensor.
+
+    Attributes:
+        name: canonical name, the first one in the order of ``named_parameters``.
+        aliases: its other canonical names, where the tensor is tied.
+        shape: ``None`` while a lazy module has not seen its first input.
+        dtype: such as ``float32``.
+        requires_grad: whether it is trainable now.
+        module_type: class names of the owning modules, most derived first, base classes included.
+        sparse: the owner asks for sparse gradients.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...] | None
+    dtype: str
+    requires_grad: bool
+    module_type: tuple[str, ...]
+    sparse: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 0 while the shape is unknown."""
+        return 0 if self.shape is None else prod(self.shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical name and aliases."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a parameter lives: ``owner._parameters[key]``, under a canonical name."""
+
+    name: str
+    owner: Any
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All parameters of a model, in the order of ``named_parameters``."""
+
+    origin: str
+    params: tuple[Param, ...]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements over all parameters."""
+        return sum(param.numel for param in self.params)
+
+
+def class_names(module: object) -> tuple[str, ...]:
+    """Return the class names of a module, most derived first, without `object`."""
+    return tuple(base.__name__ for base in type(module).__mro__[:-1])
+
+
+def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield canonical name and module of a tree, shared modules under each of their names."""
+    yield prefix, module
+    transparent = {
+        _WRAPPERS[base.__name__]
+        for base in type(module).__mro__
+        if base.__name__ in _WRAPPERS and base.__module__.partition(".")[0] == "torch"
+    }
+    for key, child in module._modules.items():  # noqa: SLF001 # `named_children` hides shared ones
+        if child is None:
+            continue
+        step = "" if key in transparent else key
+        yield from walk(child, f"{prefix}.{step}" if prefix and step else prefix or step)
+
+
+def slots(model: Any) -> Iterator[Slot]:
+    """Yield every place that holds a parameter, tied ones under each of their names."""
+    for path, module in walk(model):
+        # `named_parameters` shows a tied parameter once, under whichever name comes first.
+        for key, param in module._parameters.items():  # noqa: SLF001
+            if param is not None:
+                yield Slot(f"{path}.{key}" if path else key, module, key)
+
+
+def from_model(model: Any) -> Manifest:
+    """Return the manifest of a ``torch.nn.Module``, on any device, ``meta`` included."""
+    groups: dict[int, list[Slot]] = {}
+    for slot in slots(model):
+        groups.setdefault(id(slot.owner._parameters[slot.key]), []).append(slot)  # noqa: SLF001
+    return Manifest(type(model).__name__, tuple(_param(group) for group in groups.values()))
+
+
+def _param(group: list[Slot]) -> Param:
+    first = group[0]
+    tensor = first.owner._parameters[first.key]  # noqa: SLF001
+    types = {name: None for slot in group for name in class_names(slot.owner)}
+    names = list(dict.fromkeys(slot.name for slot in group))
+    return Param(
+        name=names[0],
+        aliases=tuple(names[1:]),
+        shape=None if "UninitializedTensorMixin" in class_names(tensor) else tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        requires_grad=tensor.requires_grad,
+        module_type=tuple(types),
+        sparse=any(getattr(slot.owner, "sparse", False) is True for slot in group),
+    )

@@ -1,0 +1,124 @@
+"""The plan as a table for people."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from gradsurgeon.errors import printable
+
+if TYPE_CHECKING:
+    from gradsurgeon.planning.binding import Plan
+
+_SHOWN = 6
+
+
+def render(plan: Plan) -> str:
+    """Return the table: rules with what they bind, then the chain per tensor, then warnings."""
+    manifest = plan.manifest
+    head = (
+        f"plan: {printable(plan.rules.file)} on {printable(manifest.origin)}: "
+        f"{count(len(plan.rules.rules), 'rule')}, {count(len(manifest.params), 'parameter')}, "
+        f"{manifest.elements:,} elements"
+    )
+    return "\n".join([head, "", *_rules(plan), "", *_chains(plan), *_warnings(plan)])
+
+
+def count(number: int, noun: str) -> str:
+    """Return ``3 rules`` or ``1 rule``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def grid(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> Iterator[str]:
+    """Yield lines with the cells of each column aligned, those in ``right`` to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  " + "  ".join(cells).rstrip()
+
+
+def _rules(plan: Plan) -> Iterator[str]:
+    rows = [("rule", "action", "at", "hook", "parameters", "elements", "steps")]
+    for rule in plan.rules.rules:
+        bound = plan.of(rule.id)
+        dormant = sum(binding.dormant for binding in bound)
+        frozen = f" ({dormant} frozen)" if dormant else ""
+        steps = rule.steps
+        window = "" if (steps.from_, steps.to) == (0, None) else f"{steps.from_}..{steps.to or ''}"
+        every = f" every {steps.every}" if steps.every > 1 else ""
+        rows.append(
+            (
+                rule.id,
+                rule.action,
+                rule.point,
+                bound[0].hook if bound else "-",
+                f"{len(bound)}{frozen}",
+                f"{sum(binding.numel for binding in bound):,}",
+                f"{window}{every}".strip() or "all",
+            )
+        )
+    yield from grid(rows, right=frozenset({4, 5}))
+
+
+def _chains(plan: Plan) -> Iterator[str]:
+    """Yield each distinct chain of effects with the tensors that go through it."""
+    points = {rule.id: rule.point for rule in plan.rules.rules}
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, chain in plan.chains.items():
+        groups.setdefault(chain, []).append(name)
+    untouched = len(plan.manifest.params) - len(plan.chains)
+    yield "effects per tensor, in order of effect"
+    aliases = {param.name: param.aliases for param in plan.manifest.params}
+    for chain, names in groups.items():
+        yield "  " + " -> ".join(f"{rule} (at {points[rule]})" for rule in chain)
+        yield f"      {count(len(names), 'parameter')}: {_abridged(names, aliases)}"
+    if untouched:
+        yield f"  no rule: {count(untouched, 'parameter')}"
+
+
+def _abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:
+    """Return the names with runs of equal layers folded: ``h.{0..11}.attn.weight``."""
+    folded: dict[str, list[str]] = {}
+    for name in names:
+        folded.setdefault(re.sub(r"\d+", "#", name), []).append(name)
+    shown = []
+    for group in folded.values():
+        text = group[0] if len(group) == 1 else _range(group)
+        tied = [alias for name in group for alias in aliases[name]]
+        suffix = f" (tied to {', '.join(tied[:2])}{', ...' if len(tied) > 2 else ''})" if tied else ""  # noqa: PLR2004 # as many as are shown
+        shown.append(printable(text + suffix))
+    more = len(shown) - _SHOWN
+    return ", ".join(shown[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
+
+
+def _range(group: Sequence[str]) -> str:
+    """Return one pattern-like text for names that differ in their numbers only."""
+    numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in group]
+    columns = iter(list(zip(*numbers, strict=True)))
+
+    def span(_: re.Match[str]) -> str:
+        values = sorted(set(next(columns)))
+        if len(values) == 1:
+            return str(values[0])
+        whole = values == list(range(values[0], values[-1] + 1))
+        inner = f"{values[0]}..{values[-1]}" if whole else ",".join(map(str, values[:4]))
+        return f"{{{inner}{'' if whole or len(values) <= 4 else ',...'}}}"  # noqa: PLR2004 # as above
+
+    return re.sub(r"\d+", span, group[0])
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    lines = [
+        f"  {rule.id}: {text}"
+        for rule in plan.rules.rules
+        for text in plan.rule_warnings.get(rule.id, ())
+    ]
+    lines += [f"  {text}" for text in plan.warnings]
+    if lines:
+        yield ""
+        yield "to know"
+        yield from lines

@@ -1,0 +1,109 @@
+"""Every hook on a parameter: put on all together or not at all, taken off without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any, cast
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from gradsurgeon import _torch
+from gradsurgeon.runtime.backward import PassHook, Passes, TensorHook
+from gradsurgeon.runtime.manual import GuardHook
+from gradsurgeon.runtime.state import State
+
+
+class Arming:
+    """The hooks of one session on the parameters of its model."""
+
+    def __init__(self, state: State, passes: Passes) -> None:
+        self._state = state
+        self._passes = passes
+        self._handles: dict[int, list[RemovableHandle]] = {}
+        self._ids: dict[int, int] = {}
+        self._guards: dict[int, bool] = {}
+
+    def arm(self) -> None:
+        """Put hooks on all tensors of the program; on failure none stays."""
+        with ExitStack() as undo:
+            undo.callback(self.disarm)
+            for tensor in range(len(self._state.targets)):
+                self._arm(tensor)
+            undo.pop_all()
+
+    def guard(self, tensors: dict[int, bool]) -> None:
+        """Put guards on tensors whose steps are counted by backward passes."""
+        self._guards = tensors
+        for tensor in tensors:
+            if (param := self._state.targets.param(tensor)) is not None:
+                self._handles.setdefault(tensor, []).append(self._put_guard(tensor, param))
+
+    def replaced(self) -> list[int]:
+        """Return the tensors whose parameter is not the one that carries the hooks."""
+        found = []
+        for tensor, param in enumerate(self._state.targets.params()):
+            if self._ids.get(tensor) != (None if param is None else id(param)):
+                found.append(tensor)
+        return found
+
+    def rearm(self, tensor: int) -> bool:
+        """Put the hooks on the parameter that now stands under the name.
+
+        Returns:
+            Whether there is one.
+        """
+        for handle in self._handles.pop(tensor, []):
+            handle.remove()
+        self._arm(tensor)
+        return self._state.targets.param(tensor) is not None
+
+    def disarm(self) -> None:
+        """Take all hooks off."""
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+        for param in self._state.targets.params():
+            if param is not None:
+                _torch.forget_empty_hooks(param)
+
+    def _arm(self, tensor: int) -> None:
+        param = self._state.targets.param(tensor)
+        if param is None:
+            self._ids.pop(tensor, None)
+            return
+        self._ids[tensor] = id(param)
+        self._handles[tensor] = list(self._put(tensor, param))
+
+    def _put(self, tensor: int, param: Tensor) -> Iterable[RemovableHandle]:
+        if not (param.is_floating_point() or param.is_complex()):
+            return  # Integers have no gradient, now or later.
+        name = self._state.program.names[tensor]
+        rules = self._state.program.per_tensor.get(tensor, ())
+        frozen = not param.requires_grad
+        if frozen:
+            # torch refuses hooks on frozen parameters, but keeps those that are there, so that a
+            # rule acts as soon as the parameter is thawed.
+            param.requires_grad_(True)
+        try:
+            if rules:
+                label = "+".join(rule.id for rule in rules)
+                hook = TensorHook(self._state, self._passes, tensor, f"{label}:{name}", rules)
+                yield param.register_hook(cast("Any", hook))
+            if tensor in self._guards:
+                yield self._put_guard(tensor, param)
+            watch = PassHook(self._state, self._passes, tensor, f"gradsurgeon:{name}")
+            yield param.register_post_accumulate_grad_hook(watch)  # type: ignore[no-untyped-call]
+        finally:
+            if frozen:
+                param.requires_grad_(False)
+
+    def _put_guard(self, tensor: int, param: Tensor) -> RemovableHandle:
+        name = self._state.program.names[tensor]
+        edited = self._guards[tensor]
+        guard = GuardHook(self._state, self._passes, tensor, f"gradsurgeon:{name}", edited=edited)
+        handle: RemovableHandle = param.register_hook(cast("Any", guard))
+        return handle
+

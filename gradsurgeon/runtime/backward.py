@@ -1,0 +1,160 @@
+"""What happens while a backward pass runs: edits of contributions, and the order of arrival.
+
+A `TensorHook` acts on what this pass contributes to one parameter. A `PassHook` only notes that a
+parameter has received its gradient, and sees to it that the session looks once the pass is over.
+Both hold the session weakly: a post-accumulate hook that reaches a parameter would make a cycle that
+Python cannot collect.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _torch
+from gradsurgeon.actions import Rule
+from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime.state import State
+
+# A backward pass that raised never ends, so its entry stays; more than this many are forgotten.
+_MOST_OPEN = 16
+
+
+@dataclass(slots=True)
+class Pass:
+    """One backward pass: the tensors in the order in which they received their gradients."""
+
+    order: list[int] = field(default_factory=list)
+    logged: dict[str, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
+    # It began on gradients that were there before: one more micro-batch of the same step.
+    continued: bool = False
+
+
+class Passes:
+    """Opens a `Pass` at its first gradient and hands it over when the backward pass has ended."""
+
+    def __init__(self, finished: Callable[[Pass], None]) -> None:
+        self._finished = finished
+        self._open: dict[int, Pass] = {}
+        self._training: tuple[int, bool] = (-1, False)
+
+    def current(self) -> Pass:
+        """Return the pass that is running, opening it if this is its first gradient."""
+        task = _torch.graph_task()
+        running = self._open.get(task)
+        if running is None:
+            while len(self._open) >= _MOST_OPEN:
+                del self._open[next(iter(self._open))]
+            running = self._open[task] = Pass()
+            _torch.queue_callback(partial(self._ending, task))
+        return running
+
+    def is_training(self, param: Tensor) -> bool:
+        """Tell a `backward()` from a `torch.autograd.grad()`; asked once per pass."""
+        task = _torch.graph_task()
+        if self._training[0] != task:
+            self._training = (task, _torch.accumulates(param))
+        return self._training[1]
+
+    def _ending(self, task: int) -> None:
+        # Queued anew from inside a callback it runs after all others, such as that of DDP, which
+        # copies the reduced gradients into place.
+        _torch.queue_callback(partial(self._ended, task))
+
+    def _ended(self, task: int) -> None:
+        running = self._open.pop(task, None)
+        if running is not None:
+            self._finished(running)
+
+
+class Hook:
+    """A hook on one tensor that reaches its session weakly and never travels with a copy."""
+
+    # torch warns when a parameter with hooks is pickled for another process, unless told that the
+    # hook is meant to stay behind.
+    __torch_unserializable__ = True
+
+    def __init__(self, state: State, passes: Passes, tensor: int, label: str) -> None:
+        self._state = weakref.ref(state)
+        self._passes = weakref.ref(passes)
+        self._tensor = tensor
+        # torch names the hook by this in its messages about wrong return values.
+        self.__name__ = label
+
+    def _live(self) -> tuple[State, Passes] | None:
+        state, passes = self._state(), self._passes()
+        if state is None or passes is None or state.paused:
+            return None
+        return state, passes
+
+
+class PassHook(Hook):
+    """Post-accumulate hook: notes the arrival of one gradient."""
+
+    def __call__(self, _param: Tensor) -> None:
+        if (live := self._live()) is not None:
+            live[1].current().order.append(self._tensor)
+
+
+class TensorHook(Hook):
+    """Tensor hook: the rules at `backward` on one parameter, in file order."""
+
+    def __init__(
+        self, state: State, passes: Passes, tensor: int, label: str, rules: tuple[Rule, ...]
+    ) -> None:
+        super().__init__(state, passes, tensor, label)
+        self._rules = rules
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        live = self._live()
+        # A custom autograd function may return None for an input.
+        if live is None or grad is None:
+            return None
+        state, passes = live
+        clock = state.clocks[self._tensor]
+        due = [rule for rule in self._rules if rule.steps.due(clock.step)]
+        param = state.targets.param(self._tensor)
+        if not due or param is None:
+            return None
+        if not passes.is_training(param):
+            text = "torch.autograd.grad() is not training: its results are left alone"
+            state.journal.once("autograd.grad", text, step=clock.step)
+            return None
+        out = grad
+        for rule in due:
+            out = self._one(state, passes, rule, out)
+            state.journal.fired(rule.id, clock.step)
+        return None if out is grad or state.mode == "observe" else out
+
+    def _one(self, state: State, passes: Passes, rule: Rule, grad: Tensor) -> Tensor:
+        if rule.role == "edit":
+            return self._edit(state, rule, grad)
+        with torch.no_grad():
+            found = {stat: _torch.statistic(stat, grad) for stat in getattr(rule, "stats", ())}
+        passes.current().logged.setdefault(rule.id, {})[self._tensor] = found
+        return grad
+
+    def _edit(self, state: State, rule: Rule, grad: Tensor) -> Tensor:
+        edit = state.edits[rule.id]
+        check_layout(rule, grad, state.program.names[self._tensor])
+        with torch.no_grad():
+            state.journal.altered(rule.id, edit.alters(_torch.values(grad)))
+        return _torch.on_values(edit.apply, grad)
+
+
+def check_layout(rule: Rule, grad: Tensor, name: str) -> None:
+    """Refuse what binding could not foresee: an edit that would fill a sparse gradient.
+
+    Raises:
+        GradSurgeonError: naming rule and parameter.
+    """
+    if grad.layout != torch.strided and not rule.keeps_zero:
+        raise GradSurgeonError(
+            f"rule {rule.id}: the gradient of {name} is sparse and the bounds exclude 0, so the result "
+            "would be dense; include 0 in the bounds, or exclude the parameter"
+        )

@@ -1,0 +1,55 @@
+"""Which update a gradient feeds: one clock per optimizer, counting attempted updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Clock:
+    """Counts the updates of one optimizer; ``step`` is the number of the next one, from 0."""
+
+    step: int
+    tensors: tuple[int, ...] = field(default=())
+
+    def tick(self) -> None:
+        """Count one attempted update."""
+        self.step += 1
+
+
+class Clocks:
+    """The clock of every tensor. Until an optimizer claims them, all go by one common clock."""
+
+    def __init__(self, count: int, start: int) -> None:
+        self.common = Clock(start, tuple(range(count)))
+        self._of = [self.common] * count
+        # Whoever caches a grouping by clock compares this number.
+        self.version = 0
+
+    def __getitem__(self, tensor: int) -> Clock:
+        return self._of[tensor]
+
+    @property
+    def latest(self) -> int:
+        """The largest clock."""
+        return max((clock.step for clock in self._of), default=self.common.step)
+
+    def claim(self, tensors: Iterable[int], clock: Clock | None = None) -> Clock:
+        """Give tensors to a clock, a new one unless ``clock`` is given, and return it.
+
+        A schedule must not begin anew because the script rebuilt its optimizer, so the clock goes
+        on from the latest one that its tensors had.
+        """
+        wanted = tuple(sorted(tensors))
+        clock = clock or Clock(self.common.step)
+        if all(self._of[tensor] is clock for tensor in wanted):
+            return clock
+        clock.step = max([clock.step, *(self._of[tensor].step for tensor in wanted)])
+        for tensor in wanted:
+            self._of[tensor] = clock
+        clock.tensors = wanted
+        for other in {id(one): one for one in self._of}.values():
+            other.tensors = tuple(i for i, one in enumerate(self._of) if one is other)
+        self.version += 1
+        return clock

@@ -1,0 +1,123 @@
+"""The rules at `step`: final gradients, edited in place right before an update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _torch
+from gradsurgeon.actions import Edit, Rule
+from gradsurgeon.runtime.backward import check_layout
+from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.look import measure, pick, stack
+from gradsurgeon.runtime.state import Lane, State
+from gradsurgeon.runtime.targets import Mark, mark
+
+
+class StepEdits:
+    """Runs the rules at `step` in file order on the gradients that an update is about to consume."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        # What the edits left behind in this step. Where a closure is called again and computes no new
+        # gradients, those that are still the same have had their turn.
+        self._left: dict[int, Mark] = {}
+
+    def run(self, clock: Clock) -> set[int]:
+        """Act on the gradients of one clock.
+
+        Returns:
+            The tensors that an edit may have made non-finite.
+        """
+        state = self._state
+        lanes = [
+            lane
+            for stage in state.program.at_step
+            for lane in state.lanes(stage)
+            if lane.clock is clock and lane.rule.steps.due(clock.step)
+        ]
+        if not lanes:
+            return set()
+        tensors, grads = state.targets.grads(sorted({i for lane in lanes for i in lane.tensors}))
+        fresh = {
+            tensor: grad
+            for tensor, grad in zip(tensors, grads, strict=True)
+            if self._left.get(tensor) != mark(grad)
+        }
+        suspicious: set[int] = set()
+        with torch.no_grad():
+            if state.mode == "observe":
+                fresh = {tensor: grad.clone() for tensor, grad in fresh.items()}
+            else:
+                fresh = {i: self._own(i, grad) for i, grad in self._shared(fresh, lanes).items()}
+            for lane in lanes:
+                having = {i: fresh[i] for i in lane.tensors if i in fresh}
+                if having:
+                    self._one(lane, having)
+                    state.journal.fired(lane.rule.id, clock.step, len(having))
+                    if lane.rule.may_overflow and state.mode == "act":
+                        suspicious |= having.keys()
+        if state.mode == "act":
+            edited = {i for lane in lanes if lane.rule.role == "edit" for i in lane.tensors}
+            self._left.update((i, mark(grad)) for i, grad in fresh.items() if i in edited)
+        return suspicious
+
+    def forget(self) -> None:
+        """Forget what the edits left behind: the step is over.
+
+        Marks must not outlive it. A new gradient is likely to get the address of the old one.
+        """
+        self._left.clear()
+
+    def _one(self, lane: Lane, grads: dict[int, Tensor]) -> None:
+        if lane.rule.role == "observe":
+            self._log(lane, grads)
+            return
+        edit = self._state.edits[lane.rule.id]
+        for tensor, grad in grads.items():
+            check_layout(lane.rule, grad, self._state.program.names[tensor])
+            self._state.journal.altered(lane.rule.id, edit.alters(_torch.values(grad)))
+        self._apply(lane.rule, edit, list(grads.values()))
+
+    def _apply(self, rule: Rule, edit: Edit, grads: list[Tensor]) -> None:
+        dense = [grad for grad in grads if grad.layout == torch.strided]
+        if dense:
+            edit.apply_(dense)
+        for grad in grads:
+            if grad.layout != torch.strided:
+                # In place for the outside: the optimizer and the script keep seeing the same tensor.
+                grad.copy_(_torch.on_values(edit.apply, grad))
+
+    def _log(self, lane: Lane, grads: dict[int, Tensor]) -> None:
+        column = {tensor: number for number, tensor in enumerate(lane.tensors)}
+        columns = [column[tensor] for tensor in grads]
+        for stat, key in lane.keys.items():
+            if stat == "l2":
+                values = pick(measure(list(grads), list(grads.values())), list(grads))
+            else:
+                values = stack([_torch.statistic(stat, grad) for grad in grads.values()])
+            self._state.recorder.add(key, lane.clock.step, columns, values, replace=True)
+
+    def _shared(self, grads: dict[int, Tensor], lanes: Sequence[Lane]) -> dict[int, Tensor]:
+        """Give each tensor a gradient of its own where two share memory, or the script holds it."""
+        edited = {i for lane in lanes if lane.rule.role == "edit" for i in lane.tensors}
+        everything, all_grads = self._state.targets.grads(range(len(self._state.targets)))
+        aliased = {everything[position] for position in _torch.overlapping(all_grads)}
+        own = dict(grads)
+        for tensor, grad in grads.items():
+            if tensor not in edited:
+                continue
+            # A gradient with a graph (`create_graph=True`) is a value that the graph still needs.
+            graph = grad.requires_grad or grad.grad_fn is not None
+            strided = grad.layout == torch.strided
+            if graph or tensor in aliased or (strided and _torch.shares_storage(grad)):
+                own[tensor] = grad.detach().clone()
+        return own
+
+    def _own(self, tensor: int, grad: Tensor) -> Tensor:
+        param = self._state.targets.param(tensor)
+        if param is not None and param.grad is not grad:
+            param.grad = grad
+        return grad

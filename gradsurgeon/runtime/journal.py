@@ -1,0 +1,115 @@
+"""What a session has to tell: events, and what each rule has done."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _torch
+from gradsurgeon.actions import Rule
+from gradsurgeon.errors import GradSurgeonWarning
+from gradsurgeon.events import Event, EventKind, RuleStatus
+
+# A trap with `then: warn` can trip in every step of a long run.
+_MOST_EVENTS = 10_000
+# One step can pass without a gradient for innocent reasons, three in a row are worth a word.
+_QUIET_STEPS = 3
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one rule has done. ``altered`` counts on the device, to be read when asked for."""
+
+    matched: int
+    fired: int = 0
+    last_step: int | None = None
+    quiet: int = 0
+    due: bool = False
+    altered: dict[torch.device, Tensor] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+class Journal:
+    """Events in order, and one tally per rule."""
+
+    def __init__(self, rules: Sequence[Rule], matched: Sequence[int]) -> None:
+        self.events: list[Event] = []
+        self._tallies = {
+            rule.id: Tally(count) for rule, count in zip(rules, matched, strict=True)
+        }
+        self._said: set[tuple[str, str]] = set()
+
+    def emit(
+        self,
+        kind: EventKind,
+        message: str,
+        *,
+        rule: str = "",
+        step: int = 0,
+        name: str = "",
+        warn: bool = False,
+    ) -> None:
+        """Note an event, and warn the caller as well where he ought to see it at once."""
+        if len(self.events) < _MOST_EVENTS:
+            self.events.append(Event(kind, rule, step, _torch.rank(), name, message))
+        elif len(self.events) == _MOST_EVENTS:
+            text = f"{_MOST_EVENTS:,} events noted; further ones are not kept"
+            self.events.append(Event("notice", "", step, _torch.rank(), "", text))
+        if warn:
+            if rule:
+                self._tallies[rule].warnings.append(message)
+            warnings.warn(f"{f'rule {rule}: ' if rule else ''}{message}", GradSurgeonWarning, 2)
+
+    def once(self, topic: str, message: str, *, rule: str = "", step: int = 0) -> None:
+        """Note a notice the first time the topic comes up."""
+        if (topic, rule) not in self._said:
+            self._said.add((topic, rule))
+            self.emit("notice", message, rule=rule, step=step)
+
+    def fired(self, rule: str, step: int, count: int = 1) -> None:
+        """Count firings of a rule."""
+        tally = self._tallies[rule]
+        tally.fired += count
+        tally.last_step = step
+
+    def altered(self, rule: str, flag: Tensor) -> None:
+        """Count a firing that altered something, without reading the flag."""
+        counts = self._tallies[rule].altered
+        counter = counts.get(flag.device)
+        if counter is None:
+            counter = counts[flag.device] = torch.zeros((), dtype=torch.int64, device=flag.device)
+        with torch.no_grad():
+            counter.add_(flag)
+
+    def passed(self, rule: str, step: int, cause: Callable[[], str]) -> None:
+        """Note that a step in which a rule was due is over; say so where it never fires."""
+        tally = self._tallies[rule]
+        tally.due = True
+        if tally.fired:
+            return
+        tally.quiet += 1
+        if tally.quiet == _QUIET_STEPS:
+            text = f"was due in {_QUIET_STEPS} steps and never fired: {cause()}"
+            self.emit("never-fired", text, rule=rule, step=step, warn=True)
+
+    def never_fired(self) -> list[tuple[str, bool]]:
+        """Return the rules that never fired, and whether they were due."""
+        return [(rule, tally.due) for rule, tally in self._tallies.items() if not tally.fired]
+
+    def status(self) -> dict[str, RuleStatus]:
+        """Return what each rule has done. Waits for the device."""
+        found: dict[str, RuleStatus] = {}
+        for rule, tally in self._tallies.items():
+            altered = sum(int(counter) for counter in tally.altered.values())
+            found[rule] = RuleStatus(
+                matched=tally.matched,
+                fired=tally.fired,
+                changed=altered / tally.fired if tally.fired else 0.0,
+                last_step=tally.last_step,
+                warnings=tuple(tally.warnings),
+            )
+        return found

@@ -1,0 +1,159 @@
+"""The look after a backward pass: one batched reduction serves every rule that watches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _torch
+from gradsurgeon.runtime.backward import Pass
+from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.state import Lane, State
+from gradsurgeon.runtime.targets import Mark, mark
+
+
+@dataclass(slots=True)
+class Look:
+    """What was seen of the gradients of one clock after one backward pass.
+
+    Attributes:
+        order: the tensors in the order in which backward delivered them, watched ones only.
+        tensors: the tensors that had a gradient, ascending.
+        norms: their 2-norms, float32; one tensor per device, with the positions it covers.
+        marks: what tells whether a gradient has changed since.
+        counts: exact numbers of non-finite elements, where looking was free (on the host).
+    """
+
+    order: tuple[int, ...]
+    tensors: tuple[int, ...]
+    norms: tuple[tuple[tuple[int, ...], Tensor], ...]
+    marks: dict[int, Mark]
+    counts: dict[int, tuple[str, int]] | None = None
+
+
+def measure(tensors: Sequence[int], grads: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], Tensor], ...]:
+    """Return the 2-norms of gradients, batched per device."""
+    devices: dict[torch.device, list[int]] = {}
+    for position, grad in enumerate(grads):
+        devices.setdefault(grad.device, []).append(position)
+    with torch.no_grad():
+        return tuple(
+            (
+                tuple(tensors[position] for position in positions),
+                _torch.norms([grads[position] for position in positions]),
+            )
+            for positions in devices.values()
+        )
+
+
+def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
+    """Record what the rules at `accumulated` ask for; return what was seen, per clock."""
+    _log_contributions(state, done)
+    looks: dict[Clock, Look] = {}
+    clocks = {id(clock): clock for clock in (state.clocks[tensor] for tensor in done.order)}
+    for clock in clocks.values():
+        lanes = [
+            lane
+            for stage in state.program.after_backward
+            for lane in state.lanes(stage)
+            if lane.clock is clock and lane.rule.steps.due(clock.step)
+        ]
+        if not lanes:
+            continue
+        watched = sorted({tensor for lane in lanes for tensor in lane.tensors})
+        tensors, grads = state.targets.grads(watched)
+        if not tensors:
+            continue
+        look = _look(done, tensors, grads)
+        by_tensor = dict(zip(tensors, grads, strict=True))
+        for lane in lanes:
+            if lane.rule.role == "observe":
+                _log(state, lane, look, by_tensor)
+        looks[clock] = look
+    return looks
+
+
+def _look(done: Pass, tensors: list[int], grads: list[Tensor]) -> Look:
+    watched = set(tensors)
+    norms = measure(tensors, grads)
+    marks = {tensor: mark(grad) for tensor, grad in zip(tensors, grads, strict=True)}
+    # A tensor can receive its gradient twice in one pass (reentrant checkpointing).
+    order = tuple(dict.fromkeys(tensor for tensor in done.order if tensor in watched))
+    look = Look(order, tuple(tensors), norms, marks)
+    if all(values.device.type == "cpu" for _, values in norms):
+        # On the host a look is free, and an exact one now is worth more than one after the script
+        # has clipped. On a device it would be a wait.
+        by_tensor = dict(zip(tensors, grads, strict=True))
+        look.counts = {
+            tensor: count
+            for tensor in suspects(norms)
+            if (count := _torch.first_nonfinite(by_tensor[tensor]))[1]
+        }
+    return look
+
+
+def suspects(norms: Sequence[tuple[tuple[int, ...], Tensor]]) -> list[int]:
+    """Return the tensors whose norm is not finite. Reads the device: once per device."""
+    found: list[int] = []
+    for tensors, values in norms:
+        found += [tensors[i] for i in (~values.isfinite()).nonzero().flatten().tolist()]
+    return found
+
+
+def _log(state: State, lane: Lane, look: Look, grads: dict[int, Tensor]) -> None:
+    found = [tensor for tensor in lane.tensors if tensor in grads]
+    if not found:
+        return
+    column = {tensor: number for number, tensor in enumerate(lane.tensors)}
+    columns = [column[tensor] for tensor in found]
+    for stat, key in lane.keys.items():
+        if stat == "l2":
+            values = pick(look.norms, found)
+        else:
+            with torch.no_grad():
+                values = stack([_torch.statistic(stat, grads[tensor]) for tensor in found])
+        state.recorder.add(key, lane.clock.step, columns, values, replace=True)
+    state.journal.fired(lane.rule.id, lane.clock.step, len(found))
+
+
+def pick(norms: Sequence[tuple[tuple[int, ...], Tensor]], wanted: list[int]) -> Tensor:
+    """Return the norms of some tensors, in the order asked for."""
+    if len(norms) == 1:
+        tensors, values = norms[0]
+        if list(tensors) == wanted:
+            return values
+        index = {tensor: number for number, tensor in enumerate(tensors)}
+        picked = torch.tensor([index[tensor] for tensor in wanted], device=values.device)
+        return values[picked]
+    # Several devices: one record needs one place, and that is the host.
+    table = {
+        tensor: value
+        for tensors, values in norms
+        for tensor, value in zip(tensors, values.cpu(), strict=True)
+    }
+    return torch.stack([table[tensor] for tensor in wanted])
+
+
+def stack(values: Sequence[Tensor]) -> Tensor:
+    """Stack 0-dim statistics, on the host where they come from several devices."""
+    if len({value.device for value in values}) > 1:
+        values = [value.cpu() for value in values]
+    return torch.stack(list(values))
+
+
+def _log_contributions(state: State, done: Pass) -> None:
+    """Write the rows of `norm-log` rules at `backward`, one per pass."""
+    for rule_id, rows in done.logged.items():
+        groups: dict[int, list[int]] = {}
+        for tensor in sorted(rows):
+            groups.setdefault(id(state.clocks[tensor]), []).append(tensor)
+        for tensors in groups.values():
+            clock = state.clocks[tensors[0]]
+            lane = next(one for one in state.lanes(state.stages[rule_id]) if one.clock is clock)
+            columns = [lane.tensors.index(tensor) for tensor in tensors]
+            for stat, key in lane.keys.items():
+                values = stack([rows[tensor][stat] for tensor in tensors])
+                state.recorder.add(key, clock.step, columns, values, replace=False)

@@ -1,0 +1,143 @@
+"""The step point of scripts that have no torch optimizer and update their weights by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
+from gradsurgeon.runtime.backward import Hook, Pass, Passes
+from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.trap import Verdict
+
+_NOTICE = (
+    "no torch optimizer owns the parameters: the end of a backward pass that began on empty gradients "
+    "counts as the step; call session.tick() right before each update to mark the steps yourself"
+)
+
+
+class GuardHook(Hook):
+    """Tensor hook that looks, before a gradient is accumulated, whether one is there already."""
+
+    def __init__(
+        self, state: State, passes: Passes, tensor: int, label: str, *, edited: bool
+    ) -> None:
+        super().__init__(state, passes, tensor, label)
+        self._edited = edited
+
+    def __call__(self, _grad: Tensor | None) -> None:
+        live = self._live()
+        if live is None:
+            return
+        state, passes = live
+        param = state.targets.param(self._tensor)
+        if param is None or param.grad is None or not passes.is_training(param):
+            return
+        # Scripts that zero in place keep the tensor. Reading it is the price of not guessing.
+        if not bool((param.grad != 0).any()):
+            return
+        passes.current().continued = True
+        if self._edited and state.mode == "act":
+            raise GradSurgeonError(compounding(state.program.names[self._tensor]))
+
+
+def compounding(name: str) -> str:
+    """Return the message on a second pass onto gradients that were edited as final ones."""
+    return (
+        f"a second backward pass reached {name} while its gradient of the pass before, which a rule at "
+        "`step` has already edited, was still there: the edit would compound. No torch optimizer owns "
+        "the parameters, so every backward pass counts as a step. If the script accumulates, pass "
+        "optimizer=[] to apply() and call session.tick() right before each update; if it does not, "
+        "clear the gradients after the update"
+    )
+
+
+class Manual:
+    """Counts the steps of a hand-written update, by backward passes or by `tick()`."""
+
+    def __init__(
+        self,
+        state: State,
+        judge: Callable[[Clock], Verdict],
+        finished: Callable[[Clock], None],
+        *,
+        declared: bool,
+    ) -> None:
+        self._state = state
+        self._judge = judge
+        self._finished = finished
+        # Declared: the script marks its steps, a backward pass is never one.
+        self._declared = declared
+        self._counted = False
+        self.active = declared
+        self._full = set(state.targets.grads(range(len(state.targets)))[0])
+
+    def guarded(self) -> dict[int, bool]:
+        """Return the tensors that need a guard, and whether a rule at `step` edits them."""
+        edited = {i for stage in self._state.program.step_edits for i in stage.tensors}
+        return dict.fromkeys(sorted(edited), True)
+
+    def begin(self, done: Pass) -> None:
+        """Go over to hand-written updates, after the first pass that no optimizer has claimed."""
+        self.active = True
+        self._state.journal.once("manual", _NOTICE, step=self._state.clocks.latest)
+        for stage in self._state.program.traps:
+            if getattr(stage.rule, "then", "") == "skip-step":
+                text = (
+                    "`then: skip-step` cannot hide gradients from an update written by hand: it will "
+                    "raise instead, unless the script asks session.tick() whether to update"
+                )
+                step = self._state.clocks.latest
+                self._state.journal.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
+        # No guard was there for this pass; gradients from before `apply` stand for it.
+        done.continued = bool(self._full & set(done.order))
+        edited = {i for i, edits in self.guarded().items() if edits and i in done.order}
+        if done.continued and edited & self._full and self._state.mode == "act":
+            raise GradSurgeonError(compounding(self._state.program.names[min(edited & self._full)]))
+
+    def after(self, done: Pass) -> None:
+        """Count a finished backward pass as the step, unless it went on with an earlier one.
+
+        Raises:
+            NonFiniteGradientError: a trap stops the update.
+        """
+        if self._declared or done.continued:
+            return
+        self._counted = True
+        clock = self._state.clocks.common
+        verdict = self._judge(clock)
+        self._finished(clock)
+        if verdict.error is not None:
+            raise verdict.error
+        if verdict.skip:
+            trapped = next(e for e in reversed(self._state.journal.events) if e.kind == "trap")
+            raise NonFiniteGradientError(
+                f"{trapped.message}\n(`then: skip-step` cannot hide gradients from an update written by "
+                "hand: pass optimizer=[] to apply() and update only where session.tick() is true)",
+                rule=trapped.rule,
+                step=trapped.step,
+                rank=trapped.rank,
+                name=trapped.name,
+            )
+
+    def tick(self) -> bool:
+        """Mark one update, right before the script does it by hand.
+
+        Returns:
+            Whether to update: ``False`` where a trap with `then: skip-step` tripped.
+
+        Raises:
+            NonFiniteGradientError: a trap stops the update.
+        """
+        first, self._declared, self.active = not self._declared, True, True
+        if first and self._counted:
+            # The pass before this first tick has been counted; from now on only ticks are.
+            return True
+        clock = self._state.clocks.common
+        verdict = self._judge(clock)
+        self._finished(clock)
+        if verdict.error is not None:
+            raise verdict.error
+        return not verdict.skip

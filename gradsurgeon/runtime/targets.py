@@ -1,0 +1,68 @@
+"""The tensors a session acts on, found by name each time, so that no hook holds a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from gradsurgeon.planning import slots
+
+
+class Targets:
+    """Parameters by index, looked up where their owner keeps them.
+
+    It holds the ``_parameters`` dictionaries of the owners, not the modules: the session reaches the
+    model weakly, and a dictionary look-up sees a parameter that was replaced.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        by_name: dict[str, tuple[dict[str, Any], str]] = {}
+        for slot in slots(model):
+            by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
+        self._places = [by_name[name] for name in names]
+        self.names = tuple(names)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def param(self, tensor: int) -> Tensor | None:
+        """Return the parameter that now stands under the name, if any."""
+        owner, key = self._places[tensor]
+        found: Tensor | None = owner.get(key)
+        return found
+
+    def params(self) -> list[Tensor | None]:
+        """Return all parameters, ``None`` where the name is gone."""
+        return [owner.get(key) for owner, key in self._places]
+
+    def grads(self, tensors: Iterable[int]) -> tuple[list[int], list[Tensor]]:
+        """Return the tensors that have a gradient now, and these gradients."""
+        places = self._places
+        having: list[int] = []
+        grads: list[Tensor] = []
+        for tensor in tensors:
+            owner, key = places[tensor]
+            param = owner.get(key)
+            if param is not None and (grad := param.grad) is not None:
+                having.append(tensor)
+                grads.append(grad)
+        return having, grads
+
+    def owned(self, params: Iterable[Tensor]) -> list[int]:
+        """Return the tensors that are among ``params``."""
+        index = {id(param): tensor for tensor, param in enumerate(self.params())}
+        return sorted({index[id(param)] for param in params if id(param) in index})
+
+    def forget(self) -> None:
+        """Let go of everything, once the model is gone or the session removed."""
+        self._places = [({}, key) for _, key in self._places]
+
+
+Mark = tuple[int, int]
+
+
+def mark(grad: Tensor) -> Mark:
+    """Return what changes whenever somebody replaces or writes a gradient."""
+    return id(grad), grad._version  # noqa: SLF001 # the documented way to see in-place writes

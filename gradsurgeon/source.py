@@ -1,0 +1,399 @@
+"""Rule files as text: YAML 1.2 (core schema) read into plain values that know where they stand.
+
+Values are built from YAML *events*, one at a time. PyYAML's own tree builder is not used: with
+libyaml it overflows the stack of the process on deep nesting, and it follows YAML 1.1.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeAlias
+
+import yaml
+
+from gradsurgeon.errors import Place, Problem, RuleFileError, Severity
+
+Path: TypeAlias = tuple[str | int, ...]
+
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+# PyYAML built without libyaml is about 30 times slower: it gets a smaller limit, so that hostile
+# text is refused within a second there too.
+_MAX_BYTES, _MAX_BYTES_PURE = 1 << 20, 1 << 16
+_MAX_NODES, _MAX_DEPTH, _MAX_PROBLEMS = 200_000, 64, 200
+_MAX_INT = 64  # digits: far beyond any sensible bound, far below where Python raises
+
+# What YAML forbids; what ends a line for some readers only (text behind U+2028 in a comment is a
+# comment to reviewers and an entry to libyaml); and %TAG, on which libyaml takes quadratic time.
+_FORBIDDEN = re.compile(
+    "\r(?!\n)|[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
+    "|(?<![^\n])%TAG"
+)
+_CORE = re.compile(
+    r"(?P<null>|~|null|Null|NULL)|(?P<bool>true|True|TRUE|false|False|FALSE)"
+    r"|(?P<int>[-+]?[0-9]+)|(?P<oct>0o[0-7]+)|(?P<hex>0x[0-9a-fA-F]+)"
+    r"|(?P<float>[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?)"
+    r"|(?P<inf>[-+]?\.(?:inf|Inf|INF))|(?P<nan>\.(?:nan|NaN|NAN))"
+)
+_YAML_1_1 = re.compile(
+    r"y|Y|n|N|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF|=|0o[0-7]+|0b[01_]+|[-+]?0[0-9_]+"
+    r"|[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?|[-+]?[0-9]+_[0-9_]*(?:\.[0-9_]*)?"
+    r"|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt ][-+0-9:.Zz ]*)?"
+)
+_INDICATORS = {"*": "an alias", "&": "an anchor", "!": "a tag", "[": "a list", "{": "a mapping"}
+_VALUE = re.compile(r"\s*(?:- +)*(?:[^\s:\"'\[{]+:\s+)?(\S)")  # first character of a line's value
+
+
+class _HaltError(Exception):
+    """Reading cannot go on, because of ``args[0]``."""
+
+
+@dataclass(slots=True)
+class _Node:
+    """A value, where it stands, and how many values it is once its aliases are written out."""
+
+    data: Any
+    start: Any  # marks, whose type depends on the loader
+    end: Any
+    plain: bool = False
+    size: int = 1
+
+
+@dataclass(slots=True)
+class _Collection(_Node):
+    """A mapping or a sequence. ``key`` is the key that waits for its value."""
+
+    flow: bool | None = False
+    items: dict[str | int, _Node] = field(default_factory=dict)
+    keys: dict[str, _Node] = field(default_factory=dict)
+    key: _Node | None = None
+    open: bool = True
+
+
+class _Text:
+    """The text of a file, cut into lines."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self.file, self.text = file, text.removeprefix("\ufeff")
+        self.lines = [line.removesuffix("\r") for line in self.text.split("\n")]
+
+    def place(self, start: Any, end: Any = None) -> Place:
+        """Return a place; as wide as start and end say, but no wider than the line."""
+        line, end = self.lines[start.line], end or start
+        width = (end.column if end.line == start.line else len(line)) - start.column
+        return Place(self.file, start.line + 1, start.column + 1, line, max(1, width))
+
+
+@dataclass(frozen=True)
+class Document:
+    """A rule file as plain values, with the place of each.
+
+    ``data`` consists of dict, list, str, int, float, bool and None. It is ``None`` only where
+    nothing could be read; then ``problems`` holds an error. ``problems`` are all errors
+    and warnings, in the order in which they were found.
+    """
+
+    file: str
+    text: str = field(repr=False)
+    data: object
+    problems: tuple[Problem, ...]
+    _source: _Text = field(repr=False, compare=False)
+    _root: _Node | None = field(repr=False, compare=False)
+
+    def place(self, path: Path) -> Place:
+        """Return the place of the value at ``path``.
+
+        Elements that the document lacks are skipped: pydantic's ``loc`` names branches of unions.
+        """
+        node = self._find(path)
+        if isinstance(node, _Collection) and not node.flow:
+            return self.missing_place(path)
+        return self._source.place(node.start, node.end) if node else self._source.place(_mark(0, 0))
+
+    def key_place(self, path: Path) -> Place:
+        """Return the place of the key at the end of ``path``, of its value where it has no key."""
+        parent = self._find(path[:-1])
+        if path and isinstance(parent, _Collection) and (key := parent.keys.get(str(path[-1]))):
+            return self._source.place(key.start, key.end)
+        return self.place(path)
+
+    def missing_place(self, path: Path) -> Place:
+        """Return where to point for a key that the mapping at ``path`` lacks: its first key."""
+        node = self._find(path)
+        first = next(iter(node.keys.values()), None) if isinstance(node, _Collection) else node
+        if first is not None:
+            return self._source.place(first.start, first.end)
+        return self._source.place(node.start if node else _mark(0, 0))
+
+    def _find(self, path: Path) -> _Node | None:
+        node = self._root
+        for element in path:
+            if isinstance(node, _Collection) and element in node.items:
+                node = node.items[element]
+        return node
+
+
+def read(path: str | os.PathLike[str]) -> Document:
+    """Read a rule file.
+
+    Raises:
+        RuleFileError: there is no such file, or it cannot be read, or it is not UTF-8 text. What is
+            wrong with the content is in ``problems`` of the document instead.
+    """
+    file = os.fspath(path)
+    hint = "save the file as UTF-8 text"
+    try:
+        # One read with an end: a device or a file of gigabytes is refused like any long text.
+        with pathlib.Path(file).open("rb") as stream:
+            raw = stream.read(_MAX_BYTES + 4)
+        if b"\0" not in raw:
+            whole = len(raw) <= _MAX_BYTES + 3
+            return parse(raw.decode("utf-8-sig", "strict" if whole else "replace"), file)
+        cause = "it holds NUL bytes, so it is binary or UTF-16"
+    except UnicodeDecodeError as error:
+        cause = f"byte {error.start + 1} is not UTF-8 text"
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path itself
+        cause = getattr(error, "strerror", None) or str(error)
+        hint = "check the path and its permissions"
+    message = f"cannot read the file: {cause}"
+    raise RuleFileError([Problem(Place(file, 1, 1), "unreadable-file", message, hint)])
+
+
+def parse(text: str, file: str = "<text>") -> Document:
+    """Read YAML text. Never raises for its content: see ``problems`` of the document."""
+    reader = _Reader(source := _Text(file, text))
+    try:
+        reader.check_text()
+        root = reader.walk()
+    except _HaltError as halt:
+        return Document(file, text, None, (*reader.problems, halt.args[0]), source, None)
+    return Document(file, text, root.data, tuple(reader.problems), source, root)
+
+
+class _Reader:
+    """Builds the nodes of one document and collects what is wrong with it."""
+
+    def __init__(self, source: _Text) -> None:
+        self.source = source
+        self.problems: list[Problem] = []
+        self.root: _Node | None = None
+        self.stack: list[_Collection] = []
+        self.anchors: dict[str, _Node] = {}
+
+    def halt(self, check: str, message: str, hint: str, mark: Any = None) -> NoReturn:
+        raise _HaltError(Problem(self.source.place(mark or _mark(0, 0)), check, message, hint))
+
+    def note(
+        self, check: str, message: str, hint: str, node: _Node, severity: Severity = "error"
+    ) -> None:
+        if len(self.problems) == _MAX_PROBLEMS:
+            message = f"more than {_MAX_PROBLEMS} problems: the rest of the file was not read"
+            self.halt("too-large", message, "mend the first ones", node.start)
+        place = self.source.place(node.start, node.end)
+        self.problems.append(Problem(place, check, message, hint, severity))
+
+    def check_text(self) -> None:
+        """Refuse what must not reach the scanner."""
+        text = self.source.text
+        limit = _MAX_BYTES_PURE if _LOADER is yaml.SafeLoader else _MAX_BYTES
+        if len(text.encode("utf-8", "surrogatepass")) > limit:
+            more = "" if limit == _MAX_BYTES else "; PyYAML with libyaml reads files of 1 MiB"
+            hint = f"split it with `include`{more}"
+            self.halt("too-large", f"more than {limit // 1024} KiB of text", hint)
+        if found := _FORBIDDEN.search(text):
+            start = found.start()
+            mark = _mark(text.count("\n", 0, start), start - text.rfind("\n", 0, start) - 1)
+            message = f"YAML syntax: {found[0]!a} is not allowed"
+            hint = "remove it; characters can be written as escapes in double quotes"
+            self.halt("yaml-syntax", message, hint, mark)
+
+    def walk(self) -> _Node:
+        """Return the root of the first document."""
+        events: Any = yaml.parse(self.source.text, Loader=_LOADER)
+        try:
+            for count, event in enumerate(events):
+                if count > _MAX_NODES:
+                    self.halt("too-large", f"more than {_MAX_NODES} values", "", event.start_mark)
+                if self.root and isinstance(event, yaml.DocumentStartEvent):
+                    hint = "keep one document per file: remove this line and what follows"
+                    second = _Node(None, event.start_mark, event.end_mark)
+                    self.note("several-documents", "a second YAML document starts", hint, second)
+                    break
+                self.take(event)
+        except yaml.MarkedYAMLError as error:
+            message, hint, mark = _syntax_error(error, self.source.lines)
+            self.halt("yaml-syntax", f"YAML syntax: {message}", hint, mark)
+        if self.root is None or self.root.data is None:
+            hint = "a rule file has `version: 1` and a list of `rules`"
+            self.halt("empty-file", "the file holds no rules", hint)
+        return self.root
+
+    def take(self, event: Any) -> None:
+        if isinstance(event, yaml.ScalarEvent):
+            self.attach(self.scalar(event))
+        elif isinstance(event, yaml.AliasEvent):
+            self.attach(self.alias(event))
+        elif isinstance(event, yaml.CollectionStartEvent):
+            data: object = {} if isinstance(event, yaml.MappingStartEvent) else []
+            node = _Collection(data, event.start_mark, event.end_mark, flow=event.flow_style)
+            self.register(event, node)
+            self.stack.append(node)
+            if len(self.stack) > _MAX_DEPTH:
+                self.halt("too-large", f"over {_MAX_DEPTH} levels of nesting", "", node.start)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            self.attach(self.close(event))
+
+    def register(self, event: Any, node: _Node) -> None:
+        """Note the anchor of a node, and its tag, which is always an error."""
+        if event.anchor is not None:
+            self.anchors[event.anchor] = node
+        if event.tag is not None:
+            tag = event.tag.replace("tag:yaml.org,2002:", "!!")[:80]
+            self.note("yaml-tag", f"the YAML tag {tag} is not allowed", _indicator_hint("!"), node)
+
+    def scalar(self, event: Any) -> _Node:
+        """Return the value of a scalar. Quoted and tagged ones are text."""
+        text, plain = event.value, not event.style and event.tag is None
+        size = 1 + len(text) // 64  # an alias may repeat a long text
+        # `!bias` is a tag without a value: the text that was meant keeps it one problem, not two.
+        node = _Node(text or event.tag or "", event.start_mark, event.end_mark, plain, size)
+        self.register(event, node)
+        if plain:
+            try:
+                node.data = _core_value(text)
+            except ValueError:
+                node.data = 0
+                hint = f"whole numbers have at most {_MAX_INT} digits; floats are written 1e300"
+                self.note("too-large", f"a number of {len(text)} digits", hint, node)
+            if len(text) <= _MAX_INT and _YAML_1_1.fullmatch(text):
+                kind, hint = f"the number {node.data}", f"write {node.data}"
+                if isinstance(node.data, str):
+                    kind, hint = "text", f'quote it: "{text}"'
+                message = f"`{text}` is {kind} here, but something else to YAML 1.1 tools"
+                self.note("yaml-1.1-lookalike", message, hint, node, "warning")
+        return node
+
+    def alias(self, event: Any) -> _Node:
+        """Return the node that an alias stands for: the same one, places included."""
+        name = event.anchor
+        node = self.anchors.get(name)
+        if node is None:
+            node = _Node(f"*{name}", event.start_mark, event.end_mark)
+            message = f"YAML syntax: nothing is anchored as &{name[:80]}"
+            self.note("yaml-syntax", message, _indicator_hint("*"), node)
+        if isinstance(node, _Collection) and node.open:
+            self.halt("too-large", f"*{name[:80]} repeats itself", "", event.start_mark)
+        return node
+
+    def close(self, event: Any) -> _Node:
+        """Return the collection that ends here."""
+        node = self.stack.pop()
+        node.open, node.end = False, event.end_mark
+        if node.flow and node.keys and all(item.data is None for item in node.items.values()):
+            text = self.source.text[node.start.index : node.end.index]
+            message = f"YAML syntax: {text[:80]} is read as a mapping, its keys have no values"
+            self.note("yaml-syntax", message, _indicator_hint("{"), node)
+            node.data, node.items, node.keys = text, {}, {}
+        return node
+
+    def attach(self, node: _Node) -> None:
+        """Give a finished node to the collection that it stands in."""
+        if not self.stack:
+            self.root = node
+            return
+        parent = self.stack[-1]
+        parent.size += node.size
+        if parent.size > _MAX_NODES:
+            self.halt("too-large", f"over {_MAX_NODES} values behind aliases", "", parent.start)
+        if isinstance(parent.data, list):
+            parent.items[len(parent.data)] = node
+            parent.data.append(node.data)
+        elif parent.key is None:
+            parent.key = node
+        else:
+            key, parent.key = parent.key, None
+            self.pair(parent, key, node)
+
+    def pair(self, parent: _Collection, key: _Node, value: _Node) -> None:
+        """Enter a key and its value into a mapping, the first of two like keys only."""
+        name = key.data
+        if key.plain and name == "<<":
+            self.note("merge-key", "the merge key << is not allowed", "write the keys out", key)
+        elif not isinstance(name, str):
+            kind = "null" if name is None else type(name).__name__
+            self.note("key-type", f"keys must be text, this one is {kind}", "quote the key", key)
+        elif first := parent.keys.get(name):
+            message = f"duplicate key `{name[:80]}` (first on line {first.start.line + 1})"
+            self.note("duplicate-key", message, "remove one of the two", key)
+        else:
+            parent.keys[name], parent.items[name] = key, value
+            parent.data[name] = value.data
+
+
+def _mark(line: int, column: int) -> yaml.Mark:
+    return yaml.Mark("", 0, line, column, None, 0)
+
+
+def _core_value(text: str) -> str | float | bool | None:
+    """Return what a plain scalar means in the YAML 1.2 core schema."""
+    found = _CORE.fullmatch(text)
+    kind = found.lastgroup if found else "text"
+    if kind in {"int", "oct", "hex"}:
+        if len(text) > _MAX_INT:
+            raise ValueError(text)
+        return int(text, {"int": 10, "oct": 8, "hex": 16}[kind])
+    if kind in {"float", "inf", "nan"}:
+        return float(text if kind == "float" else text.replace(".", ""))
+    return {"null": None, "bool": text.lower() == "true"}.get(kind or "", text)
+
+
+def looks_like(value: str) -> str:
+    """Return a remedy for a text that stands where a number or a boolean was expected."""
+    word = value.strip()[:_MAX_INT].replace("\u2212", "-")
+    bare = word.lower().lstrip("+-.")
+    if bare in {"nan", "inf", "infinity"}:
+        return f"write {'-' if word[0] == '-' and bare != 'nan' else ''}.{bare[:3]}"
+    if bare in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
+        return f"write {str(bare in {'yes', 'on', 'y', 'true'}).lower()} without quotes"
+    number = word.replace("_", "")
+    if not isinstance(_core_value(number), int | float):
+        return ""
+    return f"remove the quotes: {word} is a number" if number == value else f"write {number}"
+
+
+def _indicator_hint(char: str) -> str:
+    return f'`{char}` starts {_INDICATORS[char]} in YAML: quote patterns, e.g. params: "*.weight"'
+
+
+def _syntax_error(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str, yaml.Mark]:
+    """Return message, hint and mark; the hint goes by the text, as the loaders word differently."""
+    context, problem = error.context or "", error.problem or "not readable"
+    mark = error.problem_mark or _mark(0, 0)
+    opened = error.context_mark or mark
+    line = lines[mark.line]
+    before = line[max(0, mark.column - 500) : mark.column]
+    first = found[1] if (found := _VALUE.match(line)) else ""
+    if "unknown escape" in problem:
+        hint = "use single quotes for regular expressions, e.g. 're:.*\\.bias'"
+        # Only libyaml points at the backslash.
+        mark = _mark(mark.line, line.rfind("\\", 0, mark.column + 1))
+    elif "quoted" in context and "end of stream" in problem:
+        # The file's end is where the scanner gave up, the fault is where the quote opens.
+        hint, mark = "close the quote", opened
+    elif "\t" in before + line[mark.column : mark.column + 1]:
+        hint = "YAML does not allow tabs for indentation: use spaces"
+    elif first in _INDICATORS and ("flow" not in context or "*" in before):
+        hint = _indicator_hint("*" if re.search(r"[\s\[,]\*+$", before) else first)
+    elif "flow" in context:
+        hint = f"is the bracket that opens on line {opened.line + 1} closed?"
+    elif first and first in "%@`]},|>":
+        hint = f"quote text that starts with {first}"
+    elif first and first in "\"'":
+        hint = "no text may follow the closing quote; write a quote inside quotes twice: ''"
+    elif line.startswith(":", mark.column) and re.search(r":\s", before):
+        hint = "quote text that holds a colon and a blank; a pattern is written 're:^x$'"
+    else:
+        hint = "check the indentation, and for a blank after the colon in the lines above"
+    return f"{context}, {problem}".removeprefix(", "), hint, mark
