@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -21,7 +22,7 @@ def queue_callback(callback: Callable[[], None]) -> None:
     Must be called from inside a backward pass. DDP and FSDP use the same engine call; an exception
     in the callback leaves `backward()` as it is.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined,no-untyped-call]  # noqa: SLF001
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
 
 
 def graph_task() -> int:
@@ -41,9 +42,9 @@ def accumulates(param: Tensor) -> bool:
         return False
 
 
-def is_capturing(grads: Sequence[Tensor]) -> bool:
-    """Tell whether a CUDA graph is being captured, during which no value can be read."""
-    return any(grad.is_cuda for grad in grads[:1]) and torch.cuda.is_current_stream_capturing()
+def is_host(tensor: Tensor) -> bool:
+    """Tell whether reading a value of ``tensor`` waits for nothing."""
+    return tensor.device.type == "cpu"
 
 
 def shares_storage(grad: Tensor) -> bool:
@@ -53,7 +54,7 @@ def shares_storage(grad: Tensor) -> bool:
     """
     storage = grad.untyped_storage()
     # One user is the gradient, one is the handle that is being looked at.
-    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # type: ignore[attr-defined]  # noqa: SLF001, PLR2004
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # noqa: SLF001, PLR2004
 
 
 def overlapping(grads: Sequence[Tensor]) -> set[int]:
@@ -85,7 +86,11 @@ def on_values(edit: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
         return edit(grad)
     whole = grad.coalesce()
     return torch.sparse_coo_tensor(
-        whole.indices(), edit(whole.values()), whole.shape, is_coalesced=True, check_invariants=False
+        whole.indices(),
+        edit(whole.values()),
+        whole.shape,
+        is_coalesced=True,
+        check_invariants=False,
     )
 
 
@@ -216,3 +221,15 @@ def forget_empty_hooks(param: Tensor) -> None:
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if getattr(param, table, None) is not None and not getattr(param, table):
             setattr(param, table, None)
+
+
+def register_hook(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Register a tensor hook; a tensor it returns takes the place of the gradient."""
+    handle: RemovableHandle = param.register_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def register_post_accumulate_hook(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a hook that runs once ``.grad`` of a leaf holds this pass's contribution."""
+    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle

@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradsurgeon import schema, source
-from gradsurgeon import planning
+from gradsurgeon import planning, schema, source
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.planning import Manifest, Plan
@@ -40,8 +39,9 @@ def load(rules: Rules) -> RuleSet:
         return schema.validate(source.parse(rules))
     if isinstance(rules, str | os.PathLike):
         return schema.validate(source.read(rules))
-    if isinstance(rules, Sequence) and all(isinstance(rule, Rule) for rule in rules):
-        return schema.from_rules(rules)
+    given: object = rules
+    if isinstance(given, list | tuple) and all(isinstance(rule, Rule) for rule in given):
+        return schema.from_rules(given)
     raise TypeError(
         f"rules are a path, a text, a dict, a RuleSet or a list of rules, not {type(rules).__name__}"
     )
@@ -102,14 +102,13 @@ def apply(
             raise GradSurgeonError(f"`{name}=` is not there yet in gradsurgeon {schema.VERSION}")
     if mode not in ("act", "observe"):
         raise ValueError(f'mode is "act" or "observe", not {mode!r}')
-    if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
+    first: object = start_step
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
         raise ValueError(f"start_step is a number of steps, 0 or more, not {start_step!r}")
     runtime = _runtime()
     optimizers = _optimizers(optimizer)
     bound = plan(model, rules)
-    session = runtime.Session(
-        model, bound, optimizers=optimizers, mode=mode, start_step=start_step
-    )
+    session = runtime.Session(model, bound, optimizers=optimizers, mode=mode, start_step=start_step)
     runtime.enter(model, session, replace=replace)
     return session
 

@@ -1,12 +1,12 @@
 """Every error and warning of the package.
 
-    GradSurgeonError
-    ├── RuleFileError            all problems of a rule file at once, each with its place
-    ├── BindError                rules that cannot act on this model
-    ├── NonFiniteGradientError   raised by a ``nan-trap`` rule
-    └── RecordError              records that are missing or cannot be read
+GradSurgeonError
+├── RuleFileError            all problems of a rule file at once, each with its place
+├── BindError                rules that cannot act on this model
+├── NonFiniteGradientError   raised by a ``nan-trap`` rule
+└── RecordError              records that are missing or cannot be read
 
-    GradSurgeonWarning           something a rule cannot do, named with rule id and cause
+GradSurgeonWarning           something a rule cannot do, named with rule id and cause
 """
 
 from __future__ import annotations
@@ -136,6 +136,9 @@ class RuleFileError(GradSurgeonError):
         head = f"{count} problem{'s' if count != 1 else ''} in the rules"
         super().__init__("\n".join([head, *(problem.full() for problem in self.problems)]))
 
+    def __reduce__(self) -> tuple[type[RuleFileError], tuple[Sequence[Problem]]]:
+        return type(self), (self.problems,)
+
 
 class BindError(GradSurgeonError):
     """Rules cannot act on this model. ``complaints`` holds one text per rule and reason.
@@ -147,8 +150,13 @@ class BindError(GradSurgeonError):
     def __init__(self, complaints: Sequence[str]) -> None:
         self.complaints: tuple[str, ...] = tuple(complaints)
         count = len(self.complaints)
-        head = f"{count} problem{'s' if count != 1 else ''} in binding the rules; nothing was changed"
+        head = (
+            f"{count} problem{'s' if count != 1 else ''} in binding the rules; nothing was changed"
+        )
         super().__init__("\n".join([head, *self.complaints]))
+
+    def __reduce__(self) -> tuple[type[BindError], tuple[Sequence[str]]]:
+        return type(self), (self.complaints,)
 
 
 class NonFiniteGradientError(GradSurgeonError):
@@ -167,8 +175,8 @@ class NonFiniteGradientError(GradSurgeonError):
         self,
         message: str,
         *,
-        rule: str,
-        step: int,
+        rule: str = "",
+        step: int = 0,
         rank: int = 0,
         name: str | None = None,
         bundle: str | None = None,

@@ -32,6 +32,7 @@ _WAYS_OF_A_REPEAT = 32
 
 # The parser of `re` itself, so that what is judged is what will run. There is no public one.
 _sre: Any = import_module("re._parser")
+_sre_compiler: Any = import_module("re._compiler")
 
 _Options: TypeAlias = "list[list[str | None]]"  # each a sequence of expressions, None being a star
 
@@ -212,9 +213,9 @@ def _range_regexes(low: int, high: int) -> Iterator[str]:
 def _join(pieces: Iterable[str | None]) -> str:
     """Join pieces into an expression without backtracking.
 
-    What stands between two stars has one place to end for each place to begin, and a later beginning
-    is a later end. The first place that fits is therefore as good as any, and an atomic group keeps
-    it; only the last piece is looked for from the end.
+    What stands between two stars has one place to end for each place to begin, and to begin later
+    is to end later. The first place that fits is therefore as good as any, and an atomic group
+    keeps it; only the last piece is looked for from the end.
     """
     chunks = [""]
     for piece in pieces:
@@ -247,8 +248,6 @@ def _compile_regex(text: str) -> re.Pattern[str]:
 
 _REPEATS = {"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"}
 _CHARS = {"LITERAL", "NOT_LITERAL", "ANY", "IN"}
-_OTHERS = 128  # stands for every character beyond ASCII
-_CATEGORIES = {"DIGIT": r"\d", "SPACE": r"\s", "WORD": r"\w"}
 _GLOB = 'write a glob, such as "*.layers.{0..5}.*"'
 
 
@@ -257,7 +256,7 @@ class _Judge:
 
     def __init__(self, text: str) -> None:
         self.repeats = 0
-        # Without case, which characters exclude each other is not worth knowing.
+        # Flags for a part of the expression are not known where that part is looked at.
         self.exact = not re.search(r"\(\?[a-zA-Z]*i", text)
 
     def ways(self, tree: Any, *, last: bool = False, counted: int = 0) -> int:
@@ -271,8 +270,8 @@ class _Judge:
             sure = False
             if op in _REPEATS:
                 rest = items[index + 1 :]
-                sure = self.excludes(value[2], *rest[0]) if rest else last
-                total *= self.repeat(*value, counted, sure=sure)
+                sure = self.ends_before(value[2], *rest[0]) if rest else last
+                total *= self.repeat(value, counted, sure=sure)
             else:
                 total *= self.other(op, value, counted)
             if total > _MAX_WAYS:
@@ -298,7 +297,8 @@ class _Judge:
         literals = {value for op, value in firsts if op == "LITERAL"}
         return max(ways) if self.exact and len(literals) == len(options) else sum(ways)
 
-    def repeat(self, low: int, high: int, body: Any, counted: int, *, sure: bool) -> int:
+    def repeat(self, value: Any, counted: int, *, sure: bool) -> int:
+        low, high, body = value
         unbounded = high == _sre.MAXREPEAT
         if counted and low != high:
             raise PatternError("a repeat inside a repeat is not allowed, as in (a*)*", _GLOB)
@@ -313,13 +313,11 @@ class _Judge:
             return ways
         return ways * (_WAYS_OF_A_REPEAT if unbounded else high - low + 1)
 
-    def excludes(self, body: Any, op: str, value: Any) -> bool:
-        """Tell whether a repeat can end in one place only: where the part after it begins."""
-        if op in _REPEATS and value[0]:
-            op, value = _only(value[2])
-        own = _only(body)
-        known = self.exact and own[0] in _CHARS and op in _CHARS
-        return known and _characters(*own).isdisjoint(_characters(op, value))
+    def ends_before(self, body: Any, op: str, value: Any) -> bool:
+        """Tell whether a repeat can end in one place only: before the first such character."""
+        if not self.exact or op != "LITERAL" or body.getwidth() != (1, 1):
+            return False
+        return not _sre_compiler.compile(body).fullmatch(chr(value))
 
 
 def _flat(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -331,11 +329,6 @@ def _flat(tree: Any) -> Iterator[tuple[str, Any]]:
             yield str(op), value
 
 
-def _only(tree: Any) -> tuple[str, Any]:
-    parts = list(_flat(tree))
-    return parts[0] if len(parts) == 1 else ("", None)
-
-
 def _width(op: str, value: Any) -> int:
     """Return how many characters a part takes at least."""
     if op in _REPEATS:
@@ -343,31 +336,6 @@ def _width(op: str, value: Any) -> int:
     if op == "BRANCH":
         return int(min(option.getwidth()[0] for option in value[1]))
     return int(op in _CHARS)
-
-
-def _characters(op: str, value: Any) -> set[int]:
-    """Return the ASCII characters that a part matches, and `_OTHERS` where it matches more."""
-    if op == "LITERAL":
-        return {min(value, _OTHERS)}
-    if op != "IN":
-        return set(range(_OTHERS + 1)) - (
-            {value} if op == "NOT_LITERAL" and value < _OTHERS else set()
-        )
-    found: set[int] = set()
-    for kind, what in value:
-        if str(kind) == "LITERAL":
-            found.add(min(what, _OTHERS))
-        elif str(kind) == "RANGE":
-            found.update(range(min(what[0], _OTHERS), min(what[1], _OTHERS) + 1))
-        elif str(kind) == "CATEGORY":
-            name = str(what).removeprefix("CATEGORY_")
-            regex = _CATEGORIES[name.removeprefix("NOT_")]
-            inverted = name.startswith("NOT_")
-            found.update(c for c in range(_OTHERS) if bool(re.match(regex, chr(c))) != inverted)
-            found.add(_OTHERS)
-    if str(value[0][0]) == "NEGATE":
-        return (set(range(_OTHERS)) - found) | {_OTHERS}
-    return found
 
 
 def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
@@ -379,13 +347,17 @@ def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"(?<![^.])[0-9]+(?![^.])", "*", name), []).append(name)
-    wanted = text.removeprefix("re:")[:_MAX_LENGTH].casefold()
-    # difflib is slow: it only gets the names that share the most three-letter pieces.
-    pieces = {wanted[at : at + 3] for at in range(max(1, len(wanted) - 2))}
-    folded = {group[:_MAX_LENGTH].casefold(): group for group in groups}
+    near = _closest(text.removeprefix("re:"), groups, limit)
+    return [group if len(groups[group]) > 1 else groups[group][0] for group in near]
+
+
+def _closest(text: str, known: Iterable[str], limit: int) -> list[str]:
+    wanted = text[:_MAX_LENGTH].casefold()
+    # difflib is slow: it only gets the names that share the most two-letter pieces.
+    pieces = {wanted[at : at + 2] for at in range(max(1, len(wanted) - 1))}
+    folded = {name[:_MAX_LENGTH].casefold(): name for name in known}
     likely = nlargest(_MAX_LIKELY, folded, key=lambda name: sum(map(name.__contains__, pieces)))
-    near = get_close_matches(wanted, likely, n=limit, cutoff=0.5)
-    return [folded[n] if len(groups[folded[n]]) > 1 else groups[folded[n]][0] for n in near]
+    return [folded[name] for name in get_close_matches(wanted, likely, n=limit, cutoff=0.6)]
 
 
 def suggest(text: str, names: Sequence[str]) -> str:
@@ -397,6 +369,12 @@ def suggest(text: str, names: Sequence[str]) -> str:
         tries = [f"re:.*{body}", f"re:{body}.*", f"re:.*{body}.*"]
     else:
         tries = [f"*.{text}", f"{text}.*", f"*.{text}.*", f"*{text}*"]
+    known = set(itertools.chain(*(name.split(".") for name in names)))
+
+    def spelt(word: re.Match[str]) -> str:
+        return word[0] if word[0] in known else next(iter(_closest(word[0], known, 1)), word[0])
+
+    tries.append(re.sub(r"[A-Za-z_][A-Za-z0-9_]{2,}", spelt, text))
     for attempt in tries:
         if count := len(_matched(attempt, names)):
             return f'did you mean "{attempt}" ({count} match{"es" if count > 1 else ""})?'

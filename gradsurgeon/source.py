@@ -19,10 +19,9 @@ from gradsurgeon.errors import Place, Problem, RuleFileError, Severity
 Path: TypeAlias = tuple[str | int, ...]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-# PyYAML built without libyaml is about 30 times slower: it gets a smaller limit, so that hostile
-# text is refused within a second there too.
+# Without libyaml PyYAML is 30 times slower; hostile text is to be refused within a second there too.
 _MAX_BYTES, _MAX_BYTES_PURE = 1 << 20, 1 << 16
-_MAX_NODES, _MAX_DEPTH, _MAX_PROBLEMS = 200_000, 64, 200
+_MAX_NODES, _MAX_DEPTH, _MAX_PROBLEMS = 100_000, 64, 200
 _MAX_INT = 64  # digits: far beyond any sensible bound, far below where Python raises
 
 # What YAML forbids; what ends a line for some readers only (text behind U+2028 in a comment is a
@@ -77,10 +76,13 @@ class _Text:
 
     def __init__(self, file: str, text: str) -> None:
         self.file, self.text = file, text.removeprefix("\ufeff")
-        self.lines = [line.removesuffix("\r") for line in self.text.split("\n")]
+        self.lines = [line.removesuffix("\r") for line in self.text[:_MAX_BYTES].split("\n")]
 
     def place(self, start: Any, end: Any = None) -> Place:
         """Return a place; as wide as start and end say, but no wider than the line."""
+        last = len(self.lines) - 1
+        if start.line > last:  # libyaml ends a file without a line feed on a line of its own
+            start = end = _mark(last, len(self.lines[last]))
         line, end = self.lines[start.line], end or start
         width = (end.column if end.line == start.line else len(line)) - start.column
         return Place(self.file, start.line + 1, start.column + 1, line, max(1, width))
@@ -143,7 +145,6 @@ def read(path: str | os.PathLike[str]) -> Document:
             wrong with the content is in ``problems`` of the document instead.
     """
     file = os.fspath(path)
-    hint = "save the file as UTF-8 text"
     try:
         # One read with an end: a device or a file of gigabytes is refused like any long text.
         with pathlib.Path(file).open("rb") as stream:
@@ -156,8 +157,7 @@ def read(path: str | os.PathLike[str]) -> Document:
         cause = f"byte {error.start + 1} is not UTF-8 text"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path itself
         cause = getattr(error, "strerror", None) or str(error)
-        hint = "check the path and its permissions"
-    message = f"cannot read the file: {cause}"
+    message, hint = f"cannot read the file: {cause}", "name a readable file of UTF-8 text"
     raise RuleFileError([Problem(Place(file, 1, 1), "unreadable-file", message, hint)])
 
 
@@ -189,8 +189,7 @@ class _Reader:
         self, check: str, message: str, hint: str, node: _Node, severity: Severity = "error"
     ) -> None:
         if len(self.problems) == _MAX_PROBLEMS:
-            message = f"more than {_MAX_PROBLEMS} problems: the rest of the file was not read"
-            self.halt("too-large", message, "mend the first ones", node.start)
+            self.halt("too-large", f"over {_MAX_PROBLEMS} problems, not read on", "", node.start)
         place = self.source.place(node.start, node.end)
         self.problems.append(Problem(place, check, message, hint, severity))
 
@@ -200,8 +199,7 @@ class _Reader:
         limit = _MAX_BYTES_PURE if _LOADER is yaml.SafeLoader else _MAX_BYTES
         if len(text.encode("utf-8", "surrogatepass")) > limit:
             more = "" if limit == _MAX_BYTES else "; PyYAML with libyaml reads files of 1 MiB"
-            hint = f"split it with `include`{more}"
-            self.halt("too-large", f"more than {limit // 1024} KiB of text", hint)
+            self.halt("too-large", f"over {limit // 1024} KiB of text", f"use `include`{more}")
         if found := _FORBIDDEN.search(text):
             start = found.start()
             mark = _mark(text.count("\n", 0, start), start - text.rfind("\n", 0, start) - 1)
@@ -217,9 +215,10 @@ class _Reader:
                 if count > _MAX_NODES:
                     self.halt("too-large", f"more than {_MAX_NODES} values", "", event.start_mark)
                 if self.root and isinstance(event, yaml.DocumentStartEvent):
-                    hint = "keep one document per file: remove this line and what follows"
                     second = _Node(None, event.start_mark, event.end_mark)
-                    self.note("several-documents", "a second YAML document starts", hint, second)
+                    self.note(
+                        "several-documents", "a second document", "one file holds one", second
+                    )
                     break
                 self.take(event)
         except yaml.MarkedYAMLError as error:
@@ -351,7 +350,7 @@ def _core_value(text: str) -> str | float | bool | None:
 
 def looks_like(value: str) -> str:
     """Return a remedy for a text that stands where a number or a boolean was expected."""
-    word = value.strip()[:_MAX_INT].replace("\u2212", "-")
+    word = value.strip().replace("\u2212", "-") if len(value) <= _MAX_INT else ""
     bare = word.lower().lstrip("+-.")
     if bare in {"nan", "inf", "infinity"}:
         return f"write {'-' if word[0] == '-' and bare != 'nan' else ''}.{bare[:3]}"
@@ -370,9 +369,9 @@ def _indicator_hint(char: str) -> str:
 def _syntax_error(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str, yaml.Mark]:
     """Return message, hint and mark; the hint goes by the text, as the loaders word differently."""
     context, problem = error.context or "", error.problem or "not readable"
-    mark = error.problem_mark or _mark(0, 0)
-    opened = error.context_mark or mark
-    line = lines[mark.line]
+    mark: Any = error.problem_mark
+    opened: Any = error.context_mark or mark
+    line = lines[mark.line] if mark.line < len(lines) else ""
     before = line[max(0, mark.column - 500) : mark.column]
     first = found[1] if (found := _VALUE.match(line)) else ""
     if "unknown escape" in problem:

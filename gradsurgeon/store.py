@@ -121,7 +121,14 @@ class Records:
 
 
 def merged(series: Sequence[Series], name: str) -> list[tuple[int, float]]:
-    """Return ``(step, value)`` over several series of one rule, in order of step."""
-    pairs = [pair for one in series for pair in one.of(name)]
-    # Stable: rows of one step stay in the order in which they were measured.
-    return sorted(pairs, key=lambda pair: pair[0]) if len(series) > 1 else pairs
+    """Return ``(step, value)`` over several series of one rule, in order of step.
+
+    A tensor moves on to a new series when another optimizer claims it. Where the point of a rule has
+    one record per step, that of the later series stands.
+    """
+    if len(series) == 1:
+        return series[0].of(name)
+    pairs = sorted((pair for one in series for pair in one.of(name)), key=lambda pair: pair[0])
+    if any(one.key.point == "backward" for one in series):
+        return pairs
+    return list(dict(pairs).items())

@@ -10,14 +10,16 @@ from gradsurgeon.actions._base import (
     Edit,
     Example,
     Expect,
-    Flaw,
     Numel,
+    Options,
     Point,
     Role,
     Rule,
     Steps,
     Where,
 )
+from gradsurgeon.actions._checking import check_rule, known_keys, nested
+from gradsurgeon.actions._fields import Flaw, found, written
 
 __all__ = [
     "ACTIONS",
@@ -27,11 +29,17 @@ __all__ = [
     "Expect",
     "Flaw",
     "Numel",
+    "Options",
     "Point",
     "Role",
     "Rule",
     "Steps",
     "Where",
+    "check_rule",
+    "found",
+    "known_keys",
+    "nested",
+    "written",
 ]
 
 

@@ -7,23 +7,22 @@ there imports torch before a rule is compiled, because linting a rule file must 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from gradsurgeon.match import Pattern, PatternError, compile_pattern
+from gradsurgeon.actions._fields import (
+    Dtype,
+    Flaw,
+    Glob,
+    Patterns,
+    RuleId,
+    flawed,
+    is_whole,
+)
+from gradsurgeon.match import Pattern, compile_pattern
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,17 +30,6 @@ if TYPE_CHECKING:
 Point = Literal["backward", "accumulated", "step"]
 Role = Literal["edit", "observe", "trap"]
 POINTS: tuple[Point, ...] = ("backward", "accumulated", "step")
-
-
-@dataclass(frozen=True, slots=True)
-class Flaw:
-    """Something wrong with the options of one rule: at which key, why, and what to do."""
-
-    at: str
-    message: str
-    hint: str = ""
-    # A flaw in a key that is not there is shown at the rule, one in a key that is, at its value.
-    missing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,81 +63,49 @@ class Edit:
     alters: Callable[[Tensor], Tensor]
 
 
-def _patterns(value: object) -> tuple[str, ...]:
-    """Turn a pattern or a list of patterns into a tuple, checking each of them."""
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list | tuple) or not texts:
-        code, found = "pattern_type", {"found": type(value).__name__}
-        raise PydanticCustomError(code, "expected a pattern or a list of patterns", found)
-    for index, text in enumerate(texts):
-        at = [index] if texts is value else []
-        if not isinstance(text, str):
-            code, found = "pattern_type", {"found": type(text).__name__, "at": at}
-            raise PydanticCustomError(code, "expected a pattern, which is a text in quotes", found)
-        try:
-            compile_pattern(text)
-        except PatternError as error:
-            # `{` would be read as a placeholder of the message template.
-            context = {"text": error.message, "hint": error.hint, "at": at}
-            raise PydanticCustomError("bad_pattern", "{text}", context) from None
-    return tuple(texts)
+class Options(BaseModel):
+    """A mapping of a rule file. Strict, frozen, and without keys that it does not know."""
 
-
-_PATTERN_SCHEMA = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-    ]
-}
-Patterns = Annotated[
-    tuple[str, ...], BeforeValidator(_patterns), WithJsonSchema(_PATTERN_SCHEMA)
-]
-
-
-def _glob(value: str) -> str:
-    _patterns(value)
-    return value
-
-
-Glob = Annotated[str, AfterValidator(_glob)]
-
-_KEBAB = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
-
-
-def _rule_id(value: str) -> str:
-    if _KEBAB.fullmatch(value) is None:
-        proposal = "-".join(re.findall(r"[a-z0-9]+", value.lower())) or "my-rule"
-        context = {"text": f"`{value}` is not a rule id", "hint": f"write it as `{proposal}`"}
-        raise PydanticCustomError("bad_id", "{text}: an id is words of a-z and 0-9 joined by -", context)
-    return value
-
-
-RuleId = Annotated[
-    str, AfterValidator(_rule_id), WithJsonSchema({"type": "string", "pattern": f"^{_KEBAB.pattern}$"})
-]
-
-
-class _Model(BaseModel):
     # Strict, because lax mode reads `max: on` as 1.0; frozen, because a plan holds these values.
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True
     )
 
+    @classmethod
+    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        """Yield what no single field can see, from the raw options.
 
-class Steps(_Model):
+        It reads raw options rather than validated ones, so that a file shows these flaws in the same
+        pass as a misspelt key beside them; it must bear options of any type.
+        """
+        del given
+        return iter(())
+
+    @model_validator(mode="after")
+    def _no_flaws(self) -> Self:
+        fields = type(self).model_fields
+        given = {info.alias or name: getattr(self, name) for name, info in fields.items()}
+        if flaws := tuple(self.flaws(given)):
+            raise flawed(*flaws, together=True)
+        return self
+
+
+class Steps(Options):
     """When a rule acts, in updates of the optimizer that owns the parameter."""
 
     from_: Annotated[int, Field(alias="from", ge=0, description="First step, inclusive.")] = 0
     to: Annotated[int | None, Field(ge=1, description="Last step, exclusive.")] = None
-    every: Annotated[int, Field(ge=1, description="Act on every n-th step, counted from `from`.")] = 1
+    every: Annotated[
+        int, Field(ge=1, description="Act on every n-th step, counted from `from`.")
+    ] = 1
 
-    @model_validator(mode="after")
-    def _can_run(self) -> Self:
-        if self.to is not None and self.to <= self.from_:
-            context = {"at": ["to"], "hint": "`to` is exclusive: make it larger than `from`"}
-            text = f"the schedule is empty: to ({self.to}) is not after from ({self.from_})"
-            raise PydanticCustomError("empty_schedule", "{text}", {"text": text, **context})
-        return self
+    @classmethod
+    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        """Yield the flaw of a schedule that never comes."""
+        start, stop = given.get("from", 0), given.get("to")
+        if is_whole(start) and is_whole(stop) and 0 < stop <= start:
+            message = f"the schedule is empty: `to` ({stop}) is not after `from` ({start})"
+            yield Flaw("to", message, "`to` is exclusive: make it larger than `from`")
 
     def due(self, step: int) -> bool:
         """Tell whether the rule acts in ``step``."""
@@ -157,14 +113,21 @@ class Steps(_Model):
         return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
 
 
-class Numel(_Model):
+class Numel(Options):
     """Bounds on the number of elements, both inclusive."""
 
-    min: Annotated[int | None, Field(ge=0)] = None
-    max: Annotated[int | None, Field(ge=0)] = None
+    min: Annotated[int | None, Field(ge=0, description="At least so many.")] = None
+    max: Annotated[int | None, Field(ge=0, description="At most so many.")] = None
+
+    @classmethod
+    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        """Yield the flaw of bounds that exclude everything."""
+        low, high = given.get("min"), given.get("max")
+        if is_whole(low) and is_whole(high) and 0 <= high < low:
+            yield Flaw("min", f"min ({low}) is greater than max ({high})", "exchange them")
 
 
-class Where(_Model):
+class Where(Options):
     """Conditions beside the name; all that are given must hold."""
 
     module_type: Annotated[
@@ -172,18 +135,18 @@ class Where(_Model):
         Field(description="Glob over the class names of the owning module, base classes included."),
     ] = None
     ndim: Annotated[int | None, Field(ge=0, description="Number of dimensions.")] = None
-    dtype: Annotated[str | None, Field(description="Such as float32 or bfloat16.")] = None
+    dtype: Annotated[Dtype | None, Field(description="Such as float32 or bfloat16.")] = None
     numel: Annotated[Numel | None, Field(description="Bounds on the number of elements.")] = None
     requires_grad: Annotated[bool | None, Field(description="Trainable when binding.")] = None
 
 
-class Expect(_Model):
+class Expect(Options):
     """An assertion on what the rule binds, checked whenever it is bound."""
 
     params: Annotated[int, Field(ge=0, description="Exact number of distinct parameters.")]
 
 
-class Rule(_Model):
+class Rule(Options):
     """One rule: which tensors, at which moment, and (in the subclass) what to do with them."""
 
     role: ClassVar[Role] = "edit"
@@ -236,15 +199,12 @@ class Rule(_Model):
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield what no single field can see, from the raw options of a rule.
-
-        It reads raw options rather than a validated rule, so that a file shows these problems in
-        the same pass as a misspelt key beside them; it must bear options of any type.
-        """
+        """Yield the flaws of `at`; actions add those of their options."""
         at = given.get("at")
         if not cls.takes_at:
             if at is not None:
-                yield Flaw("at", f"{cls.name()} takes no `at`: {cls.no_at_reason()}", "remove it")
+                message = f"{cls.name()} takes no `at`: {cls.no_at_reason()}"
+                yield Flaw("at", message, "remove it", key=True, check="unknown-key")
         elif at is None:
             if cls.needs_at:
                 yield Flaw(
@@ -253,8 +213,9 @@ class Rule(_Model):
                     "`at: step` bounds the final gradient, `at: backward` the contribution of each "
                     "backward pass",
                     missing=True,
+                    check="missing-key",
                 )
-        elif at in POINTS and at not in cls.points:
+        elif isinstance(at, str) and at in POINTS and at not in cls.points:
             reason = (
                 "an edit of accumulated gradients would compound over micro-batches"
                 if at == "accumulated"
@@ -273,14 +234,6 @@ class Rule(_Model):
         """Return why the action takes no ``at``."""
         return ""
 
-    @model_validator(mode="after")
-    def _no_flaws(self) -> Self:
-        given = {key: getattr(self, key) for key in type(self).model_fields}
-        for flaw in self.flaws(given):
-            context = {"text": flaw.message, "hint": flaw.hint, "at": [flaw.at]}
-            raise PydanticCustomError("flaw", "{text}", context)
-        return self
-
     def complex_problem(self) -> str:
         """Return why the rule cannot act on complex gradients; empty where it can."""
         return ""
@@ -288,8 +241,3 @@ class Rule(_Model):
     def compile(self) -> Edit:
         """Return the arithmetic of an editing rule. Needs torch; called once per session."""
         raise TypeError(f"{self.name()} does not edit")
-
-
-def is_number(value: object) -> bool:
-    """Tell whether a raw option is a number; bool is not, although Python says so."""
-    return isinstance(value, int | float) and not isinstance(value, bool)

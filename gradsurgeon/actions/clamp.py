@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from gradsurgeon.actions._base import Edit, Example, Flaw, Rule, is_number
+from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._fields import Flaw, is_number
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -58,8 +59,9 @@ class Clamp(Rule):
         low, high = given.get("min"), given.get("max")
         if low is None and high is None:
             message = "clamp needs a bound: neither `min` nor `max` is given"
-            yield Flaw("min", message, "add `min`, `max` or both", missing=True)
-        elif is_number(low) and is_number(high) and low > high:  # type: ignore[operator] # numbers
+            hint = "add `min`, `max` or both"
+            yield Flaw("min", message, hint, missing=True, check="missing-key")
+        elif is_number(low) and is_number(high) and low > high:
             message = f"min ({low:g}) is greater than max ({high:g})"
             yield Flaw("min", message, "exchange them, or leave one out")
 
@@ -73,7 +75,9 @@ class Clamp(Rule):
         """Say what a bound on contributions is not."""
         if self.at == "step":
             return ()
-        text = "bounds the contribution of each backward pass, unscaled; a sum of passes can exceed it"
+        text = (
+            "bounds the contribution of each backward pass, unscaled; a sum of passes can exceed it"
+        )
         return (text,)
 
     def complex_problem(self) -> str:
@@ -105,10 +109,7 @@ class Clamp(Rule):
             if grad.numel() == 0:
                 return torch.zeros((), dtype=torch.bool, device=grad.device)
             below, above = bounds(grad.dtype)
-            if below is None:
-                return (grad > above).any()
-            if above is None:
-                return (grad < below).any()
-            return ((grad < below) | (grad > above)).any()
+            low_ones = torch.zeros_like(grad, dtype=torch.bool) if below is None else grad < below
+            return (low_ones if above is None else low_ones.logical_or_(grad > above)).any()
 
         return Edit(apply, apply_, alters)

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
-from pydantic_core import PydanticCustomError
 
 from gradsurgeon.actions._base import Example, Role, Rule
+from gradsurgeon.actions._fields import Flaw, flawed, found
 from gradsurgeon.errors import did_you_mean
 
 STATS = ("l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite")
 
 
 def _stats(value: object) -> tuple[str, ...]:
+    known = f"known: {', '.join(STATS)}"
     if not isinstance(value, list | tuple) or not value:
-        raise PydanticCustomError("stats_type", "expected a list of statistics", {"at": []})
+        hint = f"write [{value}]" if value in STATS else f"such as [l2]; {known}"
+        message = f"expected a list of statistics, found {found(value)}"
+        raise flawed(Flaw("", message, hint, check="wrong-type"))
+    flaws: list[Flaw] = []
     for index, stat in enumerate(value):
-        if stat not in STATS:
-            hint = did_you_mean(str(stat), STATS) or f"known: {', '.join(STATS)}"
-            context: dict[str, Any] = {"text": f"unknown statistic `{stat}`", "hint": hint}
-            raise PydanticCustomError("unknown_stat", "{text}", {**context, "at": [index]})
-    if len(set(value)) != len(value):
-        raise PydanticCustomError("stats_twice", "a statistic is listed twice", {"at": []})
+        at = str(index)
+        if not isinstance(stat, str):
+            message = f"expected the name of a statistic, found {found(stat)}"
+            flaws.append(Flaw(at, message, known, check="wrong-type"))
+        elif stat not in STATS:
+            hint = did_you_mean(stat, STATS) or known
+            flaws.append(Flaw(at, f"unknown statistic `{stat[:60]}`", hint))
+        elif stat in value[:index]:
+            flaws.append(Flaw(at, f"the statistic `{stat}` is listed twice", "remove one of them"))
+    if flaws:
+        raise flawed(*flaws)
     return tuple(value)
 
 

@@ -63,6 +63,6 @@ class Scale(Rule):
             if factor == 1.0 or grad.numel() == 0:
                 return torch.zeros((), dtype=torch.bool, device=grad.device)
             # Zeros, infinities (but for a change of sign) and NaN stay what they are.
-            return torch.ne(grad * factor, grad).logical_and_(grad == grad).any()
+            return torch.ne(grad * factor, grad).logical_and_(~grad.isnan()).any()
 
         return Edit(apply, apply_, alters)

@@ -170,14 +170,18 @@ def _binding(rule: Rule, param: Param) -> Binding:
     )
 
 
-def _match(rule: Rule, names: Sequence[str], owner: Sequence[Param]) -> tuple[list[Param], list[str]]:
+def _match(
+    rule: Rule, names: Sequence[str], owner: Sequence[Param]
+) -> tuple[list[Param], list[str]]:
     """Return the parameters that a rule selects, in model order, and what is doubtful about it."""
     doubts: list[str] = []
     chosen: set[str] = set()
     for pattern in rule.patterns:
         hits = select([pattern], names)
         if not hits and len(rule.params) > 1:
-            doubts.append(f"pattern {_quote(pattern)} matches nothing; {suggest(pattern.text, names)}")
+            doubts.append(
+                f"pattern {_quote(pattern)} matches nothing; {suggest(pattern.text, names)}"
+            )
         chosen.update(owner[index].name for index in hits)
     for text in rule.exclude:
         pattern = compile_pattern(text)
@@ -252,7 +256,9 @@ def _no_match(rule: Rule, names: Sequence[str], owner: Sequence[Param]) -> str:
     if not reasons:
         return f"{len(found)} parameters match, but `exclude` takes all of them out"
     causes = ", ".join(f"`{key}` ({count})" for key, count in reasons.most_common())
-    return f"{len(found)} parameters match{_examples(found)}, but `where` keeps none of them: {causes}"
+    return (
+        f"{len(found)} parameters match{_examples(found)}, but `where` keeps none of them: {causes}"
+    )
 
 
 def _overlaps(plan: Plan) -> Iterator[str]:
@@ -265,7 +271,9 @@ def _overlaps(plan: Plan) -> Iterator[str]:
             continue
         order = sorted((first, second), key=lambda rule: POINTS.index(rule.point))
         example = next(binding.name for binding in plan.of(first.id) if binding.name in shared)
-        what = f"{len(shared)} parameter{'s' if len(shared) != 1 else ''} (e.g. {printable(example)})"
+        what = (
+            f"{len(shared)} parameter{'s' if len(shared) != 1 else ''} (e.g. {printable(example)})"
+        )
         if first.role == second.role == "edit":
             yield (
                 f"{first.id} and {second.id} both change {what}; "

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gradsurgeon.planning.binding import Plan
 
 _SHOWN = 6
+_TIED_SHOWN = 2
 
 
 def render(plan: Plan) -> str:
@@ -89,7 +90,8 @@ def _abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:
     for group in folded.values():
         text = group[0] if len(group) == 1 else _range(group)
         tied = [alias for name in group for alias in aliases[name]]
-        suffix = f" (tied to {', '.join(tied[:2])}{', ...' if len(tied) > 2 else ''})" if tied else ""  # noqa: PLR2004 # as many as are shown
+        ellipsis = ", ..." if len(tied) > _TIED_SHOWN else ""
+        suffix = f" (tied to {', '.join(tied[:_TIED_SHOWN])}{ellipsis})" if tied else ""
         shown.append(printable(text + suffix))
     more = len(shown) - _SHOWN
     return ", ".join(shown[:_SHOWN]) + (f", and {more} more" if more > 0 else "")

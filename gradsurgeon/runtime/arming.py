@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any, cast
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _torch
-from gradsurgeon.runtime.backward import PassHook, Passes, TensorHook
+from gradsurgeon.runtime.backward import Passes, PassHook, TensorHook
 from gradsurgeon.runtime.manual import GuardHook
 from gradsurgeon.runtime.state import State
 
@@ -78,8 +77,8 @@ class Arming:
         self._handles[tensor] = list(self._put(tensor, param))
 
     def _put(self, tensor: int, param: Tensor) -> Iterable[RemovableHandle]:
-        if not (param.is_floating_point() or param.is_complex()):
-            return  # Integers have no gradient, now or later.
+        if param.is_inference() or not (param.is_floating_point() or param.is_complex()):
+            return  # Integers and tensors made for inference have no gradient, now or later.
         name = self._state.program.names[tensor]
         rules = self._state.program.per_tensor.get(tensor, ())
         frozen = not param.requires_grad
@@ -91,11 +90,11 @@ class Arming:
             if rules:
                 label = "+".join(rule.id for rule in rules)
                 hook = TensorHook(self._state, self._passes, tensor, f"{label}:{name}", rules)
-                yield param.register_hook(cast("Any", hook))
+                yield _torch.register_hook(param, hook)
             if tensor in self._guards:
                 yield self._put_guard(tensor, param)
             watch = PassHook(self._state, self._passes, tensor, f"gradsurgeon:{name}")
-            yield param.register_post_accumulate_grad_hook(watch)  # type: ignore[no-untyped-call]
+            yield _torch.register_post_accumulate_hook(param, watch)
         finally:
             if frozen:
                 param.requires_grad_(False)
@@ -104,6 +103,4 @@ class Arming:
         name = self._state.program.names[tensor]
         edited = self._guards[tensor]
         guard = GuardHook(self._state, self._passes, tensor, f"gradsurgeon:{name}", edited=edited)
-        handle: RemovableHandle = param.register_hook(cast("Any", guard))
-        return handle
-
+        return _torch.register_hook(param, guard)

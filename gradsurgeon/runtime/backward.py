@@ -97,6 +97,7 @@ class PassHook(Hook):
     """Post-accumulate hook: notes the arrival of one gradient."""
 
     def __call__(self, _param: Tensor) -> None:
+        """Note the arrival."""
         if (live := self._live()) is not None:
             live[1].current().order.append(self._tensor)
 
@@ -111,6 +112,7 @@ class TensorHook(Hook):
         self._rules = rules
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
+        """Return the edited contribution, ``None`` to leave it as it is."""
         live = self._live()
         # A custom autograd function may return None for an input.
         if live is None or grad is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _torch
-from gradsurgeon.actions import Edit, Rule
+from gradsurgeon.actions import Edit
 from gradsurgeon.runtime.backward import check_layout
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.look import measure, pick, stack
@@ -64,6 +64,10 @@ class StepEdits:
             self._left.update((i, mark(grad)) for i, grad in fresh.items() if i in edited)
         return suspicious
 
+    def spare(self, edited: dict[int, Mark]) -> None:
+        """Leave gradients alone that have been edited as final ones already."""
+        self._left.update(edited)
+
     def forget(self) -> None:
         """Forget what the edits left behind: the step is over.
 
@@ -79,16 +83,7 @@ class StepEdits:
         for tensor, grad in grads.items():
             check_layout(lane.rule, grad, self._state.program.names[tensor])
             self._state.journal.altered(lane.rule.id, edit.alters(_torch.values(grad)))
-        self._apply(lane.rule, edit, list(grads.values()))
-
-    def _apply(self, rule: Rule, edit: Edit, grads: list[Tensor]) -> None:
-        dense = [grad for grad in grads if grad.layout == torch.strided]
-        if dense:
-            edit.apply_(dense)
-        for grad in grads:
-            if grad.layout != torch.strided:
-                # In place for the outside: the optimizer and the script keep seeing the same tensor.
-                grad.copy_(_torch.on_values(edit.apply, grad))
+        _apply(edit, list(grads.values()))
 
     def _log(self, lane: Lane, grads: dict[int, Tensor]) -> None:
         column = {tensor: number for number, tensor in enumerate(lane.tensors)}
@@ -121,3 +116,13 @@ class StepEdits:
         if param is not None and param.grad is not grad:
             param.grad = grad
         return grad
+
+
+def _apply(edit: Edit, grads: list[Tensor]) -> None:
+    dense = [grad for grad in grads if grad.layout == torch.strided]
+    if dense:
+        edit.apply_(dense)
+    for grad in grads:
+        if grad.layout != torch.strided:
+            # In place for the outside: the optimizer and the script keep seeing the same tensor.
+            grad.copy_(_torch.on_values(edit.apply, grad))

@@ -38,9 +38,7 @@ class Journal:
 
     def __init__(self, rules: Sequence[Rule], matched: Sequence[int]) -> None:
         self.events: list[Event] = []
-        self._tallies = {
-            rule.id: Tally(count) for rule, count in zip(rules, matched, strict=True)
-        }
+        self._tallies = {rule.id: Tally(count) for rule, count in zip(rules, matched, strict=True)}
         self._said: set[tuple[str, str]] = set()
 
     def emit(

@@ -34,7 +34,9 @@ class Look:
     counts: dict[int, tuple[str, int]] | None = None
 
 
-def measure(tensors: Sequence[int], grads: Sequence[Tensor]) -> tuple[tuple[tuple[int, ...], Tensor], ...]:
+def measure(
+    tensors: Sequence[int], grads: Sequence[Tensor]
+) -> tuple[tuple[tuple[int, ...], Tensor], ...]:
     """Return the 2-norms of gradients, batched per device."""
     devices: dict[torch.device, list[int]] = {}
     for position, grad in enumerate(grads):
@@ -67,7 +69,8 @@ def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
         tensors, grads = state.targets.grads(watched)
         if not tensors:
             continue
-        look = _look(done, tensors, grads)
+        trapped = any(lane.rule.role == "trap" for lane in lanes)
+        look = _look(done, tensors, grads, exact=trapped)
         by_tensor = dict(zip(tensors, grads, strict=True))
         for lane in lanes:
             if lane.rule.role == "observe":
@@ -76,14 +79,14 @@ def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
     return looks
 
 
-def _look(done: Pass, tensors: list[int], grads: list[Tensor]) -> Look:
+def _look(done: Pass, tensors: list[int], grads: list[Tensor], *, exact: bool) -> Look:
     watched = set(tensors)
     norms = measure(tensors, grads)
     marks = {tensor: mark(grad) for tensor, grad in zip(tensors, grads, strict=True)}
     # A tensor can receive its gradient twice in one pass (reentrant checkpointing).
     order = tuple(dict.fromkeys(tensor for tensor in done.order if tensor in watched))
     look = Look(order, tuple(tensors), norms, marks)
-    if all(values.device.type == "cpu" for _, values in norms):
+    if exact and all(_torch.is_host(values) for _, values in norms):
         # On the host a look is free, and an exact one now is worth more than one after the script
         # has clipped. On a device it would be a wait.
         by_tensor = dict(zip(tensors, grads, strict=True))

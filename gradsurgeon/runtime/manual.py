@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
 from gradsurgeon.runtime.backward import Hook, Pass, Passes
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.targets import Mark, mark
 from gradsurgeon.runtime.trap import Verdict
 
 _NOTICE = (
@@ -28,6 +30,7 @@ class GuardHook(Hook):
         self._edited = edited
 
     def __call__(self, _grad: Tensor | None) -> None:
+        """Refuse a second pass onto an edited gradient; note one onto an unedited gradient."""
         live = self._live()
         if live is None:
             return
@@ -71,6 +74,7 @@ class Manual:
         # Declared: the script marks its steps, a backward pass is never one.
         self._declared = declared
         self._counted = False
+        self._edited: dict[int, Mark] = {}
         self.active = declared
         self._full = set(state.targets.grads(range(len(state.targets)))[0])
 
@@ -97,18 +101,33 @@ class Manual:
         if done.continued and edited & self._full and self._state.mode == "act":
             raise GradSurgeonError(compounding(self._state.program.names[min(edited & self._full)]))
 
+    @contextmanager
+    def step_of(self, done: Pass) -> Iterator[None]:
+        """Let a pass that went on with an earlier one belong to the step that has been counted."""
+        clock = self._state.clocks.common
+        back = int(done.continued and self._counted and not self._declared)
+        clock.step -= back
+        try:
+            yield
+        finally:
+            clock.step += back
+
     def after(self, done: Pass) -> None:
         """Count a finished backward pass as the step, unless it went on with an earlier one.
 
         Raises:
             NonFiniteGradientError: a trap stops the update.
         """
-        if self._declared or done.continued:
+        if self._declared:
             return
-        self._counted = True
         clock = self._state.clocks.common
-        verdict = self._judge(clock)
-        self._finished(clock)
+        with self.step_of(done):
+            verdict = self._judge(clock)
+        if not done.continued:
+            self._counted = True
+            edited = self._state.targets.grads(self.guarded())
+            self._edited = {tensor: mark(grad) for tensor, grad in zip(*edited, strict=True)}
+            self._finished(clock)
         if verdict.error is not None:
             raise verdict.error
         if verdict.skip:
@@ -121,6 +140,17 @@ class Manual:
                 rank=trapped.rank,
                 name=trapped.name,
             )
+
+    def withdraw(self) -> dict[int, Mark]:
+        """Leave the counting to an optimizer that has turned up after all.
+
+        Returns:
+            The gradients that were edited at the end of the pass that it is about to consume.
+        """
+        if self.active and self._counted and not self._declared:
+            self._state.clocks.common.step -= 1
+        self.active = False
+        return self._edited
 
     def tick(self) -> bool:
         """Mark one update, right before the script does it by hand.

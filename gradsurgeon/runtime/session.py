@@ -30,7 +30,6 @@ from gradsurgeon.runtime.targets import Targets
 from gradsurgeon.runtime.trap import Traps, Verdict
 from gradsurgeon.store import Records, Series, merged
 
-
 _ELSEWHERE = (
     "an optimizer owns parameters of the model, but none that a rule matched: rules at `step` and "
     "traps do not act on what is not updated"
@@ -73,7 +72,9 @@ class Session:
         self._traps = Traps(state)
         self._edits = StepEdits(state)
         self._passes = Passes(self._backward_ended)
-        self._steps = Steps(state, self._judge, self._finished)
+        self._steps = Steps(
+            state, judge=self._judge, finished=self._finished, first_owner=self._optimizer_appeared
+        )
         declared = optimizers is not None and not optimizers
         self._manual = Manual(state, self._judge, self._finished, declared=declared)
         self._arming = Arming(state, self._passes)
@@ -91,8 +92,6 @@ class Session:
                 if self._steps.meet(optimizer) is None:
                     text = f"the optimizer {type(optimizer).__name__} holds no parameter that a rule matched"
                     self._state.journal.emit("notice", text, warn=True)
-            if self._given is None:
-                self._search()
         except BaseException:
             self._detach()
             raise
@@ -233,7 +232,10 @@ class Session:
             if one.role == "observe" and name in {b.name for b in self.plan.of(one.id)}
         }
         if rule is not None and rule not in logging:
-            hint = did_you_mean(rule, logging) or f"rules that record it: {', '.join(logging) or 'none'}"
+            hint = (
+                did_you_mean(rule, logging)
+                or f"rules that record it: {', '.join(logging) or 'none'}"
+            )
             return f"the rule {rule!r} records nothing of {name}; {hint}"
         stats = sorted({one for own in logging.values() for one in own})
         if stat not in stats:
@@ -258,22 +260,33 @@ class Session:
     def _backward_ended(self, done: Pass) -> None:
         if self._state.paused:
             return
-        for clock, look in after_pass(self._state, done).items():
-            self._traps.saw(clock, look)
-        if self._steps.owned:
-            return
-        if not self._manual.active:
-            # The optimizer may have been made after `apply`.
-            if not self._search_on:
-                return
-            if self._search():
-                self._search_on = False
-                if not self._steps.owned:
-                    self._state.journal.emit("notice", _ELSEWHERE, step=self.step, warn=True)
-                return
+        # Whose step this pass feeds decides which clock its records go by.
+        by_hand = self._manual.active or not (self._steps.owned or self._optimizers_known())
+        with self._manual.step_of(done):
+            for clock, look in after_pass(self._state, done).items():
+                self._traps.saw(clock, look)
+        if by_hand and not self._manual.active:
             self._manual.begin(done)
             self._arming.guard(self._manual.guarded() or dict.fromkeys(done.order[:1], False))
-        self._manual.after(done)
+        if by_hand:
+            try:
+                self._manual.after(done)
+            finally:
+                if done.continued:
+                    self._traps.done(self._state.clocks.common)
+
+    def _optimizers_known(self) -> bool:
+        """Tell whether some optimizer updates the model; it may have been made after `apply`."""
+        if self._search_on and self._search():
+            self._search_on = False
+            if not self._steps.owned:
+                self._state.journal.emit("notice", _ELSEWHERE, step=self.step, warn=True)
+        return not self._search_on
+
+    def _optimizer_appeared(self) -> None:
+        """Take back a step that was counted for want of an optimizer, which now takes it."""
+        edited = self._manual.withdraw()
+        self._edits.spare(edited)
 
     def _judge(self, clock: Clock) -> Verdict:
         """Do what is due right before an update."""
@@ -320,7 +333,9 @@ class Session:
         for tensor in self._arming.replaced():
             name = self._state.program.names[tensor]
             if self._arming.rearm(tensor):
-                text = f"{name} was replaced by another parameter: its hooks were put on the new one"
+                text = (
+                    f"{name} was replaced by another parameter: its hooks were put on the new one"
+                )
                 self._state.journal.emit(
                     "hook-rearmed", text, step=clock.step, name=name, warn=True
                 )
@@ -334,4 +349,6 @@ class Session:
     def _mention_silent(self) -> None:
         for rule, due in self._state.journal.never_fired():
             text = "was due and never fired" if due else "was never due"
-            self._state.journal.emit("never-fired", f"{text} until the end", rule=rule, step=self.step)
+            self._state.journal.emit(
+                "never-fired", f"{text} until the end", rule=rule, step=self.step
+            )

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +23,6 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.trap import Verdict
-
-
-class Judge(Protocol):
-    """What the session does at the step point of one clock."""
-
-    def __call__(self, clock: Clock) -> Verdict: ...
 
 
 @dataclass(slots=True)
@@ -52,21 +46,35 @@ class Running:
     snapshot: tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]] | None = None
 
 
+def _all_kinds(kind: type[Optimizer]) -> set[type[Optimizer]]:
+    return {kind}.union(*(_all_kinds(one) for one in kind.__subclasses__()))
+
+
 def _size(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+    return sum(len(group["params"]) for group in getattr(optimizer, "param_groups", ()))
 
 
 def _params(optimizer: Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    # Wrappers that skip the constructor of their base may have no groups of their own.
+    groups = getattr(optimizer, "param_groups", ())
+    return [param for group in groups for param in group["params"]]
 
 
 class Steps:
     """The step point of one session, over all optimizers that own its parameters."""
 
-    def __init__(self, state: State, judge: Judge, finished: Callable[[Clock], None]) -> None:
+    def __init__(
+        self,
+        state: State,
+        *,
+        judge: Callable[[Clock], Verdict],
+        finished: Callable[[Clock], None],
+        first_owner: Callable[[], None],
+    ) -> None:
         self._state = state
         self._judge = judge
         self._finished = finished
+        self._first_owner = first_owner
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
         self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._running: Running | None = None
@@ -84,13 +92,15 @@ class Steps:
         """
         wanted = {id(param) for param in model_params}
 
+        # The type is asked, not the object: proxies claim to be what they stand for.
+        kinds = _all_kinds(Optimizer)
+
         def candidates() -> list[Optimizer]:
-            # The type is asked, not the object: proxies claim to be what they stand for.
+            optimizers = [found for found in gc.get_objects() if type(found) in kinds]
             return [
                 found
-                for found in gc.get_objects()
-                if issubclass(type(found), Optimizer)
-                and any(id(param) in wanted for param in _params(found))
+                for found in optimizers
+                if any(id(param) in wanted for param in _params(found))
             ]
 
         found = candidates()
@@ -116,13 +126,15 @@ class Steps:
             self._foreign[optimizer] = size
             return None
         if owner is None:
+            if not self._owners:
+                self._first_owner()
             handles = (
                 optimizer.register_step_pre_hook(self._before),
                 optimizer.register_step_post_hook(self._after),
             )
             owner = Owner(Clock(self._state.clocks.common.step), handles, size)
             self._owners[optimizer] = owner
-        owner.params, owner.tensors = size, tuple(tensors)
+        owner.params, owner.tensors, owner.version = size, tuple(tensors), -1
         self._claim(owner)
         return owner
 
@@ -242,7 +254,9 @@ def _evaluates_before_moving(optimizer: Optimizer) -> bool:
 
     Torch's own do, but for LBFGS. Of others it is not known.
     """
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
+        optimizer, LBFGS
+    )
 
 
 def _snapshot(optimizer: Optimizer) -> tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]]:

@@ -39,6 +39,21 @@ class Border:
     norms: dict[int, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a decision rests on.
+
+    Attributes:
+        before: tensors that were non-finite at the last look after backward.
+        now: tensors that are, with what kind and how many elements, counted exactly.
+        stale: tensors whose gradient has changed since that look.
+    """
+
+    before: frozenset[int]
+    now: dict[int, tuple[str, int]]
+    stale: frozenset[int]
+
+
 @dataclass(slots=True)
 class Watch:
     """The looks of the current step of one clock, and how often each trap tripped in a row."""
@@ -86,33 +101,32 @@ class Traps:
         if not tensors:
             return Verdict()
         by_tensor = dict(zip(tensors, grads, strict=True))
-        before, now = self._compare(watch, by_tensor, edited)
+        seen = self._compare(watch, by_tensor, edited)
         verdict = Verdict()
         for rule, own in rules.values():
             having = [tensor for tensor in own if tensor in by_tensor]
             if not having:
                 continue
             state.journal.fired(rule.id, clock.step)
-            bad = [tensor for tensor in having if tensor in now]
-            if bad:
-                border = self._border(watch, before, now, by_tensor)
+            if any(tensor in seen.now for tensor in having):
+                border = self._border(watch, seen, by_tensor)
                 self._trip(rule, clock, watch, border, verdict)
             else:
                 watch.in_a_row[rule.id] = 0
-                self._mention_repair(rule, clock, [tensor for tensor in having if tensor in before])
+                self._mention_repair(
+                    rule, clock, [tensor for tensor in having if tensor in seen.before]
+                )
         return verdict
 
-    def _compare(
-        self, watch: Watch, grads: dict[int, Tensor], edited: set[int]
-    ) -> tuple[list[int], dict[int, tuple[str, int]]]:
+    def _compare(self, watch: Watch, grads: dict[int, Tensor], edited: set[int]) -> Seen:
         """Return what was non-finite at the last look, and exactly what is now."""
         look = watch.looks[-1] if watch.looks else None
-        stale = [
+        stale = {
             tensor
             for tensor, grad in grads.items()
             if look is None or tensor in edited or look.marks.get(tensor) != mark(grad)
-        ]
-        fresh = measure(stale, [grads[tensor] for tensor in stale]) if stale else ()
+        }
+        fresh = measure(list(stale), [grads[tensor] for tensor in stale]) if stale else ()
         # One read per device decides; on the host the look has already been exact.
         if look is None:
             before: list[int] = []
@@ -127,40 +141,36 @@ class Traps:
             for tensor in sorted(doubtful)
             if (count := _torch.first_nonfinite(grads[tensor]))[1]
         }
-        return before, now
+        # A norm that overflowed is no proof; where the gradient is still there it has been counted.
+        real = frozenset(tensor for tensor in before if tensor in stale or tensor in now)
+        return Seen(real, now, frozenset(stale))
 
-    def _border(
-        self,
-        watch: Watch,
-        before: list[int],
-        now: dict[int, tuple[str, int]],
-        grads: dict[int, Tensor],
-    ) -> Border:
+    def _border(self, watch: Watch, seen: Seen, grads: dict[int, Tensor]) -> Border:
         """Return the border as the first look of the step saw it, else as it is now."""
         for number, look in enumerate(watch.looks, 1):
             bad = look.counts
             if bad is None:
-                found = suspects(look.norms)
-                # Where the gradient is still the one that was seen, its elements can be counted.
-                bad = {i: now.get(i, ("NaN or Inf", 0)) for i in found}
-            if bad and before:
-                passes = f", micro-batch {number} of {len(watch.looks)}" if len(watch.looks) > 1 else ""
-                norms = {
-                    tensor: float(value)
-                    for tensors, values in look.norms
-                    for tensor, value in zip(tensors, values.tolist(), strict=True)
+                # Elements can be counted only where the gradient is still the one that was seen.
+                unknown = ("NaN/Inf", 0)
+                bad = {
+                    tensor: unknown if tensor in seen.stale else seen.now.get(tensor, unknown)
+                    for tensor in suspects(look.norms)
+                    if tensor in seen.before
                 }
+            if bad:
+                many = len(watch.looks) > 1
+                passes = f", micro-batch {number} of {len(watch.looks)}" if many else ""
                 # Some may have kept a gradient from an earlier pass and got nothing in this one.
                 rest = tuple(tensor for tensor in look.tensors if tensor not in look.order)
-                return Border(f"after backward{passes}", (*look.order, *rest), bad, norms)
-        values = measure(list(grads), list(grads.values()))
-        norms = {i: float(v) for group, vs in values for i, v in zip(group, vs.tolist(), strict=True)}
+                order = (*look.order, *rest)
+                return Border(f"after backward{passes}", order, bad, _as_dict(look.norms))
+        norms = _as_dict(measure(list(grads), list(grads.values())))
         order = watch.looks[-1].order if watch.looks else ()
         rest = tuple(tensor for tensor in grads if tensor not in order)
         moment = "right before the update, and finite after backward: something in between did it"
         if not watch.looks:
             moment = "right before the update"
-        return Border(moment, (*order, *rest), now, norms)
+        return Border(moment, (*order, *rest), seen.now, norms)
 
     def _trip(
         self, rule: NanTrap, clock: Clock, watch: Watch, border: Border, verdict: Verdict
@@ -192,8 +202,8 @@ class Traps:
         width = max(len(printable(names[tensor])) for tensor in border.order)
         watched = len(border.order)
         lines = [
-            f"step {clock.step}, rule {rule.id}: {len(border.bad)} of {watched} gradients are not "
-            f"finite {border.moment}",
+            f"step {clock.step}, rule {rule.id}: "
+            f"{len(border.bad)} of {watched} gradients are not finite {border.moment}",
             outcome,
             "in the order in which backward produced them:",
         ]
@@ -247,6 +257,10 @@ def _outcome(state: State, rule: NanTrap, then: str, in_a_row: int) -> str:
     }[then]
 
 
+def _as_dict(norms: Sequence[tuple[tuple[int, ...], Tensor]]) -> dict[int, float]:
+    return {i: float(v) for own, found in norms for i, v in zip(own, found.tolist(), strict=True)}
+
+
 def _window(rows: list[str], first: int) -> list[str]:
     """Return the rows around the first bad one; what is left out is counted."""
     if len(rows) <= _SHOWN:
@@ -256,4 +270,3 @@ def _window(rows: list[str], first: int) -> list[str]:
     above = [f"    ... {start} more before"] if start else []
     below = [f"    ... {len(rows) - stop} more after"] if stop < len(rows) else []
     return [*above, *rows[start:stop], *below]
-

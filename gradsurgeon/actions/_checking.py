@@ -1,0 +1,287 @@
+"""Raw options -> rule, with every flaw of the rule in one pass.
+
+pydantic alone stops early: it does not look at what fields mean together while one of them is wrong,
+and it knows no place for a key that is not there. So unknown keys and keys without a value are taken
+out first, each with its flaw; what is left is validated field by field; and what fields mean together
+is judged on the raw options.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from gradsurgeon.actions._base import Options, Rule
+from gradsurgeon.actions._fields import Flaw, found, written
+from gradsurgeon.errors import did_you_mean
+from gradsurgeon.source import looks_like
+
+_NOT_YET_TARGETS = ("modules", "tensors")
+_NOT_YET_KEYS = (*_NOT_YET_TARGETS, "model", "when", "forensics")
+_NOT_YET_ACTIONS = ("capture", "clip-norm", "freeze", "sanitize")
+_TYPE_NAMES = {
+    "float": "a number",
+    "int": "a whole number",
+    "bool": "true or false",
+    "string": "a text",
+    "model": "a mapping",
+}
+_MAPPINGS = {
+    "steps": "steps: {from: 0, to: 100}",
+    "where": 'where: {module_type: "Linear"}',
+    "numel": "numel: {min: 1, max: 1000}",
+    "expect": "expect: {params: 6}",
+}
+# Stands for a value that was meant but is not there, where only its absence would matter.
+_GAP = object()
+
+
+def check_rule(
+    entry: Mapping[Any, Any], actions: Mapping[str, type[Rule]]
+) -> tuple[Rule | None, list[Flaw]]:
+    """Return the rule that ``entry`` describes, ``None`` where it has flaws, and all its flaws."""
+    kind, flaws = _kind(entry, actions)
+    walk = _Walk(kind or Rule, actions, strict=kind is not None)
+    options = walk.options(walk.rule, entry)
+    if any(target in entry for target in _NOT_YET_TARGETS):
+        # What the other targets need is not known here: only that they are not there yet is said.
+        walk.settled |= {"params", "tensor", "at"}
+        options.pop("tensor", None)
+    flaws += (flaw for flaw in walk.flaws if flaw.missing is False or flaw.at not in walk.settled)
+    if kind is None:
+        options["action"] = "unknown"
+    rule = None
+    try:
+        rule = walk.rule.model_validate(options)
+    except ValidationError as errors:
+        for error in errors.errors(include_url=False):
+            flaws += walk.translate(error)
+    return (None if flaws else rule), flaws
+
+
+def known_keys(model: type[Options]) -> dict[str, Any]:
+    """Return the keys of a mapping as rule files write them, with what is known of each."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
+def nested(info: Any) -> type[Options] | None:
+    """Return the model of the mapping that is the value of a key; ``None`` where it is none."""
+    for one in (info.annotation, *get_args(info.annotation)):
+        if isinstance(one, type) and issubclass(one, Options):
+            return one
+    return None
+
+
+def _kind(
+    entry: Mapping[Any, Any], actions: Mapping[str, type[Rule]]
+) -> tuple[type[Rule] | None, list[Flaw]]:
+    """Return the class of the action that a rule names, or what is wrong with the name."""
+    known = f"known: {', '.join(actions)}"
+    key = "action"
+    if key not in entry:
+        near = [one for one in entry if isinstance(one, str) and did_you_mean(one, ["action"])]
+        if not near:
+            # The other common shape of such files: the action as the key of its options.
+            nester = next((one for one in entry if one in actions), None)
+            hint = f"write `action: {nester}` and the options beside it"
+            hint = hint if nester else f"add `action`; {known}"
+            return None, [
+                Flaw(key, "missing key `action`", hint, missing=True, check="missing-key")
+            ]
+        key = near[0]  # the walk over the keys says that it is misspelt
+    action = entry[key]
+    if action is None:
+        return None, []
+    if not isinstance(action, str):
+        message = f"`action` must be the name of an action, found {found(action)}"
+        return None, [Flaw(key, message, known, check="wrong-type")]
+    if action in actions:
+        return actions[action], []
+    if action in _NOT_YET_ACTIONS:
+        return None, [_not_yet(key, f"the action `{action}`", known)]
+    hint = did_you_mean(action, (*actions, *_NOT_YET_ACTIONS))
+    if hint and (word := hint.split("`")[1]) in _NOT_YET_ACTIONS:
+        hint = f"`{word}` is not there yet;"
+    hint = f"{hint} {known}".strip()
+    return None, [Flaw(key, f"unknown action `{action[:60]}`", hint, check="unknown-action")]
+
+
+class _Walk:
+    """Takes what cannot be validated out of the options of one rule, and says why.
+
+    Args:
+        rule: the class of the action, `Rule` itself where that is not known.
+        actions: all actions.
+        strict: the action is known, so that all its keys are.
+    """
+
+    def __init__(
+        self, rule: type[Rule], actions: Mapping[str, type[Rule]], *, strict: bool
+    ) -> None:
+        self.rule, self.actions, self.strict = rule, actions, strict
+        self.flaws: list[Flaw] = []
+        # Keys of which enough was said: that they are missing, too, would be noise.
+        self.settled: set[str] = set()
+
+    def options(
+        self, model: type[Options], given: Mapping[Any, Any], at: str = ""
+    ) -> dict[str, Any]:
+        """Return the keys of ``given`` that can be validated as a ``model``."""
+        known = known_keys(model)
+        kept: dict[str, Any] = {}
+        meant: dict[str, Any] = {}
+        for key, value in given.items():
+            path = f"{at}{key}"
+            if key not in known:
+                if near := self.unknown(key, path, [one for one in known if one not in given]):
+                    meant[near] = value
+                    self.settled.add(f"{at}{near}")
+            elif value is None:
+                more = "" if known[key].is_required() or key == "action" else ", or remove the key"
+                message, hint = f"`{key}` has no value", f"write a value after the colon{more}"
+                self.flaws.append(Flaw(path, message, hint, key=True, check="wrong-type"))
+                self.settled.add(path)
+                meant[key] = _GAP
+            else:
+                inner = nested(known[key])
+                walked = inner is not None and isinstance(value, dict)
+                kept[key] = self.options(inner, value, f"{path}.") if inner and walked else value
+        if self.strict or model is not Rule:
+            self.together(model, {**kept, **meant}, at, given)
+        return kept
+
+    def together(
+        self, model: type[Options], meant: Mapping[str, Any], at: str, given: Mapping[Any, Any]
+    ) -> None:
+        """Note what the keys of a mapping mean together, but not of keys that are wrong already."""
+        for flaw in model.flaws(meant):
+            if flaw.missing or (flaw.at in given and meant.get(flaw.at) is not _GAP):
+                self.flaws.append(replace(flaw, at=f"{at}{flaw.at}"))
+
+    def unknown(self, key: object, path: str, free: list[str]) -> str:
+        """Note a key that does not exist; return the key that was probably meant."""
+        if not isinstance(key, str):
+            message = f"keys are texts, found {found(key)}"
+            self.flaws.append(Flaw(path.rpartition(".")[0], message, check="key-type"))
+            return ""
+        top = path == key
+        if top and key in _NOT_YET_KEYS:
+            remedy = "use `params`" if key in _NOT_YET_TARGETS else "remove it"
+            self.flaws.append(_not_yet(key, f"`{key}`", remedy, key=True))
+            return ""
+        if top and not self.rule.takes_at:
+            free = [one for one in free if one != "at"]
+        hint = did_you_mean(key, free)
+        if not hint and top and not self.strict:
+            return ""  # it may be an option of the action that was meant
+        near = hint.split("`")[1] if hint else ""
+        hint = hint or self.known(key, path)
+        message = f"unknown key `{key[:60]}`"
+        self.flaws.append(Flaw(path, message, hint, key=True, check="unknown-key"))
+        return near
+
+    def known(self, key: str, path: str) -> str:
+        """Return what can be said of a key that resembles none."""
+        model: type[Options] = self.rule
+        for step in path.split(".")[:-1]:
+            model = nested(known_keys(model)[step]) or model
+        owners = [name for name, rule in self.actions.items() if key in known_keys(rule)]
+        if model is self.rule and owners:
+            return f"`{key}` is an option of {' and '.join(owners)}"
+        names = [one for one in known_keys(model) if one != "at" or self.rule.takes_at]
+        return f"known: {', '.join(names)}"
+
+    def translate(self, error: Mapping[str, Any]) -> Iterator[Flaw]:
+        """Yield the flaws that an error of pydantic stands for."""
+        kind, context = error["type"], error.get("ctx", {})
+        path = ".".join(map(str, error["loc"]))
+        if kind == "flawed":
+            for flaw in context["flaws"]:
+                named = flaw.check in {"wrong-type", "bad-pattern"}
+                message = f"`{error['loc'][-1]}`: {flaw.message}" if named else flaw.message
+                yield replace(flaw, at=f"{path}.{flaw.at}".strip("."), message=message)
+        elif kind == "missing":
+            if path not in self.settled:
+                yield self.missing(path)
+        # What keys mean together was said by `together`.
+        elif kind != "inconsistent":
+            yield self.wrong(path, error, context)
+
+    def missing(self, path: str) -> Flaw:
+        """Return the flaw of a key that is not there."""
+        info = self.info(path)
+        key = path.rpartition(".")[2]
+        meaning = re.split("[.,;]", info.description or "")[0]
+        hint = f"add `{key}`: {meaning[:1].lower()}{meaning[1:]}"
+        return Flaw(path, f"missing key `{key}`", hint, missing=True, check="missing-key")
+
+    def info(self, path: str) -> Any:
+        """Return what is known of the key at the end of ``path``."""
+        info, model = None, self.rule
+        for step in path.split("."):
+            info = known_keys(model)[step]
+            model = nested(info) or model  # type: ignore[assignment] # any mapping, once inside one
+        return info
+
+    def wrong(self, path: str, error: Mapping[str, Any], context: Mapping[str, Any]) -> Flaw:
+        """Return the flaw of a value."""
+        kind, value = error["type"], error["input"]
+        key = path.rpartition(".")[2]
+        what = found(value)
+        if kind == "literal_error":
+            choices = context["expected"].replace("'", "`")
+            words = re.findall(r"'([^']*)'", context["expected"])
+            hint = did_you_mean(value, words) if isinstance(value, str) else ""
+            if len(words) == 1:
+                hint = f"leave `{key}` out"
+            return Flaw(path, f"`{key}` must be {choices}, found {what}", hint)
+        if kind == "greater_than_equal":
+            return Flaw(path, f"`{key}` must be {context['ge']} or more, found {what}")
+        if kind == "finite_number":
+            return Flaw(path, f"`{key}` must be finite, found {what}", self.finite(path))
+        wanted = _TYPE_NAMES.get(kind.removesuffix("_type"))
+        if wanted is None:
+            return Flaw(path, f"`{key}`: {error['msg'][:1].lower()}{error['msg'][1:]}")
+        hint = self.remedy(path, kind.removesuffix("_type"), value)
+        return Flaw(path, f"`{key}`: expected {wanted}, found {what}", hint, check="wrong-type")
+
+    def finite(self, path: str) -> str:
+        """Return what to write in place of an infinity or a NaN."""
+        key = path.rpartition(".")[2]
+        if self.info(path).is_required():
+            return "numbers reach from -1.8e308 to 1.8e308"
+        return f"for no bound leave `{key}` out"
+
+    def remedy(self, path: str, wanted: str, value: object) -> str:
+        """Return what to write in place of a value of another type."""
+        key = path.rpartition(".")[2]
+        if wanted == "model":
+            return f"write {_MAPPINGS[key]}"
+        if wanted == "bool":
+            return (looks_like(value) if isinstance(value, str) else "") or "write true or false"
+        if wanted != "string":
+            return self.number(path, wanted, value)
+        if isinstance(value, bool | int | float):
+            return f'quote it: "{written(value)}"'
+        one_glob = 'one pattern can list several: "{Linear,Conv2d}"'
+        return one_glob if key == "module_type" else "write a text"
+
+    def number(self, path: str, wanted: str, value: object) -> str:
+        """Return what to write where a number was expected."""
+        if isinstance(value, float) and value.is_integer():
+            return f"write {int(value)}"
+        number = "write a number" if wanted == "float" else "write a whole number"
+        hint = looks_like(value) if isinstance(value, str) else ""
+        if hint.endswith((".nan", ".inf")):  # which would be refused in turn
+            return f"it must be finite; {self.finite(path)}"
+        # `on` looks like a truth value, which is no number either.
+        return hint if "number" in hint or re.search(r"write [-+.\d]", hint) else number
+
+
+def _not_yet(at: str, what: str, hint: str, *, key: bool = False) -> Flaw:
+    message = f"{what} is part of the rule language, but not there yet"
+    return Flaw(at, message, hint, key=key, check="not-there-yet")

@@ -1,0 +1,175 @@
+"""The values that rules consist of, and how a wrong one is described.
+
+A description is read by someone whose training run does not start: it says what was found, why that
+cannot work and what to write instead, in the words of the rule file.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeGuard
+
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from gradsurgeon.errors import did_you_mean
+from gradsurgeon.match import PatternError, compile_pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """Something wrong with the options of one rule: at which key, why, and what to do.
+
+    Attributes:
+        at: the key; dots lead into mappings and lists, as in ``steps.to`` and ``params.2``.
+        message: what was found, and why it cannot work.
+        hint: what to do.
+        missing: the key is not there, so that the flaw is shown at the mapping that lacks it.
+        key: the key itself is what is wrong, not its value.
+        check: name of the check.
+    """
+
+    at: str
+    message: str
+    hint: str = ""
+    missing: bool = False
+    key: bool = False
+    check: str = "bad-value"
+
+
+def flawed(*flaws: Flaw, together: bool = False) -> PydanticCustomError:
+    """Return the error of a validator. Several flaws travel in one, because pydantic takes one.
+
+    ``at`` of each leads from the value that is validated; it may be empty. ``together`` says that the
+    flaws are those of `Options.flaws`, which reading a file finds in another way.
+    """
+    code: Literal["flawed", "inconsistent"] = "inconsistent" if together else "flawed"
+    text = "; ".join(
+        f"{flaw.message} ({flaw.hint})" if flaw.hint else flaw.message for flaw in flaws
+    )
+    # `{` in a text would be read as a placeholder of the template.
+    return PydanticCustomError(code, "{text}", {"text": text, "flaws": flaws})
+
+
+def found(value: object) -> str:
+    """Return what stands in the place of an option, in words: ``the text "x"``, ``a list``."""
+    if isinstance(value, str):
+        return f'the text "{value[:60]}{"..." if len(value) > 60 else ""}"'  # noqa: PLR2004 # as shown
+    if value is None or isinstance(value, bool):
+        return "nothing" if value is None else written(value)
+    if isinstance(value, int | float):
+        special = {"inf": "infinity", "-inf": "minus infinity", "nan": "NaN"}
+        return special.get(str(value), f"the number {value}")
+    kinds: dict[type, str] = {list: "list", tuple: "list", dict: "mapping"}
+    kind = kinds.get(type(value))
+    if kind is None:
+        return f"a value of the type {type(value).__name__}"
+    return f"a {kind}" if value else f"an empty {kind}"
+
+
+def written(value: object) -> str:
+    """Return a scalar as a rule file spells it."""
+    special = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan", "True": "true", "False": "false"}
+    return special.get(str(value), str(value))
+
+
+def _patterns(value: object) -> tuple[str, ...]:
+    """Turn a pattern or a list of patterns into a tuple, checking each of them."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list | tuple) or not texts:
+        message = f"expected a pattern or a list of patterns, found {found(value)}"
+        raise flawed(Flaw("", message, _quote(value), check="wrong-type"))
+    flaws: list[Flaw] = []
+    for index, text in enumerate(texts):
+        at = "" if isinstance(value, str) else str(index)
+        if not isinstance(text, str):
+            message = f"expected a pattern, found {found(text)}"
+            flaws.append(Flaw(at, message, _quote(text), check="wrong-type"))
+            continue
+        try:
+            compile_pattern(text)
+        except PatternError as error:
+            flaws.append(Flaw(at, error.message, error.hint, check="bad-pattern"))
+    if flaws:
+        raise flawed(*flaws)
+    return tuple(texts)
+
+
+def _quote(value: object) -> str:
+    """Return the remedy for a value that stands where a pattern was expected."""
+    if isinstance(value, bool | int | float):
+        return f'quote it: "{written(value)}"'
+    return "" if isinstance(value, list | tuple) else 'patterns are texts in quotes: "*.weight"'
+
+
+_PATTERN_SCHEMA = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+    ]
+}
+Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns), WithJsonSchema(_PATTERN_SCHEMA)]
+
+
+def _glob(value: str) -> str:
+    _patterns(value)
+    return value
+
+
+Glob = Annotated[str, AfterValidator(_glob)]
+
+# Names that torch may add later must pass, names that it will never have must not.
+_DTYPE = re.compile(r"(?:torch\.)?(?:bool|bfloat16|float\d+(?:_\w+)?|complex\d+|u?int\d+)")
+_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int64", "bool")
+_SHORT_DTYPES = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+    "single": "float32",
+    "double": "float64",
+    "fp64": "float64",
+}
+
+
+def _dtype(value: str) -> str:
+    if _DTYPE.fullmatch(value) is None:
+        near = _SHORT_DTYPES.get(value.lower().removeprefix("torch."))
+        hint = f"write {near}" if near else did_you_mean(value, _DTYPES)
+        message = f"`{value[:60]}` is not a dtype of torch"
+        raise flawed(Flaw("", message, hint or f"such as {', '.join(_DTYPES[:4])}"))
+    return value
+
+
+Dtype = Annotated[str, AfterValidator(_dtype)]
+
+_KEBAB = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
+
+
+def _rule_id(value: str) -> str:
+    if _KEBAB.fullmatch(value) is None:
+        split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", value)
+        proposal = "-".join(re.findall(r"[a-z0-9]+", split.lower()))[:60]
+        what = f"`{value[:60]}` is not a rule id" if value else "the id is empty"
+        message = f"{what}: an id is words of a-z and 0-9 joined by `-`"
+        raise flawed(Flaw("", message, f"write it as `{proposal or 'my-rule'}`"))
+    return value
+
+
+RuleId = Annotated[
+    str,
+    AfterValidator(_rule_id),
+    WithJsonSchema({"type": "string", "pattern": f"^{_KEBAB.pattern}$"}),
+]
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Tell whether a raw option is a number; bool is not, although Python says so."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Tell whether a raw option is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,63 @@
+"""``gradsurgeon lint``: every problem of every file. Never imports torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gradsurgeon import schema, source
+from gradsurgeon.errors import Problem, RuleFileError, printable
+
+if TYPE_CHECKING:
+    import argparse
+
+UNREADABLE = "unreadable-file"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Lint the files; 1 where one has errors, 2 where one cannot be read."""
+    # A file that is named twice is one file.
+    found = {file: problems_of(file) for file in dict.fromkeys(arguments.files)}
+    problems = [problem for group in found.values() for problem in group]
+    if arguments.format == "json":
+        print(json.dumps({"version": 1, "problems": [one.to_dict() for one in problems]}, indent=2))
+    else:
+        for problem in problems:
+            print(f"{problem.full()}\n" if arguments.format == "full" else problem.concise())
+        # Otherwise the summary could overtake what it sums up.
+        sys.stdout.flush()
+        print(_summary(found), file=sys.stderr)
+    if any(problem.check == UNREADABLE for problem in problems):
+        return 2
+    return int(any(problem.severity == "error" for problem in problems))
+
+
+def problems_of(file: str) -> list[Problem]:
+    """Return all problems of a file, the one of not being readable included."""
+    try:
+        document = source.read(file)
+    except RuleFileError as error:
+        return list(error.problems)
+    return schema.check(document)[1]
+
+
+def _summary(found: dict[str, list[Problem]]) -> str:
+    """Return ``rules.yaml: 14 errors, 1 warning``."""
+    problems = [problem for group in found.values() for problem in group]
+    what = printable(next(iter(found))) if len(found) == 1 else f"{len(found)} files"
+    if not problems:
+        return f"{_count(len(found), 'file')} clean"
+    counts = [_severity(problems, "error"), _severity(problems, "warning")]
+    clean = sum(not group for group in found.values())
+    return f"{what}: {', '.join(filter(None, counts))}" + (f" ({clean} clean)" if clean else "")
+
+
+def _severity(problems: Sequence[Problem], severity: str) -> str:
+    number = sum(problem.severity == severity for problem in problems)
+    return _count(number, severity) if number else ""
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

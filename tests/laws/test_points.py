@@ -1,0 +1,562 @@
+"""Section 5 of the rule language: what `backward`, `accumulated` and `step` mean in every loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, CalledTwice, data
+from torch import Tensor, nn
+
+import gradsurgeon
+from gradsurgeon import GradSurgeonError, GradSurgeonWarning
+
+
+class Weight(nn.Module):
+    """One number per parameter, so that gradients can be written down."""
+
+    w: Tensor
+    a: Tensor
+    b: Tensor
+    g: Tensor
+    d: Tensor
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names or ("w",):
+            self.register_parameter(name, nn.Parameter(torch.zeros(1)))
+
+
+def rules(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "rules": [{"params": "*", **entry} for entry in entries]}
+
+
+HALF: dict[str, Any] = {"id": "half", "action": "scale", "factor": 0.5, "at": "step"}
+BOUND: dict[str, Any] = {"id": "bound", "action": "clamp", "min": -2.5, "max": 2.5, "at": "step"}
+NORMS: dict[str, Any] = {"id": "norms", "action": "norm-log"}
+SKIP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "then": "skip-step"}
+
+
+def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+# --- accumulation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("at", "moved"),
+    [("step", 1.0), ("backward", 1.5)],  # the bound of the sum, and the sum of bounded parts
+)
+def test_the_same_bound_at_both_points_under_accumulation(at: str, moved: float) -> None:
+    model = Weight()
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules({**BOUND, "at": at})):
+        for part in (2.0, 2.0, -3.0):
+            (model.w * part).sum().backward()
+        optimizer.step()
+    assert -model.w.item() == moved
+
+
+@pytest.mark.parametrize("action", ["scale", "zero"])
+def test_linear_rules_at_both_points_agree_with_one_big_batch(action: str) -> None:
+    ends = []
+    options = {"factor": 0.5} if action == "scale" else {}
+    for at in ("backward", "step"):
+        for parts in ([1.0, 2.0, 4.0], [7.0]):
+            model = Weight()
+            optimizer = sgd(model)
+            with gradsurgeon.apply(
+                model, rules({"id": "it", "action": action, "at": at, **options})
+            ):
+                for part in parts:
+                    (model.w * part).sum().backward()
+                optimizer.step()
+            ends.append(-model.w.item())
+    assert ends == [3.5 if action == "scale" else 0.0] * 4
+
+
+def test_accumulated_records_the_last_pass_and_backward_each() -> None:
+    model = Weight()
+    optimizer = sgd(model)
+    each = {"id": "each", "action": "norm-log", "at": "backward"}
+    with gradsurgeon.apply(model, rules(NORMS, each)) as session:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for part in (1.0, 2.0, 4.0):
+                (model.w * part).sum().backward()
+            optimizer.step()
+    assert session.history("w", rule="norms") == [(0, 7.0), (1, 7.0)]
+    assert session.history("w", rule="each") == [
+        (0, 1.0),
+        (0, 2.0),
+        (0, 4.0),
+        (1, 1.0),
+        (1, 2.0),
+        (1, 4.0),
+    ]
+
+
+# --- closures -------------------------------------------------------------------------------------
+
+
+def lightning_like(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]
+) -> None:
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+        return value
+
+    optimizer.step(closure)
+
+
+def test_rules_at_step_act_after_the_closure() -> None:
+    model = Weight()
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules(HALF, NORMS)) as session:
+        for step in range(3):
+            lightning_like(model, optimizer, lambda: (model.w * 4.0).sum())
+            assert -model.w.item() == 2.0 * (step + 1)
+    assert session.step == 3
+    assert session.history("w") == [(0, 4.0), (1, 4.0), (2, 4.0)]
+
+
+def test_a_closure_by_keyword_and_a_dummy_closure() -> None:
+    model = Weight()
+    optimizer = sgd(model)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        (model.w * 4.0).sum().backward()
+        return 0.0
+
+    with gradsurgeon.apply(model, rules(HALF)) as session:
+        optimizer.step(closure=closure)
+        assert -model.w.item() == 2.0
+        closure()
+        optimizer.step(lambda: None)
+        assert -model.w.item() == 4.0
+    assert session.step == 2
+
+
+def test_lbfgs_sees_edited_gradients_in_every_evaluation_and_counts_one_step() -> None:
+    def run(edit_by_hand: bool) -> tuple[list[float], int]:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=7, line_search_fn="strong_wolfe")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = (model(data(0, 8, 4)) - 1.0).square().mean()
+            loss.backward()
+            if edit_by_hand:
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad.mul_(0.5)
+            return loss
+
+        steps = 0
+        if edit_by_hand:
+            for _ in range(3):
+                optimizer.step(closure)
+        else:
+            with gradsurgeon.apply(model, rules(HALF)) as session:
+                for _ in range(3):
+                    optimizer.step(closure)
+                steps = session.step
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), steps
+
+    (by_hand, _), (by_rule, steps) = run(edit_by_hand=True), run(edit_by_hand=False)
+    assert by_rule == by_hand
+    assert steps == 3
+
+
+@pytest.mark.parametrize("evaluation", [1, 3])
+def test_a_skipped_lbfgs_step_is_taken_back_whole(evaluation: int) -> None:
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+    calls = 0
+    bad = False
+
+    def closure() -> Tensor:
+        nonlocal calls
+        calls += 1
+        optimizer.zero_grad()
+        loss = (model(data(0, 8, 4)) - 1.0).square().mean()
+        loss.backward()
+        if bad and calls == evaluation:
+            assert model.weight.grad is not None
+            model.weight.grad[0, 0] = float("nan")
+        return loss
+
+    with gradsurgeon.apply(model, rules(SKIP)) as session:
+        optimizer.step(closure)
+        before = [p.detach().clone() for p in model.parameters()]
+        kept = {k: v for k, v in optimizer.state[model.weight].items() if not callable(v)}
+        old = {k: v.clone() if isinstance(v, Tensor) else repr(v) for k, v in kept.items()}
+        calls, bad = 0, True
+        optimizer.step(closure)
+        assert calls == evaluation
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        for key, value in optimizer.state[model.weight].items():
+            same = (
+                torch.equal(value, old[key])
+                if isinstance(value, Tensor)
+                else repr(value) == old[key]
+            )
+            assert same, key
+        bad = False
+        optimizer.step(closure)
+        assert not torch.equal(before[0], model.weight)
+    assert [e.kind for e in session.events] == ["trap", "skipped-step"]
+    assert session.step == 3
+
+
+# --- several optimizers, several models -----------------------------------------------------------
+
+
+def test_gan_like_two_optimizers_have_two_clocks() -> None:
+    model = Weight("g", "d")
+    g_optimizer = torch.optim.SGD([model.g], lr=1.0)
+    d_optimizer = torch.optim.SGD([model.d], lr=1.0)
+    early = {"id": "early", "action": "zero", "at": "step", "steps": {"to": 2}}
+    with gradsurgeon.apply(model, rules(early, NORMS)) as session:
+        for step in range(4):
+            for _ in range(2):  # the discriminator steps twice as often
+                d_optimizer.zero_grad()
+                (model.d * 1.0 + model.g * 0.0).sum().backward()
+                d_optimizer.step()
+            g_optimizer.zero_grad()
+            (model.d * 3.0 + model.g * 2.0).sum().backward()
+            g_optimizer.step()
+            assert session.step == 2 * (step + 1)
+    assert -model.d.item() == 8 - 2
+    assert -model.g.item() == 2.0 * (4 - 2)
+    # The pass for the generator comes after the step of the discriminator: it feeds the next one.
+    assert session.history("d")[:3] == [(0, 1.0), (1, 1.0), (2, 1.0)]
+    assert session.history("g") == [(0, 2.0), (1, 2.0), (2, 2.0), (3, 2.0)]
+
+
+def test_one_optimizer_over_two_models() -> None:
+    first, second = Weight(), Weight()
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()], lr=0.1)
+    bad = False
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (first.w * (float("nan") if bad else 1.0) + second.w).sum().backward()
+        optimizer.step()
+
+    with (
+        gradsurgeon.apply(first, rules(SKIP)) as one,
+        gradsurgeon.apply(second, rules(NORMS)) as two,
+    ):
+        step()
+        before = (first.w.item(), second.w.item())
+        bad = True
+        step()
+        # A skipped step moves nothing that the optimizer owns, the other model included.
+        assert (first.w.item(), second.w.item()) == before
+        assert [e.kind for e in one.events] == ["trap", "skipped-step"]
+        bad = False
+        step()
+        assert first.w.item() != before[0]
+        assert second.w.item() != before[1]
+        assert (one.step, two.step) == (3, 3)
+
+
+def test_a_rebuilt_optimizer_goes_on_with_the_clock() -> None:
+    model = Weight()
+    early = {**HALF, "steps": {"to": 3}}
+    with gradsurgeon.apply(model, rules(early)) as session:
+        for _ in range(2):
+            optimizer = sgd(model)
+            for _ in range(2):
+                optimizer.zero_grad()
+                model.w.sum().backward()
+                optimizer.step()
+    assert session.step == 4
+    assert -model.w.item() == 0.5 * 3 + 1.0
+
+
+def test_a_parameter_group_that_is_added_later_belongs_to_the_optimizer() -> None:
+    model = Weight("a", "b")
+    optimizer = torch.optim.SGD([model.a], lr=1.0)
+    with gradsurgeon.apply(model, rules(HALF)):
+        (model.a + model.b).sum().backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": [model.b]})
+        optimizer.zero_grad()
+        (model.a + model.b).sum().backward()
+        optimizer.step()
+    assert (-model.a.item(), -model.b.item()) == (1.0, 0.5)
+
+
+class Outer(torch.optim.SGD):
+    """Its `step` calls the one it inherits: torch runs step hooks for both."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_within_a_step_is_one_step() -> None:
+    sgd(Weight())  # torch patches the inherited `step` when somebody makes a plain one
+    model = Weight()
+    optimizer = Outer(model.parameters(), lr=1.0)
+    with gradsurgeon.apply(model, rules(HALF)) as session:
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model.w * 4.0).sum().backward()
+            optimizer.step()
+        assert session.step == 2
+    assert -model.w.item() == 4.0
+
+
+def test_a_step_that_raises_is_an_attempt_and_the_next_one_acts() -> None:
+    model = Weight()
+    optimizer = sgd(model)
+    fail = True
+
+    def fault(*_: object) -> None:
+        if fail:
+            raise MemoryError("no room")
+
+    with gradsurgeon.apply(model, rules(HALF), optimizer=optimizer) as session:
+        handle = optimizer.register_step_pre_hook(fault)
+        model.w.sum().backward()
+        with pytest.raises(MemoryError):
+            optimizer.step()
+        fail = False
+        optimizer.zero_grad()
+        model.w.sum().backward()
+        optimizer.step()
+        handle.remove()
+        assert session.step == 2
+    assert -model.w.item() == 0.5
+
+
+# --- no optimizer ---------------------------------------------------------------------------------
+
+
+def update_by_hand(model: nn.Module, *, in_place: bool) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            assert param.grad is not None
+            param.sub_(param.grad)
+            if in_place:
+                param.grad.zero_()
+            else:
+                param.grad = None
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["zeroed in place", "set to None"])
+def test_hand_written_updates(in_place: bool) -> None:
+    model = Weight()
+    with gradsurgeon.apply(model, rules(HALF, NORMS)) as session:
+        for _ in range(3):
+            (model.w * 4.0).sum().backward()
+            update_by_hand(model, in_place=in_place)
+    assert -model.w.item() == 6.0
+    assert session.step == 3
+    assert session.history("w") == [(0, 4.0), (1, 4.0), (2, 4.0)]
+    notices = [e for e in session.events if e.kind == "notice"]
+    assert len(notices) == 1
+    assert "no torch optimizer owns the parameters" in notices[0].message
+
+
+def test_a_second_pass_onto_an_edited_gradient_is_an_error() -> None:
+    model = Weight()
+    with gradsurgeon.apply(model, rules(HALF)):
+        (model.w * 4.0).sum().backward()
+        with pytest.raises(
+            GradSurgeonError, match=r"reached w while .* would compound\..*optimizer=\[\]"
+        ):
+            (model.w * 4.0).sum().backward()
+    assert model.w.grad is not None
+    assert model.w.grad.item() == 2.0
+
+
+def test_a_first_pass_onto_an_old_gradient_is_the_same_error() -> None:
+    model = Weight()
+    (model.w * 4.0).sum().backward()
+    with (
+        gradsurgeon.apply(model, rules(HALF)),
+        pytest.raises(GradSurgeonError, match="would compound"),
+    ):
+        (model.w * 4.0).sum().backward()
+
+
+def test_a_second_pass_without_edits_is_the_same_step() -> None:
+    model = Weight()
+    with gradsurgeon.apply(model, rules(NORMS)) as session:
+        for _ in range(2):
+            (model.w * 4.0).sum().backward()
+            (model.w * 4.0).sum().backward()
+            update_by_hand(model, in_place=False)
+    assert session.history("w") == [(0, 8.0), (1, 8.0)]
+    assert session.step == 2
+
+
+def test_a_trap_judges_a_second_pass_by_hand_as_well() -> None:
+    model = Weight()
+    trap = {"id": "trap", "action": "nan-trap"}
+    with gradsurgeon.apply(model, rules(trap)):
+        (model.w * 4.0).sum().backward()
+        update_by_hand(model, in_place=False)
+        (model.w * 4.0).sum().backward()
+        with pytest.raises(gradsurgeon.NonFiniteGradientError, match=r"^step 1, rule trap: 1 of 1"):
+            (model.w * float("nan")).sum().backward()
+
+
+def test_ticks_mark_the_steps() -> None:
+    model = Weight()
+    with gradsurgeon.apply(model, rules(HALF, NORMS), optimizer=[]) as session:
+        for step in range(3):
+            for _ in range(2):
+                (model.w * 4.0).sum().backward()
+            assert session.step == step
+            assert session.tick() is True
+            update_by_hand(model, in_place=False)
+    assert -model.w.item() == 12.0
+    assert session.history("w") == [(0, 8.0), (1, 8.0), (2, 8.0)]
+    assert [e for e in session.events if e.kind == "notice"] == []
+
+
+def test_a_tick_after_an_undeclared_start_does_not_count_twice() -> None:
+    model = Weight()
+    with gradsurgeon.apply(model, rules(HALF)) as session:
+        for _ in range(3):
+            (model.w * 4.0).sum().backward()
+            session.tick()
+            update_by_hand(model, in_place=False)
+        assert session.step == 3
+    assert -model.w.item() == 6.0
+
+
+def test_a_tick_says_whether_to_update() -> None:
+    model = Weight()
+    with gradsurgeon.apply(model, rules(SKIP), optimizer=[]) as session:
+        (model.w * float("nan")).sum().backward()
+        assert session.tick() is False
+        model.w.grad = None
+        (model.w * 1.0).sum().backward()
+        assert session.tick() is True
+    assert session.step == 2
+
+
+def test_skip_step_without_optimizer_raises_rather_than_pretend() -> None:
+    model = Weight()
+    with gradsurgeon.apply(model, rules(SKIP)) as session:
+        with pytest.warns(GradSurgeonWarning, match=r"rule trap: `then: skip-step` cannot hide"):
+            model.w.sum().backward()
+        model.w.grad = None
+        with pytest.raises(
+            gradsurgeon.NonFiniteGradientError, match=r"step 1, rule trap: 1 of 1"
+        ) as caught:
+            (model.w * float("inf")).sum().backward()
+    assert (caught.value.rule, caught.value.step, caught.value.name) == ("trap", 1, "w")
+    assert session.step == 2
+
+
+def test_ticks_are_refused_where_an_optimizer_steps() -> None:
+    model = Weight()
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules(HALF)) as session:
+        model.w.sum().backward()
+        optimizer.step()
+        with pytest.raises(GradSurgeonError, match="a torch optimizer owns the parameters"):
+            session.tick()
+
+
+def test_an_optimizer_made_after_the_first_backward_does_not_edit_twice() -> None:
+    model = Weight()
+    with gradsurgeon.apply(model, rules(HALF)) as session:
+        (model.w * 4.0).sum().backward()
+        optimizer = sgd(model)
+        optimizer.step()
+        assert -model.w.item() == 2.0
+        assert session.step == 1
+        optimizer.zero_grad()
+        (model.w * 4.0).sum().backward()
+        optimizer.step()
+    assert -model.w.item() == 4.0
+    assert session.step == 2
+
+
+# --- the clock ------------------------------------------------------------------------------------
+
+
+def test_schedules_and_start_step() -> None:
+    model = Weight()
+    optimizer = sgd(model)
+    window = {**HALF, "factor": 0.0, "steps": {"from": 12, "to": 16, "every": 2}}
+    moved = []
+    with gradsurgeon.apply(model, rules(window), start_step=10) as session:
+        for _ in range(10):
+            optimizer.zero_grad()
+            before = model.w.item()
+            model.w.sum().backward()
+            optimizer.step()
+            moved.append(before - model.w.item())
+        assert session.step == 20
+    assert moved == [1.0, 1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert session.status()["half"].fired == 2
+    assert session.status()["half"].last_step == 14
+
+
+def test_pause_and_resume_keep_the_clock() -> None:
+    model = Weight()
+    optimizer = sgd(model)
+    moved = []
+    with gradsurgeon.apply(model, rules(HALF, NORMS)) as session:
+        for step in range(4):
+            if step == 1:
+                session.pause()
+            if step == 3:
+                session.resume()
+            optimizer.zero_grad()
+            before = model.w.item()
+            model.w.sum().backward()
+            optimizer.step()
+            moved.append(before - model.w.item())
+        assert session.step == 4
+    assert moved == [0.5, 1.0, 1.0, 0.5]
+    assert session.history("w") == [(0, 1.0), (3, 1.0)]
+
+
+def test_frozen_parameters_act_once_thawed() -> None:
+    case = CASES["frozen"]
+    model = case.make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = {"id": "zero", "action": "zero", "at": "backward", "params": "body.*"}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [zero]}) as session:
+        assert "all parameters it matches are frozen" in session.plan.rule_warnings["zero"][0]
+        for _ in range(2):
+            case.backward(model, 0)
+            optimizer.step()
+        assert session.status()["zero"].fired == 0
+        model.requires_grad_(True)
+        case.backward(model, 0)
+        assert session.status()["zero"].fired == 2
+        assert not any(p.grad.any() for p in model.body.parameters() if p.grad is not None)
+
+
+def test_a_module_called_twice_is_edited_once_on_the_sum() -> None:
+    case = CASES["called-twice"]
+    plain, model = case.make(), case.make()
+    case.backward(plain, 0)
+    bound = {**BOUND, "min": -1e-3, "max": 1e-3, "at": "backward"}
+    with gradsurgeon.apply(model, rules(bound)) as session:
+        case.backward(model, 0)
+    assert isinstance(model, CalledTwice)
+    assert isinstance(plain, CalledTwice)
+    assert plain.fc.weight.grad is not None
+    assert model.fc.weight.grad is not None
+    assert torch.equal(model.fc.weight.grad, plain.fc.weight.grad.clamp(-1e-3, 1e-3))
+    assert session.status()["bound"].fired == 4

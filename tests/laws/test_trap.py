@@ -1,0 +1,385 @@
+"""The NaN trap: right name, right number, and an update that really does not happen."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, data
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 # the name everybody uses
+
+import gradsurgeon
+from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError, _torch
+
+
+class Poison(torch.autograd.Function):
+    """Hands its input through, and puts one bad element into the gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: float | None) -> Tensor:
+        ctx.value = value
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        grad = grads[0]
+        if ctx.value is not None:
+            grad = grad.clone()
+            grad[0, 0] = ctx.value
+        return grad, None
+
+
+class Net(nn.Module):
+    """Three layers; the fault sits between the second and the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.second = nn.Linear(6, 6)
+        self.third = nn.Linear(6, 2)
+        self.fault: float | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.second(torch.tanh(self.first(x))))
+        out: Tensor = self.third(Poison.apply(h, self.fault))
+        return out
+
+
+NAN, INF = float("nan"), float("inf")
+ORDER = ["third.bias", "third.weight", "second.bias", "second.weight", "first.bias", "first.weight"]
+
+
+def trap(**options: Any) -> dict[str, Any]:
+    rule = {"id": "trap", "action": "nan-trap", "params": "*", **options}
+    return {"version": 1, "rules": [rule]}
+
+
+def make() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Net()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
+
+
+def step(
+    model: Net,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    fault: float | None = None,
+    clip: float | None = None,
+) -> None:
+    model.fault = fault
+    optimizer.zero_grad()
+    F.mse_loss(model(data(number, 5, 4)), torch.ones(5, 2)).backward()
+    if clip is not None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+
+
+def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every number that an update could move."""
+    found = [param.detach().clone() for param in model.parameters()]
+    for state in optimizer.state.values():
+        found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
+    return found
+
+
+def unmoved(left: list[Tensor], right: list[Tensor]) -> bool:
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for a, b in zip(left, right, strict=True)
+    )
+
+
+@pytest.fixture(params=["reads are free", "reads cost a wait"])
+def _both_kinds_of_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On an accelerator the trap does not look at numbers until the step; the same code runs here.
+    if request.param == "reads cost a wait":
+        monkeypatch.setattr(_torch, "is_host", lambda _: False)
+
+
+@pytest.mark.usefixtures("_both_kinds_of_device")
+@pytest.mark.parametrize(("fault", "word"), [(NAN, "NaN"), (INF, "Inf"), (-INF, "Inf")])
+def test_the_border_is_where_the_fault_is(fault: float, word: str) -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap()) as session:
+        for number in range(3):
+            step(model, optimizer, number)
+        before = memory(model, optimizer)
+        with pytest.raises(NonFiniteGradientError) as caught:
+            step(model, optimizer, 3, fault)
+    error = caught.value
+    assert (error.rule, error.step, error.rank, error.name, error.bundle) == (
+        "trap",
+        3,
+        0,
+        "second.bias",
+        None,
+    )
+    assert unmoved(before, memory(model, optimizer))
+    lines = str(error).splitlines()
+    assert lines[0] == "step 3, rule trap: 4 of 6 gradients are not finite after backward"
+    assert lines[1] == "stopped before the update: no weight was moved"
+    table = [line.split() for line in lines[3:9]]
+    assert [row[1] if row[0] == "finite" else row[2] for row in table] == ORDER
+    assert [row[0] for row in table] == ["finite", "finite", ">", ">", ">", ">"]
+    # One element of the batch is poisoned: one column of `second.bias`, one row of `second.weight`.
+    assert table[2][1:4] == [word, "second.bias", "1"]
+    assert lines[9] == (
+        "the border lies between third.weight (still finite) and second.bias (first that is not)"
+    )
+    assert [e.kind for e in session.events] == ["trap"]
+    assert (session.events[0].name, session.events[0].step) == ("second.bias", 3)
+
+
+@pytest.mark.usefixtures("_both_kinds_of_device")
+@pytest.mark.parametrize("fault", [NAN, INF])
+def test_clipping_by_the_script_does_not_move_the_border(fault: float) -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap()) as session:
+        step(model, optimizer, 0, clip=1.0)
+        with pytest.raises(NonFiniteGradientError) as caught:
+            step(model, optimizer, 1, fault, clip=1.0)
+    assert caught.value.name == "second.bias"
+    assert "4 of 6 gradients are not finite after backward" in str(caught.value)
+    assert "border lies between third.weight (still finite) and second.bias" in str(caught.value)
+    assert len(session.events) == 1
+
+
+@pytest.mark.usefixtures("_both_kinds_of_device")
+def test_a_skipped_step_moves_nothing_and_training_goes_on_as_if_it_had_not_been() -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap(then="skip-step")) as session:
+        for number in range(3):
+            step(model, optimizer, number)
+        before = memory(model, optimizer)
+        assert len(before) == 6 + 18
+        step(model, optimizer, 99, NAN)
+        assert unmoved(before, memory(model, optimizer))
+        # The gradients are hidden from the optimizer, not taken from the script.
+        assert all(param.grad is not None for param in model.parameters())
+        for number in range(3, 6):
+            step(model, optimizer, number)
+        assert session.step == 7
+    kinds = [(e.kind, e.step, e.rule, e.name) for e in session.events]
+    assert kinds == [("trap", 3, "trap", "second.bias"), ("skipped-step", 3, "trap", "second.bias")]
+    plain, plain_optimizer = make()
+    for number in range(6):
+        step(plain, plain_optimizer, number)
+    assert unmoved(memory(model, optimizer), memory(plain, plain_optimizer))
+    status = session.status()["trap"]
+    assert (status.fired, status.changed, status.last_step) == (7, 1 / 7, 6)
+
+
+def test_the_update_would_have_been_poisoned_without_the_trap() -> None:
+    model, optimizer = make()
+    step(model, optimizer, 0, NAN)
+    assert any(param.isnan().any() for param in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["AdamW fused", "SGD", "Adagrad", "RMSprop", "NAdam", "Rprop"])
+def test_skipping_with_other_optimizers(kind: str) -> None:
+    model, _ = make()
+    name, *fused = kind.split()
+    options = {"fused": True} if fused else {}
+    if name == "SGD":
+        options = {"momentum": 0.9, "weight_decay": 0.1}
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)
+    with gradsurgeon.apply(model, trap(then="skip-step")):
+        step(model, optimizer, 0)
+        before = memory(model, optimizer)
+        step(model, optimizer, 1, NAN)
+        assert unmoved(before, memory(model, optimizer))
+        step(model, optimizer, 2)
+        assert not unmoved(before, memory(model, optimizer))
+
+
+def test_warn_warns_and_lets_the_update_happen() -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap(then="warn")) as session:
+        with pytest.warns(
+            GradSurgeonWarning, match=r"rule trap: step 0, rule trap: 4 of 6 gradients"
+        ):
+            step(model, optimizer, 0, NAN)
+        assert session.step == 1
+    assert model.second.weight.isnan().any()
+    assert len(session.status()["trap"].warnings) == 1
+
+
+def test_giving_up_after_so_many_trips_in_a_row() -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap(then="skip-step", give_up_after=3)) as session:
+        for fault in (NAN, NAN, None, NAN, NAN):
+            step(model, optimizer, 0, fault)
+        with pytest.raises(NonFiniteGradientError, match="giving up: tripped 3 times in a row"):
+            step(model, optimizer, 0, NAN)
+        assert session.step == 6
+        assert [e.kind for e in session.events].count("skipped-step") == 4
+
+
+@pytest.mark.usefixtures("_both_kinds_of_device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_large_finite_gradients_are_no_alarm(dtype: torch.dtype) -> None:
+    model = nn.Linear(4, 4, bias=False).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gradsurgeon.apply(model, trap()) as session:
+        (model.weight * 1e38).sum().backward()
+        optimizer.step()
+    assert session.events == []
+    assert session.status()["trap"].fired == 1
+
+
+def test_float16_near_its_limit_is_no_alarm_and_beyond_is_one() -> None:
+    model = nn.Linear(40, 40, bias=False).to(torch.float16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gradsurgeon.apply(model, trap()):
+        (model.weight * 6e4).sum().backward()
+        optimizer.step()
+        with pytest.raises(NonFiniteGradientError, match=r"> Inf +weight +1,600 elements"):
+            (model.weight * 6e4).sum().backward()
+            optimizer.step()
+
+
+def test_a_gradient_that_the_script_repairs_is_a_notice() -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap()) as session:
+        model.fault = NAN
+        model(data(0, 5, 4)).sum().backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.nan_to_num_()
+        optimizer.step()
+    assert [(e.kind, e.step, e.name) for e in session.events] == [("notice", 0, "first.weight")]
+    assert session.events[0].message.startswith(
+        "4 gradients were non-finite after backward and finite at the update "
+        "(first.weight, first.bias, second.weight, ...)"
+    )
+
+
+def test_a_gradient_that_the_script_breaks_after_backward() -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap()) as session:
+        model(data(0, 5, 4)).sum().backward()
+        assert model.first.weight.grad is not None
+        model.first.weight.grad[1, 1] = INF
+        with pytest.raises(
+            NonFiniteGradientError, match="finite after backward: something in between"
+        ):
+            optimizer.step()
+    assert session.events[0].name == "first.weight"
+
+
+def test_a_rule_that_overflows_is_caught_before_the_update() -> None:
+    model, optimizer = make()
+    rules = {
+        "version": 1,
+        "rules": [
+            {"id": "huge", "action": "scale", "factor": 1e38, "params": "third.*", "at": "step"},
+            {
+                "id": "huger",
+                "action": "scale",
+                "factor": 1e38,
+                "params": "third.bias",
+                "at": "step",
+            },
+            *trap()["rules"],
+        ],
+    }
+    with gradsurgeon.apply(model, rules) as session, pytest.raises(NonFiniteGradientError):
+        step(model, optimizer, 0)
+    assert session.events[0].name == "third.bias"
+    assert "1 of 6 gradients are not finite right before the update" in session.events[0].message
+
+
+def test_a_zero_rule_repairs_and_says_so() -> None:
+    model, optimizer = make()
+    zero = {"id": "zero", "action": "zero", "params": ["first.*", "second.*"], "at": "step"}
+    rules = {"version": 1, "rules": [zero, *trap()["rules"]]}
+    with gradsurgeon.apply(model, rules) as session:
+        step(model, optimizer, 0, NAN)
+    assert [e.kind for e in session.events] == ["notice"]
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_the_micro_batch_is_named() -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap()) as session:
+        for _ in range(2):
+            optimizer.zero_grad()
+            for part in range(4):
+                model.fault = NAN if session.step == 1 and part == 2 else None
+                model(data(part, 5, 4)).sum().backward()
+            if session.step == 1:
+                with pytest.raises(NonFiniteGradientError, match="micro-batch 3 of 4"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+
+def test_observe_mode_reports_and_does_nothing() -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap(), mode="observe") as session:
+        step(model, optimizer, 0, NAN)
+    assert model.second.weight.isnan().any()
+    assert [e.kind for e in session.events] == ["trap"]
+    assert "observing only: `then: raise` would have acted" in session.events[0].message
+
+
+def test_a_trap_on_part_of_the_model_watches_that_part() -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap(params="third.*", then="skip-step")) as session:
+        step(model, optimizer, 0, NAN)
+    assert session.events == []
+    assert model.first.weight.isnan().any()
+
+
+def test_the_strictest_of_several_traps_wins() -> None:
+    model, optimizer = make()
+    rules = {
+        "version": 1,
+        "rules": [
+            {"id": "mild", "action": "nan-trap", "params": "first.*", "then": "skip-step"},
+            {"id": "hard", "action": "nan-trap", "params": "second.*"},
+        ],
+    }
+    with gradsurgeon.apply(model, rules), pytest.raises(NonFiniteGradientError) as caught:
+        step(model, optimizer, 0, NAN)
+    assert caught.value.rule == "hard"
+
+
+def test_a_loss_that_is_nan_points_at_the_loss() -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap()), pytest.raises(NonFiniteGradientError) as caught:
+        (model(data(0, 5, 4)) * NAN).sum().backward()
+        optimizer.step()
+    assert caught.value.name == "third.bias"
+    assert "third.bias is the first that backward reached and already non-finite" in str(
+        caught.value
+    )
+
+
+def test_a_sparse_gradient_is_watched() -> None:
+    case = CASES["sparse"]
+    model = case.make()
+    optimizer = case.optimizer(model)
+    with gradsurgeon.apply(model, trap()), pytest.raises(NonFiniteGradientError) as caught:
+        out = model.emb(torch.tensor([1, 1, 3]))
+        (out * torch.tensor([1.0, 1.0, NAN, 1.0])).sum().backward()
+        optimizer.step()
+    assert caught.value.name == "emb.weight"
+    # Rows 1 and 3: one bad element each, the duplicate is an addend.
+    assert "> NaN     emb.weight  2 elements" in str(caught.value)
+
+
+def test_the_error_survives_pickling() -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, trap()), pytest.raises(NonFiniteGradientError) as caught:
+        step(model, optimizer, 0, NAN)
+    again = copy.copy(caught.value)
+    assert (again.rule, again.step, again.name, str(again)) == (
+        "trap",
+        0,
+        "second.bias",
+        str(caught.value),
+    )

@@ -1,0 +1,419 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from gradsurgeon.events import Event, EventKind, RuleStatus
+from gradsurgeon.report import BLOCKS, NONFINITE, Report, RuleInfo, needs_ascii, sparkline
+from gradsurgeon.store import Key, Records
+
+NAN, INF = math.nan, math.inf
+
+
+def records(
+    histories: Mapping[str, Sequence[float | None]],
+    *,
+    rule: str = "norms",
+    stat: str = "l2",
+    point: str = "accumulated",
+    into: Records | None = None,
+) -> Records:
+    """Return records of one series with one column per name and one row per step."""
+    found = Records() if into is None else into
+    key = Key(rule, stat, point, tuple(histories))
+    for step, values in enumerate(zip(*histories.values(), strict=True)):
+        row = array("f", [0.0 if value is None else value for value in values])
+        absent = frozenset(i for i, value in enumerate(values) if value is None)
+        found.add(key, step, row.tobytes(), absent)
+    return found
+
+
+def report(
+    measured: Records | None = None,
+    *,
+    params: Sequence[str] = (),
+    events: Sequence[Event] = (),
+    logged: Sequence[str] = (),
+    rules: Mapping[str, RuleInfo] | None = None,
+    statuses: Mapping[str, RuleStatus] | None = None,
+) -> Report:
+    found = Records() if measured is None else measured
+    names = dict.fromkeys(name for series in found for name in series.key.names)
+    return Report(
+        title="rules.yaml on Net",
+        params=tuple(params) or tuple(names),
+        rules=rules or {"norms": RuleInfo("norm-log", "observe", tuple(logged))},
+        statuses=statuses if statuses is not None else {"norms": RuleStatus(1, 5, 0.0, 4)},
+        records=found,
+        events=events,
+    )
+
+
+def row(text: str, name: str) -> list[str]:
+    """Return the cells of the first line that begins with a name."""
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])
+
+
+def event(step: int, **given: str) -> Event:
+    kind: EventKind = "notice"
+    if given.get("kind") == "trap":
+        kind = "trap"
+    name, rule = given.get("name", ""), given.get("rule", "")
+    return Event(kind, rule, step, 0, name, given.get("message", f"step {step} went by"))
+
+
+# Sparklines
+
+
+def test_each_decade_is_one_level_where_the_row_spans_eight() -> None:
+    assert sparkline([10.0**i for i in range(8)], 32) == BLOCKS
+
+
+def test_equal_values_draw_a_line_in_the_middle() -> None:
+    assert sparkline([0.3, 0.3, 0.3], 32) == "▅▅▅"
+
+
+def test_a_few_percent_are_not_drawn_as_an_earthquake() -> None:
+    assert sparkline([1.0, 1.02, 0.98], 32) in {"▅▅▅", "▅▅▄"}
+
+
+def test_half_a_decade_spans_half_of_the_levels() -> None:
+    assert sparkline([1.0, 10**0.5], 32) == "▃▇"
+
+
+def test_nonfinite_zero_and_absent_have_their_own_marks() -> None:
+    assert sparkline([1.0, NAN, INF, 0.0, None, 1.0], 32) == f"▅{NONFINITE}{NONFINITE}_ ▅"
+
+
+def test_nothing_draws_nothing() -> None:
+    assert sparkline([], 32) == ""
+    assert sparkline([None, None], 32) == "  "
+    assert sparkline([NAN], 32) == NONFINITE
+
+
+def test_a_vanishing_step_does_not_flatten_the_rest() -> None:
+    # Without a limit on the decades, 1 and 1000 would share the highest level.
+    assert sparkline([1e-30, 1.0, 1000.0], 32) == "▁▆█"
+
+
+@pytest.mark.parametrize("spike_at", [0, 1, 4_999, 9_998, 9_999])
+def test_a_spike_of_one_step_in_ten_thousand_survives(spike_at: int) -> None:
+    values = [1.0] * 10_000
+    values[spike_at] = 1000.0
+    drawn = sparkline(values, 32)
+    cell = next(i for i in range(32) if i * 10_000 // 32 <= spike_at < (i + 1) * 10_000 // 32)
+    assert drawn == "▁" * cell + "█" + "▁" * (31 - cell)
+
+
+@pytest.mark.parametrize("nan_at", [0, 5_000, 9_999])
+def test_one_nonfinite_step_in_ten_thousand_survives(nan_at: int) -> None:
+    values = [1.0] * 10_000
+    values[nan_at] = NAN
+    drawn = sparkline(values, 20)
+    assert len(drawn) == 20
+    assert drawn.count(NONFINITE) == 1
+    assert drawn.index(NONFINITE) == nan_at * 20 // 10_000
+
+
+def test_ascii_draws_the_same_shape() -> None:
+    values = [10.0**i for i in range(8)]
+    assert sparkline([*values, INF, 0.0], 32, ascii_only=True) == ".:-=+*#@!_"
+
+
+def test_which_streams_need_ascii() -> None:
+    assert needs_ascii("ascii")
+    assert needs_ascii("cp1252")
+    assert needs_ascii(None)
+    assert needs_ascii("no-such-encoding")
+    assert not needs_ascii("utf-8")
+
+
+# The table of norms
+
+
+def test_the_numbers_stand_at_their_parameter() -> None:
+    text = report(
+        records({"a.weight": [1.0, 2.0, 64.0, 3.0, 4.0], "a.bias": [0.5, NAN, 0.25, INF, 0.125]})
+    ).text(width=100)
+    assert row(text, "a.weight")[2:6] == ["1", "3", "64", "4"]
+    assert row(text, "a.weight")[6:] == ["-", "<-", "spike"]
+    assert row(text, "a.bias")[1:] == ["▇✗▅✗▂", "0.5", "0.25", "0.5", "0.125", "2"]
+    assert "non-finite: 1 parameter, first at step 1: a.bias" in text
+    assert "largest spike: a.weight, 64 at step 2, 21.3x its median" in text
+
+
+def test_a_parameter_without_any_finite_norm_has_a_row() -> None:
+    text = report(records({"w": [NAN, INF]})).text(width=100)
+    assert row(text, "w") == ["w", "✗✗", "nan", "nan", "nan", "inf", "2"]
+    assert "spike" not in text
+
+
+def test_zero_and_silent_parameters_are_called_out() -> None:
+    measured = records({"w": [1.0, 1.0], "dead": [0.0, 0.0], "unused": [None, None]})
+    text = report(
+        measured, logged=("w", "dead", "unused", "unseen"), params=("w", "dead", "unused", "unseen")
+    ).text()
+    assert "norm always exactly 0: dead\n" in text
+    assert "never got a gradient: unused, unseen\n" in text
+    with pytest.raises(StopIteration):
+        row(text, "unused")
+
+
+def test_a_parameter_with_one_nonzero_step_is_not_called_zero() -> None:
+    text = report(records({"w": [0.0, 1e-20, 0.0], "nan": [0.0, NAN, 0.0]})).text()
+    assert "always" not in text
+    assert "far above its median" in text
+
+
+def test_a_rule_that_never_fired_accuses_no_parameter() -> None:
+    text = report(
+        logged=("w",), params=("w",), statuses={"norms": RuleStatus(1, 0, 0.0, None)}
+    ).text()
+    assert "never got" not in text
+    assert "no l2 recorded; recorded: nothing" in text
+    assert row(text, "norms")[-2:] == ["NEVER", "FIRED"]
+
+
+def test_steps_without_a_gradient_are_blank() -> None:
+    text = report(records({"w": [None, None, 1.0, 1.0], "v": [1.0, 1.0, 1.0, 1.0]})).text()
+    line = next(line for line in text.splitlines() if line.startswith("  w "))
+    assert "  ▅▅  " in line
+    assert line.index("▅") - 2 == next(
+        other.index("▅") for other in text.splitlines() if other.startswith("  v ")
+    )
+
+
+def test_accumulated_is_preferred_and_the_rest_is_named() -> None:
+    measured = records({"w": [5.0]}, rule="raw", point="backward")
+    records({"w": [7.0], "v": [8.0]}, rule="norms", into=measured)
+    records({"w": [9.0]}, rule="final", point="step", into=measured)
+    text = report(measured, params=("w", "v")).text()
+    assert "recorded by norms (at accumulated)\n" in text
+    assert "not shown: final (at step), raw (at backward)\n" in text
+    assert row(text, "w")[2] == "7"
+
+
+def test_several_rules_are_named_per_row() -> None:
+    measured = records({"a": [1.0]}, rule="one")
+    records({"b": [2.0]}, rule="two", into=measured)
+    text = report(measured).text()
+    assert row(text, "a")[-1] == "one"
+    assert row(text, "b")[-1] == "two"
+
+
+def test_one_rule_over_two_clocks_makes_one_history() -> None:
+    # The first rows are taken before the optimizers are known, later ones per optimizer.
+    measured = records({"a": [1.0], "b": [2.0]})
+    for step in (1, 2):
+        measured.add(Key("norms", "l2", "accumulated", ("a",)), step, array("f", [4.0]).tobytes())
+    assert row(report(measured).text(width=100), "a")[2:6] == ["1", "4", "4", "4"]
+
+
+def test_other_statistics_are_mentioned_where_l2_is_missing() -> None:
+    text = report(records({"w": [1.0]}, stat="linf")).text()
+    assert "no l2 recorded; recorded: linf" in text
+
+
+def test_a_thousand_parameters_are_abridged_and_the_worst_still_shown() -> None:
+    histories: dict[str, list[float | None]] = {
+        f"layer{i}.weight": [1.0, 1.0, 1.0] for i in range(1000)
+    }
+    histories["layer900.weight"] = [1.0, NAN, 1.0]
+    histories["layer800.weight"] = [1.0, 50.0, 1.0]
+    text = report(records(histories)).text()
+    lines = [line for line in text.splitlines() if line.startswith("  layer")]
+    assert len(lines) == 40
+    assert "... and 960 more; the worst are shown" in text
+    assert row(text, "layer0.weight")
+    assert row(text, "layer900.weight")[6] == "1"
+    assert row(text, "layer800.weight")[7:] == ["<-", "spike"]
+    shown = [int(line.split(".")[0].removeprefix("  layer")) for line in lines]
+    assert shown == sorted(shown)
+
+
+def test_many_nonfinite_rows_do_not_crowd_out_the_spike() -> None:
+    histories: dict[str, list[float | None]] = {f"n{i}": [1.0, 9.0, NAN] for i in range(100)}
+    histories["last"] = [1.0, 1.0, 64.0]
+    text = report(records(histories)).text()
+    assert row(text, "last")[7:] == ["<-", "spike"]
+    assert text.count("<- spike") == 1
+    assert "largest spike: last, 64 at step 2, 64x its median" in text
+    assert "first at step 2: n0, n1, n2, n3, and 96 more\n" in text
+
+
+def test_the_sparkline_shrinks_with_the_terminal_and_the_names_do_not() -> None:
+    name = "transformer.h.10.attn.c_proj.weight"
+    measured = records({name: [1.0] * 500})
+    for width, expected in ((200, 32), (60, 8)):
+        assert row(report(measured).text(width=width), name)[1] == "▅" * expected
+    medium = report(measured).text(width=105)
+    assert 8 < len(row(medium, name)[1]) < 32
+    assert max(map(len, medium.splitlines())) <= 105
+
+
+# Escaping
+
+
+def test_control_characters_are_escaped_everywhere() -> None:
+    evil = "w\x1b[2J\u202e"
+    text = str(
+        Report(
+            title=f"{evil}.yaml on {evil}",
+            params=(evil,),
+            rules={"norms": RuleInfo("norm-log", "observe", (evil,))},
+            statuses={"norms": RuleStatus(1, 1, 0.0, 0)},
+            records=records({evil: [0.0]}),
+            events=[event(0, name=evil, message=f"{evil}\nsecond {evil}\r")],
+        )
+    )
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    assert "\r" not in text
+    assert text.count("w\\x1b[2J\\u202e") == 7
+
+
+def test_ascii_only_is_ascii_only() -> None:
+    text = report(records({"größe": [1.0, NAN]}), events=[event(0, message="naïve ✗")]).text(
+        ascii_only=True
+    )
+    assert text.isascii()
+    assert row(text, "gr\\xf6\\xdfe")[1] == "+!"
+    assert "! non-finite norm" in text
+
+
+# Rules
+
+
+def test_the_rules_say_what_they_did() -> None:
+    rules = {
+        "clip": RuleInfo("clamp"),
+        "idle": RuleInfo("scale"),
+        "watch": RuleInfo("nan-trap", "trap"),
+        "quiet": RuleInfo("nan-trap", "trap"),
+        "norms": RuleInfo("norm-log", "observe"),
+    }
+    statuses = {
+        "clip": RuleStatus(2, 1000, 0.125, 499),
+        "idle": RuleStatus(3, 7, 0.0, 6),
+        "watch": RuleStatus(8, 500, 0.004, 499),
+        "quiet": RuleStatus(8, 500, 0.0, 499),
+        "norms": RuleStatus(8, 0, 0.0, None),
+    }
+    text = report(rules=rules, statuses=statuses).text()
+    assert row(text, "clip") == ["clip", "clamp", "2", "1,000", "12.5%", "499"]
+    assert row(text, "idle")[4:] == ["0%", "6", "changed", "nothing"]
+    assert row(text, "watch")[4:] == ["0.4%", "499", "tripped", "in", "2", "steps"]
+    assert row(text, "quiet")[4:] == ["0%", "499", "never", "tripped"]
+    assert row(text, "norms")[2:] == ["8", "0", "-", "-", "NEVER", "FIRED"]
+
+
+# Events
+
+
+def test_the_header_counts_steps_and_events_by_kind() -> None:
+    events = [event(1, kind="trap"), event(1), event(3)]
+    head = report(records({"w": [1.0] * 5}), events=events).text().splitlines()[0]
+    assert head == "summary: rules.yaml on Net: steps 0..4, 3 events (1 trap, 2 notice)"
+
+
+def test_nothing_at_all_still_reads() -> None:
+    text = Report(title="t", params=(), rules={}, statuses={}).text()
+    assert text == "summary: t: no step seen, 0 events\n\nnorms: no l2 recorded; recorded: nothing"
+
+
+def test_dropped_rows_are_admitted() -> None:
+    measured = Records(limit_bytes=0)
+    for step in range(20):
+        measured.add(Key("norms", "l2", "step", ("w",)), step, array("f", [1.0]).tobytes())
+    head = report(measured).text().splitlines()[0]
+    assert "4 rows dropped, the oldest" in head
+
+
+def test_repeated_events_are_folded_and_lines_indented() -> None:
+    events = [
+        event(step, kind="trap", rule="nans", name="w", message=f"step {step}: {step} bad\nskipped")
+        for step in range(3, 15)
+    ]
+    text = report(events=[event(0, message="first of all"), *events]).text()
+    assert "  step 3  trap  nans  w  x12, steps 3..14\n      step 3: 3 bad\n      skipped" in text
+    assert text.count("bad") == 1
+    assert text.index("first of all") < text.index("x12")
+
+
+def test_different_messages_are_not_folded() -> None:
+    events = [
+        event(1, message="the optimizer holds nothing"),
+        event(2, message="accumulation seen"),
+        event(3, kind="trap", rule="nans", name="w", message="step 3: bad\nskipped"),
+        event(4, kind="trap", rule="nans", name="w", message="step 4: bad\ngiving up"),
+    ]
+    text = report(events=events).text()
+    for wording in ("holds nothing", "accumulation", "skipped", "giving up"):
+        assert wording in text
+    assert " x2" not in text
+
+
+def test_many_events_keep_the_first_and_the_last() -> None:
+    events = [event(i, name=f"p{i}") for i in range(100)]
+    text = report(events=events).text()
+    assert "... and 80 more" in text
+    seen = [line.split()[-1] for line in text.splitlines() if line.startswith("  step ")]
+    assert seen == [f"p{i}" for i in [*range(10), *range(90, 100)]]
+
+
+def test_twenty_events_are_all_shown() -> None:
+    text = report(events=[event(i, name=f"p{i}") for i in range(20)]).text()
+    assert text.count("\n  step ") == 20
+    assert "more" not in text
+
+
+def test_the_rank_is_named_where_it_matters() -> None:
+    other = Event("trap", "nans", 5, 3, "w", "bad")
+    assert "  step 5  trap  nans  w  rank 3" in report(events=[other]).text()
+
+
+# Together with the rest
+
+
+def test_the_report_needs_no_torch() -> None:
+    code = "import sys, gradsurgeon.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_summary_of_a_session_holds_its_numbers() -> None:
+    import torch
+    from torch import nn
+
+    import gradsurgeon
+    from gradsurgeon.report import summary
+
+    last = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(last.weight.requires_grad_(False))
+    model = nn.Sequential(nn.Linear(2, 1, bias=False), last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rules = {
+        "version": 1,
+        "rules": [
+            {"id": "norms", "action": "norm-log", "params": "*"},
+            {"id": "double", "action": "scale", "params": "0.*", "factor": 2.0},
+        ],
+    }
+    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+        for size in (1.0, 2.0):
+            optimizer.zero_grad()
+            model(torch.tensor([[3.0 * size, 4.0 * size]])).sum().backward()
+            optimizer.step()
+    found = summary(session)
+    text = found.text(width=100)
+    assert found.params == ("0.weight", "1.weight")
+    assert found.rules["norms"] == RuleInfo("norm-log", "observe", ("0.weight", "1.weight"))
+    assert found.rules["double"] == RuleInfo("scale", "edit", ())
+    assert "steps 0..1, 0 events" in text
+    assert row(text, "0.weight")[2:6] == ["10", "15", "20", "20"]
+    assert "never got a gradient: 1.weight" in text
+    assert row(text, "double") == ["double", "scale", "1", "2", "100%", "1"]
