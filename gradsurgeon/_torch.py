@@ -33,13 +33,16 @@ def graph_task() -> int:
 def accumulates(param: Tensor) -> bool:
     """Tell, inside a hook of ``param``, a `backward()` from a `torch.autograd.grad()`.
 
-    The latter returns gradients and must not see edits; it never runs the accumulation node.
+    The latter returns gradients and must not see edits. It captures them before the accumulation
+    node would run, and torch refuses to say of such a node whether it will.
     """
     node = torch.autograd.graph.get_gradient_edge(param).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001
+        # The answer itself is no use: of a leaf that `backward` was called on it is False.
+        torch._C._will_engine_execute_node(node)  # noqa: SLF001
     except RuntimeError:
         return False
+    return True
 
 
 def is_host(tensor: Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from gradsurgeon import planning, schema, source
 from gradsurgeon.actions import Rule
@@ -108,7 +108,8 @@ def apply(
     runtime = _runtime()
     optimizers = _optimizers(optimizer)
     bound = plan(model, rules)
-    session = runtime.Session(model, bound, optimizers=optimizers, mode=mode, start_step=start_step)
+    made = runtime.Session(model, bound, optimizers=optimizers, mode=mode, start_step=start_step)
+    session = cast("Session", made)
     runtime.enter(model, session, replace=replace)
     return session
 

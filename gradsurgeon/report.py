@@ -28,8 +28,7 @@ ABSENT = " "
 
 _SPARK_WIDTH, _SPARK_LEAST = 32, 8
 _ROWS = 40
-# As many rows as this show the worst of a sort, wherever in the model it is.
-_WORST_ROWS = 5
+_WORST_ROWS = 5  # kept for the worst of each sort, wherever in the model it is
 _MARK = "  <- spike"
 _EVENTS = 20
 _NAMES = 4
@@ -315,8 +314,7 @@ def _callouts(report: Report, layers: Sequence[_Layer]) -> Iterator[str]:
             f"  largest spike: {printable(worst.name)}, {worst.top:.3g} at step {worst.top_step}, "
             f"{times} its median"
         )
-    having = {layer.name for layer in layers}
-    # A rule that never fired says so in its own row.
+    having = {layer.name for layer in layers}  # a rule that never fired says so in its own row
     wanted = {
         name
         for rule, info in report.rules.items()

@@ -31,5 +31,5 @@ def _same_start() -> Iterator[None]:
 
         # A session that a failed test left behind must not meet the optimizers of the next one.
         for session in list(registry._sessions.values()):
-            session._state.journal.never_fired = list  # type: ignore[method-assign,assignment]
+            session._state.journal.never_fired = list  # type: ignore[method-assign]
             session.remove()

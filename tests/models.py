@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -189,7 +190,7 @@ class Case:
     twice: bool = False
     tags: tuple[str, ...] = field(default=())
 
-    def make(self) -> nn.Module:
+    def make(self) -> Any:
         """Return the model with the same weights each time."""
         torch.manual_seed(7)
         return self.build()

@@ -154,6 +154,8 @@ class Rule(Options):
     points: ClassVar[tuple[Point, ...]] = ("backward", "step")
     needs_at: ClassVar[bool] = False
     takes_at: ClassVar[bool] = True
+    # Options of which at least one must be given.
+    either: ClassVar[tuple[str, ...]] = ()
     EXAMPLES: ClassVar[tuple[Example, ...]] = ()
 
     id: Annotated[RuleId, Field(description="Unique name of the rule, kebab-case.")]

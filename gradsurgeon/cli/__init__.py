@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _BROKEN_PIPE
     except Exception:  # noqa: BLE001 # whatever it is, the exit code must not say "problems found"
         traceback.print_exc()
-        return fail("internal error: this is a fault of gradsurgeon, please report it with the above")
+        return fail(
+            "internal error: this is a fault of gradsurgeon, please report it with the above"
+        )
     return code
 
 
@@ -82,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)

@@ -72,7 +72,9 @@ def _model(spec: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        message = "`--model` needs PyTorch, which is not installed: pip install 'gradsurgeon[torch]'"
+        message = (
+            "`--model` needs PyTorch, which is not installed: pip install 'gradsurgeon[torch]'"
+        )
         raise _ModelError(message) from None
     target = _target(spec)
     model = target if isinstance(target, torch.nn.Module) else _built(torch, spec, target)
@@ -91,7 +93,7 @@ def _target(spec: str) -> Any:
         sys.path.insert(0, here)
     try:
         found: Any = import_module(name)
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
         what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
         raise _ModelError(_because(what, error)) from None
     for step in path.split("."):
@@ -116,7 +118,7 @@ def _built(torch: Any, spec: str, build: Any) -> Any:
         raise _ModelError(_because(f"cannot build `{printable(spec)}`", error)) from None
     try:
         return build()
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001 # as above
         raise _ModelError(_because(f"cannot build `{printable(spec)}`", error)) from None
 
 

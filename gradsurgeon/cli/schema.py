@@ -21,7 +21,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def document_schema() -> dict[str, Any]:
     """Return the schema of a whole file: one branch per action, told apart by `action`."""
-    rules = {name: _rule_schema(rule) for name, rule in ACTIONS.items()}
+    rules = {name: rule_schema(rule) for name, rule in ACTIONS.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "gradsurgeon rules",
@@ -48,7 +48,7 @@ def document_schema() -> dict[str, Any]:
     }
 
 
-def _rule_schema(rule: type[Rule]) -> dict[str, Any]:
+def rule_schema(rule: type[Rule]) -> dict[str, Any]:
     """Return the branch of one action."""
     found = rule.model_json_schema()
     definitions = found.pop("$defs", {})
@@ -100,7 +100,8 @@ def _simple(value: Any, definitions: dict[str, Any]) -> Any:
     value = {
         key: _simple(one, definitions)
         for key, one in value.items()
-        if not (key == "title" and isinstance(one, str)) and (key, one) != ("default", None)
+        if not (key == "title" and isinstance(one, str))
+        and not (key == "default" and (one is None or one == [] or isinstance(one, dict)))
     }
     choices = value.get("anyOf", [])
     kept = [choice for choice in choices if choice != {"type": "null"}]

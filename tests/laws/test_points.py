@@ -102,9 +102,7 @@ def test_accumulated_records_the_last_pass_and_backward_each() -> None:
 # --- closures -------------------------------------------------------------------------------------
 
 
-def lightning_like(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]
-) -> None:
+def lightning_like(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor]) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
         value = loss()
@@ -118,9 +116,13 @@ def lightning_like(
 def test_rules_at_step_act_after_the_closure() -> None:
     model = Weight()
     optimizer = sgd(model)
+
+    def loss() -> Tensor:
+        return (model.w * 4.0).sum()
+
     with gradsurgeon.apply(model, rules(HALF, NORMS)) as session:
         for step in range(3):
-            lightning_like(model, optimizer, lambda: (model.w * 4.0).sum())
+            lightning_like(model, optimizer, loss)
             assert -model.w.item() == 2.0 * (step + 1)
     assert session.step == 3
     assert session.history("w") == [(0, 4.0), (1, 4.0), (2, 4.0)]
@@ -128,18 +130,21 @@ def test_rules_at_step_act_after_the_closure() -> None:
 
 def test_a_closure_by_keyword_and_a_dummy_closure() -> None:
     model = Weight()
-    optimizer = sgd(model)
+    optimizer: Any = sgd(model)
 
     def closure() -> float:
         optimizer.zero_grad()
         (model.w * 4.0).sum().backward()
         return 0.0
 
+    def dummy() -> None:
+        """Frameworks pass such a one where the script has run backward by itself."""
+
     with gradsurgeon.apply(model, rules(HALF)) as session:
         optimizer.step(closure=closure)
         assert -model.w.item() == 2.0
         closure()
-        optimizer.step(lambda: None)
+        optimizer.step(dummy)
         assert -model.w.item() == 4.0
     assert session.step == 2
 
@@ -148,11 +153,13 @@ def test_lbfgs_sees_edited_gradients_in_every_evaluation_and_counts_one_step() -
     def run(edit_by_hand: bool) -> tuple[list[float], int]:
         torch.manual_seed(1)
         model = nn.Linear(4, 1)
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=7, line_search_fn="strong_wolfe")
+        optimizer: Any = torch.optim.LBFGS(
+            model.parameters(), max_iter=7, line_search_fn="strong_wolfe"
+        )
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            loss = (model(data(0, 8, 4)) - 1.0).square().mean()
+            loss: Tensor = (model(data(0, 8, 4)) - 1.0).square().mean()
             loss.backward()
             if edit_by_hand:
                 for param in model.parameters():
@@ -180,7 +187,7 @@ def test_lbfgs_sees_edited_gradients_in_every_evaluation_and_counts_one_step() -
 def test_a_skipped_lbfgs_step_is_taken_back_whole(evaluation: int) -> None:
     torch.manual_seed(1)
     model = nn.Linear(4, 1)
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5)
     calls = 0
     bad = False
 
@@ -188,7 +195,7 @@ def test_a_skipped_lbfgs_step_is_taken_back_whole(evaluation: int) -> None:
         nonlocal calls
         calls += 1
         optimizer.zero_grad()
-        loss = (model(data(0, 8, 4)) - 1.0).square().mean()
+        loss: Tensor = (model(data(0, 8, 4)) - 1.0).square().mean()
         loss.backward()
         if bad and calls == evaluation:
             assert model.weight.grad is not None
@@ -199,7 +206,9 @@ def test_a_skipped_lbfgs_step_is_taken_back_whole(evaluation: int) -> None:
         optimizer.step(closure)
         before = [p.detach().clone() for p in model.parameters()]
         kept = {k: v for k, v in optimizer.state[model.weight].items() if not callable(v)}
-        old = {k: v.clone() if isinstance(v, Tensor) else repr(v) for k, v in kept.items()}
+        old: dict[str, Any] = {
+            k: v.clone() if isinstance(v, Tensor) else repr(v) for k, v in kept.items()
+        }
         calls, bad = 0, True
         optimizer.step(closure)
         assert calls == evaluation

@@ -182,7 +182,7 @@ def test_the_update_would_have_been_poisoned_without_the_trap() -> None:
 def test_skipping_with_other_optimizers(kind: str) -> None:
     model, _ = make()
     name, *fused = kind.split()
-    options = {"fused": True} if fused else {}
+    options: dict[str, Any] = {"fused": True} if fused else {}
     if name == "SGD":
         options = {"momentum": 0.9, "weight_decay": 0.1}
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, **options)

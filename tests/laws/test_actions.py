@@ -1,0 +1,124 @@
+"""Every action does to a gradient what its own examples say, at every point it may stand at."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurgeon
+from gradsurgeon.actions import ACTIONS, Example, Rule
+
+CASES = [
+    (name, number, point)
+    for name, rule in ACTIONS.items()
+    for number, example in enumerate(rule.EXAMPLES)
+    for point in ([example.options["at"]] if "at" in example.options else rule.points)
+]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+class One(nn.Module):
+    def __init__(self, grad: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros_like(grad))
+
+
+def build(name: str, example: Example, point: str) -> Rule:
+    options = {"id": "it", "params": "*", **example.options}
+    if ACTIONS[name].takes_at:
+        options["at"] = point
+    return ACTIONS[name].model_validate(options)
+
+
+def run(rule: Rule, grad: Tensor) -> tuple[One, gradsurgeon.Session, Exception | None]:
+    model = One(grad)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    error = None
+    with gradsurgeon.apply(model, [rule], optimizer=optimizer) as session:
+        model.w.backward(grad)
+        try:
+            optimizer.step()
+        except gradsurgeon.NonFiniteGradientError as raised:
+            error = raised
+    return model, session, error
+
+
+@pytest.mark.parametrize(("name", "number", "point"), CASES)
+def test_examples(name: str, number: int, point: str) -> None:
+    example = ACTIONS[name].EXAMPLES[number]
+    grad = torch.tensor(example.grad)
+    model, session, error = run(build(name, example, point), grad.clone())
+    assert model.w.grad is not None
+    if example.expect is not None:
+        assert model.w.grad.tolist() == pytest.approx(list(example.expect), nan_ok=True)
+        altered = not same(model.w.grad, grad)
+        assert session.status()["it"].changed == float(altered)
+    elif example.record is not None:
+        found = {stat: session.latest("w", stat) for stat in example.record}
+        assert found == pytest.approx(dict(example.record))
+        assert same(model.w.grad, grad)
+    else:
+        assert example.trips is not None
+        tripped = [event.kind for event in session.events if event.kind == "trap"]
+        assert bool(tripped) == example.trips
+        assert (error is not None) == (example.trips and example.options.get("then") is None)
+        assert same(model.w.grad, grad)
+    assert session.status()["it"].fired == 1
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    return left.dtype == right.dtype and torch.equal(left.nan_to_num(9e9), right.nan_to_num(9e9))
+
+
+def test_every_action_has_examples_of_the_kind_its_role_wants() -> None:
+    for name, rule in ACTIONS.items():
+        assert rule.EXAMPLES, name
+        for example in rule.EXAMPLES:
+            given = (example.expect, example.record, example.trips)
+            wanted = {"edit": 0, "observe": 1, "trap": 2}[rule.role]
+            assert [one is not None for one in given] == [place == wanted for place in range(3)]
+
+
+EDITING = [name for name, rule in ACTIONS.items() if rule.role == "edit"]
+NASTY: dict[str, Any] = {
+    "empty": torch.empty(0),
+    "0-dim": torch.tensor(3.5),
+    "zeros": torch.zeros(4),
+    "nan": torch.tensor([math.nan, 1.0]),
+    "inf": torch.tensor([math.inf, -math.inf, 2.0]),
+    "expanded": torch.tensor(2.0).expand(3, 4),
+    "transposed": torch.arange(12.0).view(3, 4).t(),
+    "channels last": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", NASTY)
+@pytest.mark.parametrize("name", EDITING)
+def test_laws_of_an_edit(name: str, shape: str, dtype: torch.dtype) -> None:
+    grad = NASTY[shape].to(dtype)
+    for number, example in enumerate(ACTIONS[name].EXAMPLES):
+        rule = build(name, example, ACTIONS[name].points[0])
+        edit = rule.compile()
+        before = grad.clone()
+        out = edit.apply(grad)
+        # Out of place, and what torch demands of a tensor hook.
+        assert same(grad, before), number
+        assert (out.shape, out.dtype, out.device) == (grad.shape, grad.dtype, grad.device)
+        assert out.data_ptr() != grad.data_ptr() or grad.numel() == 0
+        inside = before.clone()
+        edit.apply_([inside])
+        assert same(inside, out)
+        flag = edit.alters(grad)
+        assert (flag.shape, flag.dtype) == ((), torch.bool)
+        assert bool(flag) == (not same(out, before))
+        if rule.keeps_zero:
+            zero = torch.zeros(3, dtype=dtype)
+            assert same(edit.apply(zero), zero)
+        finite = before.isfinite().all()
+        if finite and not rule.may_overflow:
+            assert out.isfinite().all()
