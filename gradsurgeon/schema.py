@@ -143,15 +143,20 @@ def check(source: Located) -> tuple[dict[int, Rule], list[Problem]]:
 
 
 def _tidy(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems in the order of the file, without those that add nothing."""
-    wrong = {problem.place for problem in problems if problem.severity == "error"}
-    # Two aliases of one mapping have its problems twice; and that YAML 1.1 reads a word differently
-    # is no news where the word is wrong.
-    kept = [
-        problem
-        for problem in dict.fromkeys(problems)
-        if problem.severity == "error" or problem.place not in wrong
-    ]
+    """Return the problems in the order of the file, without those that only echo another."""
+    errors = [problem for problem in problems if problem.severity == "error"]
+    wrong = {problem.place for problem in errors}
+    misread = {problem.place for problem in errors if problem.check.startswith("yaml-")}
+
+    def echoes(problem: Problem) -> bool:
+        # That YAML 1.1 reads a word differently is no news where the word is wrong anyway; nor is
+        # the type of a value that YAML did not read as it was meant.
+        if problem.severity == "warning":
+            return problem.place in wrong
+        return problem.place in misread and not problem.check.startswith("yaml-")
+
+    # Two aliases of one mapping have its problems twice.
+    kept = [problem for problem in dict.fromkeys(problems) if not echoes(problem)]
     # A refused merge key may have brought every key that is missing.
     if any(problem.check == "merge-key" for problem in kept):
         kept = [problem for problem in kept if problem.check != "missing-key"]
@@ -166,9 +171,7 @@ def _refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
         hint = "install a gradsurgeon that meets it"
         return Problem(source.place(("requires",)), "unmet-requirement", message, hint)
     if isinstance(version, int) and version > FORMAT:
-        message = (
-            f"this is version {version} of the rule language, gradsurgeon {VERSION} reads {FORMAT}"
-        )
+        message = f"this is version {version} of the rule language, gradsurgeon {VERSION} reads version {FORMAT}"
         hint = "upgrade gradsurgeon"
         return Problem(source.place(("version",)), "bad-version", message, hint)
     return None

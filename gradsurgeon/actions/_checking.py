@@ -274,7 +274,9 @@ class _Walk:
         """Return what to write where a number was expected."""
         if isinstance(value, float) and value.is_integer():
             return f"write {int(value)}"
+        key = path.rpartition(".")[2]
         number = "write a number" if wanted == "float" else "write a whole number"
+        number += "" if self.info(path).is_required() else f", or leave `{key}` out"
         hint = looks_like(value) if isinstance(value, str) else ""
         if hint.endswith((".nan", ".inf")):  # which would be refused in turn
             return f"it must be finite; {self.finite(path)}"

@@ -68,6 +68,11 @@ class NormLog(Rule):
     ## Cost
     `l2` is one batched reduction per backward pass, shared with `nan-trap`; the others one pass over
     the tensor each. Never waits for the device.
+
+    ## Range
+    `l2` is taken in float32, as PyTorch does it: squares of elements beyond about 1e19 overflow, so
+    that the norm is recorded as infinite, and elements below about 1e-23 vanish from it. `l1`, `linf`
+    and `nonfinite` have no such limits.
     """
 
     role: ClassVar[Role] = "observe"

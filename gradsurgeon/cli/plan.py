@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gradsurgeon import api
@@ -67,21 +67,27 @@ def _model(spec: str) -> Any:
     Raises:
         _ModelError: it cannot be imported or built, or is no module.
     """
-    try:
-        torch: Any = import_module("torch")
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        message = (
-            "`--model` needs PyTorch, which is not installed: pip install 'gradsurgeon[torch]'"
-        )
-        raise _ModelError(message) from None
+    torch = _torch()
     target = _target(spec)
     model = target if isinstance(target, torch.nn.Module) else _built(torch, spec, target)
     if not isinstance(model, torch.nn.Module):
         message = f"`{printable(spec)}` must give a torch.nn.Module, it gives"
         raise _ModelError(f"{message} a value of the type {type(model).__name__}")
     return model
+
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            install = "pip install 'gradsurgeon[torch]'"
+            raise _ModelError(
+                f"`--model` needs PyTorch, which is not installed: {install}"
+            ) from None
+        raise _ModelError(_because("cannot import torch", error)) from None
+    except (ImportError, OSError) as error:  # a build that does not fit the machine
+        raise _ModelError(_because("cannot import torch", error)) from None
 
 
 def _target(spec: str) -> Any:
@@ -92,7 +98,7 @@ def _target(spec: str) -> Any:
     if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 # an entry of sys.path is a text
         sys.path.insert(0, here)
     try:
-        found: Any = import_module(name)
+        found: Any = importlib.import_module(name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
         what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
         raise _ModelError(_because(what, error)) from None
@@ -132,4 +138,4 @@ def _because(what: str, error: BaseException) -> str:
 
 
 def _is_ours(file: str) -> bool:
-    return file == __file__ or "importlib" in file
+    return file in {__file__, importlib.__file__} or file.startswith("<frozen importlib")

@@ -210,8 +210,9 @@ class Session:
         known = [param.name for param in self.plan.manifest.params]
         canonical = self._aliases.get(name, name)
         if canonical not in known:
-            near = ", ".join(nearest(name, known)) or "none is similar"
-            raise KeyError(f"no parameter {name!r} in the model; nearest: {near}")
+            every = [*known, *self._aliases]
+            near = did_you_mean(name, every) or f"nearest: {', '.join(nearest(name, every))}"
+            raise KeyError(f"no parameter {name!r} in the model; {near}")
         found = self.records.series(canonical, stat, rule)
         rules = sorted({series.key.rule for series in found})
         if len(rules) > 1:

@@ -1,0 +1,110 @@
+"""The public interface is a promise: whoever changes it meets a test."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import gradsurgeon
+
+NAMES = [
+    "BindError",
+    "Binding",
+    "Event",
+    "GradSurgeonError",
+    "GradSurgeonWarning",
+    "NonFiniteGradientError",
+    "Plan",
+    "RecordError",
+    "RuleFileError",
+    "RuleSet",
+    "RuleStatus",
+    "Session",
+    "apply",
+    "load",
+    "plan",
+    "remove",
+]
+
+
+def test_names() -> None:
+    assert gradsurgeon.__all__ == NAMES
+    assert dir(gradsurgeon) == sorted([*NAMES, "__version__"])
+    for name in NAMES:
+        assert getattr(gradsurgeon, name).__doc__, name
+
+
+def test_functions_stay_functions_whatever_is_imported() -> None:
+    code = (
+        "import gradsurgeon, importlib, pkgutil\n"
+        "for info in pkgutil.walk_packages(gradsurgeon.__path__, 'gradsurgeon.'):\n"
+        "    if not info.name.endswith('__main__'): importlib.import_module(info.name)\n"
+        "print(all(callable(getattr(gradsurgeon, name)) for name in gradsurgeon.__all__))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
+def test_signature_of_apply() -> None:
+    parameters = inspect.signature(gradsurgeon.apply).parameters
+    assert [(p.name, p.kind.name, p.default) for p in parameters.values()] == [
+        ("model", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
+        ("rules", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
+        ("optimizer", "KEYWORD_ONLY", None),
+        ("scaler", "KEYWORD_ONLY", None),
+        ("record", "KEYWORD_ONLY", None),
+        ("mode", "KEYWORD_ONLY", "act"),
+        ("start_step", "KEYWORD_ONLY", 0),
+        ("replace", "KEYWORD_ONLY", False),
+    ]
+
+
+def test_members_of_a_session() -> None:
+    promised = {
+        "remove",
+        "pause",
+        "resume",
+        "step",
+        "tick",
+        "latest",
+        "history",
+        "events",
+        "status",
+    }
+    assert promised <= set(dir(gradsurgeon.Session))
+    signature = inspect.signature(gradsurgeon.Session.latest)
+    assert str(signature) == (
+        "(self, name: 'str', stat: 'str' = 'l2', *, rule: 'str | None' = None) -> 'float'"
+    )
+
+
+def test_fields_of_events_and_statuses() -> None:
+    assert list(gradsurgeon.Event.__dataclass_fields__) == [
+        "kind",
+        "rule",
+        "step",
+        "rank",
+        "name",
+        "message",
+    ]
+    assert list(gradsurgeon.RuleStatus.__dataclass_fields__) == [
+        "matched",
+        "fired",
+        "changed",
+        "last_step",
+        "warnings",
+    ]
+
+
+def test_importing_imports_no_torch_and_applying_without_it_says_what_to_install() -> None:
+    code = (
+        "import sys, gradsurgeon\n"
+        "gradsurgeon.load('version: 1\\nrules:\\n  - {id: a, action: zero, params: \"*\"}\\n')\n"
+        "assert 'torch' not in sys.modules\n"
+        "sys.modules['torch'] = None\n"
+        "try: gradsurgeon.apply(None, {})\n"
+        "except gradsurgeon.GradSurgeonError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "needs PyTorch, which is not installed: pip install 'gradsurgeon[torch]'" in done.stdout

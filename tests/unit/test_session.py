@@ -1,0 +1,292 @@
+"""What a session tells: records by name, events, and rules that never act."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, Tied, data
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon import GradSurgeonWarning, RecordError, Session
+
+
+def rules(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "rules": [{"params": "*", **entry} for entry in entries]}
+
+
+NORMS = {"id": "norms", "action": "norm-log"}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    optimizer.zero_grad()
+    model(data(number, 5, 4)).square().mean().backward()
+    optimizer.step()
+
+
+def make() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+# --- examples that people learn hooks from --------------------------------------------------------
+
+
+def test_a_leaf_gradient_times_two() -> None:
+    class Leaf(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    model = Leaf()
+    text = """
+version: 1
+rules:
+  - id: double
+    action: scale
+    params: "x"
+    factor: 2
+"""
+    with gradsurgeon.apply(model, text):
+        model.x.pow(2).sum().backward()
+    assert model.x.grad is not None
+    assert model.x.grad.tolist() == [4.0, 8.0, 12.0]
+
+
+def test_the_norm_of_one_weight_right_after_one_backward_with_no_optimizer_in_sight() -> None:
+    model = nn.Linear(2, 1)
+    with gradsurgeon.apply(model, rules(NORMS)) as session:
+        model(torch.tensor([[3.0, 4.0]])).sum().backward()
+        assert session.latest("weight") == 5.0
+        assert session.history("weight") == [(0, 5.0)]
+
+
+def test_biases_of_all_fc_layers_are_exactly_zero_after_backward() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Linear(4, 4)
+            self.fc1 = nn.Linear(4, 4)
+            self.fc2 = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.fc2(self.fc1(self.conv(x)))
+            return out
+
+    model = Net()
+    entry = {"id": "no-bias", "action": "zero", "params": "fc*.bias", "expect": {"params": 2}}
+    with gradsurgeon.apply(model, rules(entry)):
+        model(data(0, 5, 4)).sum().backward()
+    zero = {n for n, p in model.named_parameters() if p.grad is not None and not p.grad.any()}
+    assert zero == {"fc1.bias", "fc2.bias"}
+
+
+# --- records --------------------------------------------------------------------------------------
+
+
+def session_with_records() -> Session:
+    model, optimizer = make()
+    twice = {"id": "final", "action": "norm-log", "at": "step", "params": "0.*"}
+    session = gradsurgeon.apply(model, rules(NORMS, {**twice, "stats": ["l2", "max"]}))
+    for number in range(3):
+        step(model, optimizer, number)
+    session.remove()
+    return session
+
+
+def test_records_by_name_rule_and_statistic() -> None:
+    session = session_with_records()
+    assert [at for at, _ in session.history("1.weight")] == [0, 1, 2]
+    assert session.latest("1.weight") == session.history("1.weight")[-1][1]
+    assert session.latest("0.weight", rule="final") == session.latest("0.weight", rule="norms")
+    assert len(session.history("0.weight", "max")) == 3
+
+
+def test_what_is_not_recorded_is_said_with_what_is() -> None:
+    session = session_with_records()
+    with pytest.raises(
+        KeyError, match=r"no parameter '1.weigth' in the model; did you mean `1.weight`"
+    ):
+        session.latest("1.weigth")
+    with pytest.raises(
+        RecordError, match=r"l2 of 0.weight is recorded by several rules: .* final, norms"
+    ):
+        session.latest("0.weight")
+    with pytest.raises(RecordError, match=r"no rule records linf of 0.weight; recorded: l2, max"):
+        session.latest("0.weight", "linf")
+    with pytest.raises(
+        RecordError, match=r"'norm' records nothing of 1.weight; did you mean `norms`"
+    ):
+        session.latest("1.weight", rule="norm")
+    model, _ = make()
+    with (
+        gradsurgeon.apply(model, rules(NORMS)) as empty,
+        pytest.raises(RecordError, match=r"has not been recorded yet: no gradient has arrived"),
+    ):
+        empty.latest("0.weight")
+
+
+def test_records_by_alias() -> None:
+    model = CASES["tied"].make()
+    assert isinstance(model, Tied)
+    with gradsurgeon.apply(model, rules(NORMS)) as session:
+        CASES["tied"].backward(model, 0)
+        assert session.latest("head.weight") == session.latest("emb.weight") > 0
+
+
+def test_a_parameter_without_gradient_has_no_record() -> None:
+    model = CASES["unused"].make()
+    with gradsurgeon.apply(model, rules(NORMS)) as session:
+        CASES["unused"].backward(model, 0)
+        assert session.latest("fc.weight") > 0
+        with pytest.raises(RecordError, match="spare.weight has not been recorded yet"):
+            session.latest("spare.weight")
+
+
+# --- status and events ----------------------------------------------------------------------------
+
+
+def test_status_counts_firings_and_bites() -> None:
+    model, optimizer = make()
+    bound = {"id": "bound", "action": "clamp", "at": "step", "max": 1e9}
+    tight = {"id": "tight", "action": "clamp", "at": "backward", "max": 0.0, "params": "*.weight"}
+    with gradsurgeon.apply(model, rules(bound, tight)) as session:
+        for number in range(4):
+            step(model, optimizer, number)
+    status = session.status()
+    assert (status["bound"].matched, status["bound"].fired, status["bound"].changed) == (4, 16, 0.0)
+    assert (status["tight"].matched, status["tight"].fired) == (2, 8)
+    assert status["tight"].changed > 0.5
+    assert status["tight"].last_step == 3
+
+
+def test_a_rule_that_never_fires_is_mentioned_at_the_third_step_with_the_cause() -> None:
+    model = CASES["unused"].make()
+    optimizer = CASES["unused"].optimizer(model)
+    spare = {"id": "spare", "action": "zero", "params": "spare.*"}
+    with gradsurgeon.apply(model, rules(spare)) as session:
+        for _ in range(2):
+            step(model, optimizer)
+        assert session.events == []
+        with pytest.warns(
+            GradSurgeonWarning,
+            match=r"rule spare: was due in 3 steps and never fired: no gradient reached any parameter",
+        ):
+            step(model, optimizer)
+        step(model, optimizer)
+    assert [(e.kind, e.rule, e.step) for e in session.events] == [
+        ("never-fired", "spare", 2),
+        ("never-fired", "spare", 4),
+    ]
+    assert session.status()["spare"].warnings
+
+
+def test_frozen_for_good_is_a_cause_of_its_own() -> None:
+    model = CASES["frozen"].make()
+    optimizer = CASES["frozen"].optimizer(model)
+    body = {"id": "body", "action": "zero", "params": "body.*"}
+    with (
+        gradsurgeon.apply(model, rules(body)),
+        pytest.warns(GradSurgeonWarning, match="all parameters it matched are frozen"),
+    ):
+        for _ in range(3):
+            step(model, optimizer)
+
+
+def test_a_rule_whose_parameters_no_optimizer_owns() -> None:
+    # The optimizer over everything would be found, even though nobody uses it.
+    model = make()[0]
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    late = {"id": "late", "action": "zero", "at": "step", "params": "1.*"}
+    first = {"id": "first", "action": "zero", "at": "step", "params": "0.bias"}
+    with (
+        gradsurgeon.apply(model, rules(late, first)),
+        pytest.warns(GradSurgeonWarning, match="rule late: .* no optimizer that steps owns any"),
+    ):
+        for _ in range(4):
+            step(model, optimizer)
+
+
+def test_an_optimizer_that_owns_nothing_matched() -> None:
+    # The optimizer over everything would be found, even though nobody uses it.
+    model = make()[0]
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    late = {"id": "late", "action": "zero", "at": "step", "params": "1.*"}
+    with (
+        gradsurgeon.apply(model, rules(late)) as session,
+        pytest.warns(GradSurgeonWarning, match="but none that a rule matched"),
+    ):
+        step(model, optimizer)
+    assert session.status()["late"].fired == 0
+    with pytest.warns(GradSurgeonWarning, match="SGD holds no parameter that a rule matched"):
+        gradsurgeon.apply(model, rules(late), optimizer=optimizer).remove()
+
+
+def test_a_rule_that_was_never_due_is_mentioned_in_the_end() -> None:
+    model, optimizer = make()
+    later = {"id": "later", "action": "zero", "steps": {"from": 100}}
+    with gradsurgeon.apply(model, rules(later)) as session:
+        step(model, optimizer)
+    assert [(e.kind, e.rule, e.message) for e in session.events] == [
+        ("never-fired", "later", "was never due until the end")
+    ]
+
+
+def test_a_replaced_parameter_gets_its_hooks_back() -> None:
+    model, _ = make()
+    zero = {"id": "zero", "action": "zero", "params": "0.weight"}
+    with gradsurgeon.apply(model, rules(zero)) as session:
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        model[0].weight = nn.Parameter(torch.ones(3, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.warns(GradSurgeonWarning, match="0.weight was replaced by another parameter"):
+            step(model, optimizer)
+        step(model, optimizer)
+        assert not model[0].weight.grad.any()
+    assert [(e.kind, e.name) for e in session.events] == [("hook-rearmed", "0.weight")]
+
+
+def test_a_parameter_that_is_gone_is_a_lost_hook() -> None:
+    model, _ = make()
+    zero = {"id": "zero", "action": "zero", "params": "*.weight"}
+    with gradsurgeon.apply(model, rules(zero)) as session:
+        step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        torch.nn.utils.parametrizations.weight_norm(model[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.warns(GradSurgeonWarning, match="0.weight is gone from its module"):
+            step(model, optimizer)
+        step(model, optimizer)
+    assert [(e.kind, e.name) for e in session.events] == [("hook-lost", "0.weight")]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "look"}, r'mode is "act" or "observe", not \'look\''),
+        ({"start_step": -1}, "start_step is a number of steps, 0 or more, not -1"),
+        ({"start_step": True}, "start_step is a number of steps, 0 or more, not True"),
+    ],
+)
+def test_arguments_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    model, _ = make()
+    with pytest.raises(ValueError, match=message):
+        gradsurgeon.apply(model, rules(NORMS), **options)
+
+
+def test_things_that_are_not_models_optimizers_or_rules() -> None:
+    model, _ = make()
+    with pytest.raises(TypeError, match=r"must be a torch.nn.Module, not dict"):
+        gradsurgeon.apply({}, rules(NORMS))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"takes torch optimizers, not int"):
+        gradsurgeon.apply(model, rules(NORMS), optimizer=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"rules are a path, a text, .*, not int"):
+        gradsurgeon.apply(model, 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["scaler", "record"])
+def test_what_is_not_there_yet_is_refused(name: str) -> None:
+    model, _ = make()
+    with pytest.raises(gradsurgeon.GradSurgeonError, match=f"`{name}=` is not there yet"):
+        gradsurgeon.apply(model, rules(NORMS), **{name: object()})
