@@ -141,7 +141,8 @@ class _Walk:
                     meant[near] = value
                     self.settled.add(f"{at}{near}")
             elif value is None:
-                more = "" if known[key].is_required() or key == "action" else ", or remove the key"
+                needed = known[key].is_required() or (self.rule.needs_at and path == "at")
+                more = "" if needed or path == "action" else ", or remove the key"
                 message, hint = f"`{key}` has no value", f"write a value after the colon{more}"
                 self.flaws.append(Flaw(path, message, hint, key=True, check="wrong-type"))
                 self.settled.add(path)

@@ -53,6 +53,7 @@ def _stdout_kept_clean() -> Iterator[None]:
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
+        # Prints, too, or they would come out of the buffer later than the rest.
         with redirect_stdout(sys.stderr):
             yield
     finally:

@@ -1,7 +1,7 @@
 """Attaches a plan to a model. Every hook in the package is registered in this folder."""
 
-from gradsurgeon.runtime.registry import enter, find, leave
+from gradsurgeon.runtime.registry import enter, find
 from gradsurgeon.runtime.session import Session
 from gradsurgeon.runtime.state import Mode
 
-__all__ = ["Mode", "Session", "enter", "find", "leave"]
+__all__ = ["Mode", "Session", "enter", "find"]

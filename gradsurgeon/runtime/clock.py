@@ -23,6 +23,8 @@ class Clocks:
 
     def __init__(self, count: int, start: int) -> None:
         self.common = Clock(start, tuple(range(count)))
+        # Where the clock of an optimizer begins that takes over from nobody.
+        self.start = start
         self._of = [self.common] * count
         # Whoever caches a grouping by clock compares this number.
         self.version = 0
@@ -42,10 +44,11 @@ class Clocks:
         on from the latest one that its tensors had.
         """
         wanted = tuple(sorted(tensors))
-        clock = clock or Clock(self.common.step)
+        clock = clock or Clock(self.start)
         if all(self._of[tensor] is clock for tensor in wanted):
             return clock
-        clock.step = max([clock.step, *(self._of[tensor].step for tensor in wanted)])
+        earlier = [self._of[tensor] for tensor in wanted]
+        clock.step = max([clock.step, *(one.step for one in earlier if one is not self.common)])
         for tensor in wanted:
             self._of[tensor] = clock
         clock.tensors = wanted

@@ -148,7 +148,7 @@ class Manual:
             The gradients that were edited at the end of the pass that it is about to consume.
         """
         if self.active and self._counted and not self._declared:
-            self._state.clocks.common.step -= 1
+            self._state.clocks.start = self._state.clocks.common.step - 1
         self.active = False
         return self._edited
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -36,26 +37,33 @@ def enter(model: nn.Module, session: Session, *, replace: bool) -> None:
             "rules are already applied to this model: call gradsurgeon.remove(model) first, or pass "
             "replace=True"
         )
-    session.attach(leave)
+    # The finalizer is what notices a model that goes away; it must not keep the model itself.
+    finalizer = weakref.finalize(model, _model_gone, weakref.ref(session))
+    finalizer.atexit = False
+    try:
+        session.attach(partial(_leave, finalizer))
+    except BaseException:
+        finalizer.detach()
+        raise
     if old is not None:
         old.remove()
     _sessions[model] = session
-    # The finalizer is what notices a model that goes away; it must not keep the model itself.
-    weakref.finalize(model, _model_gone, weakref.ref(session)).atexit = False
     if not _global_hook:
         _global_hook.append(register_optimizer_step_pre_hook(_on_step))
 
 
-def leave() -> None:
-    """Take the global hook off once no session needs it."""
-    if _global_hook and all(session.removed for session in _sessions.values()):
+def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
+    """Forget sessions that were removed, and take the global hook off with the last one."""
+    finalizer.detach()
+    for model in [model for model, session in _sessions.items() if session.removed]:
+        del _sessions[model]
+    if _global_hook and not _sessions:
         _global_hook.pop().remove()
 
 
 def _model_gone(session: weakref.ref[Session]) -> None:
     if (gone := session()) is not None:
         gone.model_gone()
-    leave()
 
 
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -302,7 +302,10 @@ class Session:
         self._edits.forget()
         clock.tick()
         common = self._state.clocks.common
-        if clock is not common and common.step < clock.step:
+        if clock is common:
+            # An optimizer that takes over from a hand-written update goes on with its count.
+            self._state.clocks.start = clock.step
+        elif common.step < clock.step:
             # What no optimizer owns goes by the one that is furthest.
             if not self._state.paused:
                 self._notice_silence(common)

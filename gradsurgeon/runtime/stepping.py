@@ -132,7 +132,7 @@ class Steps:
                 optimizer.register_step_pre_hook(self._before),
                 optimizer.register_step_post_hook(self._after),
             )
-            owner = Owner(Clock(self._state.clocks.common.step), handles, size)
+            owner = Owner(Clock(self._state.clocks.start), handles, size)
             self._owners[optimizer] = owner
         owner.params, owner.tensors, owner.version = size, tuple(tensors), -1
         self._claim(owner)

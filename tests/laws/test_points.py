@@ -294,6 +294,23 @@ def test_a_rebuilt_optimizer_goes_on_with_the_clock() -> None:
     assert -model.w.item() == 0.5 * 3 + 1.0
 
 
+def test_an_optimizer_that_comes_late_has_a_clock_from_the_start() -> None:
+    model = Weight("a", "b")
+    first = torch.optim.SGD([model.a], lr=1.0)
+    early = {**HALF, "steps": {"to": 2}}
+    with gradsurgeon.apply(model, rules(early)) as session:
+        for step in range(8):
+            if step == 4:
+                second = torch.optim.SGD([model.b], lr=1.0)
+            model.zero_grad()
+            (model.a + model.b).sum().backward()
+            first.step()
+            if step >= 4:
+                second.step()
+        assert session.step == 8
+    assert (-model.a.item(), -model.b.item()) == (7.0, 3.0)
+
+
 def test_a_parameter_group_that_is_added_later_belongs_to_the_optimizer() -> None:
     model = Weight("a", "b")
     optimizer = torch.optim.SGD([model.a], lr=1.0)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
+from bounds import within
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -193,10 +193,9 @@ HOSTILE: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_text_is_refused_within_a_second(name: str, loader: Any) -> None:
     text, check = HOSTILE[name]
-    start = time.perf_counter()
-    document = parse(text)
-    shown = str(RuleFileError(document.problems)) if document.problems else ""
-    assert time.perf_counter() - start < 1.0
+    with within(1.0):
+        document = parse(text)
+        shown = str(RuleFileError(document.problems)) if document.problems else ""
     if check:
         pure_limit = loader is yaml.SafeLoader and len(text) > 1 << 16
         assert check in {p.check for p in document.problems} or pure_limit
@@ -214,9 +213,8 @@ def test_a_large_honest_file_is_read_in_time(loader: Any) -> None:
         '  - id: rule-{}\n    action: clamp\n    params: ["h.*.attn.*", "x.{}"]\n    min: -1e-3\n'
     )
     text = "rules:\n" + "".join(rule.format(i, i) for i in range(count))
-    start = time.perf_counter()
-    document = parse(text)
-    assert time.perf_counter() - start < 1.0
+    with within(1.0):
+        document = parse(text)
     assert document.problems == ()
     assert document.place(("rules", count - 1, "min")).line == 1 + 4 * count
 
@@ -272,7 +270,6 @@ def test_a_file_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
 def test_a_huge_file_is_refused_without_being_read_whole(tmp_path: Path) -> None:
     file = tmp_path / "rules.yaml"
     file.write_bytes("é".encode() * 5_000_000)
-    start = time.perf_counter()
-    document = read(file)
-    assert time.perf_counter() - start < 1.0
+    with within(1.0):
+        document = read(file)
     assert found(document) == [(1, 1, "too-large")]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-import time
 
 import pytest
+from bounds import within
 
 from gradsurgeon.match import Pattern, PatternError, compile_pattern, nearest, select, suggest
 
@@ -98,7 +98,7 @@ MATCHES: list[tuple[str, str, bool]] = [
 
 
 @pytest.mark.parametrize(("text", "name", "expected"), MATCHES)
-def test_matching(text: str, name: str, expected: bool) -> None:  # noqa: FBT001 - a table
+def test_matching(text: str, name: str, expected: bool) -> None:
     pattern = compile_pattern(text)
     assert pattern.matches(name) is expected
     assert select([pattern], [name]) == ([0] if expected else [])
@@ -171,10 +171,8 @@ REFUSED: list[tuple[str, str, str]] = [
 
 @pytest.mark.parametrize(("text", "message", "hint"), REFUSED)
 def test_what_is_refused_at_once(text: str, message: str, hint: str) -> None:
-    start = time.perf_counter()
-    with pytest.raises(PatternError, match=r".") as raised:
+    with within(0.2), pytest.raises(PatternError, match=r".") as raised:
         compile_pattern(text)
-    assert time.perf_counter() - start < 0.2
     assert message in raised.value.message
     assert hint in raised.value.hint
     assert str(raised.value).startswith(raised.value.message)
@@ -208,17 +206,16 @@ def test_what_is_refused_at_once(text: str, message: str, hint: str) -> None:
 )
 def test_what_is_allowed_is_fast_on_the_worst_names(text: str) -> None:
     pattern = compile_pattern(text)
-    start = time.perf_counter()
-    for name in (
-        "a" * 200,
-        "a." * 100,
-        "1" * 200,
-        "1." * 100 + "x",
-        "ab" * 100 + "!",
-        "x" * 499 + "y",
-    ):
-        pattern.matches(name)
-    assert time.perf_counter() - start < 0.5
+    with within(0.5):
+        for name in (
+            "a" * 200,
+            "a." * 100,
+            "1" * 200,
+            "1." * 100 + "x",
+            "ab" * 100 + "!",
+            "x" * 499 + "y",
+        ):
+            pattern.matches(name)
 
 
 def test_patterns_are_values() -> None:
@@ -267,9 +264,8 @@ def test_selecting_from_a_big_model_is_fast() -> None:
     texts += ["*.{mlp,self_attn}.*", r"re:.*\.layers\.\d+\.mlp\..*", "[!m]*", "model.*.up.?eight"]
     patterns = [compile_pattern(text) for text in texts * 2]
     names = big_model()
-    start = time.perf_counter()
-    found = select(patterns, names)
-    assert time.perf_counter() - start < 0.3  # 0.05 on an idle machine
+    with within(0.3):
+        found = select(patterns, names)
     assert len(found) > 5_000
 
 
@@ -317,10 +313,9 @@ def test_suggestions_for_a_big_model_are_fast(text: str) -> None:
     names = big_model()
     unlike = [f"{hash(name):x}.{name[::-1]}.{index}x" for index, name in enumerate(names)]
     for each in (names, unlike):
-        start = time.perf_counter()
-        suggest(text, each)
-        nearest(text, each)
-        assert time.perf_counter() - start < 0.8  # 0.2 on an idle machine
+        with within(0.8):
+            suggest(text, each)
+            nearest(text, each)
 
 
 def test_neither_torch_nor_pydantic_is_imported() -> None:

@@ -110,15 +110,19 @@ class Inner(nn.Module):
         self.fc = nn.Linear(2, 2, bias=False)
 
 
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="eager")
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
         lambda model: model,
         nn.DataParallel,
-        lambda model: torch.compile(model, backend="eager"),
+        compiled,
         checkpoint_wrapper,
-        lambda model: nn.DataParallel(torch.compile(model, backend="eager")),
-        lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+        lambda model: nn.DataParallel(compiled(model)),
+        lambda model: compiled(nn.DataParallel(model)),
     ],
     ids=["bare", "DataParallel", "compile", "checkpoint", "both", "both, other way round"],
 )

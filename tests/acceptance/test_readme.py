@@ -1,0 +1,82 @@
+"""What the README shows is what a newcomer gets."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gradsurgeon
+from gradsurgeon.actions import ACTIONS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+
+
+def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_every_rule_file_is_valid(text: str) -> None:
+    assert gradsurgeon.load(text).warnings == ()
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path) -> Path:
+    (tmp_path / "rules.yaml").write_text(blocks("yaml")[1], encoding="utf-8")
+    (tmp_path / "train.py").write_text(blocks("python")[1], encoding="utf-8")
+    return tmp_path
+
+
+def test_the_quickstart_does_what_its_comments_say(newcomer: Path) -> None:
+    done = run("train.py", cwd=newcomer)
+    assert (done.returncode, done.stderr) == (0, "")
+    zero, latest, history, status = done.stdout.splitlines()[-4:]
+    assert "3 rules, 4 parameters, 161 elements" in done.stdout
+    assert zero == "tensor(0.)"
+    assert float(latest) > 0
+    assert history.startswith("[(0, ")
+    assert "matched=2, fired=200" in status
+
+
+def test_a_broken_rule_reads_as_shown(newcomer: Path) -> None:
+    rules = newcomer / "rules.yaml"
+    rules.write_text(rules.read_text().replace("params", "parms", 1), encoding="utf-8")
+    shown = next(block for block in blocks("") if "unknown key" in block)
+    lint = run("-m", "gradsurgeon", "lint", "rules.yaml", cwd=newcomer)
+    assert lint.returncode == 1
+    assert shown in lint.stdout
+    script = run("train.py", cwd=newcomer)
+    assert script.returncode == 1
+    assert "RuleFileError: 1 problem in the rules" in script.stderr
+    assert shown in script.stderr
+
+
+def test_a_pattern_that_matches_nothing(newcomer: Path) -> None:
+    rules = newcomer / "rules.yaml"
+    rules.write_text(rules.read_text().replace("fc*.bias", "fc3.*", 1), encoding="utf-8")
+    done = run("train.py", cwd=newcomer)
+    assert done.returncode == 1
+    assert 'rules.yaml:3:9: rule no-bias: no parameter of the model matches "fc3.*"' in done.stderr
+
+
+def test_every_action_is_in_the_table() -> None:
+    rows = re.findall(r"^\| `([a-z-]+)` \|", README, re.MULTILINE)
+    assert sorted(rows) == sorted(ACTIONS)
+
+
+def test_the_two_commands_are_what_ci_runs() -> None:
+    ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for command in ("pip install torch==2.13.0", 'pip install -e ".[dev]"', "python -m pytest"):
+        assert command in README
+        assert command.replace("install", "install --quiet") in ci or command in ci

@@ -1,0 +1,19 @@
+"""Bounds that are part of a promise, such as an answer to hostile input within a second."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Fail where the block takes more processor time than promised."""
+    start = time.process_time()
+    yield
+    spent = time.process_time() - start
+    # Measuring coverage costs several times what it measures; the bound is for users, who do not.
+    allowed = seconds * (8.0 if sys.gettrace() is not None else 1.0)
+    assert spent < allowed, f"took {spent:.2f} s of processor time, {seconds} s are promised"

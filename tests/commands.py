@@ -1,0 +1,64 @@
+"""The command line as a user has it: a process, its exit code, and its two streams."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from gradsurgeon import cli
+
+ROOT = pathlib.Path(cli.__file__).parent.parent.parent
+
+# Torch that cannot be imported, and a word at the end on whether anything tried.
+WITHOUT_TORCH = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise AssertionError("torch was imported")
+sys.meta_path.insert(0, Refuse())
+from gradsurgeon.cli import main
+code = main(sys.argv[1:])
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+CLEAN = 'version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n'
+EDITS = CLEAN + '  - {id: no-bias, action: zero, params: "*.bias"}\n'
+
+
+def call(
+    *arguments: str,
+    cwd: pathlib.Path,
+    code: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    start = ["-m", "gradsurgeon"] if code is None else ["-c", code]
+    return subprocess.run(
+        [sys.executable, *start, *arguments],
+        cwd=cwd,
+        env={**environment(), **(env or {})},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=120,
+        check=False,
+    )
+
+
+def environment() -> dict[str, str]:
+    """Return an environment in which a process anywhere finds this gradsurgeon."""
+    fixed = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "", "COLUMNS": "100"}
+    return {**os.environ, **fixed}
+
+
+def write_rules(folder: pathlib.Path) -> None:
+    """Write rule files: clean, with a warning, with an error, and for another model."""
+    (folder / "clean.yaml").write_text(CLEAN)
+    (folder / "edits.yaml").write_text(EDITS)
+    (folder / "warned.yaml").write_text(CLEAN.replace("norms", "no"))
+    (folder / "wrong.yaml").write_text(CLEAN.replace("norm-log", "norm-lg"))
+    (folder / "astray.yaml").write_text(CLEAN.replace('"*"', '"head.*"'))

@@ -1,0 +1,312 @@
+"""Rules as text, as plain data and built in Python: what is accepted, what is refused, and where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+import gradsurgeon
+from gradsurgeon import schema, source
+from gradsurgeon.actions import ACTIONS, Rule, Steps, Where
+from gradsurgeon.errors import Problem, RuleFileError
+
+ZERO = {"id": "one", "action": "zero", "params": "*"}
+
+
+NO_FILE_COULD_HOLD: list[tuple[dict[Any, Any], str, str]] = [
+    ({}, "<dict>", "missing-key"),
+    ({"version": 1, "rules": []}, "<dict> rules", "no-rules"),
+    ({"version": 1, "rules": {"a"}}, "<dict> rules", "wrong-type"),
+    ({"version": 1, "rules": [{**ZERO, 3: 4}]}, "<dict> rules[0]", "key-type"),
+    (
+        {"version": 1, "rules": [{**ZERO, "steps": {3: 4}}]},
+        "<dict> rules[0].steps",
+        "key-type",
+    ),
+    ({"version": 1, 3: 4, "rules": [ZERO]}, "<dict> [3]", "unknown-key"),
+    (
+        {"version": 1, "rules": [{**ZERO, "params": b"x"}]},
+        "<dict> rules[0].params",
+        "wrong-type",
+    ),
+]
+
+
+def refused(rules: Any) -> list[tuple[str, str, str]]:
+    with pytest.raises(RuleFileError) as caught:
+        gradsurgeon.load(rules)
+    return [(str(p.place), p.check, p.message) for p in caught.value.problems]
+
+
+def of_text(text: str) -> list[Problem]:
+    return schema.check(source.parse(text, "r.yaml"))[1]
+
+
+class TestValues:
+    def test_options_become_typed_values(self) -> None:
+        text = (
+            "version: 1\nrules:\n  - id: one\n    action: clamp\n    params: '*.weight'\n"
+            "    exclude: [a, b]\n    where: {ndim: 2, numel: {min: 3}}\n    at: step\n    min: -1e-3\n"
+            "    max: 1\n    steps: {from: 5, to: 9, every: 2}\n    expect: {params: 6}\n"
+        )
+        (rule,) = gradsurgeon.load(text).rules
+        assert rule.model_dump() == {
+            "id": "one",
+            "action": "clamp",
+            "params": ("*.weight",),
+            "tensor": "grad",
+            "exclude": ("a", "b"),
+            "where": {
+                "module_type": None,
+                "ndim": 2,
+                "dtype": None,
+                "numel": {"min": 3, "max": None},
+                "requires_grad": None,
+            },
+            "at": "step",
+            "steps": {"from_": 5, "to": 9, "every": 2},
+            "expect": {"params": 6},
+            "optional": False,
+            "min": -0.001,
+            "max": 1.0,
+        }
+
+    def test_file_order_and_the_place_of_each_id(self) -> None:
+        text = 'version: 1\nrules:\n- {id: b, action: zero, params: "*"}\n- {action: zero, id: a, params: x}\n'
+        found = schema.validate(source.parse(text, "r.yaml"))
+        assert [rule.id for rule in found.rules] == ["b", "a"]
+        assert str(found.place("b")) == "r.yaml:3:8"
+        assert str(found.place("a")) == "r.yaml:4:22"
+        assert (found.file, found.text, found.warnings) == ("r.yaml", text, ())
+
+    def test_warnings_do_not_refuse(self) -> None:
+        found = gradsurgeon.load("version: 1\nrules:\n- {id: no, action: zero, params: '*'}\n")
+        (warning,) = found.warnings
+        assert (warning.severity, warning.check) == ("warning", "yaml-1.1-lookalike")
+        assert (warning.place.line, warning.place.col) == (3, 8)
+
+    def test_the_hash_goes_by_the_text_or_by_the_rules(self) -> None:
+        text = "version: 1\nrules:\n- {id: a, action: zero, params: '*'}\n"
+        assert gradsurgeon.load(text).sha256 == gradsurgeon.load(text).sha256
+        assert gradsurgeon.load(text).sha256 != gradsurgeon.load(text + "# more\n").sha256
+        one, other = ({"version": 1, "rules": [{**ZERO, "params": name}]} for name in "ab")
+        assert gradsurgeon.load(one).sha256 != gradsurgeon.load(other).sha256
+
+    def test_a_rule_set_is_returned_as_it_is(self) -> None:
+        rules = gradsurgeon.load({"version": 1, "rules": [ZERO]})
+        assert gradsurgeon.load(rules) is rules
+
+
+class TestPlainData:
+    def test_places_are_paths(self) -> None:
+        clamp = {
+            "id": "two",
+            "action": "clamp",
+            "params": ("a",),
+            "at": "step",
+            "min": "1",
+            "mx": 2,
+        }
+        data = {"version": 1, "rules": [ZERO, ZERO, clamp]}
+        assert refused(data) == [
+            ("<dict> rules[2].mx", "unknown-key", "unknown key `mx`"),
+            (
+                "<dict> rules[2].min",
+                "wrong-type",
+                '`min`: expected a number, found the text "1"',
+            ),
+            (
+                "<dict> rules[1].id",
+                "duplicate-rule-id",
+                "the id `one` stands twice, first at <dict> rules[0].id",
+            ),
+        ]
+
+    def test_items_of_lists_and_of_mappings_have_paths(self) -> None:
+        rule = {**ZERO, "params": ["*", "a|b"], "where": {"numel": {"min": -1}}}
+        assert refused({"version": 1, "rules": [rule]}) == [
+            (
+                "<dict> rules[0].params[1]",
+                "bad-pattern",
+                "`params`: `|` has no meaning in a glob pattern",
+            ),
+            (
+                "<dict> rules[0].where.numel.min",
+                "bad-value",
+                "`min` must be 0 or more, found the number -1",
+            ),
+        ]
+
+    def test_tuples_are_lists(self) -> None:
+        found = gradsurgeon.load({"version": 1, "rules": ({**ZERO, "params": ("a", "b")},)})
+        assert found.rules[0].params == ("a", "b")
+
+    @pytest.mark.parametrize(
+        ("data", "place", "check"),
+        NO_FILE_COULD_HOLD,
+    )
+    def test_what_no_file_could_hold(self, data: dict[Any, Any], place: str, check: str) -> None:
+        assert refused(data)[0][:2] == (place, check)
+
+    def test_other_types_are_named(self) -> None:
+        rule = {**ZERO, "action": "scale", "factor": 1j}
+        ((_, _, message),) = refused({"version": 1, "rules": [rule]})
+        assert message == "`factor`: expected a number, found a value of the type complex"
+
+    def test_data_that_contains_itself_ends(self) -> None:
+        rule: dict[str, Any] = dict(ZERO)
+        rule["where"] = rule
+        places = [place for place, _, _ in refused({"version": 1, "rules": [rule]})]
+        assert places == [
+            f"<dict> rules[0].where.{key}" for key in ("id", "action", "params", "where")
+        ]
+
+
+class TestBuiltInPython:
+    def test_a_list_of_rules_loads(self) -> None:
+        rules = [
+            ACTIONS["zero"].model_validate(ZERO),
+            ACTIONS["scale"].model_validate(
+                {"id": "two", "action": "scale", "params": "*", "factor": 2}
+            ),
+        ]
+        found = gradsurgeon.load(rules)
+        assert found.rules == tuple(rules)
+        assert str(found.place("two")) == "<python> rules[1]"
+
+    def test_ids_must_differ(self) -> None:
+        rule = ACTIONS["zero"].model_validate(ZERO)
+        assert refused([rule, rule]) == [
+            (
+                "<python> rules[1].id",
+                "duplicate-rule-id",
+                "the id `one` stands twice, first at <python> rules[0].id",
+            )
+        ]
+
+    def test_no_rules_are_refused(self) -> None:
+        assert refused([]) == [("<python>", "no-rules", "there are no rules")]
+
+    @pytest.mark.parametrize("action", sorted(ACTIONS))
+    def test_every_example_is_a_rule(self, action: str) -> None:
+        assert ACTIONS[action].EXAMPLES
+        for example in ACTIONS[action].EXAMPLES:
+            options = {"id": "a", "action": action, "params": "*", **example.options}
+            (rule,) = gradsurgeon.load({"version": 1, "rules": [options]}).rules
+            assert type(rule) is ACTIONS[action]
+
+    def test_crossed_bounds_are_refused(self) -> None:
+        with pytest.raises(ValidationError, match=r"min \(2\) is greater than max \(1\)"):
+            ACTIONS["clamp"].model_validate(
+                {"id": "a", "params": "*", "at": "step", "min": 2, "max": 1}
+            )
+
+    def test_an_empty_schedule_is_refused(self) -> None:
+        with pytest.raises(ValidationError, match=r"`to` \(5\) is not after `from` \(5\)"):
+            Steps(from_=5, to=5)
+
+    def test_crossed_sizes_are_refused(self) -> None:
+        with pytest.raises(ValidationError, match=r"min \(9\) is greater than max \(1\)"):
+            Where.model_validate({"numel": {"min": 9, "max": 1}})
+
+    def test_rules_cannot_be_changed(self) -> None:
+        rule: Rule = ACTIONS["zero"].model_validate(ZERO)
+        with pytest.raises(ValidationError, match="frozen"):
+            rule.id = "other"
+
+
+class TestRequires:
+    @pytest.mark.parametrize(
+        ("requirement", "met"),
+        [
+            (">=0.1", True),
+            (">= 0.1.0.0", True),
+            ("==0.1", True),
+            ("<0.1", False),
+            ("<=0.1", True),
+            (">0.1", False),
+            ("!=0.1.0", False),
+            (">=0.1, <0.3", True),
+            (">=0.2, <0.3", False),
+            ("~=0.1", None),
+            ("0.1", None),
+            ("", None),
+            (">=0.1,", None),
+            (">=0.1.dev0", None),
+        ],
+    )
+    def test_comparisons(self, requirement: str, met: bool | None) -> None:
+        assert schema.meets("0.1.0", requirement) is met
+
+    def test_an_unmet_requirement_stops_everything_else(self) -> None:
+        text = 'requires: ">=99"\nversion: [2]\nrulez: 3\nrules:\n- {id: no}\n- {id: no}\n'
+        (problem,) = of_text(text)
+        assert (problem.place.line, problem.place.col, problem.check) == (
+            1,
+            11,
+            "unmet-requirement",
+        )
+        assert problem.message == f"these rules require gradsurgeon >=99, this is {schema.VERSION}"
+
+    def test_another_version_stops_everything_else(self) -> None:
+        (problem,) = of_text("version: 2\nrulez: 3\n")
+        assert (problem.place.line, problem.place.col, problem.check) == (1, 10, "bad-version")
+
+    def test_text_that_is_no_yaml_shows_that_only(self) -> None:
+        problems = of_text("version: 2\nrules: [\n")
+        assert [problem.check for problem in problems] == ["yaml-syntax"]
+
+
+class TestProblems:
+    def test_problems_come_in_the_order_of_the_file(self) -> None:
+        text = (
+            "version: 1\nrules:\n- {id: a, action: zero, params: '*', steps: {to: 0}, x: 1}\n"
+            "- {id: a, min: 1, min: 2, action: clamp, params: 3, at: step}\n"
+        )
+        assert [(p.place.line, p.place.col, p.check) for p in of_text(text)] == [
+            (3, 50, "bad-value"),
+            (3, 54, "unknown-key"),
+            (4, 8, "duplicate-rule-id"),
+            (4, 19, "duplicate-key"),
+            (4, 50, "wrong-type"),
+        ]
+
+    def test_the_error_shows_everything_at_once(self) -> None:
+        with pytest.raises(RuleFileError) as caught:
+            gradsurgeon.load("version: 1\nrules:\n- {id: a, action: zer, params: '*', no: 1}\n")
+        assert str(caught.value) == (
+            "1 problem in the rules\n"
+            "<text>:3:19: error: unknown action `zer` [unknown-action]\n"
+            "     3 | - {id: a, action: zer, params: '*', no: 1}\n"
+            "       |                   ^^^\n"
+            f"       = did you mean `zero`? known: {', '.join(ACTIONS)}\n"
+            "<text>:3:37: warning: `no` is text here, but something else to YAML 1.1 tools"
+            " [yaml-1.1-lookalike]\n"
+            "     3 | - {id: a, action: zer, params: '*', no: 1}\n"
+            "       |                                     ^^\n"
+            '       = quote it: "no"'
+        )
+
+    def test_nothing_of_a_file_reaches_the_terminal_raw(self) -> None:
+        text = (
+            'version: 1\nrules:\n- {id: "a\\e[2J", action: "\\a", params: "\\x9b|", "k\\u202e": 1,'
+            ' where: {dtype: "\\e]0;x"}}\n'
+        )
+        shown = [form for p in of_text(text) for form in (p.concise(), p.full())]
+        assert len(shown) == 8
+        assert all(char.isprintable() for form in shown for char in form.replace("\n", ""))
+        assert "`a\\x1b[2J` is not a rule id" in shown[0]
+
+    @pytest.mark.parametrize("action", sorted(ACTIONS))
+    @pytest.mark.parametrize(
+        "value", [None, True, 3, 2.5, "x", [], [3], {}, {"a": 1}, float("nan")]
+    )
+    def test_any_value_of_any_option_is_judged(self, action: str, value: object) -> None:
+        """No option may crash the reader, and a refusal names the rule and its place."""
+        for option in ACTIONS[action].model_fields:
+            rule = {"id": "a", "action": action, "params": "*", option: value}
+            rules, problems = schema.check(schema.Built({"version": 1, "rules": [rule]}))
+            assert bool(rules) != bool(problems)
+            assert all(str(p.place).startswith("<dict> rules[0]") for p in problems)
