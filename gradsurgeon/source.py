@@ -321,7 +321,7 @@ class _Reader:
         if key.plain and name == "<<":
             self.note("merge-key", "the merge key << is not allowed", "write the keys out", key)
         elif not isinstance(name, str):
-            kind = "null" if name is None else type(name).__name__
+            kind = {bool: "true or false", type(None): "nothing"}.get(type(name), "a number")
             self.note("key-type", f"keys must be text, this one is {kind}", "quote the key", key)
         elif first := parent.keys.get(name):
             message = f"duplicate key `{name[:80]}` (first on line {first.start.line + 1})"
@@ -385,6 +385,7 @@ def _syntax_error(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, s
         hint = "YAML does not allow tabs for indentation: use spaces"
     elif first in _INDICATORS and ("flow" not in context or "*" in before):
         hint = _indicator_hint("*" if re.search(r"[\s\[,]\*+$", before) else first)
+        mark = opened if "alias" in context else mark  # the asterisk, not what is behind it
     elif "flow" in context:
         hint = f"is the bracket that opens on line {opened.line + 1} closed?"
     elif first and first in "%@`]},|>":

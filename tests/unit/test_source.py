@@ -154,13 +154,13 @@ HINT_REGEX = "use single quotes for regular expressions"
 HINT_COLON = "a pattern is written 're:^x$'"
 
 SYNTAX: list[tuple[str, int, int, str]] = [
-    ("rules:\n  - params: *.weight\n", 2, 14, HINT_ALIAS),
-    ("params: **.bias\n", 1, 10, HINT_ALIAS),
-    ("params: *\n", 1, 10, HINT_ALIAS),
-    ("params: [*.a, b]\n", 1, 11, HINT_ALIAS),
-    ("params: [b, *.a]\n", 1, 14, HINT_ALIAS),
-    ("params:\n  - *.a\n", 2, 6, HINT_ALIAS),
-    ("params: [a-z]*\n", 1, 15, HINT_LIST),
+    ("rules:\n  - params: *.weight\n", 2, 13, HINT_ALIAS),
+    ("params: **.bias\n", 1, 9, HINT_ALIAS),
+    ("params: *\n", 1, 9, HINT_ALIAS),
+    ("params: [*.a, b]\n", 1, 10, HINT_ALIAS),
+    ("params: [b, *.a]\n", 1, 13, HINT_ALIAS),
+    ("params:\n  - *.a\n", 2, 5, HINT_ALIAS),
+    ("params: [a-z]*\n", 1, 14, HINT_LIST),
     ("params: [0-9].weight\n", 1, 14, HINT_LIST),
     ("params: %x\n", 1, 9, "quote text that starts with %"),
     ("params: @x\n", 1, 9, "quote text that starts with @"),
@@ -272,7 +272,7 @@ def test_messages_say_what_was_found() -> None:
     messages = [p.message for p in parse("a: 1\nb: 1\na: 2\n1: x\nc: !y 1\n").problems]
     assert messages == [
         "duplicate key `a` (first on line 1)",
-        "keys must be text, this one is int",
+        "keys must be text, this one is a number",
         "the YAML tag !y is not allowed",
     ]
 
