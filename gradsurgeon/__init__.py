@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradsurgeon.api import apply, load, plan, remove
+    from gradsurgeon.api import apply, load, plan, remove, tag
     from gradsurgeon.errors import (
         BindError,
         GradSurgeonError,
@@ -42,10 +42,11 @@ __all__ = [
     "load",
     "plan",
     "remove",
+    "tag",
 ]
 
 _HOMES = {
-    "api": ("apply", "load", "plan", "remove"),
+    "api": ("apply", "load", "plan", "remove", "tag"),
     "errors": (
         "BindError",
         "GradSurgeonError",

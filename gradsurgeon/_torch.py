@@ -108,30 +108,35 @@ def _norm_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
-def norms(grads: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of each gradient. Shape ``[len(grads)]``, float32, on their device.
+def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
+    """Return the norm of each gradient. Shape ``[len(grads)]``, float32, on their device.
 
     The tensors share a device. A norm is non-finite where an element is, and also where the sum of
-    squares overflows: see `nonfinite`.
+    squares overflows: see `nonfinite`. An empty gradient has norm 0.
     """
     groups: dict[torch.dtype, list[int]] = {}
     dense = [values(grad) for grad in grads]
     for index, grad in enumerate(dense):
         groups.setdefault(grad.dtype, []).append(index)
     parts: list[Tensor] = []
-    order: list[int] = []
+    places: list[int] = []
     for dtype, members in groups.items():
         # One call over the list, as `clip_grad_norm_` does it; it has no public name.
         found = torch._foreach_norm(  # noqa: SLF001
-            [dense[index] for index in members], 2, dtype=_norm_dtype(dtype)
+            [_nonempty(dense[index]) for index in members], order, dtype=_norm_dtype(dtype)
         )
         parts.append(torch.stack(found).to(torch.float32))
-        order += members
+        places += members
     joined = torch.cat(parts) if len(parts) > 1 else parts[0]
-    if order == list(range(len(dense))):
+    if places == list(range(len(dense))):
         return joined
-    inverse = torch.tensor(order, device=joined.device).argsort()
+    inverse = torch.tensor(places, device=joined.device).argsort()
     return joined[inverse]
+
+
+def _nonempty(grad: Tensor) -> Tensor:
+    # The maximum norm of nothing is an error to torch.
+    return grad if grad.numel() else grad.new_zeros(1)
 
 
 def nonfinite(grad: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -13,7 +14,7 @@ from gradsurgeon.planning import Manifest, Plan
 from gradsurgeon.schema import RuleSet
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from gradsurgeon.runtime import Session
@@ -118,6 +119,20 @@ def remove(model: nn.Module) -> None:
     """Take the rules off a model, leaving no trace; nothing happens where there are none."""
     if (session := _runtime().find(model)) is not None:
         session.remove()
+
+
+def tag(tensor: Tensor, name: str) -> Tensor:
+    """Give a tensor in the middle of a forward pass a name that rules can match.
+
+    Args:
+        tensor: any tensor, of any shape and dtype.
+        name: what `tensors:` in a rule is matched against.
+
+    Returns:
+        The same tensor, unless a rule on its value edits it. Free where no session is attached.
+    """
+    registry = sys.modules.get("gradsurgeon.runtime.registry")
+    return tensor if registry is None else cast("Tensor", registry.tag(tensor, name))
 
 
 def _runtime() -> Any:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradsurgeon.actions import Rule
-from gradsurgeon.planning import Plan
+from gradsurgeon.planning import ROOT, Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One rule on the tensors it bound, by their index in `Program.names`."""
+    """One rule on the parameters it bound, by their index in `Program.names`."""
 
     rule: Rule
     tensors: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleProgram:
+    """The rules on the tensors of one module, in file order."""
+
+    name: str
+    on_input: tuple[Rule, ...]
+    on_output: tuple[Rule, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +31,43 @@ class Program:
     """Everything a session does, sorted by the moment at which it happens.
 
     Attributes:
-        names: canonical names of the tensors that any rule touches, in model order.
-        per_tensor: tensor index to its rules at `backward` in file order; one tensor hook each.
+        names: canonical names of all parameters, in model order. Those that no rule touches are
+            there because their optimizer is what keeps the clock.
+        armed: the parameters that carry hooks.
+        per_tensor: parameter to its rules at `backward` in file order; one tensor hook each.
         after_backward: rules that look once a backward pass has finished. The traps are among them:
             they look there and decide at the step.
         at_step: rules that act right before an update, in file order.
+        modules: one program per module that a rule touches.
+        tags: rules on tagged tensors, in file order.
     """
 
     names: tuple[str, ...]
-    per_tensor: dict[int, tuple[Rule, ...]]
-    after_backward: tuple[Stage, ...]
-    at_step: tuple[Stage, ...]
+    armed: tuple[int, ...] = ()
+    per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
+    after_backward: tuple[Stage, ...] = ()
+    at_step: tuple[Stage, ...] = ()
+    modules: tuple[ModuleProgram, ...] = ()
+    tags: tuple[Rule, ...] = ()
 
     @property
     def traps(self) -> tuple[Stage, ...]:
-        """The stages that can stop an update."""
+        """The stages that can stop an update for the gradient of a parameter."""
         return tuple(stage for stage in self.after_backward if stage.rule.role == "trap")
+
+    @property
+    def site_rules(self) -> list[tuple[Rule, str]]:
+        """The rules on module tensors and tags, each with one module whose clock it goes by."""
+        found: dict[str, tuple[Rule, str]] = {}
+        for module in self.modules:
+            for rule in (*module.on_input, *module.on_output):
+                found.setdefault(rule.id, (rule, module.name))
+        return [*found.values(), *((rule, ROOT) for rule in self.tags)]
+
+    @property
+    def freezes(self) -> tuple[Stage, ...]:
+        """The stages that keep an optimizer off a parameter."""
+        return tuple(stage for stage in self.at_step if stage.rule.role == "freeze")
 
     @property
     def step_edits(self) -> tuple[Stage, ...]:
@@ -47,25 +77,46 @@ class Program:
 
 def compile_plan(plan: Plan) -> Program:
     """Return the program of a plan: one hook per tensor, one look per pass, one visit per step."""
-    names = tuple(plan.chains)
+    names = tuple(param.name for param in plan.manifest.params)
     index = {name: number for number, name in enumerate(names)}
     per_tensor: dict[int, list[Rule]] = {}
     stages: dict[str, list[Stage]] = {"accumulated": [], "step": []}
     for rule in plan.rules.rules:
+        if rule.target != "params" or not plan.of(rule.id):
+            continue
         tensors = tuple(index[binding.name] for binding in plan.of(rule.id))
         if rule.point == "backward":
             for tensor in tensors:
                 per_tensor.setdefault(tensor, []).append(rule)
-        elif tensors:
+        else:
             stages[rule.point].append(Stage(rule, tensors))
+    every = [*stages["accumulated"], *stages["step"]]
+    armed = {tensor for stage in every for tensor in stage.tensors} | per_tensor.keys()
     return Program(
-        names,
-        {tensor: tuple(rules) for tensor, rules in sorted(per_tensor.items())},
-        tuple(stages["accumulated"]),
-        tuple(stages["step"]),
+        names=names,
+        armed=tuple(sorted(armed)),
+        per_tensor={tensor: tuple(rules) for tensor, rules in sorted(per_tensor.items())},
+        after_backward=tuple(stages["accumulated"]),
+        at_step=tuple(stages["step"]),
+        modules=tuple(_modules(plan)),
+        tags=tuple(
+            rule for rule in plan.rules.rules if rule.target == "tensors" and plan.of(rule.id)
+        ),
     )
 
 
-def union(stages: Sequence[Stage]) -> tuple[int, ...]:
-    """Return the tensors of all stages, each once, in model order."""
-    return tuple(sorted({tensor for stage in stages for tensor in stage.tensors}))
+def _modules(plan: Plan) -> Sequence[ModuleProgram]:
+    own: dict[str, list[Rule]] = {}
+    for rule in plan.rules.rules:
+        if rule.target == "modules":
+            for binding in plan.of(rule.id):
+                own.setdefault(binding.name, []).append(rule)
+    return [
+        ModuleProgram(
+            module.name,
+            tuple(rule for rule in own[module.name] if rule.ref.side == "input"),
+            tuple(rule for rule in own[module.name] if rule.ref.side == "output"),
+        )
+        for module in plan.manifest.modules
+        if module.name in own
+    ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import gradsurgeon
-from gradsurgeon import report
+from gradsurgeon import packs, report
 from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
 
 if TYPE_CHECKING:
@@ -126,10 +126,8 @@ def load_digits() -> Digits:
 
 
 def default_rules() -> Path:
-    """Return the quickstart rules: inside the installed package, or at the top of a checkout."""
-    package = Path(__file__).resolve().parent
-    inside = package / "rules" / "quickstart.yaml"
-    return inside if inside.exists() else package.parent / "rules" / "quickstart.yaml"
+    """Return the quickstart rules."""
+    return packs.folder() / "quickstart.yaml"
 
 
 class Progress:

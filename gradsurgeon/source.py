@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, TypeAlias
 
 import yaml
@@ -92,9 +92,8 @@ class _Text:
 class Document:
     """A rule file as plain values, with the place of each.
 
-    ``data`` consists of dict, list, str, int, float, bool and None. It is ``None`` only where
-    nothing could be read; then ``problems`` holds an error. ``problems`` are all errors
-    and warnings, in the order in which they were found.
+    ``data`` is dict, list, str, int, float, bool and None; ``None`` itself only where nothing could
+    be read. ``problems`` are in the order of finding. ``folder`` is where the file stands, if anywhere.
     """
 
     file: str
@@ -103,6 +102,7 @@ class Document:
     problems: tuple[Problem, ...]
     _source: _Text = field(repr=False, compare=False)
     _root: _Node | None = field(repr=False, compare=False)
+    folder: pathlib.Path | None = None
 
     def place(self, path: Path) -> Place:
         """Return the place of the value at ``path``.
@@ -137,8 +137,8 @@ class Document:
         return node
 
 
-def read(path: str | os.PathLike[str]) -> Document:
-    """Read a rule file.
+def read(path: str | os.PathLike[str], name: str = "") -> Document:
+    """Read a rule file; messages call it ``name``, or by its path.
 
     Raises:
         RuleFileError: there is no such file, or it cannot be read, or it is not UTF-8 text. What is
@@ -150,8 +150,9 @@ def read(path: str | os.PathLike[str]) -> Document:
         with pathlib.Path(file).open("rb") as stream:
             raw = stream.read(_MAX_BYTES + 4)
         if b"\0" not in raw:
-            whole = len(raw) <= _MAX_BYTES + 3
-            return parse(raw.decode("utf-8-sig", "strict" if whole else "replace"), file)
+            errors = "strict" if len(raw) <= _MAX_BYTES + 3 else "replace"
+            found = parse(raw.decode("utf-8-sig", errors), name or file)
+            return replace(found, folder=pathlib.Path(file).parent)
         cause = "it holds NUL bytes, so it is binary or UTF-16"
     except UnicodeDecodeError as error:
         cause = f"byte {error.start + 1} is not UTF-8 text"
@@ -163,13 +164,13 @@ def read(path: str | os.PathLike[str]) -> Document:
 
 def parse(text: str, file: str = "<text>") -> Document:
     """Read YAML text. Never raises for its content: see ``problems`` of the document."""
-    reader = _Reader(source := _Text(file, text))
+    reader, root = _Reader(source := _Text(file, text)), None
     try:
         reader.check_text()
         root = reader.walk()
     except _HaltError as halt:
-        return Document(file, text, None, (*reader.problems, halt.args[0]), source, None)
-    return Document(file, text, root.data, tuple(reader.problems), source, root)
+        reader.problems.append(halt.args[0])
+    return Document(file, text, root and root.data, tuple(reader.problems), source, root)
 
 
 class _Reader:

@@ -5,40 +5,36 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 
-from gradsurgeon.actions._base import (
-    POINTS,
-    Edit,
-    Example,
-    Expect,
-    Numel,
-    Options,
-    Point,
-    Role,
-    Rule,
-    Steps,
-    Where,
-)
+from gradsurgeon.actions._base import MOMENTS, POINTS, Edit, Example, Moment, Point, Role, Rule
 from gradsurgeon.actions._checking import check_rule, known_keys, nested
 from gradsurgeon.actions._fields import Flaw, found, written
+from gradsurgeon.actions._options import Expect, Numel, Options, Steps, Where
+from gradsurgeon.actions._target import TARGETS, TargetKind, TensorRef, spelled
 
 __all__ = [
     "ACTIONS",
+    "MOMENTS",
     "POINTS",
+    "TARGETS",
     "Edit",
     "Example",
     "Expect",
     "Flaw",
+    "Moment",
     "Numel",
     "Options",
     "Point",
     "Role",
     "Rule",
     "Steps",
+    "TargetKind",
+    "TensorRef",
     "Where",
     "check_rule",
     "found",
     "known_keys",
     "nested",
+    "spelled",
     "written",
 ]
 

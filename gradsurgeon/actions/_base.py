@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-from gradsurgeon.actions._fields import (
-    Dtype,
-    Flaw,
-    Glob,
-    Patterns,
-    RuleId,
-    flawed,
-    is_whole,
+from gradsurgeon.actions._fields import Flaw, Glob, Patterns, RuleId
+from gradsurgeon.actions._options import Expect, Options, Steps, Where
+from gradsurgeon.actions._target import (
+    TARGETS,
+    TargetKind,
+    TensorRef,
+    parse_tensor,
+    target_flaws,
 )
 from gradsurgeon.match import Pattern, compile_pattern
 
@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Point = Literal["backward", "accumulated", "step"]
-Role = Literal["edit", "observe", "trap"]
+Moment = Literal["forward", "backward", "accumulated", "step"]
+Role = Literal["edit", "observe", "trap", "capture", "freeze"]
 POINTS: tuple[Point, ...] = ("backward", "accumulated", "step")
+MOMENTS: tuple[Moment, ...] = ("forward", *POINTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Edit:
         apply: maps a strided gradient to a new one of the same shape, dtype and device, out of place,
             because autograd may hand one tensor to several consumers.
         apply_: the same in place on many gradients that nobody else holds.
+        together: where the edit of one gradient depends on the others of the rule, does all of them
+            in place and tells, as a 0-dim bool tensor, whether that changed anything.
         alters: tells, as a 0-dim bool tensor on the gradient's device, whether ``apply`` would change
             an element. It never waits for the device.
     """
@@ -61,95 +65,17 @@ class Edit:
     apply: Callable[[Tensor], Tensor]
     apply_: Callable[[Sequence[Tensor]], None]
     alters: Callable[[Tensor], Tensor]
-
-
-class Options(BaseModel):
-    """A mapping of a rule file. Strict, frozen, and without keys that it does not know."""
-
-    # Strict, because lax mode reads `max: on` as 1.0; frozen, because a plan holds these values.
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, populate_by_name=True
-    )
-
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield what no single field can see, from the raw options.
-
-        It reads raw options rather than validated ones, so that a file shows these flaws in the same
-        pass as a misspelt key beside them; it must bear options of any type.
-        """
-        del given
-        return iter(())
-
-    @model_validator(mode="after")
-    def _no_flaws(self) -> Self:
-        fields = type(self).model_fields
-        given = {info.alias or name: getattr(self, name) for name, info in fields.items()}
-        if flaws := tuple(self.flaws(given)):
-            raise flawed(*flaws, together=True)
-        return self
-
-
-class Steps(Options):
-    """When a rule acts, in updates of the optimizer that owns the parameter."""
-
-    from_: Annotated[int, Field(alias="from", ge=0, description="First step, inclusive.")] = 0
-    to: Annotated[int | None, Field(ge=1, description="Last step, exclusive.")] = None
-    every: Annotated[
-        int, Field(ge=1, description="Act on every n-th step, counted from `from`.")
-    ] = 1
-
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the flaw of a schedule that never comes."""
-        start, stop = given.get("from", 0), given.get("to")
-        if is_whole(start) and is_whole(stop) and 0 < stop <= start:
-            message = f"the schedule is empty: `to` ({stop}) is not after `from` ({start})"
-            yield Flaw("to", message, "`to` is exclusive: make it larger than `from`")
-
-    def due(self, step: int) -> bool:
-        """Tell whether the rule acts in ``step``."""
-        after = step - self.from_
-        return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
-
-
-class Numel(Options):
-    """Bounds on the number of elements, both inclusive."""
-
-    min: Annotated[int | None, Field(ge=0, description="At least so many.")] = None
-    max: Annotated[int | None, Field(ge=0, description="At most so many.")] = None
-
-    @classmethod
-    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the flaw of bounds that exclude everything."""
-        low, high = given.get("min"), given.get("max")
-        if is_whole(low) and is_whole(high) and 0 <= high < low:
-            yield Flaw("min", f"min ({low}) is greater than max ({high})", "exchange them")
-
-
-class Where(Options):
-    """Conditions beside the name; all that are given must hold."""
-
-    module_type: Annotated[
-        Glob | None,
-        Field(description="Glob over the class names of the owning module, base classes included."),
-    ] = None
-    ndim: Annotated[int | None, Field(ge=0, description="Number of dimensions.")] = None
-    dtype: Annotated[Dtype | None, Field(description="Such as float32 or bfloat16.")] = None
-    numel: Annotated[Numel | None, Field(description="Bounds on the number of elements.")] = None
-    requires_grad: Annotated[bool | None, Field(description="Trainable when binding.")] = None
-
-
-class Expect(Options):
-    """An assertion on what the rule binds, checked whenever it is bound."""
-
-    params: Annotated[int, Field(ge=0, description="Exact number of distinct parameters.")]
+    together: Callable[[Sequence[Tensor]], Tensor] | None = None
+    # Of one gradient or of all together: whether it must be left alone, which is worth an event.
+    gives_up: Callable[[Sequence[Tensor]], Tensor] | None = None
 
 
 class Rule(Options):
     """One rule: which tensors, at which moment, and (in the subclass) what to do with them."""
 
     role: ClassVar[Role] = "edit"
+    # What the action can act on; the table of section 4 of the rule language.
+    targets: ClassVar[tuple[TargetKind, ...]] = TARGETS
     # The points at which the action may stand; the first is the default unless `at` must be given.
     points: ClassVar[tuple[Point, ...]] = ("backward", "step")
     needs_at: ClassVar[bool] = False
@@ -161,20 +87,56 @@ class Rule(Options):
     id: Annotated[RuleId, Field(description="Unique name of the rule, kebab-case.")]
     action: Annotated[str, Field(description="What the rule does.")]
     params: Annotated[
-        Patterns, Field(description="Patterns of parameter names; `*` crosses dots. Always quoted.")
-    ]
-    tensor: Annotated[Literal["grad"], Field(description="The gradient of the parameter.")] = "grad"
+        Patterns | None,
+        Field(description="Patterns of parameter names; `*` crosses dots. Always quoted."),
+    ] = None
+    modules: Annotated[
+        Patterns | None, Field(description='Patterns of module names; "." is the root.')
+    ] = None
+    tensors: Annotated[
+        Patterns | None, Field(description="Patterns of names given by `gradsurgeon.tag`.")
+    ] = None
+    tensor: Annotated[
+        str | None,
+        Field(
+            description="Which tensor: of a parameter `grad`; of a module `output`, `input`, "
+            "`output.grad`, `input.grad`, or one by path as `output[0].grad`; of a tag `grad` or "
+            "`value`."
+        ),
+    ] = None
     exclude: Annotated[Patterns, Field(description="Patterns of names that are left out.")] = ()
     where: Annotated[Where, Field(description="Conditions beside the name.")] = Where()
     at: Annotated[Point | None, Field(description="The moment at which the rule acts.")] = None
     steps: Annotated[Steps, Field(description="The steps in which the rule acts.")] = Steps()
     expect: Annotated[Expect | None, Field(description="Assertion on what is bound.")] = None
     optional: Annotated[bool, Field(description="Matching nothing is no error.")] = False
+    model: Annotated[
+        Glob | None, Field(description="Glob over the class name of the root of the model.")
+    ] = None
+    when: Annotated[
+        Literal["train"] | None,
+        Field(description="Edit outputs and inputs in training mode only, not in every forward."),
+    ] = None
 
     @property
-    def point(self) -> Point:
+    def target(self) -> TargetKind:
+        """The kind of thing whose names the patterns match."""
+        return next(kind for kind in TARGETS if getattr(self, kind) is not None)
+
+    @property
+    def ref(self) -> TensorRef:
+        """The tensor that the rule means."""
+        found = parse_tensor(self.target, self.tensor)
+        if isinstance(found, str):  # validation has refused it
+            raise TypeError(found)
+        return found
+
+    @property
+    def point(self) -> Moment:
         """The moment at which the rule acts, the default of its action filled in."""
-        return self.at or self.points[0]
+        if self.target == "params":
+            return self.at or self.points[0]
+        return "backward" if self.ref.grad else "forward"
 
     @property
     def keeps_zero(self) -> bool:
@@ -197,12 +159,21 @@ class Rule(Options):
     @property
     def patterns(self) -> tuple[Pattern, ...]:
         """The compiled patterns of the names the rule selects."""
-        return tuple(compile_pattern(text) for text in self.params)
+        return tuple(compile_pattern(text) for text in getattr(self, self.target))
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the flaws of `at`; actions add those of their options."""
-        at = given.get("at")
+        """Yield the flaws of target and `at`; actions add those of their options."""
+        target = yield from target_flaws(cls.name(), cls.targets, given)
+        if target in ("modules", "tensors"):
+            if given.get("at") is not None:
+                message = f"`at` is for `params`: {target} have a rule act when the tensor is there"
+                yield Flaw("at", message, "remove it", key=True)
+            return
+        yield from cls._at_flaws(given.get("at"))
+
+    @classmethod
+    def _at_flaws(cls, at: object) -> Iterator[Flaw]:
         if not cls.takes_at:
             if at is not None:
                 message = f"{cls.name()} takes no `at`: {cls.no_at_reason()}"

@@ -15,14 +15,13 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from gradsurgeon.actions._base import Options, Rule
+from gradsurgeon.actions._base import Rule
 from gradsurgeon.actions._fields import Flaw, found, written
+from gradsurgeon.actions._options import Options
 from gradsurgeon.errors import did_you_mean
 from gradsurgeon.source import looks_like
 
-_NOT_YET_TARGETS = ("modules", "tensors")
-_NOT_YET_KEYS = (*_NOT_YET_TARGETS, "model", "when", "forensics")
-_NOT_YET_ACTIONS = ("capture", "clip-norm", "freeze", "sanitize")
+_NOT_YET_KEYS = ("forensics",)
 _TYPE_NAMES = {
     "float": "a number",
     "int": "a whole number",
@@ -47,10 +46,6 @@ def check_rule(
     kind, flaws = _kind(entry, actions)
     walk = _Walk(kind or Rule, actions, strict=kind is not None)
     options = walk.options(walk.rule, entry)
-    if any(target in entry for target in _NOT_YET_TARGETS):
-        # What the other targets need is not known here: only that they are not there yet is said.
-        walk.settled |= {"params", "tensor", "at"}
-        options.pop("tensor", None)
     flaws += (flaw for flaw in walk.flaws if flaw.missing is False or flaw.at not in walk.settled)
     if kind is None:
         options["action"] = "unknown"
@@ -101,12 +96,7 @@ def _kind(
         return None, [Flaw(key, message, known, check="wrong-type")]
     if action in actions:
         return actions[action], []
-    if action in _NOT_YET_ACTIONS:
-        return None, [_not_yet(key, f"the action `{action}`", known)]
-    hint = did_you_mean(action, (*actions, *_NOT_YET_ACTIONS))
-    if hint and (word := hint.split("`")[1]) in _NOT_YET_ACTIONS:
-        hint = f"`{word}` is not there yet;"
-    hint = f"{hint} {known}".strip()
+    hint = f"{did_you_mean(action, actions)} {known}".strip()
     return None, [Flaw(key, f"unknown action `{action[:60]}`", hint, check="unknown-action")]
 
 
@@ -171,8 +161,7 @@ class _Walk:
             return ""
         top = path == key
         if top and key in _NOT_YET_KEYS:
-            remedy = "use `params`" if key in _NOT_YET_TARGETS else "remove it"
-            self.flaws.append(_not_yet(key, f"`{key}`", remedy, key=True))
+            self.flaws.append(_not_yet(key, f"`{key}`", "remove it", key=True))
             return ""
         if top and not self.rule.takes_at:
             free = [one for one in free if one != "at"]
@@ -241,7 +230,7 @@ class _Walk:
                 hint = f"leave `{key}` out"
             return Flaw(path, f"`{key}` must be {choices}, found {what}", hint)
         if kind == "greater_than_equal":
-            return Flaw(path, f"`{key}` must be {context['ge']} or more, found {what}")
+            return Flaw(path, f"`{key}` must be {context['ge']:g} or more, found {what}")
         if kind == "finite_number":
             return Flaw(path, f"`{key}` must be finite, found {what}", self.finite(path))
         wanted = _TYPE_NAMES.get(kind.removesuffix("_type"))

@@ -16,8 +16,8 @@ from importlib import import_module
 
 from gradsurgeon.errors import did_you_mean, printable
 
-_COMMANDS = ("lint", "plan", "explain", "schema")
-_NOT_YET = ("run", "diff", "params", "report", "export", "replay")
+_COMMANDS = ("lint", "plan", "report", "export", "explain", "schema")
+_NOT_YET = ("run", "diff", "params", "replay")
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
@@ -107,4 +107,26 @@ def _parser() -> argparse.ArgumentParser:
     explain = command("explain", "Show what an action does, its options and examples.")
     explain.add_argument("action", nargs="?", metavar="ACTION", help="without it: all actions")
     command("schema", "Print the JSON Schema of rule files, for editors.")
+    report = command("report", "Show what a run looked like: norms, rules, events.")
+    _add_run(report)
+    report.add_argument("--ascii", action="store_true", help="draw with ASCII only")
+    _add_export(command("export", "Write the records of a run, one value per line."))
     return parser
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run directory, still being written or not")
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "--format",
+        choices=("csv", "jsonl"),
+        required=True,
+        help="csv has values only; jsonl has events as well, and NaN and Infinity as texts",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+    parser.add_argument("--stat", metavar="STAT", help="only this statistic, such as l2")
+    parser.add_argument("--rule", metavar="RULE", help="only what this rule recorded")
+    parser.add_argument("--name", metavar="PATTERN", help='only these tensors, such as "*.bias"')

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon.actions import ACTIONS, Example, Rule, written
+from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, written
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.schema import rule_schema
 from gradsurgeon.errors import did_you_mean, printable
@@ -28,6 +28,13 @@ _TYPES = {
     "object": "mapping",
 }
 _SHARED = frozenset(Rule.model_fields) - {"action", "at"}
+
+
+_TARGET_EXAMPLES: dict[TargetKind, dict[str, str]] = {
+    "params": {"params": "backbone.*"},
+    "modules": {"modules": "*.attn", "tensor": "output"},
+    "tensors": {"tensors": "hidden"},
+}
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,19 +55,68 @@ def run(arguments: argparse.Namespace) -> int:
 def page(rule: type[Rule]) -> Iterator[str]:
     """Yield the lines of the page of an action."""
     yield f"{rule.name()}: {_summary(rule)}"
-    body = inspect.cleandoc(rule.__doc__ or "").partition("\n")[2]
-    for section in re.split(r"^## ", body, flags=re.MULTILINE)[1:]:
-        heading, _, text = section.partition("\n")
+    for heading, text in _sections(rule):
         yield from _section(heading, _paragraphs(text))
     branch = rule_schema(rule)
-    own = [key for key in branch["properties"] if key not in _SHARED and key != "action"]
-    if own:
+    if own := _keys(rule, shared=False):
         yield from _section("Options", _table(branch, own))
     if not rule.takes_at:
         yield from ("", f"  It takes no `at`: {rule.no_at_reason()}.")
-    shared = [key for key in branch["properties"] if key in _SHARED]
-    yield from _section("Options of every rule", _table(branch, shared))
+    yield from _section("Options of every rule", _table(branch, _keys(rule, shared=True)))
     yield from _section("Examples", _examples(rule))
+
+
+def reference() -> str:
+    """Return the pages of all actions as Markdown, as `rules/README.md` holds them."""
+    rules = list(ACTIONS.values())
+    shared = list(dict.fromkeys(key for rule in rules for key in _keys(rule, shared=True)))
+    widest = {key: next(r for r in rules if key in _keys(r, shared=True)) for key in shared}
+    rows = [row for key in shared for row in _rows(rule_schema(widest[key]), [key])]
+    lines = ["### Options of every rule", "", *_markdown_table(rows)]
+    for rule in rules:
+        lines += ["", f"### `{rule.name()}`", "", _summary(rule)]
+        for heading, text in _sections(rule):
+            paragraphs = (" ".join(one.split()) for one in text.strip().split("\n\n"))
+            lines += ["", f"**{heading}.** " + "\n\n".join(paragraphs)]
+        lines += ["", _acts_on(rule)]
+        if own := _keys(rule, shared=False):
+            lines += ["", *_markdown_table(_rows(rule_schema(rule), own))]
+        lines += ["", "```yaml", "version: 1", "rules:"]
+        lines += [f"  {line}" if line else "" for line in _examples(rule)]
+        lines += ["```"]
+    return "\n".join(lines) + "\n"
+
+
+def _acts_on(rule: type[Rule]) -> str:
+    """Return what an action acts on, and at which points."""
+    targets = ", ".join(f"`{kind}`" for kind in rule.targets)
+    if not rule.takes_at:
+        return f"Acts on {targets}. It takes no `at`: {rule.no_at_reason()}."
+    default = "no default" if rule.needs_at else f"`{rule.points[0]}` by default"
+    points = ", ".join(f"`{point}`" for point in rule.points)
+    return f"Acts on {targets}; of parameters at {points} ({default})."
+
+
+def _markdown_table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield "| option | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for key, kind, default, meaning in rows:
+        cells = [f"`{key}`", kind, default, meaning]
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _keys(rule: type[Rule], *, shared: bool) -> list[str]:
+    """Return the options of an action: those of every rule, or those of its own."""
+    keys = [key for key in rule_schema(rule)["properties"] if key != "action"]
+    return [key for key in keys if (key in _SHARED) is shared]
+
+
+def _sections(rule: type[Rule]) -> Iterator[tuple[str, str]]:
+    """Yield heading and text of each part of the docstring of an action."""
+    body = inspect.cleandoc(rule.__doc__ or "").partition("\n")[2]
+    for section in re.split(r"^## ", body, flags=re.MULTILINE)[1:]:
+        heading, _, text = section.partition("\n")
+        yield heading, text
 
 
 def _summary(rule: type[Rule]) -> str:
@@ -81,13 +137,16 @@ def _width() -> int:
     return min(_MAX_WIDTH, shutil.get_terminal_size((_MAX_WIDTH, 24)).columns)
 
 
-def _table(branch: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
-    """Yield name, type, default and meaning of options; the meaning goes on in its column."""
-    rows = [("option", "type", "default", "")]
+def _rows(branch: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, type, default and meaning of options."""
     for key in keys:
         info = branch["properties"][key]
-        default = "must be given" if key in branch["required"] else _default(info)
-        rows.append((key, _type(info), default, _meaning(info)))
+        yield key, _type(info), _default(branch, key), _meaning(info)
+
+
+def _table(branch: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a table of options; the meaning goes on in its column."""
+    rows = [("option", "type", "default", ""), *_rows(branch, keys)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     indent = " " * (sum(widths) + 6)
     for row in rows:
@@ -103,9 +162,13 @@ def _type(info: Mapping[str, Any]) -> str:
         return str(info["const"])
     if "enum" in info:
         return " | ".join(map(str, info["enum"]))
-    if "anyOf" in info:  # the only option of two types
+    if "anyOf" not in info:
+        return _TYPES[info["type"]]
+    names = [_type(one) for one in info["anyOf"]]
+    if names == ["text", "list"]:
         return "pattern or list of patterns"
-    return _TYPES[info["type"]]
+    # Words that are listed for editors are a text like any other.
+    return "text" if "text" in names else " or ".join(names)
 
 
 def _meaning(info: Mapping[str, Any]) -> str:
@@ -118,8 +181,16 @@ def _meaning(info: Mapping[str, Any]) -> str:
     return description
 
 
-def _default(info: Mapping[str, Any]) -> str:
-    default = info.get("default")
+def _default(branch: Mapping[str, Any], key: str) -> str:
+    """Return the default of an option, or when it must be given."""
+    if key in branch["required"]:
+        return "must be given"
+    if key in (kind for one in branch.get("oneOf", ()) for kind in one["required"]):
+        return "one of three"
+    for target, needed in branch.get("dependentRequired", {}).items():
+        if key in needed:
+            return f"needed with {target}"
+    default = branch["properties"][key].get("default")
     return "-" if default is None else _yaml(default)
 
 
@@ -127,12 +198,22 @@ def _examples(rule: type[Rule]) -> Iterator[str]:
     """Yield each example as a rule that can be copied, with what it does to one gradient."""
     for number, example in enumerate(rule.EXAMPLES, 1):
         yield from [""] * (number > 1)
-        yield f"- id: example-{number}"
-        yield f"  action: {rule.name()}"
-        yield '  params: "*"'
-        yield from (f"  {key}: {_yaml(value)}" for key, value in example.options.items())
+        yield from _rule(rule, number, {"params": "*", **example.options})
         yield f"  # gradient  {_numbers(example.grad)}"
         yield f"  # {_outcome(example)}"
+    if not rule.EXAMPLES:  # what it does is not to be seen on one gradient
+        for number, kind in enumerate(rule.targets, 1):
+            yield from [""] * (number > 1)
+            yield from _rule(rule, number, _TARGET_EXAMPLES[kind])
+
+
+def _rule(rule: type[Rule], number: int, options: Mapping[str, Any]) -> Iterator[str]:
+    yield f"- id: example-{number}"
+    yield f"  action: {rule.name()}"
+    for key, value in options.items():
+        # Patterns are quoted always, and so are texts that YAML would take for something else.
+        quoted = key in TARGETS or not re.fullmatch(r"[a-z][a-z0-9.-]*", str(value))
+        yield f"  {key}: {json.dumps(value) if isinstance(value, str) and quoted else _yaml(value)}"
 
 
 def _outcome(example: Example) -> str:

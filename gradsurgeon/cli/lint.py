@@ -1,4 +1,4 @@
-"""``gradsurgeon lint``: every problem of every file. Never imports torch."""
+"""``gradsurgeon lint``: every problem of every file and its includes. Never imports torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Lint the files; 1 where one has errors, 2 where one cannot be read."""
     # A file that is named twice is one file.
     found = {file: problems_of(file) for file in dict.fromkeys(arguments.files)}
-    problems = [problem for group in found.values() for problem in group]
+    problems = _distinct(found)
     if arguments.format == "json":
         print(json.dumps({"version": 1, "problems": [one.to_dict() for one in problems]}, indent=2))
     else:
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def problems_of(file: str) -> list[Problem]:
-    """Return all problems of a file, the one of not being readable included."""
+    """Return all problems of a file and its includes, that it cannot be read included."""
     try:
         document = source.read(file)
     except RuleFileError as error:
@@ -43,9 +43,14 @@ def problems_of(file: str) -> list[Problem]:
     return schema.check(document)[1]
 
 
+def _distinct(found: dict[str, list[Problem]]) -> list[Problem]:
+    """Return each problem once: files may share an include."""
+    return list(dict.fromkeys(problem for group in found.values() for problem in group))
+
+
 def _summary(found: dict[str, list[Problem]]) -> str:
     """Return ``rules.yaml: 14 errors, 1 warning``."""
-    problems = [problem for group in found.values() for problem in group]
+    problems = _distinct(found)
     what = printable(next(iter(found))) if len(found) == 1 else f"{len(found)} files"
     if not problems:
         return f"{_count(len(found), 'file')} clean"

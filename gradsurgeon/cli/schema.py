@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon.actions import ACTIONS, Rule
+from gradsurgeon.actions import ACTIONS, TARGETS, Rule
+from gradsurgeon.packs import PREFIX, published
 from gradsurgeon.schema import FORMAT, VERSION
 
 if TYPE_CHECKING:
@@ -17,6 +18,12 @@ def run(arguments: argparse.Namespace) -> int:
     del arguments
     print(json.dumps(document_schema(), indent=2, ensure_ascii=False))
     return 0
+
+
+# A path that is neither absolute nor a pack that does not exist.
+_RELATIVE = r"^(?!gradsurgeon:|/|[A-Za-z]:|.*\\).+$"
+
+_TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
 
 
 def document_schema() -> dict[str, Any]:
@@ -35,6 +42,18 @@ def document_schema() -> dict[str, Any]:
                 "pattern": r"^\s*(>=|<=|==|!=|>|<)\s*\d+(\.\d+){0,3}\s*"
                 r"(,\s*(>=|<=|==|!=|>|<)\s*\d+(\.\d+){0,3}\s*)*$",
             },
+            "include": {
+                "type": "array",
+                "description": "Packs, as gradsurgeon:NAME@N, and files in the folder of this one or "
+                "below. Their rules come first.",
+                "minItems": 1,
+                "items": {
+                    "anyOf": [
+                        {"enum": [f"{PREFIX}{spec}" for spec in published()]},
+                        {"type": "string", "minLength": 1, "pattern": _RELATIVE},
+                    ]
+                },
+            },
             "rules": {
                 "type": "array",
                 "description": "The rules; within one point they act in this order.",
@@ -42,7 +61,9 @@ def document_schema() -> dict[str, Any]:
                 "items": {"oneOf": [{"$ref": f"#/$defs/{name}"} for name in rules]},
             },
         },
-        "required": ["version", "rules"],
+        "required": ["version"],
+        # No single key can say so: one of the two at least.
+        "anyOf": [{"required": ["rules"]}, {"required": ["include"]}],
         "additionalProperties": False,
         "$defs": rules,
     }
@@ -52,10 +73,11 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
     """Return the branch of one action."""
     found = rule.model_json_schema()
     definitions = found.pop("$defs", {})
+    unknown = _unknown(rule)
     properties = {
         name: _simple(value, definitions)
         for name, value in found["properties"].items()
-        if name != "at" or rule.takes_at
+        if name not in unknown
     }
     properties["action"] = {
         "const": rule.name(),
@@ -68,20 +90,53 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
             "description": properties["at"]["description"],
             **default,
         }
-    branch: dict[str, Any] = {
+    only = rule.targets if len(rule.targets) == 1 else ()
+    properties["tensor"] = _tensor(rule, properties["tensor"]["description"])
+    return {
         "title": rule.name(),
         "description": properties["action"]["description"],
         "type": "object",
         "properties": dict(sorted(properties.items(), key=lambda item: item[0] != "action")),
-        "required": ["id", "action", *(key for key in found["required"] if key != "id")],
+        "required": ["id", "action", *(key for key in found["required"] if key != "id"), *only],
         "additionalProperties": False,
+        **_together(rule),
     }
+
+
+def _tensor(rule: type[Rule], description: str) -> dict[str, Any]:
+    """Return the choice of `tensor`; listed, so that editors can offer it."""
+    if rule.targets == ("params",):
+        return {"const": "grad", "description": "The gradient: a parameter has no other."}
+    words = ["output", "input", "output.grad", "input.grad", "grad", "value"]
+    choices = [{"enum": words}, {"type": "string", "pattern": _TENSOR_PATH}]
+    return {"anyOf": choices, "description": description}
+
+
+def _unknown(rule: type[Rule]) -> set[str]:
+    """Return the keys of every rule that this action does not take."""
+    unknown: set[str] = {kind for kind in TARGETS if kind not in rule.targets}
+    if not rule.takes_at:
+        unknown.add("at")
+    if "modules" not in rule.targets and "tensors" not in rule.targets:
+        unknown.add("when")  # of values, which parameters do not have
+    return unknown
+
+
+def _together(rule: type[Rule]) -> dict[str, Any]:
+    """Return what keys demand of each other, which no single one can say."""
+    needs: dict[str, list[str]] = {}
+    if "modules" in rule.targets:
+        needs["modules"] = ["tensor"]
     if rule.needs_at:
-        branch["required"].append("at")
-    # Keys of which one at least must be given: no single field can say so.
-    if either := rule.either:
-        branch["anyOf"] = [{"required": [key]} for key in either]
-    return branch
+        needs["params"] = ["at"]
+    found: dict[str, Any] = {}
+    if len(rule.targets) > 1:
+        found["oneOf"] = [{"required": [kind]} for kind in rule.targets]
+    if needs:
+        found["dependentRequired"] = needs
+    if rule.either:
+        found["anyOf"] = [{"required": [key]} for key in rule.either]
+    return found
 
 
 def _simple(value: Any, definitions: dict[str, Any]) -> Any:
@@ -103,9 +158,10 @@ def _simple(value: Any, definitions: dict[str, Any]) -> Any:
         if not (key == "title" and isinstance(one, str))
         and not (key == "default" and (one is None or one == [] or isinstance(one, dict)))
     }
-    choices = value.get("anyOf", [])
+    choices = value.pop("anyOf", [])
     kept = [choice for choice in choices if choice != {"type": "null"}]
-    if choices and len(kept) == 1:
-        del value["anyOf"]
+    if len(kept) == 1:
         return {**kept[0], **value}
-    return value
+    # Patterns are a choice themselves, in a choice between them and nothing.
+    kept = [one for choice in kept for one in choice.get("anyOf", [choice])]
+    return {"anyOf": kept, **value} if kept else value

@@ -1,16 +1,29 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
-from gradsurgeon.planning.binding import Binding, Plan, bind, hook_of
-from gradsurgeon.planning.manifest import Manifest, Param, Slot, from_model, slots
+from gradsurgeon.planning.binding import bind
+from gradsurgeon.planning.manifest import (
+    ROOT,
+    Manifest,
+    Module,
+    Param,
+    Slot,
+    from_model,
+    named_modules,
+    slots,
+)
+from gradsurgeon.planning.plan import Binding, Plan, hook_of
 
 __all__ = [
+    "ROOT",
     "Binding",
     "Manifest",
+    "Module",
     "Param",
     "Plan",
     "Slot",
     "bind",
     "from_model",
     "hook_of",
+    "named_modules",
     "slots",
 ]

@@ -52,6 +52,24 @@ class Param:
         return (self.name, *self.aliases)
 
 
+ROOT = "."
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """One module: canonical name, ``"."`` for the root, and class names, most derived first."""
+
+    name: str
+    aliases: tuple[str, ...]
+    module_type: tuple[str, ...]
+    inplace: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Canonical name and aliases."""
+        return (self.name, *self.aliases)
+
+
 @dataclass(frozen=True, slots=True)
 class Slot:
     """Where a parameter lives: ``owner._parameters[key]``, under a canonical name."""
@@ -63,10 +81,13 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All parameters of a model, in the order of ``named_parameters``."""
+    """All parameters and modules of a model, in the order of ``named_parameters``."""
 
     origin: str
     params: tuple[Param, ...]
+    modules: tuple[Module, ...] = ()
+    # Class names of the root, most derived first: what `model:` in a rule goes by.
+    model_type: tuple[str, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -108,7 +129,30 @@ def from_model(model: Any) -> Manifest:
     groups: dict[int, list[Slot]] = {}
     for slot in slots(model):
         groups.setdefault(id(slot.owner._parameters[slot.key]), []).append(slot)  # noqa: SLF001
-    return Manifest(type(model).__name__, tuple(_param(group) for group in groups.values()))
+    *_, (_, root) = ((path, module) for path, module in walk(model) if not path)
+    return Manifest(
+        origin=type(root).__name__,
+        params=tuple(_param(group) for group in groups.values()),
+        modules=tuple(_modules(model)),
+        model_type=class_names(root),
+    )
+
+
+def named_modules(model: Any) -> dict[str, Any]:
+    """Return every module under each of its canonical names; wrappers give way to what they wrap."""
+    return {path or ROOT: module for path, module in walk(model)}
+
+
+def _modules(model: Any) -> Iterator[Module]:
+    names: dict[int, list[str]] = {}
+    found: dict[int, Any] = {}
+    for name, module in named_modules(model).items():
+        names.setdefault(id(module), []).append(name)
+        found[id(module)] = module
+    for key, own in names.items():
+        module = found[key]
+        inplace = getattr(module, "inplace", False) is True
+        yield Module(own[0], tuple(own[1:]), class_names(module), inplace)
 
 
 def _param(group: list[Slot]) -> Param:

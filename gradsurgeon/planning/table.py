@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from gradsurgeon.errors import printable
 
 if TYPE_CHECKING:
-    from gradsurgeon.planning.binding import Plan
+    from gradsurgeon.planning.plan import Plan
 
 _SHOWN = 6
 _TIED_SHOWN = 2
+_NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
 
 def render(plan: Plan) -> str:
@@ -43,7 +44,7 @@ def grid(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> 
 
 
 def _rules(plan: Plan) -> Iterator[str]:
-    rows = [("rule", "action", "at", "hook", "parameters", "elements", "steps")]
+    rows = [("rule", "action", "at", "hook", "binds", "elements", "steps")]
     for rule in plan.rules.rules:
         bound = plan.of(rule.id)
         dormant = sum(binding.dormant for binding in bound)
@@ -57,8 +58,8 @@ def _rules(plan: Plan) -> Iterator[str]:
                 rule.action,
                 rule.point,
                 bound[0].hook if bound else "-",
-                f"{len(bound)}{frozen}",
-                f"{sum(binding.numel for binding in bound):,}",
+                f"{count(len(bound), _NOUNS[rule.target])}{frozen}",
+                f"{sum(binding.numel for binding in bound):,}" if rule.target == "params" else "-",
                 f"{window}{every}".strip() or "all",
             )
         )
@@ -67,16 +68,20 @@ def _rules(plan: Plan) -> Iterator[str]:
 
 def _chains(plan: Plan) -> Iterator[str]:
     """Yield each distinct chain of effects with the tensors that go through it."""
+    if not plan.chains:
+        yield "no rule binds anything"
+        return
     points = {rule.id: rule.point for rule in plan.rules.rules}
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, chain in plan.chains.items():
         groups.setdefault(chain, []).append(name)
-    untouched = len(plan.manifest.params) - len(plan.chains)
+    untouched = sum(param.name not in plan.chains for param in plan.manifest.params)
     yield "effects per tensor, in order of effect"
     aliases = {param.name: param.aliases for param in plan.manifest.params}
     for chain, names in groups.items():
         yield "  " + " -> ".join(f"{rule} (at {points[rule]})" for rule in chain)
-        yield f"      {count(len(names), 'parameter')}: {_abridged(names, aliases)}"
+        noun = "parameter" if names[0] in aliases else "tensor"
+        yield f"      {count(len(names), noun)}: {_abridged(names, aliases)}"
     if untouched:
         yield f"  no rule: {count(untouched, 'parameter')}"
 
@@ -89,7 +94,7 @@ def _abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:
     shown = []
     for group in folded.values():
         text = group[0] if len(group) == 1 else _range(group)
-        tied = [alias for name in group for alias in aliases[name]]
+        tied = [alias for name in group for alias in aliases.get(name, ())]
         ellipsis = ", ..." if len(tied) > _TIED_SHOWN else ""
         suffix = f" (tied to {', '.join(tied[:_TIED_SHOWN])}{ellipsis})" if tied else ""
         shown.append(printable(text + suffix))

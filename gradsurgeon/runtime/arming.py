@@ -20,6 +20,9 @@ class Arming:
     def __init__(self, state: State, passes: Passes) -> None:
         self._state = state
         self._passes = passes
+        program = state.program
+        # Rules on modules alone must learn of backward passes as well.
+        self._armed = program.armed or tuple(range(len(program.names)))
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._ids: dict[int, int] = {}
         self._guards: dict[int, bool] = {}
@@ -28,7 +31,7 @@ class Arming:
         """Put hooks on all tensors of the program; on failure none stays."""
         with ExitStack() as undo:
             undo.callback(self.disarm)
-            for tensor in range(len(self._state.targets)):
+            for tensor in self._armed:
                 self._arm(tensor)
             undo.pop_all()
 
@@ -42,7 +45,8 @@ class Arming:
     def replaced(self) -> list[int]:
         """Return the tensors whose parameter is not the one that carries the hooks."""
         found = []
-        for tensor, param in enumerate(self._state.targets.params()):
+        for tensor in self._armed:
+            param = self._state.targets.param(tensor)
             if self._ids.get(tensor) != (None if param is None else id(param)):
                 found.append(tensor)
         return found
@@ -64,7 +68,8 @@ class Arming:
             for handle in handles:
                 handle.remove()
         self._handles.clear()
-        for param in self._state.targets.params():
+        for tensor in self._armed:
+            param = self._state.targets.param(tensor)
             if param is not None:
                 _torch.forget_empty_hooks(param)
 

@@ -130,12 +130,17 @@ class TensorHook(Hook):
         out = grad
         for rule in due:
             out = self._one(state, passes, rule, out)
-            state.journal.fired(rule.id, clock.step)
+            if rule.role != "capture":
+                state.journal.fired(rule.id, clock.step)
         return None if out is grad or state.mode == "observe" else out
 
     def _one(self, state: State, passes: Passes, rule: Rule, grad: Tensor) -> Tensor:
         if rule.role == "edit":
             return self._edit(state, rule, grad)
+        if rule.role == "capture":
+            name, step = state.program.names[self._tensor], state.clocks[self._tensor].step
+            state.captures.keep(rule, name, step, grad)
+            return grad
         with torch.no_grad():
             found = {stat: _torch.statistic(stat, grad) for stat in getattr(rule, "stats", ())}
         passes.current().logged.setdefault(rule.id, {})[self._tensor] = found
@@ -146,7 +151,16 @@ class TensorHook(Hook):
         check_layout(rule, grad, state.program.names[self._tensor])
         with torch.no_grad():
             state.journal.altered(rule.id, edit.alters(_torch.values(grad)))
+            mention_giving_up(state, rule, [grad], state.clocks[self._tensor].step)
         return _torch.on_values(edit.apply, grad)
+
+
+def mention_giving_up(state: State, rule: Rule, grads: list[Tensor], step: int) -> None:
+    """Note where an edit leaves gradients alone because it could only do harm."""
+    gives_up = state.edits[rule.id].gives_up
+    if gives_up is not None:
+        text = "the norm is not finite: the gradients were left alone"
+        state.journal.later(gives_up(grads), text, rule=rule.id, step=step)
 
 
 def check_layout(rule: Rule, grad: Tensor, name: str) -> None:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gradsurgeon import _torch
 from gradsurgeon.actions import Edit
-from gradsurgeon.runtime.backward import check_layout
+from gradsurgeon.runtime.backward import check_layout, mention_giving_up
 from gradsurgeon.runtime.clock import Clock
-from gradsurgeon.runtime.look import measure, pick, stack
+from gradsurgeon.runtime.look import keep, measure, pick, stack
 from gradsurgeon.runtime.state import Lane, State
 from gradsurgeon.runtime.targets import Mark, mark
 
@@ -56,7 +56,8 @@ class StepEdits:
                 having = {i: fresh[i] for i in lane.tensors if i in fresh}
                 if having:
                     self._one(lane, having)
-                    state.journal.fired(lane.rule.id, clock.step, len(having))
+                    if lane.rule.role != "capture":  # counts by itself
+                        state.journal.fired(lane.rule.id, clock.step, len(having))
                     if lane.rule.may_overflow and state.mode == "act":
                         suspicious |= having.keys()
         if state.mode == "act":
@@ -76,14 +77,33 @@ class StepEdits:
         self._left.clear()
 
     def _one(self, lane: Lane, grads: dict[int, Tensor]) -> None:
+        state = self._state
         if lane.rule.role == "observe":
             self._log(lane, grads)
+        elif lane.rule.role == "capture":
+            keep(state, lane, grads)
+        elif lane.rule.role == "freeze":
+            for grad in grads.values():
+                state.journal.altered(
+                    lane.rule.id, torch.ones((), dtype=torch.bool, device=grad.device)
+                )
+        else:
+            for tensor, grad in grads.items():
+                check_layout(lane.rule, grad, state.program.names[tensor])
+            self._edit(lane, state.edits[lane.rule.id], list(grads.values()))
+
+    def _edit(self, lane: Lane, edit: Edit, grads: list[Tensor]) -> None:
+        state, rule, step = self._state, lane.rule, lane.clock.step
+        if edit.together is not None:
+            mention_giving_up(state, rule, grads, step)
+            flag = edit.together(grads)
+            for grad in grads:
+                state.journal.altered(rule.id, flag.to(grad.device))
             return
-        edit = self._state.edits[lane.rule.id]
-        for tensor, grad in grads.items():
-            check_layout(lane.rule, grad, self._state.program.names[tensor])
-            self._state.journal.altered(lane.rule.id, edit.alters(_torch.values(grad)))
-        _apply(edit, list(grads.values()))
+        for grad in grads:
+            state.journal.altered(rule.id, edit.alters(_torch.values(grad)))
+            mention_giving_up(state, rule, [grad], step)
+        _apply(edit, grads)
 
     def _log(self, lane: Lane, grads: dict[int, Tensor]) -> None:
         column = {tensor: number for number, tensor in enumerate(lane.tensors)}

@@ -18,6 +18,8 @@ from gradsurgeon.events import Event, EventKind, RuleStatus
 _MOST_EVENTS = 10_000
 # One step can pass without a gradient for innocent reasons, three in a row are worth a word.
 _QUIET_STEPS = 3
+# Flags wait on the device until so many of them are worth one look.
+_DOUBTS = 256
 
 
 @dataclass(slots=True)
@@ -34,12 +36,26 @@ class Tally:
 
 
 class Journal:
-    """Events in order, and one tally per rule."""
+    """Events in order, and one tally per rule.
 
-    def __init__(self, rules: Sequence[Rule], matched: Sequence[int]) -> None:
+    Args:
+        rules: every rule, in file order.
+        matched: how many tensors each matches.
+        sink: told of each event that is noted.
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        matched: Sequence[int],
+        *,
+        sink: Callable[[Event], None] | None = None,
+    ) -> None:
         self.events: list[Event] = []
+        self.sink = sink
         self._tallies = {rule.id: Tally(count) for rule, count in zip(rules, matched, strict=True)}
         self._said: set[tuple[str, str]] = set()
+        self._doubts: list[tuple[Tensor, str, str, int]] = []
 
     def emit(
         self,
@@ -53,20 +69,40 @@ class Journal:
     ) -> None:
         """Note an event, and warn the caller as well where he ought to see it at once."""
         if len(self.events) < _MOST_EVENTS:
-            self.events.append(Event(kind, rule, step, _torch.rank(), name, message))
+            self._note(Event(kind, rule, step, _torch.rank(), name, message))
         elif len(self.events) == _MOST_EVENTS:
             text = f"{_MOST_EVENTS:,} events noted; further ones are not kept"
-            self.events.append(Event("notice", "", step, _torch.rank(), "", text))
+            self._note(Event("notice", "", step, _torch.rank(), "", text))
         if warn:
             if rule:
                 self._tallies[rule].warnings.append(message)
             warnings.warn(f"{f'rule {rule}: ' if rule else ''}{message}", GradSurgeonWarning, 2)
 
-    def once(self, topic: str, message: str, *, rule: str = "", step: int = 0) -> None:
+    def _note(self, event: Event) -> None:
+        self.events.append(event)
+        if self.sink is not None:
+            self.sink(event)
+
+    def once(
+        self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
+    ) -> None:
         """Note a notice the first time the topic comes up."""
         if (topic, rule) not in self._said:
             self._said.add((topic, rule))
-            self.emit("notice", message, rule=rule, step=step)
+            self.emit("notice", message, rule=rule, step=step, warn=warn)
+
+    def later(self, flag: Tensor, message: str, *, rule: str, step: int) -> None:
+        """Note a notice if ``flag`` is set, which is read at once only where that waits for nothing."""
+        self._doubts.append((flag, message, rule, step))
+        if _torch.is_host(flag) or len(self._doubts) >= _DOUBTS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Read the flags that wait. Waits for the device."""
+        doubts, self._doubts = self._doubts, []
+        for flag, message, rule, step in doubts:
+            if bool(flag):
+                self.emit("notice", message, rule=rule, step=step)
 
     def fired(self, rule: str, step: int, count: int = 1) -> None:
         """Count firings of a rule."""
@@ -100,6 +136,7 @@ class Journal:
 
     def status(self) -> dict[str, RuleStatus]:
         """Return what each rule has done. Waits for the device."""
+        self.settle()
         found: dict[str, RuleStatus] = {}
         for rule, tally in self._tallies.items():
             altered = sum(int(counter) for counter in tally.altered.values())

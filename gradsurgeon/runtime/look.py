@@ -75,6 +75,8 @@ def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
         for lane in lanes:
             if lane.rule.role == "observe":
                 _log(state, lane, look, by_tensor)
+            elif lane.rule.role == "capture":
+                keep(state, lane, by_tensor)
         looks[clock] = look
     return looks
 
@@ -104,6 +106,14 @@ def suspects(norms: Sequence[tuple[tuple[int, ...], Tensor]]) -> list[int]:
     for tensors, values in norms:
         found += [tensors[i] for i in (~values.isfinite()).nonzero().flatten().tolist()]
     return found
+
+
+def keep(state: State, lane: Lane, grads: dict[int, Tensor]) -> None:
+    """Keep copies of the gradients that a `capture` rule matched."""
+    for tensor in lane.tensors:
+        if tensor in grads:
+            name = state.program.names[tensor]
+            state.captures.keep(lane.rule, name, lane.clock.step, grads[tensor])
 
 
 def _log(state: State, lane: Lane, look: Look, grads: dict[int, Tensor]) -> None:

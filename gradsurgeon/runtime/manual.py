@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
+from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientError
 from gradsurgeon.runtime.backward import Hook, Pass, Passes
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.state import State
@@ -86,6 +86,7 @@ class Manual:
     def begin(self, done: Pass) -> None:
         """Go over to hand-written updates, after the first pass that no optimizer has claimed."""
         self.active = True
+        self._refuse_freezes()
         self._state.journal.once("manual", _NOTICE, step=self._state.clocks.latest)
         for stage in self._state.program.traps:
             if getattr(stage.rule, "then", "") == "skip-step":
@@ -100,6 +101,15 @@ class Manual:
         edited = {i for i, edits in self.guarded().items() if edits and i in done.order}
         if done.continued and edited & self._full and self._state.mode == "act":
             raise GradSurgeonError(compounding(self._state.program.names[min(edited & self._full)]))
+
+    def _refuse_freezes(self) -> None:
+        for stage in self._state.program.freezes:
+            raise BindError(
+                [
+                    f"rule {stage.rule.id}: weights are updated by hand, so that there is no optimizer "
+                    "to hide a gradient from; set requires_grad to false, or use `zero`"
+                ]
+            )
 
     @contextmanager
     def step_of(self, done: Pass) -> Iterator[None]:
@@ -161,6 +171,7 @@ class Manual:
         Raises:
             NonFiniteGradientError: a trap stops the update.
         """
+        self._refuse_freezes()
         first, self._declared, self.active = not self._declared, True, True
         if first and self._counted:
             # The pass before this first tick has been counted; from now on only ticks are.

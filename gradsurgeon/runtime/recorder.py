@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import atexit
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _torch
+from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import Key, Records
+
+if TYPE_CHECKING:
+    from gradsurgeon.store.writer import RunWriter
 
 # Rows wait on the device so that one transfer serves many; this many of them are a few hundred kB
 # for a large model.
@@ -16,11 +22,29 @@ _ROWS_PER_FLUSH = 64
 
 
 class Recorder:
-    """Collects rows of measurements and moves them to the host in one transfer per flush."""
+    """Collects rows of measurements and moves them to the host in one transfer per flush.
 
-    def __init__(self, records: Records) -> None:
+    Args:
+        records: where rows are kept in memory.
+        writer: where they are written as well; rows then wait for a second at most.
+        statuses: what each rule has done, to be written along with the rows.
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        writer: RunWriter | None = None,
+        statuses: Callable[[], Mapping[str, RuleStatus]] | None = None,
+    ) -> None:
         self.records = records
+        self.writer = writer
+        self._statuses = statuses
         self._waiting: list[tuple[Key, int, Tensor, frozenset[int], bool]] = []
+        # Where the last row of each series waits: statistics and lanes take turns within a step.
+        self._places: dict[int, int] = {}
+        if writer is not None:
+            # A script may end without `remove()`, on an exception above all.
+            atexit.register(self.close)
 
     def add(
         self, key: Key, step: int, found: Sequence[int], values: Tensor, *, replace: bool
@@ -42,17 +66,52 @@ class Recorder:
             whole[torch.tensor(found, device=values.device)] = values
             values = whole
         row = (key, step, values.detach(), absent, replace)
-        last = self._waiting[-1] if self._waiting else None
-        if replace and last is not None and (last[0] is key and last[1] == step):
-            self._waiting[-1] = row
+        place = self._places.get(id(key))
+        if replace and place is not None and self._waiting[place][1] == step:
+            self._waiting[place] = row
             return
+        self._places[id(key)] = len(self._waiting)
         self._waiting.append(row)
-        if len(self._waiting) >= _ROWS_PER_FLUSH:
+        full = len(self._waiting) >= _ROWS_PER_FLUSH
+        if full or (self.writer is not None and self.writer.due()):
             self.flush()
+
+    def end_step(self) -> None:
+        """Mark the end of a step: what would be more than a second old by the next is written."""
+        if self.writer is not None and self.writer.ends_step():
+            self._write()
+
+    def event(self, event: Event) -> None:
+        """Write an event, and the rows that led to it: it may be the last that this run does."""
+        if self.writer is not None and not self.writer.closed:
+            self.flush()
+            self.writer.event(event)
+
+    def close(self) -> None:
+        """Write what waits and finish the run directory; records stay in memory."""
+        if self.writer is not None:
+            atexit.unregister(self.close)
+            self._write()
+            self.writer.close()
+
+    def _write(self) -> None:
+        if self.writer is None or self.writer.closed:
+            return
+        self._move()
+        if self._statuses is not None:
+            self.writer.statuses(self._statuses())
+        self.writer.commit()
 
     def flush(self) -> None:
         """Move what waits to the store: one transfer per device."""
+        if self.writer is not None and self.writer.due():
+            self._write()
+        else:
+            self._move()
+
+    def _move(self) -> None:
         waiting, self._waiting = self._waiting, []
+        self._places.clear()
         devices = {row[2].device for row in waiting}
         hosts: dict[torch.device, Tensor] = {}
         for device in devices:
@@ -64,3 +123,5 @@ class Recorder:
             offsets[values.device] = stop = start + values.numel()
             part = _torch.to_bytes(hosts[values.device][start:stop])
             self.records.add(key, step, part, absent, replace=replace)
+            if self.writer is not None:
+                self.writer.add(key, step, part, absent, replace=replace)

@@ -6,7 +6,7 @@ import weakref
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -50,6 +50,13 @@ def enter(model: nn.Module, session: Session, *, replace: bool) -> None:
     _sessions[model] = session
     if not _global_hook:
         _global_hook.append(register_optimizer_step_pre_hook(_on_step))
+
+
+def tag(tensor: Tensor, name: str) -> Tensor:
+    """Show a tensor to the rules of all sessions; return the one to go on with."""
+    for session in list(_sessions.values()):
+        tensor = session.tag(tensor, name)
+    return tensor
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:

@@ -7,7 +7,9 @@ from typing import Literal
 
 from gradsurgeon.actions import Edit, Rule
 from gradsurgeon.compiler import Program, Stage
+from gradsurgeon.runtime.captures import Captures
 from gradsurgeon.runtime.clock import Clock, Clocks
+from gradsurgeon.runtime.flags import Flags
 from gradsurgeon.runtime.journal import Journal
 from gradsurgeon.runtime.recorder import Recorder
 from gradsurgeon.runtime.targets import Targets
@@ -38,10 +40,14 @@ class State:
     mode: Mode = "act"
     paused: bool = False
     edits: dict[str, Edit] = field(default_factory=dict)
+    captures: Captures = field(init=False)
+    flags: Flags = field(init=False)
     stages: dict[str, Stage] = field(init=False)
     _lanes: dict[int, tuple[int, tuple[Lane, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.captures = Captures(self.journal)
+        self.flags = Flags(self.journal)
         rules = {rule.id: rule for own in self.program.per_tensor.values() for rule in own}
         tensors: dict[str, list[int]] = {}
         for tensor, own in self.program.per_tensor.items():

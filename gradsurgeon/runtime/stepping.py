@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradsurgeon.errors import BindError
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.trap import Verdict
@@ -44,6 +45,7 @@ class Running:
     clock: Clock
     hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     snapshot: tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]] | None = None
+    skipped: bool = False
 
 
 def _all_kinds(kind: type[Optimizer]) -> set[type[Optimizer]]:
@@ -126,6 +128,7 @@ class Steps:
             self._foreign[optimizer] = size
             return None
         if owner is None:
+            self._check(optimizer, tensors)
             if not self._owners:
                 self._first_owner()
             handles = (
@@ -137,6 +140,23 @@ class Steps:
         owner.params, owner.tensors, owner.version = size, tuple(tensors), -1
         self._claim(owner)
         return owner
+
+    def _check(self, optimizer: Optimizer, tensors: Iterable[int]) -> None:
+        """Refuse an optimizer that no gradient can be hidden from.
+
+        Raises:
+            BindError: naming the rule.
+        """
+        own = set(tensors)
+        rules = [stage.rule for stage in self._state.program.freezes if own & set(stage.tensors)]
+        if rules and isinstance(optimizer, LBFGS):
+            raise BindError(
+                [
+                    f"rule {rule.id}: LBFGS moves all parameters together, so that `freeze` cannot "
+                    "hide one from it; make requires_grad false in the script, or use `zero`"
+                    for rule in rules
+                ]
+            )
 
     def _claim(self, owner: Owner) -> None:
         """Give the tensors of an optimizer to its clock, where another one has taken them since."""
@@ -200,13 +220,19 @@ class Steps:
             self._end(running)
             raise verdict.error
         if verdict.skip:
+            running.skipped = True
             self._undo(optimizer, running)
             # A gradient of zero would still decay the weight and feed the moments; none at all is
             # what optimizers leave alone.
-            for param in _params(optimizer):
-                if param.grad is not None:
-                    running.hidden.append((param, param.grad))
-                    param.grad = None
+            self._hide(running, _params(optimizer))
+        elif verdict.frozen:
+            self._hide(running, [self._state.targets.param(i) for i in verdict.frozen])
+
+    def _hide(self, running: Running, params: Iterable[Tensor | None]) -> None:
+        for param in params:
+            if param is not None and param.grad is not None:
+                running.hidden.append((param, param.grad))
+                param.grad = None
 
     def _undo(self, optimizer: Optimizer, running: Running) -> None:
         """Take back what an optimizer did in this step before the trap could see its gradients."""
@@ -224,7 +250,7 @@ class Steps:
         running = self._running
         if running is None or running.frame is not sys._getframe(1):  # noqa: SLF001 # as above
             return
-        if running.hidden:
+        if running.skipped:
             self._undo(optimizer, running)
         self._end(running)
 

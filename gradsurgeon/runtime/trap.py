@@ -14,6 +14,7 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.actions.nan_trap import NanTrap
 from gradsurgeon.errors import NonFiniteGradientError, printable
 from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.look import Look, measure, suspects
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.targets import mark
@@ -27,6 +28,8 @@ class Verdict:
 
     skip: bool = False
     error: NonFiniteGradientError | None = None
+    # Parameters that a `freeze` rule hides from the optimizer in this step.
+    frozen: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,15 @@ class Border:
     order: tuple[int, ...]
     bad: dict[int, tuple[str, int]]
     norms: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a trap has to say: the first culprit, the first line, the lines after the outcome."""
+
+    name: str
+    head: str
+    lines: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,12 @@ class Traps:
         Returns:
             What is to happen to the step. Reads the device once, and again only for a report.
         """
+        verdict = Verdict()
+        self._decide_params(clock, edited, verdict)
+        self._decide_sites(clock, verdict)
+        return verdict
+
+    def _decide_params(self, clock: Clock, edited: set[int], verdict: Verdict) -> None:
         state = self._state
         rules = {
             lane.rule.id: (cast("NanTrap", lane.rule), lane.tensors)
@@ -99,10 +117,9 @@ class Traps:
         watch = self._watches.setdefault(clock, Watch())
         tensors, grads = state.targets.grads(sorted({i for _, own in rules.values() for i in own}))
         if not tensors:
-            return Verdict()
+            return
         by_tensor = dict(zip(tensors, grads, strict=True))
         seen = self._compare(watch, by_tensor, edited)
-        verdict = Verdict()
         for rule, own in rules.values():
             having = [tensor for tensor in own if tensor in by_tensor]
             if not having:
@@ -116,7 +133,30 @@ class Traps:
                 self._mention_repair(
                     rule, clock, [tensor for tensor in having if tensor in seen.before]
                 )
-        return verdict
+
+    def _decide_sites(self, clock: Clock, verdict: Verdict) -> None:
+        """Judge what traps on module tensors and tags saw since the last update."""
+        by_rule: dict[str, list[tuple[Flag, int]]] = {}
+        for flag, count in self._state.flags.take(clock):
+            by_rule.setdefault(flag.rule.id, []).append((flag, count))
+        watch = self._watches.setdefault(clock, Watch()) if by_rule else Watch()
+        for rule_id, flags in by_rule.items():
+            bad = [place for place, (_, count) in enumerate(flags) if count]
+            if not bad:
+                watch.in_a_row[rule_id] = 0
+                continue
+            rows = [
+                f"  > non-finite  the {flag.what} of {printable(flag.name)}  {count:,} elements"
+                if count
+                else f"    finite      the {flag.what} of {printable(flag.name)}"
+                for flag, count in flags
+            ]
+            first = flags[bad[0]][0]
+            head = f"{len(bad)} of {len(flags)} tensors are not finite"
+            last = f"the first that is not finite is the {first.what} of {printable(first.name)}"
+            lines = ["in the order in which they came:", *_window(rows, bad[0]), last]
+            rule = cast("NanTrap", first.rule)
+            self._act(rule, clock, watch, verdict, Finding(first.name, head, lines))
 
     def _compare(self, watch: Watch, grads: dict[int, Tensor], edited: set[int]) -> Seen:
         """Return what was non-finite at the last look, and exactly what is now."""
@@ -176,13 +216,22 @@ class Traps:
         self, rule: NanTrap, clock: Clock, watch: Watch, border: Border, verdict: Verdict
     ) -> None:
         state = self._state
+        first = next(tensor for tensor in border.order if tensor in border.bad)
+        head = f"{len(border.bad)} of {len(border.order)} gradients are not finite {border.moment}"
+        finding = Finding(state.program.names[first], head, self._rows(border))
+        self._act(rule, clock, watch, verdict, finding)
+
+    def _act(
+        self, rule: NanTrap, clock: Clock, watch: Watch, verdict: Verdict, finding: Finding
+    ) -> None:
+        state = self._state
         in_a_row = watch.in_a_row[rule.id] = watch.in_a_row.get(rule.id, 0) + 1
         then = rule.then
         if in_a_row >= rule.give_up_after:
             then = "raise"
-        first = next(tensor for tensor in border.order if tensor in border.bad)
-        name = state.program.names[first]
-        text = self._report(rule, clock, border, _outcome(state, rule, then, in_a_row))
+        name = finding.name
+        head = f"step {clock.step}, rule {rule.id}: {finding.head}"
+        text = "\n".join([head, _outcome(state, rule, then, in_a_row), *finding.lines])
         state.journal.altered(rule.id, torch.ones((), dtype=torch.bool))
         warn = then == "warn" and state.mode == "act"
         state.journal.emit("trap", text, rule=rule.id, step=clock.step, name=name, warn=warn)
@@ -197,16 +246,10 @@ class Traps:
             message = f"step {clock.step} skipped: no weight and no optimizer state was touched"
             state.journal.emit("skipped-step", message, rule=rule.id, step=clock.step, name=name)
 
-    def _report(self, rule: Rule, clock: Clock, border: Border, outcome: str) -> str:
+    def _rows(self, border: Border) -> list[str]:
+        """Return the border line by line, and what to make of it."""
         names = self._state.program.names
         width = max(len(printable(names[tensor])) for tensor in border.order)
-        watched = len(border.order)
-        lines = [
-            f"step {clock.step}, rule {rule.id}: "
-            f"{len(border.bad)} of {watched} gradients are not finite {border.moment}",
-            outcome,
-            "in the order in which backward produced them:",
-        ]
         rows = []
         for tensor in border.order:
             kind, count = border.bad.get(tensor, ("", 0))
@@ -218,9 +261,8 @@ class Traps:
             else:
                 rows.append(f"  > {kind}  {label}")
         first = next(n for n, tensor in enumerate(border.order) if tensor in border.bad)
-        lines += _window(rows, first)
-        lines.append(self._advice(border, first))
-        return "\n".join(lines)
+        head = "in the order in which backward produced them:"
+        return [head, *_window(rows, first), self._advice(border, first)]
 
     def _advice(self, border: Border, first: int) -> str:
         names = self._state.program.names

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from commands import call
 
 from gradsurgeon import cli
-from gradsurgeon.actions import ACTIONS
+from gradsurgeon.actions import ACTIONS, TARGETS
+from gradsurgeon.actions._target import parse_tensor, target_flaws
 
 
 class TestExplain:
     def test_without_a_name_it_lists_the_actions(self, tmp_path: pathlib.Path) -> None:
         done = call("explain", cwd=tmp_path)
         assert [line.split()[0] for line in done.stdout.splitlines()] == list(ACTIONS)
-        assert "zero      Set a gradient to zero." in done.stdout
+        assert re.search(r"^zero +Set a gradient to zero\.$", done.stdout, re.MULTILINE)
 
     def test_the_page_of_an_action(self, tmp_path: pathlib.Path) -> None:
         done = call("explain", "clamp", cwd=tmp_path)
@@ -36,7 +37,7 @@ class TestExplain:
             "Examples",
         ]
         assert re.search(
-            r"^  at +backward \| step +must be given +The moment", done.stdout, re.MULTILINE
+            r"^  at +backward \| step +needed with params +The moment", done.stdout, re.MULTILINE
         )
         assert re.search(
             r"^  min +number +- +Lower bound of every element\.$", done.stdout, re.MULTILINE
@@ -61,7 +62,9 @@ class TestExplain:
     ) -> None:
         assert cli.main(["explain", action]) == 0
         examples = capsys.readouterr().out.partition("\nExamples\n")[2]
-        assert examples.count("- id: ") == len(ACTIONS[action].EXAMPLES)
+        rule = ACTIONS[action]
+        # What is not to be seen on one gradient is shown once per kind of target.
+        assert examples.count("- id: ") == len(rule.EXAMPLES or rule.targets)
         (tmp_path / "pasted.yaml").write_text(f"version: 1\nrules:\n{examples}")
         assert cli.main(["lint", str(tmp_path / "pasted.yaml")]) == 0
 
@@ -72,6 +75,12 @@ class TestExplain:
 
 
 class TestSchema:
+    WORDS: ClassVar = {
+        "params": {"grad"},
+        "modules": {"output", "input", "output.grad", "input.grad"},
+        "tensors": {"grad", "value"},
+    }
+
     @pytest.fixture
     def found(self, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
         assert cli.main(["schema"]) == 0
@@ -81,7 +90,9 @@ class TestSchema:
     def test_the_file(self, found: dict[str, Any]) -> None:
         assert found["$schema"] == "https://json-schema.org/draft/2020-12/schema"
         assert found["properties"]["version"]["const"] == 1
-        assert found["required"] == ["version", "rules"]
+        assert found["required"] == ["version"]
+        assert found["anyOf"] == [{"required": ["rules"]}, {"required": ["include"]}]
+        assert set(found["properties"]) == {"version", "requires", "include", "rules"}
         assert found["additionalProperties"] is False
         branches = found["properties"]["rules"]["items"]["oneOf"]
         assert branches == [{"$ref": f"#/$defs/{name}"} for name in ACTIONS]
@@ -93,14 +104,47 @@ class TestSchema:
         assert branch["title"] == action
         assert branch["additionalProperties"] is False
         assert branch["properties"]["action"]["const"] == action
-        keys = set(rule.model_fields) - (set() if rule.takes_at else {"at"})
-        assert set(branch["properties"]) == keys
+        left_out = set(branch["properties"]) ^ set(rule.model_fields)
+        assert set(branch["properties"]) <= set(rule.model_fields)
+        assert left_out == (set(TARGETS) - set(rule.targets)) | (
+            set() if rule.takes_at else {"at"}
+        ) | ({"when"} if rule.targets == ("params",) else set())
         assert all(info["description"] for info in branch["properties"].values())
         needed = {name for name, info in rule.model_fields.items() if info.is_required()}
-        needed |= {"action"} | ({"at"} if rule.needs_at else set())
-        assert set(branch["required"]) == needed
+        only = rule.targets if len(rule.targets) == 1 else ()
+        assert set(branch["required"]) == needed | {"action", *only}
+        assert ("oneOf" in branch) == (not only)
+        assert branch.get("oneOf", []) == [
+            {"required": [kind]} for kind in rule.targets if not only
+        ]
+        needs = branch.get("dependentRequired", {})
+        assert needs.get("modules") == (None if only else ["tensor"])
+        assert needs.get("params") == (["at"] if rule.needs_at else None)
         if rule.takes_at:
             assert branch["properties"]["at"]["enum"] == list(rule.points)
+
+    def test_the_tensors_of_each_kind_of_target(self, found: dict[str, Any]) -> None:
+        words, path = found["$defs"]["zero"]["properties"]["tensor"]["anyOf"]
+        for kind in TARGETS:
+            for text in words["enum"]:
+                given = {kind: "*", "tensor": text}
+                takes = not list(target_flaws("zero", TARGETS, given))
+                assert takes == (text in self.WORDS[kind])
+        for text in ("output[0].grad", "input.mask", "output.a[1].b"):
+            assert re.search(path["pattern"], text)
+            assert not isinstance(parse_tensor("modules", text), str)
+        for text in ("outputs", "output[-1]", "output..x", "grad[0]"):
+            assert not re.search(path["pattern"], text)
+        assert found["$defs"]["freeze"]["properties"]["tensor"]["const"] == "grad"
+
+    def test_includes(self, found: dict[str, Any]) -> None:
+        names, path = found["properties"]["include"]["items"]["anyOf"]
+        assert "gradsurgeon:nan-trap@1" in names["enum"]
+        assert [
+            entry
+            for entry in ("a.yaml", "a/b.yml", "/a.yaml", "C:/a", "a\\b", "gradsurgeon:nan-trap")
+            if re.search(path["pattern"], entry)
+        ] == ["a.yaml", "a/b.yml"]
 
     def test_one_bound_at_least(self, found: dict[str, Any]) -> None:
         assert found["$defs"]["clamp"]["anyOf"] == [{"required": ["min"]}, {"required": ["max"]}]

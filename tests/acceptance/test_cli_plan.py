@@ -200,7 +200,13 @@ class TestPlan:
             "net:sleeps",
         ]
         with subprocess.Popen(
-            command, cwd=here, env=environment(), stderr=subprocess.PIPE, text=True
+            command,
+            cwd=here,
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+            # A test run in the background inherits that interrupts are ignored.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
         ) as process:
             assert process.stderr is not None
             while process.stderr.readline() != "asleep\n":

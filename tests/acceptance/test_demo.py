@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import gradsurgeon
-from gradsurgeon import demo
+from gradsurgeon import demo, packs
 
 ROOT = Path(demo.__file__).resolve().parent.parent
 
@@ -169,7 +169,7 @@ def test_the_quickstart_fits_any_model() -> None:
 def test_the_quickstart_of_an_installed_package_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "__file__", str(tmp_path / "gradsurgeon" / "demo.py"))
+    monkeypatch.setattr(packs, "__file__", str(tmp_path / "gradsurgeon" / "packs.py"))
     assert demo.default_rules() == tmp_path / "rules" / "quickstart.yaml"
     inside = tmp_path / "gradsurgeon" / "rules" / "quickstart.yaml"
     inside.parent.mkdir(parents=True)

@@ -25,6 +25,7 @@ NAMES = [
     "load",
     "plan",
     "remove",
+    "tag",
 ]
 
 
@@ -71,6 +72,7 @@ def test_members_of_a_session() -> None:
         "history",
         "events",
         "status",
+        "captured",
     }
     assert promised <= set(dir(gradsurgeon.Session))
     signature = inspect.signature(gradsurgeon.Session.latest)

@@ -1,8 +1,8 @@
 """Every file under ``cases/schema``: a new case is a new file.
 
 ``good`` files load; where one has warnings, ``<name>.out`` holds them. ``bad`` files are refused with
-exactly the lines of ``<name>.out``, in which ``{version}`` and ``{actions}`` stand for what changes
-with every release and with every new action.
+exactly the lines of ``<name>.out``, in which ``{version}``, ``{actions}`` and ``{packs}`` stand for
+what changes with every release, action and pack. Files in folders are included by cases.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pathlib
 
 import pytest
 
-from gradsurgeon import schema, source
+from gradsurgeon import packs, schema, source
 from gradsurgeon.actions import ACTIONS
 
 CASES = pathlib.Path(__file__).parent.parent / "cases" / "schema"
@@ -23,7 +23,9 @@ def problems_of(case: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(case.parent)
     _, problems = schema.check(source.read(case.name))
     text = "".join(f"{problem.concise()}\n" for problem in problems)
-    return text.replace(schema.VERSION, "{version}").replace(", ".join(ACTIONS), "{actions}")
+    names = sorted(f"{packs.PREFIX}{spec}" for spec in packs.published())
+    text = text.replace(schema.VERSION, "{version}").replace(", ".join(ACTIONS), "{actions}")
+    return text.replace(", ".join(names), "{packs}")
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.stem)
@@ -68,15 +70,17 @@ def test_messages_speak_of_rules_not_of_python(out: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.stem)
-def test_every_place_lies_in_the_file(case: pathlib.Path) -> None:
-    lines = case.read_text(encoding="utf-8").split("\n")
+def test_every_place_lies_in_its_file(case: pathlib.Path) -> None:
     for problem in schema.check(source.read(case))[1]:
         place = problem.place
+        pack = packs.published().get(place.file.removeprefix(packs.PREFIX))
+        path = pack.path if pack else pathlib.Path(place.file)
+        lines = path.read_text(encoding="utf-8").split("\n")
         assert 1 <= place.line <= len(lines)
         assert place.line_text == lines[place.line - 1]
         assert 1 <= place.col <= len(place.line_text) + 1
 
 
 def test_there_are_cases() -> None:
-    assert len(BAD) > 40
-    assert len(GOOD) > 5
+    assert len(BAD) > 60
+    assert len(GOOD) > 8

@@ -1,4 +1,4 @@
-"""Where measurements live: rows of float32 values, one row per step and statistic. No torch.
+"""Measurements in memory: rows of float32 values, one row per step and statistic.
 
 A *series* is what one rule measures with one statistic over one set of tensors that share a clock. A
 row holds one value per tensor; a tensor that had no gradient in that step has no value in the row,
@@ -11,6 +11,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 # About 16 M values. 500 parameters keep 33,000 steps, which is what a memory-only debugging session
 # looks back on; longer runs have a run directory.
@@ -37,6 +38,20 @@ class Row:
     absent: frozenset[int] = frozenset()
 
 
+class Measured(Protocol):
+    """One series, in memory or in a file."""
+
+    @property
+    def key(self) -> Key:
+        """What identifies it."""
+
+    def of(self, name: str) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` of one tensor, oldest first."""
+
+    def last(self, name: str) -> tuple[int, float] | None:
+        """Return the last of them, ``None`` where there is none."""
+
+
 @dataclass(slots=True)
 class Series:
     """The rows of one key, oldest first."""
@@ -52,6 +67,12 @@ class Series:
         """Return ``(step, value)`` of one tensor, oldest first."""
         column = self.columns[name]
         return [(row.step, row.values[column]) for row in self.rows if column not in row.absent]
+
+    def last(self, name: str) -> tuple[int, float] | None:
+        """Return the last ``(step, value)`` of one tensor, ``None`` where there is none."""
+        column = self.columns[name]
+        rows = (row for row in reversed(self.rows) if column not in row.absent)
+        return next(((row.step, row.values[column]) for row in rows), None)
 
 
 class Records:
@@ -120,7 +141,7 @@ class Records:
         return sum(len(series.rows) for series in self._series.values())
 
 
-def merged(series: Sequence[Series], name: str) -> list[tuple[int, float]]:
+def merged(series: Sequence[Measured], name: str) -> list[tuple[int, float]]:
     """Return ``(step, value)`` over several series of one rule, in order of step.
 
     A tensor moves on to a new series when another optimizer claims it. Where the point of a rule has

@@ -1,0 +1,131 @@
+"""Which tensor of a target a rule means: ``grad``, ``output[0].grad``, ``input.attention_mask``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, cast
+
+from gradsurgeon.actions._fields import Flaw
+
+TargetKind = Literal["params", "modules", "tensors"]
+TARGETS: tuple[TargetKind, ...] = ("params", "modules", "tensors")
+Side = Literal["param", "input", "output", "tag"]
+
+_STEP = re.compile(r"\[(\d{1,6})\]|\.([A-Za-z_]\w*)")
+_FORMS = "`output`, `input`, `output.grad` or `input.grad`, or one tensor of it by path, such as `output[0].grad`"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRef:
+    """One tensor of a target, or every tensor of a structure where ``path`` is empty.
+
+    Attributes:
+        side: the parameter itself, the input or the output of a module, a tagged tensor.
+        path: indices and keys into the structure that the module takes or returns.
+        grad: the gradient of the tensor, not its value.
+    """
+
+    side: Side
+    path: tuple[int | str, ...] = ()
+    grad: bool = True
+
+    def __str__(self) -> str:
+        if self.side in ("param", "tag"):
+            return "grad" if self.grad else "value"
+        return f"{self.side}{spelled(self.path)}{'.grad' if self.grad else ''}"
+
+
+def spelled(path: tuple[int | str, ...]) -> str:
+    """Return a path as rule files write it: ``[0].logits``."""
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+
+
+@cache
+def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
+    """Return what ``tensor`` means for a kind of target, or what is wrong with it."""
+    if target == "params":
+        good = text in (None, "grad")
+        return (
+            TensorRef("param") if good else f"the tensor of a parameter is `grad`, found `{text}`"
+        )
+    if target == "tensors":
+        good = text in (None, "grad", "value")
+        wrong = f"the tensor of a tag is `grad` or `value`, found `{text}`"
+        return TensorRef("tag", grad=text != "value") if good else wrong
+    if text is None:
+        return "missing key `tensor`: a module has several"
+    for side in ("output", "input"):
+        if text == side or text.startswith((f"{side}[", f"{side}.")):
+            return _parse_path("input" if side == "input" else "output", text[len(side) :])
+    return f"`{text[:60]}` is no tensor of a module"
+
+
+def _parse_path(side: Side, rest: str) -> TensorRef | str:
+    grad = rest.endswith(".grad")
+    rest = rest.removesuffix(".grad") if grad else rest
+    path: list[int | str] = []
+    position = 0
+    while position < len(rest):
+        step = _STEP.match(rest, position)
+        if step is None:
+            return f"`{side}{rest[:60]}` is not a path: steps are `[0]` and `.name`"
+        path.append(int(step[1]) if step[1] else step[2])
+        position = step.end()
+    return TensorRef(side, tuple(path), grad)
+
+
+def tensor_hint(target: TargetKind) -> str:
+    """Return what `tensor` can be."""
+    if target == "modules":
+        return f"write {_FORMS}"
+    return "leave `tensor` out" if target == "params" else "write `grad` or `value`"
+
+
+def target_flaws(
+    action: str, allowed: Sequence[TargetKind], given: Mapping[str, Any]
+) -> Generator[Flaw, None, TargetKind | None]:
+    """Yield what is wrong with target and tensor of a rule; return the target if there is one."""
+    named = [kind for kind in TARGETS if given.get(kind) is not None]
+    if not named:
+        choice = "one of `params`, `modules`, `tensors`" if len(allowed) > 1 else "`params`"
+        message = f"missing key `{allowed[0]}`: a rule names what it acts on by {choice}"
+        hint = "add the patterns of the names it acts on"
+        yield Flaw(allowed[0], message, hint, missing=True, check="missing-key")
+        return None
+    if len(named) > 1:
+        message = f"a rule has one target, found {' and '.join(f'`{kind}`' for kind in named)}"
+        yield Flaw(named[1], message, "write one rule for each", key=True)
+        return None
+    target = named[0]
+    if target not in allowed:
+        message = f"{action} acts on parameters only, not on {target}"
+        yield Flaw(target, message, "name parameters by `params`", key=True)
+    elif isinstance(text := given.get("tensor"), str | None):
+        found = parse_tensor(target, text)
+        if isinstance(found, str):
+            missing = text is None
+            check = "missing-key" if missing else "bad-value"
+            yield Flaw("tensor", found, tensor_hint(target), missing=missing, check=check)
+    yield from _only_for_others(target, given)
+    return target
+
+
+def _only_for_others(target: TargetKind, given: Mapping[str, Any]) -> Iterator[Flaw]:
+    """Yield the keys that mean nothing for a target."""
+    if target == "params":
+        if given.get("when") is not None:
+            message = "`when` is for edits of outputs and inputs: gradients exist in training only"
+            yield Flaw("when", message, "remove it", key=True)
+        return
+    if given.get("expect") is not None:
+        yield Flaw("expect", "`expect` counts parameters", "remove it, or name `params`", key=True)
+    where = cast("Any", given.get("where"))
+    keys = where if isinstance(where, Mapping) else getattr(where, "model_fields_set", ())
+    known = {"module_type"} if target == "modules" else set()
+    wrong = sorted(str(key) for key in keys if key not in known)
+    if wrong:
+        message = f"`where: {{{wrong[0]}: ...}}` is a condition on parameters, not on {target}"
+        yield Flaw("where", message, "use `module_type`" if known else "remove it")

@@ -1,0 +1,133 @@
+"""The action `clip-norm`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._fields import Flaw, flawed, found, is_number
+from gradsurgeon.source import looks_like
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def _norm_type(value: object) -> object:
+    """Refuse what is no order of a norm: a union would say so once per branch."""
+    if value == "inf" or (is_number(value) and math.isfinite(value)):
+        return value
+    hint = looks_like(value) if isinstance(value, str) else ""
+    hint = hint if "number" in hint else "write 2, 1 or inf"
+    message = f"expected a number or the word inf, found {found(value)}"
+    raise flawed(Flaw("", message, hint, check="wrong-type"))
+
+
+class ClipNorm(Rule):
+    """Shorten a gradient that is longer than a bound, keeping its direction.
+
+    ## What it does
+    Multiplies by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does. With
+    `per: parameter` each gradient is measured and shortened on its own, with `per: rule` one norm is
+    taken over all gradients that the rule matches, per optimizer that owns them. A norm that is not
+    finite leaves the gradients alone and is an event, because scaling by it would spread a NaN over
+    all of them. Half-precision gradients are measured in float32.
+
+    ## Why use it
+    One bad batch must not throw the weights away. To bound single elements use `clamp`.
+
+    ## Points
+    `step` (default) bounds the final gradient. `backward` bounds the contribution of each pass, with
+    `per: parameter` only, since the others are not there yet. On module tensors and tags each tensor
+    is bounded by itself.
+
+    ## Cost
+    One reduction and one multiplication per tensor; never waits for the device.
+    """
+
+    points: ClassVar = ("step", "backward")
+    EXAMPLES: ClassVar = (
+        Example({"max_norm": 1.0}, [3.0, 4.0], expect=[0.6, 0.8]),
+        Example({"max_norm": 9.0, "per": "rule", "at": "step"}, [3.0, 4.0], expect=[3.0, 4.0]),
+        Example({"max_norm": 3.5, "norm_type": 1.0}, [3.0, -4.0], expect=[1.5, -2.0]),
+        Example(
+            {"max_norm": 1.0},
+            [float("nan"), 4.0, float("inf")],
+            expect=[float("nan"), 4.0, float("inf")],
+        ),
+    )
+
+    action: Literal["clip-norm"] = "clip-norm"
+    max_norm: Annotated[float, Field(ge=0, description="The longest that is left alone.")]
+    norm_type: Annotated[
+        float | Literal["inf"],
+        BeforeValidator(_norm_type),
+        Field(description='Order of the norm: 2, 1, any other above 0, or "inf" for the largest.'),
+    ] = 2.0
+    per: Annotated[
+        Literal["parameter", "rule"],
+        Field(description="Each gradient by itself, or one norm over all that the rule matches."),
+    ] = "parameter"
+
+    @classmethod
+    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        """Yield the common flaws, and a norm over tensors that are not there together."""
+        yield from super().flaws(given)
+        norm_type = given.get("norm_type")
+        if is_number(norm_type) and norm_type <= 0:
+            yield Flaw("norm_type", f"the order of a norm is above 0, found {norm_type}", "write 2")
+        if given.get("per") != "rule":
+            return
+        if given.get("at") == "backward":
+            message = (
+                "at `backward` one gradient is there at a time: there is no norm over the rule"
+            )
+            yield Flaw("per", message, "use `at: step`, or `per: parameter`")
+        if given.get("modules") is not None or given.get("tensors") is not None:
+            message = "module tensors and tags exist one at a time: there is no norm over the rule"
+            yield Flaw("per", message, "use `per: parameter`, which means each tensor by itself")
+
+    def compile(self) -> Edit:
+        """Return the clip as arithmetic on gradients."""
+        import torch  # noqa: PLC0415 # reading rules must not need torch
+
+        from gradsurgeon import _torch  # noqa: PLC0415 # the same
+
+        order, max_norm = float(self.norm_type), self.max_norm
+
+        def norm(grads: Sequence[Tensor]) -> Tensor:
+            norms = _torch.norms(grads, order)
+            return norms[0] if len(grads) == 1 else torch.linalg.vector_norm(norms, order)
+
+        def factor(*grads: Tensor) -> Tensor:
+            total = norm(grads)
+            # Multiplying by 1 costs less than asking the device whether to multiply.
+            clipped = (max_norm / (total + 1e-6)).clamp(max=1.0)
+            return torch.where(total.isfinite(), clipped, torch.ones_like(clipped))
+
+        def apply(grad: Tensor) -> Tensor:
+            # Two 0-dim tensors promote to the wider dtype, a gradient must keep its own.
+            return (grad * factor(grad)).to(grad.dtype)
+
+        def apply_(grads: Sequence[Tensor]) -> None:
+            for grad in grads:
+                grad.copy_(apply(grad)) if grad.ndim == 0 else grad.mul_(factor(grad))
+
+        def alters(grad: Tensor) -> Tensor:
+            # A factor just below 1 may round to no change at all.
+            return apply(grad).ne(grad).logical_and_(grad.isnan().logical_not_()).any()
+
+        def together(grads: Sequence[Tensor]) -> Tensor:
+            coefficient = factor(*grads)
+            for grad in grads:
+                grad.mul_(coefficient.to(grad.device))
+            return coefficient < 1.0
+
+        def gives_up(grads: Sequence[Tensor]) -> Tensor:
+            return norm(grads).isfinite().logical_not_()
+
+        shared = together if self.per == "rule" else None
+        return Edit(apply, apply_, alters, shared, gives_up)

@@ -1,0 +1,35 @@
+"""The action `freeze`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from gradsurgeon.actions._base import Role, Rule
+from gradsurgeon.actions._target import TargetKind
+
+
+class Freeze(Rule):
+    """Keep the optimizer off a parameter.
+
+    ## What it does
+    In the steps of its schedule the optimizer finds no gradient: it does not decay the weight, does
+    not use or feed its momentum, and keeps no state for it. The gradient itself is still computed,
+    recorded and trapped, and is there again after the step.
+
+    ## Why use it
+    To train a new head first and thaw the rest later, by a schedule that stands in a file. To save
+    the work of the backward pass as well, set `requires_grad` to false in the script.
+
+    ## Points
+    `step` only. Not with LBFGS, whose update is one vector over all parameters, and not where
+    weights are updated by hand: there is nothing to hide a gradient from.
+
+    ## Cost
+    None per element; never waits for the device.
+    """
+
+    role: ClassVar[Role] = "freeze"
+    targets: ClassVar[tuple[TargetKind, ...]] = ("params",)
+    points: ClassVar = ("step",)
+
+    action: Literal["freeze"] = "freeze"

@@ -1,0 +1,56 @@
+"""The action `sanitize`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from gradsurgeon.actions._base import Edit, Example, Rule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Sanitize(Rule):
+    """Replace non-finite elements by zero.
+
+    ## What it does
+    NaN and infinite elements become 0, all others stay what they are.
+
+    ## Why use it
+    A known source of single bad elements, such as a mask that divides by zero, must not end the run.
+    It hides the cause: keep a `norm-log` of `nonfinite` before it, and fix the model. A `nan-trap`
+    looks later and sees what is left, which is nothing.
+
+    ## Points
+    `backward` only: once a gradient has been accumulated, a NaN has swallowed what the other passes
+    contributed.
+
+    ## Cost
+    One pass over the tensor; never waits for the device.
+    """
+
+    points: ClassVar = ("backward",)
+    EXAMPLES: ClassVar = (
+        Example({}, [1.0, float("nan"), float("-inf")], expect=[1.0, 0.0, 0.0]),
+        Example({}, [1.0, -2.0], expect=[1.0, -2.0]),
+    )
+
+    action: Literal["sanitize"] = "sanitize"
+
+    def compile(self) -> Edit:
+        """Return the replacement as arithmetic on gradients."""
+        import torch  # noqa: PLC0415 # reading rules must not need torch
+
+        def apply(grad: Tensor) -> Tensor:
+            # Not `nan_to_num`, which keeps the finite part of a complex number.
+            return torch.where(grad.isfinite(), grad, torch.zeros_like(grad))
+
+        def apply_(grads: Sequence[Tensor]) -> None:
+            for grad in grads:
+                grad.masked_fill_(grad.isfinite().logical_not_(), 0.0)
+
+        def alters(grad: Tensor) -> Tensor:
+            return grad.isfinite().logical_not_().any()
+
+        return Edit(apply, apply_, alters)

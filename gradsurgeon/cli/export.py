@@ -1,0 +1,167 @@
+"""``gradsurgeon export``: the records of a run, one value per line. Never imports torch.
+
+Lines are written as rows are read, so that the size of a run does not matter.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from gradsurgeon.cli import fail
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.events import Event
+from gradsurgeon.match import PatternError, compile_pattern, select
+from gradsurgeon.store.rankfile import StoredSeries
+from gradsurgeon.store.run import Run, open_run
+
+if TYPE_CHECKING:
+    import argparse
+
+COLUMNS = ("step", "rank", "rule", "point", "stat", "name", "value")
+# What a spreadsheet takes for a formula.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+# JSON has no numbers for these; the spelling is that of Protocol Buffers.
+_NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
+
+Chosen = Sequence[tuple[StoredSeries, Sequence[int]]]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the records; 2 where there are none, or they cannot be read or written."""
+    try:
+        with open_run(arguments.run) as found:
+            chosen = list(_chosen(found, arguments))
+            events = list(_events(found, arguments)) if arguments.format == "jsonl" else []
+            if not chosen and not events:
+                return fail(_why_nothing(found))
+            if _is_own(arguments.output, found):
+                where = printable(arguments.output)
+                return fail(f"{where}: is a file of the run itself; name another one")
+            with _output(arguments.output) as out:
+                _FORMATS[arguments.format](out, chosen, events)
+    except BrokenPipeError:
+        raise  # the reader has seen enough: no error
+    except (RecordError, PatternError) as error:
+        return fail(str(error))
+    except OSError as error:
+        where = printable(arguments.output or "standard output")
+        return fail(f"cannot write {where}: {error.strerror or error}")
+    return 0
+
+
+def _chosen(run: Run, arguments: argparse.Namespace) -> Iterator[tuple[StoredSeries, list[int]]]:
+    """Yield every series that was asked for, with its columns that were."""
+    pattern = None if arguments.name is None else compile_pattern(arguments.name)
+    for series in run:
+        key = series.key
+        if arguments.rule not in (None, key.rule) or arguments.stat not in (None, key.stat):
+            continue
+        every = list(range(len(key.names)))
+        columns = every if pattern is None else list(select([pattern], key.names))
+        if columns:
+            yield series, columns
+
+
+def _events(run: Run, arguments: argparse.Namespace) -> Iterator[Event]:
+    pattern = None if arguments.name is None else compile_pattern(arguments.name)
+    for event in run.events:
+        named = pattern is None or (event.name and select([pattern], [event.name]))
+        if arguments.rule in (None, event.rule) and named:
+            yield event
+
+
+def _why_nothing(run: Run) -> str:
+    keys = [series.key for series in run]
+    if not keys:
+        return f"{printable(str(run.path))}: nothing was recorded"
+    stats = ", ".join(sorted({printable(key.stat) for key in keys}))
+    rules = ", ".join(sorted({printable(key.rule) for key in keys}))
+    example = printable(keys[0].names[0]) if keys[0].names else "none"
+    return (
+        f"nothing recorded fits `--rule`, `--stat` and `--name`; rules: {rules}; statistics: {stats}; "
+        f"names such as {example}"
+    )
+
+
+def _is_own(path: str | None, run: Run) -> bool:
+    """Tell whether writing there would destroy what is to be read."""
+    if path is None or not Path(path).exists():
+        return False
+    return any(Path(path).samefile(own) for own in run.files)
+
+
+@contextmanager
+def _output(path: str | None) -> Iterator[IO[str]]:
+    if path is None:
+        yield sys.stdout
+        return
+    with Path(path).open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        yield file
+
+
+def _csv(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
+    del events  # they have other columns
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for series, columns in chosen:
+        key = series.key
+        fixed = (str(series.rank), *map(_harmless, (key.rule, key.point, key.stat)))
+        names = [(column, _harmless(key.names[column])) for column in columns]
+        for row in series.rows():
+            values, absent, step = row.values, row.absent, row.step
+            writer.writerows(
+                (step, *fixed, name, f"{values[column]:.9g}")
+                for column, name in names
+                if column not in absent
+            )
+
+
+def _harmless(text: str) -> str:
+    """Return a text that no spreadsheet takes for a formula."""
+    return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+def _jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
+    for series, columns in chosen:
+        key = series.key
+        fixed = {"rank": series.rank, "rule": key.rule, "point": key.point, "stat": key.stat}
+        # The same text in every line of a column: made once.
+        middle = json.dumps(fixed)[1:-1]
+        tails = [(column, f', "name": {json.dumps(key.names[column])}') for column in columns]
+        for row in series.rows():
+            head = f'{{"type": "value", "step": {row.step}, {middle}'
+            values, absent = row.values, row.absent
+            out.writelines(
+                f'{head}{tail}, "value": {_number(values[column])}}}\n'
+                for column, tail in tails
+                if column not in absent
+            )
+    for event in events:
+        fields: dict[str, Any] = {
+            "type": "event",
+            "step": event.step,
+            "rank": event.rank,
+            "rule": event.rule,
+            "kind": event.kind,
+            "name": event.name,
+            "message": event.message,
+        }
+        out.write(f"{json.dumps(fields)}\n")
+
+
+def _number(value: float) -> str:
+    # Nine digits tell every float32 from the next.
+    return f"{value:.9g}" if math.isfinite(value) else f'"{_NAMES.get(value, "NaN")}"'
+
+
+_FORMATS: dict[str, Callable[[IO[str], Chosen, Sequence[Event]], None]] = {
+    "csv": _csv,
+    "jsonl": _jsonl,
+}

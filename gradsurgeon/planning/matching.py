@@ -1,0 +1,112 @@
+"""Patterns and conditions of a rule -> the parameters or modules it selects, and what is doubtful."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from gradsurgeon.actions import Rule, Where
+from gradsurgeon.errors import printable
+from gradsurgeon.match import Pattern, compile_pattern, select, suggest
+from gradsurgeon.planning.manifest import ROOT, Module, Param
+
+Thing = Param | Module
+_EXAMPLES = 3
+
+
+class Names:
+    """All names of one kind of thing, aliases included, and what each of them stands for."""
+
+    def __init__(self, noun: str, things: Sequence[Thing]) -> None:
+        self.noun = noun
+        self.names = [name for thing in things for name in thing.names if name != ROOT]
+        self._owner = [thing for thing in things for name in thing.names if name != ROOT]
+        self._root = [thing for thing in things if thing.name == ROOT]
+        self._unique = {thing.name: thing for thing in things}
+
+    def hits(self, pattern: Pattern) -> dict[str, Thing]:
+        """Return what a pattern matches, by the name that it matched."""
+        if pattern.text == ROOT:
+            return dict.fromkeys([ROOT], self._root[0]) if self._root else {}
+        return {self.names[index]: self._owner[index] for index in select([pattern], self.names)}
+
+    def match(self, rule: Rule) -> tuple[list[Thing], list[str]]:
+        """Return what a rule selects, in model order, and what is doubtful about it."""
+        doubts: list[str] = []
+        chosen: set[str] = set()
+        for pattern in rule.patterns:
+            hits = self.hits(pattern)
+            if not hits and len(rule.patterns) > 1:
+                hint = suggest(pattern.text, self.names)
+                doubts.append(f"pattern {quoted(pattern)} matches nothing; {hint}")
+            chosen.update(thing.name for thing in hits.values())
+        for text in rule.exclude:
+            pattern = compile_pattern(text)
+            hits = self.hits(pattern)
+            dropped = {thing.name for thing in hits.values()} & chosen
+            if not dropped:
+                doubts.append(f"exclude {quoted(pattern)} takes nothing out of the match")
+            doubts += self._also_taken(pattern, hits, dropped)
+            chosen -= dropped
+        found = [thing for name, thing in self._unique.items() if name in chosen]
+        return [thing for thing in found if not failed(rule.where, thing)], doubts
+
+    def _also_taken(
+        self, pattern: Pattern, hits: dict[str, Thing], dropped: set[str]
+    ) -> Iterator[str]:
+        for thing in {one.name: one for one in hits.values() if one.name in dropped}.values():
+            others = [name for name in thing.names if name not in hits]
+            if others:
+                shown = printable(", ".join(others))
+                what = "tensor" if isinstance(thing, Param) else "module"
+                yield f"exclude {quoted(pattern)} also takes out {shown}: the same {what}"
+
+    def no_match(self, rule: Rule) -> str:
+        """Return why a rule selects nothing, with the nearest names."""
+        found = list({t.name: t for p in rule.patterns for t in self.hits(p).values()}.values())
+        if not found:
+            texts = ", ".join(quoted(pattern) for pattern in rule.patterns)
+            hints = dict.fromkeys(suggest(pattern.text, self.names) for pattern in rule.patterns)
+            return f"no {self.noun} of the model matches {texts}; {'; '.join(hints)}"
+        reasons = Counter(filter(None, (failed(rule.where, thing) for thing in found)))
+        plural = f"{len(found)} {self.noun}s match"
+        if not reasons:
+            return f"{plural}, but `exclude` takes all of them out"
+        causes = ", ".join(f"`{key}` ({count})" for key, count in reasons.most_common())
+        return f"{plural}{examples(found)}, but `where` keeps none of them: {causes}"
+
+
+def failed(where: Where, thing: Thing) -> str:
+    """Return the first condition that is not met; empty where all are."""
+    if where.module_type is not None:
+        pattern = compile_pattern(where.module_type)
+        if not any(pattern.matches(name) for name in thing.module_type):
+            return "module_type"
+    return _failed_param(where, thing) if isinstance(thing, Param) else ""
+
+
+def _failed_param(where: Where, param: Param) -> str:
+    if where.ndim is not None and (param.shape is None or len(param.shape) != where.ndim):
+        return "ndim"
+    if where.dtype is not None and param.dtype != where.dtype.removeprefix("torch."):
+        return "dtype"
+    if where.requires_grad is not None and param.requires_grad != where.requires_grad:
+        return "requires_grad"
+    if where.numel is not None:
+        low, high = where.numel.min or 0, where.numel.max
+        if param.numel < low or (high is not None and param.numel > high):
+            return "numel"
+    return ""
+
+
+def examples(things: Sequence[Thing]) -> str:
+    """Return the first names in parentheses."""
+    if not things:
+        return ""
+    shown = ", ".join(printable(thing.name) for thing in things[:_EXAMPLES])
+    return f" ({shown}{', ...' if len(things) > _EXAMPLES else ''})"
+
+
+def quoted(pattern: Pattern) -> str:
+    """Return a pattern in quotes."""
+    return f'"{printable(pattern.text)}"'

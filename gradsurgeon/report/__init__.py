@@ -1,0 +1,21 @@
+"""What a run looked like, as text for a person. No torch: a run read from disk is drawn alike."""
+
+from gradsurgeon.report.about import describe
+from gradsurgeon.report.happened import RuleInfo
+from gradsurgeon.report.page import Report
+from gradsurgeon.report.sources import from_run, summary
+from gradsurgeon.report.spark import ABSENT, BLOCKS, NONFINITE, ZERO, needs_ascii, sparkline
+
+__all__ = [
+    "ABSENT",
+    "BLOCKS",
+    "NONFINITE",
+    "ZERO",
+    "Report",
+    "RuleInfo",
+    "describe",
+    "from_run",
+    "needs_ascii",
+    "sparkline",
+    "summary",
+]

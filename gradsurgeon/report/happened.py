@@ -1,0 +1,92 @@
+"""What each rule did, and what happened."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gradsurgeon.errors import printable
+from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.planning.table import count, grid
+
+_EVENTS = 20
+_CHANGING_NOTHING = ("observe", "capture")
+
+
+@dataclass(frozen=True, slots=True)
+class RuleInfo:
+    """What the report has to know of a rule: its action and role, and whose l2 norms it records."""
+
+    action: str
+    role: str = "edit"
+    logged: tuple[str, ...] = ()
+
+
+def rule_lines(infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus]) -> Iterator[str]:
+    """Yield what each rule did."""
+    if not statuses:
+        return
+    rows = [("rule", "action", "matched", "fired", "changed", "last step", "")]
+    for rule, status in statuses.items():
+        info = infos.get(rule, RuleInfo("?"))
+        rows.append(
+            (
+                printable(rule),
+                printable(info.action),
+                f"{status.matched:,}",
+                f"{status.fired:,}",
+                "-" if info.role in _CHANGING_NOTHING else f"{100 * status.changed:.3g}%",
+                "-" if status.last_step is None else str(status.last_step),
+                _remark(info, status),
+            )
+        )
+    yield f"rules ({len(statuses)})"
+    yield from grid(rows, right=frozenset({2, 3, 4, 5}))
+
+
+def _remark(info: RuleInfo, status: RuleStatus) -> str:
+    if not status.fired:
+        return "NEVER FIRED"
+    if info.role == "trap":
+        tripped = round(status.changed * status.fired)
+        return f"tripped in {count(tripped, 'step')}" if tripped else "never tripped"
+    return "changed nothing" if info.role == "edit" and not status.changed else ""
+
+
+def event_lines(events: Sequence[Event]) -> Iterator[str]:
+    """Yield the events in order of time, repeated ones folded into their first."""
+    if not events:
+        return
+    groups: dict[tuple[str, ...], list[Event]] = {}
+    for event in events:
+        # Notices of no rule in particular have only their wording to be told apart by, but for the
+        # numbers in it; the second line of a trap says what was done, so "giving up" stands alone.
+        wording = re.sub(r"\d[\d,.]*", "#", "".join(event.message.split("\n", 2)[:2]))
+        groups.setdefault((event.kind, event.rule, event.name, wording), []).append(event)
+    folded = list(groups.values())
+    # The beginning tells what went wrong first, the end what stopped the run.
+    early, late = folded[: _EVENTS // 2], folded[_EVENTS // 2 :]
+    left_out = late[: -(_EVENTS // 2)]
+    yield f"events ({len(events):,})"
+    for group in early:
+        yield from _entry(group)
+    if left_out:
+        yield f"  ... and {sum(map(len, left_out)):,} more"
+    for group in late[len(left_out) :]:
+        yield from _entry(group)
+
+
+def _entry(group: Sequence[Event]) -> Iterator[str]:
+    first = group[0]
+    steps = [event.step for event in group]
+    head = f"  step {first.step}  {first.kind}"
+    head += "".join(f"  {printable(text)}" for text in (first.rule, first.name) if text)
+    ranks = sorted({event.rank for event in group})
+    if ranks != [0]:
+        head += f"  rank {', '.join(map(str, ranks))}"
+    if len(group) > 1:
+        head += f"  x{len(group):,}, steps {min(steps)}..{max(steps)}"
+    yield head
+    for line in first.message.split("\n"):
+        yield f"      {printable(line)}".rstrip()

@@ -1,0 +1,76 @@
+"""A report: plain values, and the text made of them."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradsurgeon.errors import printable
+from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.planning.table import count
+from gradsurgeon.report.happened import RuleInfo, event_lines, rule_lines
+from gradsurgeon.report.measured import InMemory, Measured
+from gradsurgeon.report.norms import norm_lines
+from gradsurgeon.store import Records
+
+
+@dataclass(frozen=True)
+class Report:
+    """A run in plain values; ``str(report)`` is the text.
+
+    Attributes:
+        title: what was run, for the first line.
+        params: canonical names in the order of the model.
+        rules: every rule by id, in file order.
+        statuses: what each rule did.
+        records: everything measured, in memory or on disk.
+        events: what happened, oldest first.
+        notes: what else there is to know of the run as a whole.
+    """
+
+    title: str
+    params: tuple[str, ...]
+    rules: Mapping[str, RuleInfo]
+    statuses: Mapping[str, RuleStatus]
+    records: Records | Measured = field(default_factory=Records)
+    events: Sequence[Event] = ()
+    notes: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, width: int | None = None, ascii_only: bool = False) -> str:
+        """Return the whole report.
+
+        Args:
+            width: columns to fill, those of the terminal where not given.
+            ascii_only: draw and write with ASCII only, for streams that cannot encode blocks.
+        """
+        columns = width or shutil.get_terminal_size((100, 24)).columns
+        sections = [
+            [self._header()],
+            list(norm_lines(self, columns, ascii_only=ascii_only)),
+            list(rule_lines(self.rules, self.statuses)),
+            list(event_lines(self.events)),
+        ]
+        text = "\n\n".join("\n".join(section) for section in sections if section)
+        return text.encode("ascii", "backslashreplace").decode("ascii") if ascii_only else text
+
+    @property
+    def measured(self) -> Measured:
+        """What the records say, wherever they are."""
+        return InMemory(self.records) if isinstance(self.records, Records) else self.records
+
+    def _header(self) -> str:
+        seen = list(self.measured.span() or ())
+        seen += [one.last_step for one in self.statuses.values() if one.last_step is not None]
+        steps = f"steps {min(seen)}..{max(seen)}" if seen else "no step seen"
+        kinds = Counter(event.kind for event in self.events)
+        by_kind = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
+        events = count(len(self.events), "event") + (f" ({by_kind})" if by_kind else "")
+        dropped = self.records.dropped
+        lost = f"{count(dropped, 'row')} dropped, the oldest: memory is bounded" if dropped else ""
+        notes = "".join(f"; {printable(note)}" for note in (lost, *self.notes) if note)
+        return f"summary: {printable(self.title)}: {steps}, {events}{notes}"

@@ -1,0 +1,105 @@
+"""Reports of a session, and of a run directory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradsurgeon.report.happened import RuleInfo
+from gradsurgeon.report.measured import STAT, Measured
+from gradsurgeon.report.page import Report
+from gradsurgeon.store import Records
+
+if TYPE_CHECKING:
+    from gradsurgeon.runtime import Session
+    from gradsurgeon.store.run import Run
+
+# So many values are read as they are; of more the summaries are read.
+_MOST_VALUES = 4 * 2**20
+_WHOLE = 2**62
+
+
+def summary(session: Session) -> Report:
+    """Return the report of a session, running or removed. Waits for the device."""
+    plan = session.plan
+    rules = {
+        rule.id: RuleInfo(
+            action=rule.action,
+            role=rule.role,
+            logged=tuple(binding.name for binding in plan.of(rule.id))
+            if rule.target == "params" and STAT in getattr(rule, "stats", ())
+            else (),
+        )
+        for rule in plan.rules.rules
+    }
+    return Report(
+        title=f"{plan.rules.file} on {plan.manifest.origin}",
+        params=tuple(param.name for param in plan.manifest.params),
+        rules=rules,
+        statuses=session.status(),
+        records=session.records,
+        events=tuple(session.events),
+    )
+
+
+def from_run(run: Run) -> Report:
+    """Return the report of a run directory, finished or still being written."""
+    rules: dict[str, Any] = _mapping(run.meta.get("rules"))
+    model: dict[str, Any] = _mapping(run.meta.get("model"))
+    roles: dict[str, Any] = _mapping(run.meta.get("roles"))
+    infos = {
+        rule["id"]: RuleInfo(
+            action=rule["action"],
+            role=str(_mapping(roles.get(rule["id"])).get("role", "edit")),
+            logged=run.names_of(rule["id"]) if STAT in run.stats.get(rule["id"], ()) else (),
+        )
+        for rule in run.rules
+    }
+    return Report(
+        title=f"{rules.get('file', '?')} on {model.get('origin', '?')}",
+        params=run.params,
+        rules=infos,
+        statuses=run.status(),
+        records=_measured(run),
+        events=tuple(run.events),
+        notes=_notes(run),
+    )
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _measured(run: Run) -> Records | Measured:
+    shown = list(run.lowest())
+    values = sum(len(series) * len(series.key.names) for series in shown if series.key.stat == STAT)
+    if values > _MOST_VALUES:
+        from gradsurgeon.report.digest import OnDisk  # noqa: PLC0415 # it needs SQLite
+
+        return OnDisk(run)
+    records = Records(limit_bytes=_WHOLE)
+    for series in shown:
+        # Of the other statistics a report only says that they are there, and how long.
+        last = len(series) - 1
+        parts = [(0, None)] if series.key.stat == STAT else [(0, 1), (max(1, last), None)]
+        for row in (row for part in parts for row in series.rows(*part)):
+            records.add(series.key, row.step, row.values.tobytes(), row.absent)
+    return records
+
+
+def _notes(run: Run) -> tuple[str, ...]:
+    notes = []
+    if run.meta.get("mode") == "observe":
+        notes.append("observed only: no rule changed anything")
+    if len(run.ranks) > 1:
+        notes.append(f"{len(run.ranks)} ranks, norms of the lowest that has them")
+    by_state: dict[str, list[str]] = {}
+    for rank, state in run.states.items():
+        by_state.setdefault(state, []).append(str(rank))
+    several = len(run.ranks) > 1
+    for state, text in (
+        ("running", "still running"),
+        ("stopped", "ended without being closed: the last second may be missing"),
+    ):
+        if ranks := by_state.get(state):
+            notes.append(f"rank {', '.join(ranks)} {text}" if several else text)
+    return tuple(notes)

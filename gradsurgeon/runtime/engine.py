@@ -1,0 +1,213 @@
+"""The moving parts of a session, wired: what calls what when a pass ends or a step begins."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradsurgeon.actions import Rule
+from gradsurgeon.compiler import Program
+from gradsurgeon.planning import ROOT, named_modules
+from gradsurgeon.runtime.arming import Arming
+from gradsurgeon.runtime.backward import Pass, Passes
+from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.edits import StepEdits
+from gradsurgeon.runtime.look import after_pass
+from gradsurgeon.runtime.manual import Manual
+from gradsurgeon.runtime.modules import attach
+from gradsurgeon.runtime.sites import Sites
+from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.stepping import Steps
+from gradsurgeon.runtime.trap import Traps, Verdict
+
+
+class Engine:
+    """Runs the program of a session: hooks on, passes and steps as they come, hooks off.
+
+    Args:
+        model: reached weakly.
+        state: what the parts share.
+        optimizers: those the caller has named, ``None`` to look for them, empty where weights are
+            updated by hand.
+    """
+
+    def __init__(
+        self, model: nn.Module, state: State, optimizers: Sequence[Optimizer] | None
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._state = state
+        self._traps = Traps(state)
+        self._edits = StepEdits(state)
+        self._passes = Passes(self._backward_ended)
+        self.steps = Steps(
+            state, judge=self._judge, finished=self._finished, first_owner=self._optimizer_appeared
+        )
+        declared = optimizers is not None and not optimizers
+        self.manual = Manual(state, self._judge, self._finished, declared=declared)
+        self._arming = Arming(state, self._passes)
+        self.sites = Sites(state, self._passes, self._clock_of)
+        self._module_hooks: list[RemovableHandle] = []
+        self._clock_places = _first_params(state.program)
+        self._search_on = optimizers is None
+        # Named optimizers are met when the hooks go on; then they are held weakly.
+        self._given = list(optimizers or ())
+
+    def attach(self) -> None:
+        """Put the hooks on; on failure nothing stays."""
+        try:
+            self._arming.arm()
+            self._module_hooks = attach(self.sites, named_modules(self._model()))
+            for optimizer in self._given:
+                if self.steps.meet(optimizer) is None:
+                    kind = type(optimizer).__name__
+                    text = f"the optimizer {kind} holds no parameter of the model"
+                    self._state.journal.emit("notice", text, warn=True)
+        except BaseException:
+            self.detach()
+            raise
+        self._given.clear()
+
+    def detach(self) -> None:
+        """Take all hooks off."""
+        self.steps.close()
+        for handle in self._module_hooks:
+            handle.remove()
+        self._module_hooks.clear()
+        self._arming.disarm()
+        self._state.targets.forget()
+        self._state.paused = True
+
+    def _clock_of(self, module: str) -> Clock:
+        """Return the clock of the optimizer that owns a module: that of its first parameter."""
+        place = self._clock_places.get(module, self._clock_places.get(ROOT))
+        return self._state.clocks.common if place is None else self._state.clocks[place]
+
+    def _backward_ended(self, done: Pass) -> None:
+        if self._state.paused:
+            return
+        # Whose step this pass feeds decides which clock its records go by.
+        by_hand = self.manual.active or not (self.steps.owned or self._optimizers_known())
+        with self.manual.step_of(done):
+            for clock, look in after_pass(self._state, done).items():
+                self._traps.saw(clock, look)
+        if by_hand and not self.manual.active:
+            self.manual.begin(done)
+            self._arming.guard(self.manual.guarded() or dict.fromkeys(done.order[:1], False))
+        if by_hand:
+            try:
+                self.manual.after(done)
+            finally:
+                if done.continued:
+                    self._traps.done(self._state.clocks.common)
+
+    def _optimizers_known(self) -> bool:
+        """Tell whether some optimizer updates the model; it may have been made after `apply`."""
+        if self._search_on:
+            model = self._model()
+            if model is not None and self.steps.search(model.parameters()):
+                self._search_on = False
+        return not self._search_on
+
+    def _optimizer_appeared(self) -> None:
+        """Take back a step that was counted for want of an optimizer, which now takes it."""
+        edited = self.manual.withdraw()
+        self._edits.spare(edited)
+
+    def _judge(self, clock: Clock) -> Verdict:
+        """Do what is due right before an update."""
+        verdict = self._traps.decide(clock, self._edits.run(clock))
+        if self._state.mode == "act":
+            verdict.frozen = tuple(
+                tensor
+                for stage in self._state.program.freezes
+                for lane in self._state.lanes(stage)
+                if lane.clock is clock and lane.rule.steps.due(clock.step)
+                for tensor in lane.tensors
+            )
+        return verdict
+
+    def _finished(self, clock: Clock) -> None:
+        """Count an attempted update, and look after what it showed."""
+        if not self._state.paused:
+            self._notice_silence(clock)
+            self._look_after_hooks(clock)
+        self._traps.done(clock)
+        self.sites.missed(clock)
+        self._edits.forget()
+        clock.tick()
+        common = self._state.clocks.common
+        if clock is common:
+            # An optimizer that takes over from a hand-written update goes on with its count.
+            self._state.clocks.start = clock.step
+        elif common.step < clock.step:
+            # What no optimizer owns goes by the one that is furthest.
+            if not self._state.paused:
+                self._notice_silence(common)
+            self._traps.done(common)
+            common.step = clock.step
+
+    def _notice_silence(self, clock: Clock) -> None:
+        state = self._state
+        for stage in state.stages.values():
+            for lane in state.lanes(stage):
+                if lane.clock is clock and lane.rule.steps.due(clock.step):
+                    cause = partial(self._why_silent, lane.tensors)
+                    state.journal.passed(lane.rule.id, clock.step, cause)
+        for rule, owner in self._state.program.site_rules:
+            if self._clock_of(owner) is clock and rule.steps.due(clock.step):
+                cause = partial(_why_no_tensor, rule)
+                state.journal.passed(rule.id, clock.step, cause)
+
+    def _why_silent(self, tensors: Sequence[int]) -> str:
+        params = [self._state.targets.param(tensor) for tensor in tensors]
+        there = [param for param in params if param is not None]
+        if not there:
+            return "the parameters it matched are gone from the model"
+        if not any(param.requires_grad for param in there):
+            return "all parameters it matched are frozen"
+        if all(param.grad is None for param in there):
+            return "no gradient reached any parameter it matched"
+        if self.steps.owned and self._state.clocks[tensors[0]] is self._state.clocks.common:
+            return "no optimizer that steps owns any parameter it matched"
+        return "the gradients of its parameters did not pass through its hooks"
+
+    def _look_after_hooks(self, clock: Clock) -> None:
+        for tensor in self._arming.replaced():
+            name = self._state.program.names[tensor]
+            if self._arming.rearm(tensor):
+                text = (
+                    f"{name} was replaced by another parameter: its hooks were put on the new one"
+                )
+                self._state.journal.emit(
+                    "hook-rearmed", text, step=clock.step, name=name, warn=True
+                )
+            else:
+                text = (
+                    f"{name} is gone from its module: rules on it no longer act; apply them again "
+                    "after the model has its final form"
+                )
+                self._state.journal.emit("hook-lost", text, step=clock.step, name=name, warn=True)
+
+
+def _why_no_tensor(rule: Rule) -> str:
+    if rule.target == "tensors":
+        return "the script tagged no tensor with such a name"
+    if rule.ref.grad:
+        return f"no gradient reached the {rule.ref.side} of any module it matched"
+    return "no forward pass went through any module it matched"
+
+
+def _first_params(program: Program) -> dict[str, int]:
+    """Return, per module that holds parameters, the index of the first of them."""
+    places: dict[str, int] = {}
+    for index, name in enumerate(program.names):
+        places.setdefault(ROOT, index)
+        parts = name.split(".")
+        for depth in range(1, len(parts)):
+            places.setdefault(".".join(parts[:depth]), index)
+    return places

@@ -1,0 +1,94 @@
+"""What traps saw of module tensors and tags, kept on the device until the next update decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.actions import Rule
+from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.journal import Journal
+
+# A long validation between two updates must not pile up flags without end.
+_MOST = 4096
+
+
+@dataclass(slots=True)
+class Flag:
+    """The number of non-finite elements of one tensor at the moment it existed.
+
+    ``fed`` says that it takes part in an update: a gradient does, a value does once backward has
+    come back to it.
+    """
+
+    rule: Rule
+    name: str
+    what: str
+    clock: Callable[[], Clock]
+    count: Tensor
+    fed: bool
+
+
+class Flags:
+    """All flags since the last update, in the order in which the tensors appeared."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._flags: list[Flag] = []
+
+    def add(self, flag: Flag) -> Flag:
+        """Note a flag."""
+        if len(self._flags) >= _MOST:
+            self._drop([one for one in self._flags if not one.fed])
+            self._flags = [one for one in self._flags if one.fed][-_MOST // 2 :]
+        self._flags.append(flag)
+        return flag
+
+    def take(self, clock: Clock) -> list[tuple[Flag, int]]:
+        """Return the flags that an update of ``clock`` has to answer for, with their counts.
+
+        Reads the device once. Those of forwards that fed no update are dropped; where one of them was
+        non-finite, that is an event.
+        """
+        mine = [flag for flag in self._flags if flag.clock() is clock]
+        self._flags = [flag for flag in self._flags if flag.clock() is not clock]
+        counts = read([flag.count for flag in mine])
+        fed = [(flag, count) for flag, count in zip(mine, counts, strict=True) if flag.fed]
+        self._mention([(f, c) for f, c in zip(mine, counts, strict=True) if not f.fed and c])
+        return fed
+
+    def close(self) -> None:
+        """Drop what no update has answered for."""
+        self._drop(self._flags)
+        self._flags = []
+
+    def _drop(self, flags: list[Flag]) -> None:
+        counts = read([flag.count for flag in flags])
+        self._mention([(f, c) for f, c in zip(flags, counts, strict=True) if c])
+
+    def _mention(self, dropped: list[tuple[Flag, int]]) -> None:
+        for flag, count in dropped:
+            text = (
+                f"the {flag.what} of {flag.name} had {count:,} non-finite element"
+                f"{'s' if count > 1 else ''} in a forward that fed no update: no trap"
+            )
+            step = flag.clock().step
+            self._journal.emit("notice", text, rule=flag.rule.id, step=step, name=flag.name)
+
+
+def read(counts: list[Tensor]) -> list[int]:
+    """Return 0-dim counts as numbers: one wait per device."""
+    if len({count.device for count in counts}) <= 1:
+        return torch.stack(counts).tolist() if counts else []
+    devices: dict[torch.device, list[int]] = {}
+    for place, count in enumerate(counts):
+        devices.setdefault(count.device, []).append(place)
+    found = [0] * len(counts)
+    for places in devices.values():
+        values = torch.stack([counts[place] for place in places]).tolist()
+        for place, value in zip(places, values, strict=True):
+            found[place] = value
+    return found

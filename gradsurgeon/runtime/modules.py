@@ -1,0 +1,217 @@
+"""Hooks on modules: what they take and what they return, as values and as gradients.
+
+No full backward hooks: they break where a module works in place, and miss mappings. The gradient of
+an output is had by a hook on the output tensor; that of an input by a hook on a view of it that this
+module alone consumes, so that it is this module's own contribution and not the sum over consumers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradsurgeon.actions import Rule, spelled
+from gradsurgeon.compiler import ModuleProgram
+from gradsurgeon.runtime.sites import Sites, is_numeric
+from gradsurgeon.runtime.structure import Path, describe, resolve, tensors_in, with_tensors
+
+
+class ModuleHook:
+    """A hook on a module that stays behind when the module is copied, pickled or saved.
+
+    Torch copies module hooks along with a module. What stands in for this one is a method of the
+    standard library that takes anything and returns nothing, so that files load everywhere.
+    """
+
+    def __init__(self, sites: Sites, program: ModuleProgram) -> None:
+        self._sites = weakref.ref(sites)
+        self._program = program
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return nullcontext().__exit__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (nullcontext(), "__exit__")
+
+    def _live(self) -> Sites | None:
+        sites = self._sites()
+        return None if sites is None or sites.state.paused else sites
+
+    def _act(
+        self,
+        sites: Sites,
+        rules: Sequence[Rule],
+        structure: Any,
+        *,
+        paths: Callable[[Path], Path],
+        view: Callable[[Tensor], bool],
+    ) -> dict[Path, Tensor]:
+        """Run rules on the tensors of a structure; return those to be exchanged, by path."""
+        exchanged: dict[Path, Tensor] = {}
+        done: dict[tuple[int, tuple[str, ...]], Tensor] = {}
+        chosen = {rule.id: self._chosen(sites, rule, structure, paths) for rule in rules}
+        for path, tensor in tensors_in(structure):
+            mine = [rule for rule in rules if _lies_in(path, chosen[rule.id])]
+            if not mine:
+                continue
+            # One tensor in several places, as query, key and value, is acted on once.
+            key = (id(tensor), tuple(rule.id for rule in mine))
+            if key not in done:
+                name = self._name(structure, path)
+                done[key] = self._one(sites, mine, name, tensor, needs_view=view(tensor))
+            if done[key] is not tensor:
+                exchanged[path] = done[key]
+        return exchanged
+
+    def _one(
+        self,
+        sites: Sites,
+        rules: Sequence[Rule],
+        name: str,
+        tensor: Tensor,
+        *,
+        needs_view: bool,
+    ) -> Tensor:
+        owner = self._program.name
+        out = sites.value([rule for rule in rules if not rule.ref.grad], name, tensor, owner)
+        grads = [rule for rule in rules if rule.ref.grad]
+        if grads and is_numeric(out) and out.requires_grad and torch.is_grad_enabled():
+            if out is tensor and needs_view:
+                out = tensor.view_as(tensor)
+            sites.gradient(grads, name, out, owner)
+        return out
+
+    def _chosen(
+        self,
+        sites: Sites,
+        rule: Rule,
+        structure: Any,
+        paths: Callable[[Path], Path],
+    ) -> Path | None:
+        wanted = paths(rule.ref.path)
+        found = resolve(structure, wanted)
+        if found is None:
+            text = f"{self._program.name} has no {rule.ref}: its {rule.ref.side} is {describe(structure)}"
+            step = sites.clock_of(self._program.name).step
+            sites.state.journal.once("path", text, rule=rule.id, step=step, warn=True)
+        return found
+
+    def _name(self, structure: Any, path: Path) -> str:
+        bare = isinstance(structure, Tensor)
+        return self._program.name if bare else f"{self._program.name}{spelled(path)}"
+
+
+class InputHook(ModuleHook):
+    """Forward pre-hook: rules on what a module takes."""
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments with exchanged tensors, ``None`` to leave them as they are."""
+        sites = self._live()
+        if sites is None:
+            return None
+        rules = sites.due(self._program.on_input, self._program.name, training=module.training)
+        if not rules:
+            return None
+        arguments = _Arguments(module, args, kwargs)
+        # On a view, an operation in place would leave the hook on a tensor that no longer counts.
+        inplace = getattr(module, "inplace", False) is True
+        new = self._act(
+            sites, rules, arguments.named, paths=arguments.path, view=lambda _: not inplace
+        )
+        return arguments.exchange(new) if new else None
+
+    def _name(self, structure: Any, path: Path) -> str:
+        alone = len(list(tensors_in(structure))) == 1
+        return self._program.name if alone else f"{self._program.name}{spelled(path)}"
+
+
+class OutputHook(ModuleHook):
+    """Forward hook: rules on what a module returns."""
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Return the output with exchanged tensors, ``None`` to leave it as it is."""
+        sites = self._live()
+        if sites is None:
+            return None
+        rules = sites.due(self._program.on_output, self._program.name, training=module.training)
+        if not rules:
+            return None
+        taken = {id(tensor) for _, tensor in tensors_in((args, kwargs))}
+        # A module may return its input. Its output must then be told from what others make of it.
+        new = self._act(
+            sites, rules, output, paths=lambda path: path, view=lambda one: id(one) in taken
+        )
+        return with_tensors(output, new) if new else None
+
+
+class _Arguments:
+    """Arguments of a call under the names of the signature, positional and by keyword alike."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
+        self._names = _positional(type(module), len(args))
+        self.named: dict[int | str, Any] = dict(enumerate(args))
+        self.named.update(kwargs)
+
+    def path(self, path: Path) -> Path:
+        """Return a path with its first step as it stands in this call."""
+        if not path:
+            return path
+        first = path[0]
+        if isinstance(first, str) and first not in self._kwargs and first in self._names:
+            index = self._names.index(first)
+            first = index if index < len(self._args) else first
+        elif isinstance(first, int) and len(self._args) <= first < len(self._names):
+            first = self._names[first]
+        return (first, *path[1:])
+
+    def exchange(self, new: Mapping[Path, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with exchanged tensors."""
+        whole = with_tensors(self.named, new)
+        args = tuple(whole[index] for index in range(len(self._args)))
+        return args, {key: whole[key] for key in self._kwargs}
+
+
+def _positional(kind: type[nn.Module], count: int) -> list[str]:
+    """Return the names of the positional parameters of ``forward``, without ``self``."""
+    try:
+        parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [one.name for one in parameters if one.kind in kinds]
+    return names if len(names) >= count else []
+
+
+def _lies_in(path: Path, chosen: Path | None) -> bool:
+    return chosen is not None and path[: len(chosen)] == chosen
+
+
+def attach(sites: Sites, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
+    """Put the hooks of a program on the modules of a model; on failure none stays."""
+    handles: list[RemovableHandle] = []
+    try:
+        for program in sites.state.program.modules:
+            module = modules[program.name]
+            if program.on_input:
+                before = InputHook(sites, program)
+                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            if program.on_output:
+                after = OutputHook(sites, program)
+                handles.append(module.register_forward_hook(after, with_kwargs=True))
+    except BaseException:
+        for handle in handles:
+            handle.remove()
+        raise
+    return handles

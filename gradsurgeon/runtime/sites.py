@@ -1,0 +1,216 @@
+"""Rules on single tensors that exist for a moment: of modules and of tags."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from gradsurgeon import _torch
+from gradsurgeon.actions import Rule
+from gradsurgeon.match import compile_pattern
+from gradsurgeon.planning import ROOT
+from gradsurgeon.runtime.backward import Passes
+from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.flags import Flag
+from gradsurgeon.runtime.state import State
+from gradsurgeon.store import Key
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A hook on a tensor that waits for its gradient, to be missed if none comes."""
+
+    name: str
+    rules: tuple[str, ...]
+    tensor: weakref.ref[Tensor]
+    version: int
+    arrived: bool = False
+
+
+@dataclass(eq=False)
+class Sites:
+    """Acts on the values and gradients of tensors as they come along."""
+
+    state: State
+    passes: Passes
+    # The clock of the optimizer that owns a module; it may become known after the forward pass.
+    clock_of: Callable[[str], Clock]
+    _acted: dict[int, tuple[weakref.ref[Tensor], set[str]]] = field(default_factory=dict)
+    _waiting: list[Arrival] = field(default_factory=list)
+    _tagged: dict[str, list[Rule]] = field(default_factory=dict)
+
+    def due(self, rules: Sequence[Rule], owner: str, *, training: bool) -> list[Rule]:
+        """Return the rules that act now on a module, or on the root for what has no module."""
+        step = self.clock_of(owner).step
+        return [one for one in rules if one.steps.due(step) and (training or one.when is None)]
+
+    def value(self, rules: Sequence[Rule], name: str, tensor: Tensor, owner: str) -> Tensor:
+        """Run rules on the value of a tensor; return the tensor to go on with."""
+        # Checkpointing runs forward again inside backward: edits must repeat, records must not.
+        again = _torch.graph_task() != -1
+        out = tensor
+        for rule in rules:
+            if rule.role == "edit":
+                out = self._edit_value(rule, out, owner, count=not again)
+            elif not again:
+                self._look(rule, name, out, owner)
+        return out if self.state.mode == "act" else tensor
+
+    def _edit_value(self, rule: Rule, tensor: Tensor, owner: str, *, count: bool) -> Tensor:
+        # Ids and masks are values too, but nothing that a bound or a factor is meant for.
+        if not is_numeric(tensor) or not self._first(rule, tensor):
+            return tensor
+        edit = self.state.edits[rule.id]
+        if count:
+            with torch.no_grad():
+                self.state.journal.altered(rule.id, edit.alters(_torch.values(tensor)))
+            self.state.journal.fired(rule.id, self.clock_of(owner).step)
+        out = _torch.on_values(edit.apply, tensor)
+        self._mark(rule, out)
+        return out
+
+    def gradient(self, rules: Sequence[Rule], name: str, tensor: Tensor, owner: str) -> None:
+        """Put one hook on a tensor that runs rules on its gradient."""
+        mine = [rule for rule in rules if rule.role != "edit" or self._first(rule, tensor)]
+        if not mine:
+            return
+        for rule in mine:
+            self._mark(rule, tensor)
+        ids = tuple(rule.id for rule in mine)
+        reference = weakref.ref(tensor)
+        arrival = Arrival(name, ids, reference, tensor._version)  # noqa: SLF001 # counts writes
+        self._waiting.append(arrival)
+        hook = GradHook(self, tuple(mine), name, owner, arrival)
+        _torch.register_hook(tensor, hook)
+
+    def tag(self, tensor: Tensor, name: str) -> Tensor:
+        """Run the rules on tags on a tensor that the script has tagged."""
+        if self.state.paused or not self.state.program.tags:
+            return tensor
+        if name not in self._tagged:
+            self._tagged[name] = [
+                rule
+                for rule in self.state.program.tags
+                if any(pattern.matches(name) for pattern in rule.patterns)
+                and not any(compile_pattern(text).matches(name) for text in rule.exclude)
+            ]
+        rules = self.due(self._tagged[name], ROOT, training=True)
+        out = self.value([one for one in rules if not one.ref.grad], name, tensor, ROOT)
+        grads = [one for one in rules if one.ref.grad]
+        if grads and out.requires_grad and torch.is_grad_enabled():
+            self.gradient(grads, name, out, ROOT)
+        return out
+
+    def missed(self, clock: Clock) -> None:
+        """Say which gradients never came because their tensor was written in place."""
+        for arrival in self._waiting:
+            tensor = arrival.tensor()
+            written = tensor is not None and tensor._version != arrival.version  # noqa: SLF001
+            if not arrival.arrived and written:
+                text = (
+                    f"{arrival.name} was written in place by what follows it, so that no gradient "
+                    "arrived: let the next operation work out of place, or name another module"
+                )
+                for rule in arrival.rules:
+                    self.state.journal.once("in-place", text, rule=rule, step=clock.step, warn=True)
+        self._waiting.clear()
+
+    def on_gradient(self, rules: Sequence[Rule], name: str, grad: Tensor, owner: str) -> Tensor:
+        """Run rules on the gradient of a tensor; return the gradient to go on with."""
+        out = grad
+        for rule in rules:
+            if rule.role == "edit":
+                edit = self.state.edits[rule.id]
+                with torch.no_grad():
+                    self.state.journal.altered(rule.id, edit.alters(_torch.values(out)))
+                self.state.journal.fired(rule.id, self.clock_of(owner).step)
+                out = _torch.on_values(edit.apply, out)
+            else:
+                self._look(rule, name, out, owner)
+        return out if self.state.mode == "act" else grad
+
+    def _look(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
+        state, clock = self.state, self.clock_of(owner)
+        if rule.role == "capture":
+            state.captures.keep(rule, name, clock.step, tensor)
+        elif not is_numeric(tensor):
+            return
+        elif rule.role == "observe":
+            for stat in getattr(rule, "stats", ()):
+                with torch.no_grad():
+                    value = _torch.statistic(stat, tensor.detach()).reshape(1)
+                key = Key(rule.id, stat, rule.point, (name,))
+                state.recorder.add(key, clock.step, [0], value, replace=False)
+            state.journal.fired(rule.id, clock.step)
+        else:
+            self._flag(rule, name, tensor, owner)
+
+    def _flag(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
+        with torch.no_grad():
+            count = _torch.nonfinite(tensor)
+        gradient = rule.ref.grad
+        flag = Flag(rule, name, str(rule.ref), partial(self.clock_of, owner), count, fed=gradient)
+        self.state.flags.add(flag)
+        self.state.journal.fired(rule.id, self.clock_of(owner).step)
+        if not gradient and tensor.requires_grad and torch.is_grad_enabled():
+
+            def feeds(_grad: Tensor) -> None:
+                flag.fed = True
+
+            _torch.register_hook(tensor, feeds)
+
+    def _first(self, rule: Rule, tensor: Tensor) -> bool:
+        """Tell whether the rule has yet to edit this very tensor.
+
+        A container returns the tensor of its last child; a rule that matches both acts once.
+        """
+        entry = self._acted.get(id(tensor))
+        return entry is None or entry[0]() is not tensor or rule.id not in entry[1]
+
+    def _mark(self, rule: Rule, tensor: Tensor) -> None:
+        # Weak references on parameters break the conversion of a model by swapping tensors.
+        if rule.role != "edit" or isinstance(tensor, nn.Parameter):
+            return
+        entry = self._acted.get(id(tensor))
+        if entry is None or entry[0]() is not tensor:
+            key, acted = id(tensor), self._acted
+            entry = (weakref.ref(tensor, lambda _: acted.pop(key, None)), set())
+            acted[key] = entry
+        entry[1].add(rule.id)
+
+
+class GradHook:
+    """Tensor hook on an activation: the rules on its gradient, in file order."""
+
+    __torch_unserializable__ = True
+
+    def __init__(
+        self, sites: Sites, rules: tuple[Rule, ...], name: str, owner: str, arrival: Arrival
+    ) -> None:
+        self._sites = weakref.ref(sites)
+        self._rules = rules
+        self._name = name
+        self._owner = owner
+        self._arrival = arrival
+        self.__name__ = f"{'+'.join(rule.id for rule in rules)}:{name}"
+
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        """Return the edited gradient, ``None`` to leave it as it is."""
+        sites = self._sites()
+        self._arrival.arrived = True
+        if sites is None or grad is None or sites.state.paused:
+            return None
+        # A session without rules on parameters learns from this that a backward pass is running.
+        sites.passes.current()
+        out = sites.on_gradient(self._rules, self._name, grad, self._owner)
+        return None if out is grad else out
+
+
+def is_numeric(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds numbers that can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,88 @@
+"""Tensors in what modules take and return: found by path, and put back without touching the rest."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+Path = tuple[int | str, ...]
+# Deeper than any model nests its outputs; a structure that contains itself must not hang us.
+_DEEPEST = 16
+
+
+def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
+    """Yield every tensor of a structure of tuples, lists, mappings and dataclasses, with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif len(path) < _DEEPEST:
+        for step, item in _items(value):
+            yield from tensors_in(item, (*path, step))
+
+
+def _items(value: Any) -> Iterator[tuple[int | str, Any]]:
+    if isinstance(value, Mapping):
+        # A Hugging Face `ModelOutput` is a mapping as well as a dataclass.
+        yield from ((key, item) for key, item in value.items() if isinstance(key, str | int))
+    elif isinstance(value, tuple | list):
+        yield from enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value))
+
+
+def resolve(value: Any, path: Path) -> Path | None:
+    """Return the path as `tensors_in` spells it, ``None`` where it leads nowhere.
+
+    An index into a mapping counts its values, and a name of a named tuple is one of its indices.
+    """
+    found: list[int | str] = []
+    for step in path:
+        items = dict(_items(value))
+        names = getattr(value, "_fields", ())
+        if isinstance(step, int) and step not in items and step < len(items):
+            step = list(items)[step]  # noqa: PLW2901 # the same step, spelled as the structure has it
+        elif isinstance(step, str) and step in names:
+            step = names.index(step)  # noqa: PLW2901 # the same
+        if step not in items:
+            return None
+        found.append(step)
+        value = items[step]
+    return tuple(found)
+
+
+def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
+    """Return the structure with some tensors exchanged; what lies beside their paths is shared."""
+    if () in new:
+        return new[()]
+    steps: dict[int | str, dict[Path, Tensor]] = {}
+    for path, tensor in new.items():
+        steps.setdefault(path[0], {})[path[1:]] = tensor
+    changed = {step: with_tensors(_get(value, step), inner) for step, inner in steps.items()}
+    if isinstance(value, tuple):
+        items = [changed.get(index, item) for index, item in enumerate(value)]
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    # Copied rather than built anew: the constructor of a class of the script's may want anything.
+    out = copy.copy(value)
+    for step, item in changed.items():
+        if isinstance(value, Mapping | list):
+            out[step] = item
+        else:
+            object.__setattr__(out, str(step), item)
+    return out
+
+
+def _get(value: Any, step: int | str) -> Any:
+    if isinstance(value, Mapping | tuple | list):
+        return value[step]  # type: ignore[index] # paths come from this very structure
+    return getattr(value, str(step))
+
+
+def describe(value: Any) -> str:
+    """Return what a structure is, in words, for a path that leads nowhere."""
+    if isinstance(value, Tensor):
+        return "a tensor"
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step, _ in _items(value)]
+    return f"a {type(value).__name__} with {', '.join(steps[:8]) or 'nothing in it'}"

@@ -1,0 +1,188 @@
+"""What is wrong with one document, its includes and other documents left aside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from gradsurgeon.actions import ACTIONS, Flaw, Rule, check_rule, found
+from gradsurgeon.errors import Place, Problem, did_you_mean
+from gradsurgeon.packs import PREFIX
+from gradsurgeon.schema._located import Located
+from gradsurgeon.schema._version import FORMAT, VERSION, meets
+from gradsurgeon.source import Path
+
+_TOP_LEVEL = ("version", "requires", "include", "rules")
+MAX_FILES = 32  # in all; so no list of includes can hold more
+
+
+def no_mapping(source: Located) -> list[Problem]:
+    """Return why a document holds no keys at all."""
+    if source.data is None and source.problems:
+        return list(source.problems)
+    message = f"a rule file is a mapping with `version` and `rules`, found {found(source.data)}"
+    hint = f"begin the file with `version: {FORMAT}`, then `rules:` and the list of rules"
+    problem = Problem(source.place(()), "not-a-mapping", message, hint)
+    return tidy([*source.problems, problem])
+
+
+def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
+    """Return why this gradsurgeon must not read the file, if it must not."""
+    version, requires = data.get("version"), data.get("requires")
+    if isinstance(requires, str) and meets(VERSION, requires) is False:
+        message = f"these rules require gradsurgeon {requires}, this is {VERSION}"
+        hint = "install a gradsurgeon that meets it"
+        return Problem(source.place(("requires",)), "unmet-requirement", message, hint)
+    if isinstance(version, int) and version > FORMAT:
+        message = f"this is version {version} of the rule language, gradsurgeon {VERSION} reads version {FORMAT}"
+        hint = "upgrade gradsurgeon"
+        return Problem(source.place(("version",)), "bad-version", message, hint)
+    return None
+
+
+def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
+    """Yield what is wrong with the keys of the top level, the rules themselves left aside."""
+    meant: set[str] = set()
+    examples = {
+        "version": f"begin the file with `version: {FORMAT}`",
+        "rules": "write `rules:` with a list of rules below, each beginning with `- id: ...`",
+    }
+    for key, value in data.items():
+        if key not in _TOP_LEVEL:
+            hint = did_you_mean(str(key), [one for one in _TOP_LEVEL if one not in data])
+            meant.update(hint.split("`")[1:2])
+            hint = hint or f"known: {', '.join(_TOP_LEVEL)}"
+            message = f"unknown key `{str(key)[:60]}`"
+            yield Problem(source.key_place((key,)), "unknown-key", message, hint)
+        elif value is None:
+            hint = examples.get(key, "remove the key")
+            yield Problem(source.key_place((key,)), "wrong-type", f"`{key}` has no value", hint)
+        else:
+            yield from _values(source, key, value)
+    missing = {"version": "the meaning of a rule file is frozen per version"}
+    if not data.get("include"):
+        missing["rules"] = "there is nothing to do"
+    for key, reason in missing.items():
+        if key not in data and key not in meant:
+            message = f"missing key `{key}`: {reason}"
+            yield Problem(source.missing_place(()), "missing-key", message, examples[key])
+
+
+def _values(source: Located, key: str, value: object) -> Iterator[Problem]:
+    """Yield what is wrong with the value of a known key of the top level."""
+    place = source.place((key,))
+    if key == "version" and (value != FORMAT or type(value) is not int):
+        message = f"`version` must be the number {FORMAT}, found {found(value)}"
+        yield Problem(place, "bad-version", message, f"write `version: {FORMAT}`")
+    if key == "requires" and (not isinstance(value, str) or meets(VERSION, value) is None):
+        message = f"`requires` must be a text with comparisons, found {found(value)}"
+        yield Problem(place, "bad-requires", message, 'such as ">=0.1" or ">=0.1, <0.3"')
+    if key == "rules" and not isinstance(value, list | tuple):
+        message = f"`rules` must be a list of rules, found {found(value)}"
+        hint = "begin each rule with `- id: ...`"
+        yield Problem(place, "wrong-type", message, hint)
+    elif key == "rules" and not value:
+        hint = 'a rule is `- {id: my-rule, action: norm-log, params: "*"}`'
+        yield Problem(place, "no-rules", "the list of rules is empty", hint)
+    if key == "include":
+        yield from _entries(source, value)
+
+
+def _entries(source: Located, value: object) -> Iterator[Problem]:
+    """Yield what is wrong with the list of includes, whatever its entries name."""
+    place = source.place(("include",))
+    if not isinstance(value, list | tuple):
+        message = f"`include` must be a list of packs and files, found {found(value)}"
+        example = value[:60] if isinstance(value, str) else f"{PREFIX}nan-trap@1"
+        yield Problem(place, "wrong-type", message, f'write `include: ["{example}"]`')
+    elif not value:
+        yield Problem(place, "bad-include", "the list of includes is empty", "remove the key")
+    elif len(value) > MAX_FILES:
+        message = f"{len(value)} entries, at most {MAX_FILES} files are read"
+        yield Problem(place, "bad-include", message, "include fewer files")
+    else:
+        for index, entry in enumerate(value):
+            if not isinstance(entry, str):
+                message = f"`include`: expected a pack or the path of a file, found {found(entry)}"
+                where = source.place(("include", index))
+                yield Problem(where, "wrong-type", message, f'such as "{PREFIX}nan-trap@1"')
+
+
+def entries(data: Mapping[str, object]) -> list[tuple[int, str]]:
+    """Return the entries of `include` with their indices, but not those that cannot be followed."""
+    given = data.get("include")
+    if not isinstance(given, list | tuple) or len(given) > MAX_FILES:
+        return []
+    return [(index, entry) for index, entry in enumerate(given) if isinstance(entry, str)]
+
+
+def duplicate_ids(
+    source: Located, ids: Sequence[tuple[int, object]], first: dict[str, Place]
+) -> Iterator[Problem]:
+    """Yield the ids that stand twice.
+
+    Args:
+        source: where they stand.
+        ids: each with the index of its rule.
+        first: the ids of the files before, to which those of this one are added.
+    """
+    for index, rule_id in ids:
+        if not isinstance(rule_id, str):
+            continue
+        place = source.place(("rules", index, "id"))
+        where = first.setdefault(rule_id, place)
+        if where is place:
+            continue
+        near = where.file == place.file and where.line > 0
+        at = f"on line {where.line}" if near else f"at {where}"
+        message = f"the id `{rule_id[:60]}` stands twice, first {at}"
+        rename = "rename one of the two rules"
+        if source.file.startswith(PREFIX):  # nobody can change a pack
+            rename = "rename the other rule"
+        elif where.file.startswith(PREFIX):
+            rename = "rename this rule"
+        hint = f"reviews and diffs go by the id: {rename}"
+        yield Problem(place, "duplicate-rule-id", message, hint)
+
+
+def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, list[Problem]]:
+    """Return the rule at ``index`` of the list, ``None`` where it is wrong, and its problems."""
+    at: Path = ("rules", index)
+    if not isinstance(entry, dict):
+        message = f"a rule is a mapping with `id`, `action` and `params`, found {found(entry)}"
+        hint = 'such as `- {id: my-rule, action: zero, params: "*.bias"}`'
+        return None, [Problem(source.place(at), "wrong-type", message, hint)]
+    rule, flaws = check_rule(entry, ACTIONS)
+    return rule, [_problem(source, at, flaw) for flaw in flaws]
+
+
+def _problem(source: Located, at: Path, flaw: Flaw) -> Problem:
+    if not flaw.at:
+        return Problem(source.place(at), flaw.check, flaw.message, flaw.hint)
+    path: Path = (*at, *(int(step) if step.isdigit() else step for step in flaw.at.split(".")))
+    if flaw.missing:
+        place = source.missing_place(path[:-1])
+    else:
+        place = source.key_place(path) if flaw.key else source.place(path)
+    release = f" in gradsurgeon {VERSION}" if flaw.check == "not-there-yet" else ""
+    return Problem(place, flaw.check, flaw.message + release, flaw.hint)
+
+
+def tidy(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problems in the order of the file, without those that only echo another."""
+    errors = [problem for problem in problems if problem.severity == "error"]
+    wrong = {problem.place for problem in errors}
+    misread = {problem.place for problem in errors if problem.check.startswith("yaml-")}
+
+    def echoes(problem: Problem) -> bool:
+        # That YAML 1.1 reads a word differently is no news where the word is wrong anyway; nor is
+        # the type of a value that YAML did not read as it was meant.
+        if problem.severity == "warning":
+            return problem.place in wrong
+        return problem.place in misread and not problem.check.startswith("yaml-")
+
+    # Two aliases of one mapping have its problems twice.
+    kept = [problem for problem in dict.fromkeys(problems) if not echoes(problem)]
+    # A refused merge key may have brought every key that is missing.
+    if any(problem.check == "merge-key" for problem in kept):
+        kept = [problem for problem in kept if problem.check != "missing-key"]
+    return sorted(kept, key=lambda problem: (problem.place.line, problem.place.col))

@@ -1,0 +1,211 @@
+"""Document -> RuleSet, with the rules of everything that the document includes."""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradsurgeon import packs
+from gradsurgeon.actions import Rule
+from gradsurgeon.errors import Place, Problem, RuleFileError
+from gradsurgeon.schema._document import (
+    MAX_FILES,
+    duplicate_ids,
+    entries,
+    no_mapping,
+    refusal,
+    rule_at,
+    tidy,
+    top_level,
+)
+from gradsurgeon.schema._located import Built, Located
+from gradsurgeon.source import read
+
+# A hostile tree is read within seconds.
+MAX_DEPTH = 8
+
+
+@dataclass(frozen=True)
+class RuleSet:
+    """Validated rules in order: those of included files first, then those of the file itself.
+
+    Attributes:
+        rules: the rules.
+        places: where each is written, by its id; in whichever file that is.
+        warnings: what is doubtful about the files.
+        file: name of the file that was loaded.
+        text: its text, empty where there is none.
+        files: name and text of that file and of every file that it includes, packs too.
+    """
+
+    rules: tuple[Rule, ...]
+    places: Mapping[str, Place] = field(default_factory=dict)
+    warnings: tuple[Problem, ...] = ()
+    file: str = "<python>"
+    text: str = ""
+    files: tuple[tuple[str, str], ...] = ()
+
+    def place(self, rule_id: str) -> Place:
+        """Return where the rule ``rule_id`` is written."""
+        return self.places.get(rule_id, Place(self.file, 0, 0))
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the text; of the hashes of all texts, one per line, where it includes others.
+
+        Rules that were built in Python have no text: it is that of the rules themselves then.
+        """
+        if not self.text:
+            return _sha256("\n".join(rule.model_dump_json() for rule in self.rules))
+        hashes = [_sha256(text) for _, text in self.files] or [_sha256(self.text)]
+        return hashes[0] if len(hashes) == 1 else _sha256("\n".join(hashes))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def from_rules(rules: Sequence[Rule]) -> RuleSet:
+    """Return the rule set of rules that were built in Python.
+
+    Raises:
+        RuleFileError: an id stands twice, or there are no rules.
+    """
+    source = Built(None, file="<python>")
+    problems = list(duplicate_ids(source, [(i, rule.id) for i, rule in enumerate(rules)], {}))
+    if not rules:
+        problems.append(Problem(source.place(()), "no-rules", "there are no rules"))
+    if problems:
+        raise RuleFileError(problems)
+    places = {rule.id: source.place(("rules", index)) for index, rule in enumerate(rules)}
+    return RuleSet(tuple(rules), places)
+
+
+def validate(source: Located) -> RuleSet:
+    """Return the rules of a document and of all that it includes.
+
+    Raises:
+        RuleFileError: with every problem found, those of reading the text included.
+    """
+    tree = _Tree(source)
+    problems = tree.problems
+    if any(problem.severity == "error" for problem in problems):
+        raise RuleFileError(problems)
+    return RuleSet(
+        rules=tuple(rule for rule, _ in tree.rules),
+        places={rule.id: place for rule, place in tree.rules},
+        warnings=tuple(problems),
+        file=source.file,
+        text=source.text,
+        files=tuple(tree.files),
+    )
+
+
+def check(source: Located) -> tuple[list[Rule], list[Problem]]:
+    """Return the valid rules of a document and its includes, and all problems, file by file."""
+    tree = _Tree(source)
+    return [rule for rule, _ in tree.rules], tree.problems
+
+
+class _Tree:
+    """The rules of a file and of all that it includes, in order, with all that is wrong."""
+
+    def __init__(self, source: Located) -> None:
+        self.rules: list[tuple[Rule, Place]] = []
+        self.files: list[tuple[str, str]] = []
+        self._problems: list[list[Problem]] = []  # one list per file
+        self._ids: dict[str, Place] = {}
+        self._reached: dict[pathlib.Path, Place] = {}  # by which entry
+        trail: tuple[packs.Included, ...] = ()
+        if source.folder is not None:
+            path = source.folder / pathlib.Path(source.file).name
+            trail = (packs.Included(source.file, path.resolve(), source.folder),)
+        self._take(source, source.folder, trail)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """All problems: those of a file before those of what it includes."""
+        return [problem for group in self._problems for problem in group]
+
+    def _take(
+        self, source: Located, folder: pathlib.Path | None, trail: tuple[packs.Included, ...]
+    ) -> None:
+        """Take the rules of one file, after those of its includes.
+
+        Args:
+            source: the file.
+            folder: what its relative entries start from.
+            trail: the files by which it was reached, itself included.
+        """
+        group: list[Problem] = []
+        self._problems.append(group)
+        if source.text:
+            self.files.append((source.file, source.text))
+        data = source.data
+        if not isinstance(data, dict):
+            group += no_mapping(source)
+            return
+        # A file for another version may mean other things by the same words: nothing else counts.
+        if refused := refusal(source, data):
+            group.append(refused)
+            return
+        problems = [*source.problems, *top_level(source, data)]
+        for index, entry in entries(data):
+            place = source.place(("include", index))
+            problems += self._include(entry, place, folder, trail)
+        group += tidy([*problems, *self._own(source, data)])
+
+    def _own(self, source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
+        """Take the rules that a file itself holds; yield what is wrong with them."""
+        given = data.get("rules")
+        given = given if isinstance(given, list | tuple) else []
+        for index, entry in enumerate(given):
+            rule, flaws = rule_at(source, index, entry)
+            yield from flaws
+            if rule is not None:
+                self.rules.append((rule, source.place(("rules", index, "id"))))
+        ids = [(i, entry.get("id")) for i, entry in enumerate(given) if isinstance(entry, dict)]
+        yield from duplicate_ids(source, ids, self._ids)
+
+    def _include(
+        self,
+        entry: str,
+        place: Place,
+        folder: pathlib.Path | None,
+        trail: tuple[packs.Included, ...],
+    ) -> Iterator[Problem]:
+        """Take the rules of an included file; yield what is wrong with the entry that names it."""
+        try:
+            target = packs.locate(entry, folder)
+            self._admit(target, place, trail)
+            document = read(target.path, target.name)
+            target.check(document.text)
+        except packs.IncludeError as error:
+            yield Problem(place, "bad-include", error.message, error.hint)
+        except RuleFileError as error:
+            (problem,) = error.problems
+            yield Problem(place, "bad-include", f"`{entry[:80]}`: {problem.message}", problem.hint)
+        else:
+            self._take(document, target.folder, (*trail, target))
+
+    def _admit(
+        self, target: packs.Included, place: Place, trail: tuple[packs.Included, ...]
+    ) -> None:
+        """Refuse a file that was reached before, and one too many."""
+        paths = [one.path for one in trail]
+        if target.path in paths:
+            circle = [one.name for one in trail[paths.index(target.path) :]]
+            chain = " -> ".join([*circle, circle[0]])
+            message = f"the includes go round in a circle: {chain}"
+            raise packs.IncludeError(message, "remove one of these entries")
+        if first := self._reached.get(target.path):
+            here = first.file == place.file and first.line > 0
+            by = f"on line {first.line}" if here else f"at {first}"
+            message = f"{target.name} is included twice, first {by}"
+            raise packs.IncludeError(message, "remove one of the two entries")
+        if len(trail) > MAX_DEPTH or len(self._reached) == MAX_FILES:
+            message = f"more than {MAX_DEPTH} files deep or {MAX_FILES} files in all"
+            raise packs.IncludeError(message, "include fewer files")
+        self._reached[target.path] = place

@@ -1,0 +1,39 @@
+"""What this gradsurgeon is, and whether that is what a rule file requires."""
+
+from __future__ import annotations
+
+import re
+
+VERSION = "0.1.0"
+FORMAT = 1
+
+_CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+){0,3})")
+
+
+def meets(version: str, requirement: str) -> bool | None:
+    """Tell whether ``version`` meets ``requirement``; ``None`` where that is no requirement.
+
+    The form is that of Python package requirements, cut down to comparisons of plain releases:
+    ``>=0.1, <0.3``.
+    """
+
+    def release(text: str) -> tuple[int, ...]:
+        numbers = [int(part) for part in text.split(".")]
+        return tuple(numbers + [0] * (4 - len(numbers)))
+
+    have, results = release(version), []
+    for clause in requirement.split(","):
+        match = _CLAUSE.fullmatch(clause.strip())
+        if match is None:
+            return None
+        operator, want = match.group(1), release(match.group(2))
+        outcomes = {
+            ">=": have >= want,
+            "<=": have <= want,
+            "==": have == want,
+            "!=": have != want,
+            ">": have > want,
+            "<": have < want,
+        }
+        results.append(outcomes[operator])
+    return all(results)

@@ -1,0 +1,172 @@
+"""The form of a run directory: file names, tables, and how values lie in them.
+
+`run.json` says what was run; each rank has one SQLite file. A row of measurements is one blob of
+little-endian float32 over all tensors of its series. Rows lie clustered by series, because their id
+is ``series << 32 | number``: reading one series does not touch the others, and no index is needed.
+Every `CHUNK` rows have a summary, from which a report draws a million steps without reading them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FORMAT = 1
+APPLICATION = 0x67737267  # "gsrg", in the header of every file
+RUN_FILE = "run.json"
+CHUNK = 256
+SERIES_BITS = 32
+# A row of 500 parameters fills pages of the default 4 kB badly, one of 600 wastes half of them.
+PAGE = 16384
+
+TABLES = {
+    "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "series": (
+        "CREATE TABLE series (id INTEGER PRIMARY KEY, rule TEXT NOT NULL, stat TEXT NOT NULL, "
+        "point TEXT NOT NULL, names TEXT NOT NULL)"
+    ),
+    "rows": (
+        "CREATE TABLE rows (id INTEGER PRIMARY KEY, step INTEGER NOT NULL, floats BLOB NOT NULL, "
+        "absent BLOB)"
+    ),
+    "chunks": (
+        "CREATE TABLE chunks (id INTEGER PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL, "
+        "maxima BLOB NOT NULL, minima BLOB NOT NULL, nonfinite BLOB NOT NULL, present BLOB NOT NULL)"
+    ),
+    "events": (
+        "CREATE TABLE events (id INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, "
+        "rule TEXT NOT NULL, step INTEGER NOT NULL, rank INTEGER NOT NULL, name TEXT NOT NULL, "
+        "message TEXT NOT NULL)"
+    ),
+    "statuses": "CREATE TABLE statuses (rule TEXT PRIMARY KEY, state TEXT NOT NULL)",
+}
+
+
+def database_name(rank: int) -> str:
+    """Return the name of the file that one rank writes."""
+    return f"rank-{rank}.db"
+
+
+def row_id(series: int, number: int) -> int:
+    """Return the id of a row, or of a chunk, of one series."""
+    return series << SERIES_BITS | number
+
+
+def pack_absent(absent: frozenset[int], width: int) -> bytes | None:
+    """Return one bit per column that has no value, ``None`` where all have one."""
+    if not absent:
+        return None
+    bits = bytearray(absent_size(width))
+    for column in absent:
+        bits[column >> 3] |= 1 << (column & 7)
+    return bytes(bits)
+
+
+def unpack_absent(bits: bytes | None) -> frozenset[int]:
+    """Return the columns that have no value."""
+    return frozenset(
+        place * 8 + bit
+        for place, byte in enumerate(bits or b"")
+        if byte
+        for bit in range(8)
+        if byte >> bit & 1
+    )
+
+
+def absent_size(width: int) -> int:
+    """Return how many bytes hold one bit per column."""
+    return (width + 7) // 8
+
+
+def to_file(values: array[float] | array[int]) -> bytes:
+    """Return numbers as little-endian bytes."""
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def floats(blob: bytes) -> array[float]:
+    """Return the float32 numbers of little-endian bytes."""
+    values = array("f", blob)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def counts(blob: bytes) -> array[int]:
+    """Return the small whole numbers of little-endian bytes."""
+    values = array("H", blob)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run of rows amounts to, column by column.
+
+    Attributes:
+        first: step of the first row.
+        last: step of the last row.
+        maxima: the largest finite value, NaN where there is none.
+        minima: the smallest finite value, NaN where there is none.
+        nonfinite: how many values are not finite.
+        present: how many values there are.
+    """
+
+    first: int
+    last: int
+    maxima: array[float]
+    minima: array[float]
+    nonfinite: array[int]
+    present: array[int]
+
+
+Stored = tuple[int, bytes, bytes | None]  # step, values, absent columns
+
+
+def summarise(rows: Sequence[Stored], width: int) -> Summary:
+    """Return the summary of a run of at most 65,535 rows, which is not empty."""
+    values = floats(b"".join(row[1] for row in rows))
+    holes: dict[int, set[int]] = {}
+    for number, row in enumerate(rows):
+        for column in unpack_absent(row[2]):
+            holes.setdefault(column, set()).add(number)
+    found = Summary(rows[0][0], rows[-1][0], array("f"), array("f"), array("H"), array("H"))
+    for column in range(width):
+        one = values[column::width].tolist()
+        if column in holes:
+            gone = holes[column]
+            one = [value for number, value in enumerate(one) if number not in gone]
+        found.present.append(len(one))
+        # The sum tells at once whether all are finite: in double precision it cannot overflow.
+        finite = one if math.isfinite(sum(one)) else [v for v in one if math.isfinite(v)]
+        found.nonfinite.append(len(one) - len(finite))
+        found.maxima.append(max(finite, default=math.nan))
+        found.minima.append(min(finite, default=math.nan))
+    return found
+
+
+def as_blobs(summary: Summary) -> tuple[bytes, bytes, bytes, bytes]:
+    """Return the columns of a summary as they lie in the file."""
+    return (
+        to_file(summary.maxima),
+        to_file(summary.minima),
+        to_file(summary.nonfinite),
+        to_file(summary.present),
+    )
+
+
+def clean(text: str) -> str:
+    """Return a text that SQLite takes: lone surrogates, as from odd file names, as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def as_json(value: object) -> str:
+    """Return a value as JSON in ASCII, in which nothing can be lost on the way."""
+    return json.dumps(value, separators=(",", ":"))

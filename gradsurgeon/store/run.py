@@ -1,0 +1,271 @@
+"""A run directory, read: finished, killed, or still being written. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name
+from gradsurgeon.store.lookup import Logged, Lookup, Names
+from gradsurgeon.store.rankfile import RankFile, StoredSeries
+
+_LARGEST = 256 * 2**20
+_FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
+
+
+class Run:
+    """The records and events of a run. A context manager; reading goes on while it is written.
+
+    Attributes:
+        path: the directory.
+        meta: what `run.json` says: versions, rules, plan, when it began.
+        params: canonical names of the parameters, in the order of the model.
+        ranks: the ranks that have records.
+    """
+
+    def __init__(self, path: Path, meta: Mapping[str, Any], files: Sequence[RankFile]) -> None:
+        self.path = path
+        self.meta = meta
+        self._files = list(files)
+        self.ranks = tuple(file.rank for file in files)
+        self._aliases: dict[str, str] = {}
+        self.params = tuple(self._read_params())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files:
+            file.close()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that belongs to the run."""
+        return (self.path / RUN_FILE, *(file.path for file in self._files))
+
+    @property
+    def states(self) -> dict[int, str]:
+        """By rank: ``running``, ``finished``, or ``stopped`` without having been closed."""
+        return {file.rank: file.state for file in self._files}
+
+    @property
+    def events(self) -> list[Event]:
+        """What happened so far on all ranks, oldest first."""
+        found = [event for file in self._files for event in file.events()]
+        # The sort is stable: at one time, the lower rank comes first.
+        return [event for _, event in sorted(found, key=lambda pair: pair[0])]
+
+    def status(self) -> dict[str, RuleStatus]:
+        """Return what each rule has done, over all ranks: firings are added up."""
+        found: dict[str, list[RuleStatus]] = {}
+        for file in self._files:
+            for rule, status in file.statuses().items():
+                found.setdefault(rule, []).append(status)
+        order = [rule["id"] for rule in self.rules]
+        ids = [*(rule for rule in order if rule in found), *(r for r in found if r not in order)]
+        return {rule: _joined(found[rule]) for rule in ids}
+
+    @property
+    def rules(self) -> list[dict[str, Any]]:
+        """What the plan says of each rule, in file order: at least `id`, `action`, and names."""
+        plan = self.meta.get("plan")
+        rules = plan.get("rules") if isinstance(plan, dict) else None
+        return [
+            rule
+            for rule in (rules if isinstance(rules, list) else [])
+            if isinstance(rule, dict)
+            and all(isinstance(rule.get(k), str) for k in ("id", "action"))
+        ]
+
+    def __iter__(self) -> Iterator[StoredSeries]:
+        """Yield every series of every rank."""
+        for file in self._files:
+            yield from file.series()
+
+    def series(self, name: str, stat: str, rule: str | None = None) -> list[StoredSeries]:
+        """Return the series that measure one tensor, of the lowest rank that recorded it."""
+        found = [
+            series
+            for series in self
+            if series.key.stat == stat
+            and name in series.columns
+            and rule in (None, series.key.rule)
+        ]
+        return [series for series in found if series.rank == found[0].rank]
+
+    def lowest(self) -> Iterator[StoredSeries]:
+        """Yield every series but those of tensors that a lower rank has recorded as well."""
+        owners: dict[tuple[str, str, str], int] = {}
+        for series in self:
+            columns = [(series.key.rule, series.key.stat, name) for name in series.key.names]
+            if all(owners.setdefault(column, series.rank) == series.rank for column in columns):
+                yield series
+
+    def history(
+        self, name: str, stat: str = "l2", *, rule: str | None = None
+    ) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` of one tensor, oldest first, of the lowest rank that has it.
+
+        Args:
+            name: canonical name or alias.
+            stat: the statistic.
+            rule: id of the `norm-log` rule; needed where several recorded it.
+
+        Raises:
+            KeyError: no such name; the nearest ones are given.
+            RecordError: nothing recorded, or by several rules.
+        """
+        return self._lookup().history(name, stat, rule=rule)
+
+    def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
+        """Return the newest record of one tensor.
+
+        Args:
+            name: canonical name or alias.
+            stat: the statistic.
+            rule: id of the `norm-log` rule; needed where several recorded it.
+
+        Raises:
+            KeyError: no such name; the nearest ones are given.
+            RecordError: nothing recorded, or by several rules.
+        """
+        return self._lookup().latest(name, stat, rule=rule)
+
+    def _lookup(self) -> Lookup:
+        every = dict.fromkeys(self.params)
+        logged: dict[str, dict[str, dict[str, None]]] = {}
+        for series in self:
+            every |= dict.fromkeys(series.key.names)
+            rule = logged.setdefault(series.key.rule, {"stats": {}, "names": {}})
+            rule["stats"][series.key.stat] = None
+            rule["names"] |= dict.fromkeys(series.key.names)
+        for planned, stats in self.stats.items():
+            rule = logged.setdefault(planned, {"stats": {}, "names": {}})
+            rule["stats"] |= dict.fromkeys(stats)
+            rule["names"] |= dict.fromkeys(self.names_of(planned))
+        what = {
+            rule: Logged(tuple(found["stats"]), frozenset(found["names"]))
+            for rule, found in logged.items()
+        }
+        return Lookup(Names(tuple(every), self._aliases, what), self.series)
+
+    @property
+    def stats(self) -> dict[str, tuple[str, ...]]:
+        """By id of each rule that records, the statistics that it was to record."""
+        roles = self.meta.get("roles")
+        found = {}
+        for rule, role in (roles if isinstance(roles, dict) else {}).items():
+            stats = role.get("stats") if isinstance(role, dict) else None
+            if isinstance(stats, list) and stats:
+                found[rule] = tuple(map(str, stats))
+        return found
+
+    def names_of(self, rule: str) -> tuple[str, ...]:
+        """Return the names that a rule was bound to."""
+        for planned in self.rules:
+            if planned["id"] == rule:
+                lists = [planned.get("params"), planned.get("modules")]
+                return tuple(str(name) for own in lists if isinstance(own, list) for name in own)
+        return ()
+
+    def _read_params(self) -> Iterator[str]:
+        model = self.meta.get("model")
+        params = model.get("params") if isinstance(model, dict) else None
+        for param in params if isinstance(params, list) else []:
+            name = param.get("name") if isinstance(param, dict) else None
+            if not isinstance(name, str):
+                raise RecordError(
+                    f"{printable(str(self.path / RUN_FILE))}: is damaged: a parameter has no name"
+                )
+            yield name
+            aliases = param.get("aliases")
+            for alias in aliases if isinstance(aliases, list) else []:
+                self._aliases[str(alias)] = name
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Open a run directory for reading, also while it is being written. Needs no torch.
+
+    Args:
+        path: the directory that `record=` named.
+
+    Raises:
+        RecordError: there is no run, or its files are damaged or foreign.
+    """
+    folder = Path(path)
+    where = printable(str(folder))
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        hint = "a run is a directory, the one that `record=` or `--record` named"
+        raise RecordError(f"{where}: cannot be opened as a run: {reason}; {hint}") from None
+    ranks = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
+    if RUN_FILE not in names:
+        begun = "it has records, but rank 0 has not begun" if ranks else "it is no run directory"
+        raise RecordError(f"{where}: holds no {RUN_FILE}: {begun}")
+    meta = _meta(folder / RUN_FILE)
+    if not ranks:
+        raise RecordError(
+            f"{where}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
+        )
+    with ExitStack() as opened:
+        paths = [(folder / database_name(rank), rank) for rank in ranks]
+        files = [opened.enter_context(closing(RankFile(*pair))) for pair in paths]
+        run = Run(folder, meta, files)
+        opened.pop_all()
+    return run
+
+
+def _meta(path: Path) -> dict[str, Any]:
+    where = printable(str(path))
+    try:
+        with path.open("rb") as file:
+            data = file.read(_LARGEST + 1)
+        if len(data) > _LARGEST:
+            raise RecordError(f"{where}: is larger than any that gradsurgeon writes")
+        meta = json.loads(data)
+    except OSError as error:
+        raise RecordError(f"{where}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        reason = printable(str(error)[:200])
+        raise RecordError(f"{where}: is damaged: no JSON: {reason}") from None
+    form = meta.get("format") if isinstance(meta, dict) else None
+    if type(form) is not int:
+        raise RecordError(f"{where}: was not written by gradsurgeon: it names no `format`")
+    if form > FORMAT:
+        raise RecordError(
+            f"{where}: has format {form}, and this gradsurgeon reads {FORMAT}: it was written by a newer "
+            "one; upgrade gradsurgeon"
+        )
+    return dict(meta)
+
+
+def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:
+    fired = sum(one.fired for one in ranks)
+    steps = [one.last_step for one in ranks if one.last_step is not None]
+    return RuleStatus(
+        # Each rank has all the parameters, or a part of each.
+        matched=max(one.matched for one in ranks),
+        fired=fired,
+        changed=sum(one.changed * one.fired for one in ranks) / fired if fired else 0.0,
+        last_step=max(steps, default=None),
+        warnings=tuple(dict.fromkeys(text for one in ranks for text in one.warnings)),
+    )

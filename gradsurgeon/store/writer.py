@@ -1,0 +1,259 @@
+"""Writing a run directory while training goes on.
+
+Rows gather in memory and are written in one short transaction per second, so that readers are not
+kept out, and a process that is killed loses one second at most. Whatever goes wrong with the file
+later, training goes on: the writer gives up, once, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import sys
+import time
+from array import array
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.store import layout
+from gradsurgeon.store.database import Batch, Slot, create, write
+from gradsurgeon.store.memory import Key
+from gradsurgeon.store.places import claim, is_busy
+
+_INTERVAL = 1.0
+# Someone else can hold the file for long where there is no WAL. Then rows wait, up to this many bytes.
+_MOST_WAITING = 128 * 2**20
+# What is recorded faster than a person could read need not wait for the second to pass.
+_LARGE = 16 * 2**20
+
+
+class RunWriter:
+    """Writes the records of one rank.
+
+    Args:
+        path: the run directory, made where it is missing. Ranks share it.
+        rank: rank of this process.
+        meta: what `run.json` says; rank 0 writes it.
+        vfs: SQLite's layer for files, its own choice where empty.
+
+    Raises:
+        RecordError: the place cannot be written, or holds a run already; nothing has been changed.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rank: int = 0,
+        meta: Mapping[str, Any] | None = None,
+        vfs: str = "",
+    ) -> None:
+        about = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
+        self.rank = rank
+        self.failed = ""
+        self.on_failure: Callable[[str], None] | None = None
+        self._claim = claim(path, rank)
+        self.path = self._claim.folder
+        self._connection = self._open(about, vfs)
+        found = self._claim.database.stat()
+        self._identity = (found.st_dev, found.st_ino)
+        self._slots: dict[Key, Slot] = {}
+        self._batch = Batch()
+        self._said: dict[str, str] = {}
+        self._pid = os.getpid()
+        self._lock = RLock()
+        self._closed = False
+        self._last_commit = self._last_tick = time.monotonic()
+        self._large = _LARGE
+
+    def _open(self, about: str, vfs: str) -> sqlite3.Connection:
+        try:
+            connection = create(self._claim.database, {"rank": str(self.rank)}, vfs)
+            try:
+                if self.rank == 0:
+                    _write_whole(self._claim.folder / layout.RUN_FILE, about)
+            except BaseException:
+                connection.close()
+                raise
+        except (sqlite3.Error, OSError) as error:
+            self._claim.undo()
+            raise RecordError(
+                f"{printable(str(self._claim.folder))}: cannot write records there: "
+                f"{printable(str(error))}; pass a directory on another file system"
+            ) from None
+        except BaseException:
+            self._claim.undo()
+            raise
+        return connection
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is written any more: closed, given up, or in a child process."""
+        # A forked data loader inherits the writer. The file is its parent's.
+        return self._closed or bool(self.failed) or os.getpid() != self._pid
+
+    def add(
+        self,
+        key: Key,
+        step: int,
+        values: bytes,
+        absent: frozenset[int] = frozenset(),
+        *,
+        replace: bool = False,
+    ) -> None:
+        """Take one row, as `Records.add` does.
+
+        Args:
+            key: the series, created when it is new.
+            step: the clock of the tensors concerned.
+            values: float32 in native byte order, one per name of the key.
+            absent: columns without a value.
+            replace: overwrite the last row where it is of the same step, written already or not.
+        """
+        if self.closed:
+            return
+        with self._lock:
+            slot = self._slots.get(key)
+            if slot is None:
+                slot = self._slots[key] = Slot(len(self._slots) + 1, key)
+                self._batch.series.append(slot)
+            if not (replace and slot.step == step):
+                slot.rows += 1
+                slot.step = step
+            where = layout.row_id(slot.id, slot.rows - 1)
+            if where not in self._batch.rows:
+                self._batch.size += len(values)
+            if sys.byteorder == "big":
+                values = layout.to_file(array("f", values))
+            bits = layout.pack_absent(absent, len(key.names))
+            self._batch.rows[where] = (where, step, values, bits)
+            if self._batch.size >= self._large:
+                self.commit()
+
+    def event(self, event: Event) -> None:
+        """Write an event, and with it what waits."""
+        with self._lock:
+            if not self.closed:
+                self._batch.events.append((time.time(), event))
+                self.commit()
+
+    def statuses(self, statuses: Mapping[str, RuleStatus]) -> None:
+        """Take what each rule has done so far; to be written with the next rows."""
+        if self.closed:
+            return
+        for rule, status in statuses.items():
+            text = layout.as_json(asdict(status))
+            if self._said.get(rule) != text:
+                self._said[rule] = self._batch.statuses[rule] = text
+
+    def due(self) -> bool:
+        """Tell whether a second has passed since the last commit."""
+        return time.monotonic() - self._last_commit >= _INTERVAL and not self.closed
+
+    def ends_step(self) -> bool:
+        """Mark the end of a step; tell whether its rows would be too old at the end of the next."""
+        now = time.monotonic()
+        step, self._last_tick = now - self._last_tick, now
+        return now + step - self._last_commit >= _INTERVAL and not self.closed
+
+    def tick(self) -> None:
+        """Commit where a second has passed since the last time."""
+        if self.due():
+            self.commit()
+
+    def commit(self) -> None:
+        """Write what waits. Never raises."""
+        with self._lock:
+            if self.closed:
+                return
+            self._last_commit = time.monotonic()
+            if not self._batch:
+                return
+            try:
+                self._check_there()
+                done = write(self._connection, self._batch, list(self._slots.values()))
+            except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
+                self._failed(error)
+            else:
+                for slot in self._slots.values():
+                    slot.chunks = done[slot.id]
+                self._batch = Batch()
+                self._large = _LARGE
+
+    def close(self) -> None:
+        """Write what waits and mark the run as finished. May be called twice; never raises."""
+        with self._lock:
+            if self.closed:
+                return
+            self._batch.meta["closed"] = repr(time.time())
+            self.commit()
+            if not self.closed:
+                self._closed = True
+                # Without the log a finished run is one plain file per rank, readable from anywhere.
+                # A reader that is there right now prevents that, and loses nothing by it.
+                with suppress(sqlite3.Error):
+                    self._connection.execute("PRAGMA journal_mode=DELETE").fetchall()
+                self._let_go()
+
+    def discard(self) -> None:
+        """Remove everything that was made: what was to be recorded did not begin."""
+        with self._lock:
+            if self.closed:
+                return
+            self._closed = True
+            with suppress(sqlite3.Error):
+                self._connection.close()
+            if self.rank == 0:
+                with suppress(OSError):
+                    (self.path / layout.RUN_FILE).unlink()
+            self._claim.undo()
+
+    def _check_there(self) -> None:
+        # A file that was removed can be written for ever, and nobody will see it.
+        found = self._claim.database.stat()
+        if (found.st_dev, found.st_ino) != self._identity:
+            raise FileNotFoundError("it was removed or replaced")
+
+    def _failed(self, error: Exception) -> None:
+        with suppress(sqlite3.Error):
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        if is_busy(error) and self._batch.size < _MOST_WAITING:
+            self._large = self._batch.size + _LARGE
+            return  # tried again in a second
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        self.failed = (
+            f"records are no longer written to {printable(str(self._claim.database))}: "
+            f"{printable(reason)}; training goes on, and records go on in memory"
+        )
+        self._batch = Batch()
+        self._let_go()
+        if self.on_failure is not None:
+            self.on_failure(self.failed)
+
+    def _let_go(self) -> None:
+        with suppress(sqlite3.Error):
+            self._connection.close()
+        self._claim.release()
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file so that no reader ever sees a part of it."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,78 @@
+"""Run directories for tests: written in this process or in another one that can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from commands import environment
+
+from gradsurgeon.store import Key
+from gradsurgeon.store.writer import RunWriter
+
+KEY = Key("norms", "l2", "accumulated", ("a.weight", "a.bias"))
+
+
+def values(*numbers: float) -> bytes:
+    return array("f", numbers).tobytes()
+
+
+def meta(names: Sequence[str] = KEY.names, **more: Any) -> dict[str, Any]:
+    """Return what `run.json` says of a run with one rule on some parameters."""
+    return {
+        "gradsurgeon": "0.1.0",
+        "created": "2030-01-01T00:00:00+00:00",
+        "mode": "act",
+        "rules": {"file": "rules.yaml", "text": "version: 1", "sha256": "0"},
+        "model": {
+            "origin": "Net",
+            "params": [{"name": name, "aliases": [f"tied.{name}"]} for name in names],
+        },
+        "plan": {"rules": [{"id": "norms", "action": "norm-log", "params": list(names)}]},
+        "roles": {"norms": {"role": "observe", "stats": ["l2"]}},
+        **more,
+    }
+
+
+def write(
+    path: pathlib.Path,
+    histories: Mapping[str, Sequence[float | None]],
+    *,
+    rank: int = 0,
+    rule: str = "norms",
+    point: str = "accumulated",
+    stat: str = "l2",
+) -> RunWriter:
+    """Write one series with one column per name and one row per step; return the open writer."""
+    writer = RunWriter(path, rank=rank, meta=meta(tuple(histories)))
+    key = Key(rule, stat, point, tuple(histories))
+    for step, row in enumerate(zip(*histories.values(), strict=True)):
+        absent = frozenset(i for i, value in enumerate(row) if value is None)
+        writer.add(key, step, values(*(value or 0.0 for value in row)), absent)
+    return writer
+
+
+@contextlib.contextmanager
+def another_process(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run Python code in a process of its own; wait until it prints `ready`."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env={**environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line == "ready\n", line
+        yield process
+    finally:
+        process.kill()
+        process.communicate()

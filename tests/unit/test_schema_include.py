@@ -1,0 +1,337 @@
+"""`include`: which rules come, in which order, from which place, and what must not be read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+import pytest
+
+import gradsurgeon
+from gradsurgeon import packs, schema, source
+from gradsurgeon.errors import RuleFileError
+
+GOOD = pathlib.Path(__file__).parent.parent / "cases/schema/good"
+
+
+def text(*ids: str, include: object = None) -> str:
+    data: dict[str, object] = {"version": 1}
+    if include is not None:
+        data["include"] = include
+    if ids:
+        data["rules"] = [{"id": one, "action": "zero", "params": "*"} for one in ids]
+    return json.dumps(data)
+
+
+@pytest.fixture
+def here(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    (tmp_path / "outside.yaml").write_text(text("outside"))
+    return folder
+
+
+def refused(rules: Any) -> list[str]:
+    with pytest.raises(RuleFileError) as caught:
+        gradsurgeon.load(rules)
+    return [problem.concise() for problem in caught.value.problems]
+
+
+class TestOrderAndPlaces:
+    @pytest.fixture
+    def rules(self, monkeypatch: pytest.MonkeyPatch) -> schema.RuleSet:
+        monkeypatch.chdir(GOOD.parent)
+        return gradsurgeon.load("good/include.yaml")
+
+    def test_included_rules_come_first_depth_first_in_order_of_the_list(
+        self, rules: schema.RuleSet
+    ) -> None:
+        ids = [rule.id for rule in rules.rules]
+        assert ids == ["nan-trap-all", "third", "first", "second", "last"]
+
+    def test_each_rule_has_its_place(self, rules: schema.RuleSet) -> None:
+        assert [str(rules.place(rule.id)) for rule in rules.rules] == [
+            "gradsurgeon:nan-trap@1:14:9",
+            "good/include-parts/more/third.json:1:33",
+            "good/include-parts/first.yaml:5:10",
+            "good/include-parts/more/second.yml:3:10",
+            "good/include.yaml:5:10",
+        ]
+
+    def test_all_texts_are_there(self, rules: schema.RuleSet) -> None:
+        assert rules.file == "good/include.yaml"
+        names = [name for name, _ in rules.files]
+        assert names == [
+            "good/include.yaml",
+            "gradsurgeon:nan-trap@1",
+            "good/include-parts/first.yaml",
+            "good/include-parts/more/third.json",
+            "good/include-parts/more/second.yml",
+        ]
+        assert rules.files[0][1] == rules.text
+        assert rules.files[1][1] == (packs.folder() / "nan-trap.yaml").read_text(encoding="utf-8")
+
+    def test_what_does_not_bind_is_named_by_its_own_place(self, here: pathlib.Path) -> None:
+        from torch import nn
+
+        (here / "part.yaml").write_text(text("part").replace("*", "head.*"))
+        (here / "top.yaml").write_text(text(include=["part.yaml"]))
+        with pytest.raises(gradsurgeon.BindError, match=r"\npart\.yaml:1:\d+: rule part: no param"):
+            gradsurgeon.plan(nn.Linear(2, 2), "top.yaml")
+
+    def test_a_file_of_includes_alone(self, here: pathlib.Path) -> None:
+        (here / "part.yaml").write_text(text("one", "two"))
+        (here / "top.yaml").write_text(text(include=["part.yaml"]))
+        assert [rule.id for rule in gradsurgeon.load(here / "top.yaml").rules] == ["one", "two"]
+
+    def test_warnings_of_included_files_are_kept(self, here: pathlib.Path) -> None:
+        (here / "part.yaml").write_text("version: 1\nrules:\n- {id: no, action: zero, params: x}\n")
+        (here / "top.yaml").write_text(text(include=["part.yaml"]))
+        (warning,) = gradsurgeon.load("top.yaml").warnings
+        assert str(warning.place) == "part.yaml:3:8"
+
+
+class TestHash:
+    def test_of_one_file_it_is_that_of_its_text(self, here: pathlib.Path) -> None:
+        (here / "top.yaml").write_text(text("one"))
+        expected = hashlib.sha256((here / "top.yaml").read_bytes()).hexdigest()
+        assert gradsurgeon.load("top.yaml").sha256 == expected
+
+    def test_of_several_it_is_that_of_their_hashes(self, here: pathlib.Path) -> None:
+        (here / "top.yaml").write_text(text("one", include=["part.yaml"]))
+        (here / "part.yaml").write_text(text("two"))
+        hashes = [
+            hashlib.sha256((here / name).read_bytes()).hexdigest()
+            for name in ("top.yaml", "part.yaml")
+        ]
+        expected = hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+        assert gradsurgeon.load("top.yaml").sha256 == expected
+        # Not where it was read from, but what was read.
+        assert gradsurgeon.load(here / "top.yaml").sha256 == expected
+        (here / "part.yaml").write_text(text("two") + "\n")
+        assert gradsurgeon.load("top.yaml").sha256 != expected
+
+    def test_of_a_dict_with_a_pack_it_is_that_of_the_rules(self) -> None:
+        one, other = (
+            gradsurgeon.load({"version": 1, "include": [f"gradsurgeon:{name}@1"]})
+            for name in ("clip", "nan-trap")
+        )
+        assert one.sha256 != other.sha256
+        assert [name for name, _ in one.files] == ["gradsurgeon:clip@1"]
+
+
+class TestWithoutAFile:
+    @pytest.mark.parametrize(
+        ("rules", "place"),
+        [
+            ({"version": 1, "include": ["part.yaml"]}, "<dict> include[0]"),
+            ('version: 1\ninclude: ["part.yaml"]\n', "<text>:2:11"),
+        ],
+    )
+    def test_relative_files_have_nothing_to_be_relative_to(self, rules: Any, place: str) -> None:
+        assert refused(rules) == [
+            f"{place}: error: `part.yaml` would be relative to the including file, and there is none: "
+            "these rules are a text, a dict or a pack (load them from a file, or include packs only, "
+            "such as `gradsurgeon:clip@1`) [bad-include]"
+        ]
+
+    def test_packs_can_be_included(self) -> None:
+        for rules in (
+            {"version": 1, "include": ["gradsurgeon:nan-trap@1"]},
+            'version: 1\ninclude: ["gradsurgeon:nan-trap@1"]\n',
+        ):
+            assert [rule.id for rule in gradsurgeon.load(rules).rules] == ["nan-trap-all"]
+
+    def test_a_pack_that_was_meant(self) -> None:
+        (message,) = refused({"version": 1, "include": ["nan-trap@1"]})
+        assert "`nan-trap@1` is no pack (did you mean `gradsurgeon:nan-trap@1`?)" in message
+
+
+LEADING_OUT = [
+    ("link.yaml", "through a symbolic link"),
+    ("folder/outside.yaml", "through a symbolic link"),
+    ("folder/../outside.yaml", "leads out of the folder"),
+    ("inner/../../outside.yaml", "leads out of the folder"),
+]
+
+
+class TestTree:
+    @pytest.mark.parametrize(("entry", "message"), LEADING_OUT)
+    def test_nothing_outside_is_read(self, here: pathlib.Path, entry: str, message: str) -> None:
+        (here / "link.yaml").symlink_to(here.parent / "outside.yaml")
+        (here / "folder").symlink_to(here.parent, target_is_directory=True)
+        (here / "inner").mkdir()
+        (here / "top.yaml").write_text(text("one", include=[entry]))
+        (found,) = refused("top.yaml")
+        assert found.startswith(
+            f"top.yaml:1:28: error: `{entry}` leads out of the folder of the in"
+        )
+        assert message in found
+
+    def test_an_absolute_path_is_refused_even_where_it_leads_inside(
+        self, here: pathlib.Path
+    ) -> None:
+        (here / "part.yaml").write_text(text("two"))
+        (here / "top.yaml").write_text(text("one", include=[str(here / "part.yaml")]))
+        (found,) = refused("top.yaml")
+        assert "is absolute: a rule file reads inside its own folder only" in found
+
+    def test_what_lies_outside_is_not_told(self, here: pathlib.Path) -> None:
+        (here / "folder").symlink_to(here.parent, target_is_directory=True)
+        (here / "top.yaml").write_text(text("one", include=["folder/outsid.yaml", "folder"]))
+        assert all("outside.yaml" not in line for line in refused("top.yaml"))
+
+    def test_links_that_stay_inside_are_followed(self, here: pathlib.Path) -> None:
+        (here / "real").mkdir()
+        (here / "real" / "part.yaml").write_text(text("two", include=["more.yaml"]))
+        (here / "real" / "more.yaml").write_text(text("three"))
+        (here / "link").symlink_to("real", target_is_directory=True)
+        (here / "top.yaml").write_text(text("one", include=["link/part.yaml"]))
+        rules = gradsurgeon.load("top.yaml")
+        assert [rule.id for rule in rules.rules] == ["three", "two", "one"]
+        assert rules.place("three").file == "link/more.yaml"
+
+    def test_two_names_of_one_file_are_one_file(self, here: pathlib.Path) -> None:
+        (here / "part.yaml").write_text(text("two"))
+        (here / "link.yaml").symlink_to("part.yaml")
+        (here / "top.yaml").write_text(text("one", include=["part.yaml", "link.yaml"]))
+        (found,) = refused("top.yaml")
+        assert "link.yaml is included twice, first on line 1" in found
+
+    def test_an_included_file_reads_in_its_own_folder_only(self, here: pathlib.Path) -> None:
+        (here / "inner").mkdir()
+        (here / "inner" / "part.yaml").write_text(text("two", include=["../more.yaml"]))
+        (here / "more.yaml").write_text(text("three"))
+        (here / "top.yaml").write_text(text("one", include=["inner/part.yaml"]))
+        (found,) = refused("top.yaml")
+        assert found.startswith("inner/part.yaml:1:28: error: `../more.yaml` leads out")
+
+    def test_links_in_a_circle_and_files_that_never_end(self, here: pathlib.Path) -> None:
+        (here / "circle.yaml").symlink_to("circle.yaml")
+        os.mkfifo(here / "pipe.yaml")
+        (here / "top.yaml").write_text(text("one", include=["circle.yaml", "pipe.yaml", "x" * 999]))
+        circle, pipe, long = refused("top.yaml")
+        assert "circle.yaml` " in circle
+        assert str(here) not in circle
+        assert "`pipe.yaml` is no regular file" in pipe
+        assert "cannot be looked up: File name too long" in long
+
+    def test_a_file_that_is_too_long(self, here: pathlib.Path) -> None:
+        (here / "part.yaml").write_text("#" * (1 << 20) + "\n" + text("two"))
+        (here / "top.yaml").write_text(text("one", include=["part.yaml"]))
+        (found,) = refused("top.yaml")
+        assert found.startswith("part.yaml:1:1: error: over 1024 KiB of text")
+
+
+class TestLimits:
+    def test_more_entries_than_files_are_read(self, here: pathlib.Path) -> None:
+        (here / "top.yaml").write_text(text("one", include=["gone.yaml"] * 33))
+        (found,) = refused("top.yaml")
+        assert "33 entries, at most 32 files are read (include fewer files)" in found
+
+    def test_more_files_than_are_read(self, here: pathlib.Path) -> None:
+        names = [f"part{n}.yaml" for n in range(33)]
+        for name in names[1:]:
+            (here / name).write_text(text(name.removesuffix(".yaml")))
+        (here / names[0]).write_text(text(include=names[1:]))
+        (here / "top.yaml").write_text(text("one", include=[names[0]]))
+        (found,) = refused("top.yaml")
+        assert found.startswith("part0.yaml:1:")
+        assert "more than 8 files deep or 32 files in all" in found
+
+    @pytest.mark.parametrize(("depth", "read"), [(8, True), (9, False)])
+    def test_a_chain(self, here: pathlib.Path, depth: int, read: bool) -> None:
+        (here / "part0.yaml").write_text(text("part0"))
+        for n in range(1, depth + 1):
+            (here / f"part{n}.yaml").write_text(text(f"part{n}", include=[f"part{n - 1}.yaml"]))
+        if read:
+            rules = gradsurgeon.load(f"part{depth}.yaml").rules
+            assert [rule.id for rule in rules] == [f"part{n}" for n in range(depth + 1)]
+        else:
+            (found,) = refused(f"part{depth}.yaml")
+            assert "more than 8 files deep" in found
+            assert found.startswith("part1.yaml:1:")
+
+
+class TestPublished:
+    @pytest.fixture
+    def rules(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+        """Make a folder of packs of our own."""
+        folder = tmp_path / "gradsurgeon" / "rules"
+        folder.mkdir(parents=True)
+        monkeypatch.setattr(packs, "__file__", str(folder.parent / "packs.py"))
+        names = {
+            "one@1": "one@1.yaml",
+            "one@2": "one.yaml",
+            "one@10": "ten.yaml",
+            "far@1": "far.yaml",
+        }
+        for spec, name in names.items():
+            include = ["part.yaml"] if name == "far.yaml" else None
+            rule = spec.replace("@", "-")
+            (folder / name).write_text(text(rule, include=include) + "\n")
+        lock = {
+            spec: {"file": name, "sha256": packs.content_hash((folder / name).read_text())}
+            for spec, name in names.items()
+        }
+        (folder / "packs.json").write_text(json.dumps({"version": 1, "packs": lock}))
+        return folder
+
+    def load(self, spec: str) -> list[str]:
+        rules = gradsurgeon.load({"version": 1, "include": [f"gradsurgeon:{spec}"]})
+        return [rule.id for rule in rules.rules]
+
+    def test_each_version_is_its_own_file(self, rules: pathlib.Path) -> None:
+        assert rules == packs.folder()
+        assert self.load("one@1") == ["one-1"]
+        assert self.load("one@2") == ["one-2"]
+
+    def test_the_newest_is_proposed_by_number(self, rules: pathlib.Path) -> None:
+        with pytest.raises(RuleFileError, match=r"write `gradsurgeon:one@10`"):
+            self.load("one")
+        with pytest.raises(RuleFileError, match=r"known: `gradsurgeon:one@1`, .*@2`, .*@10`"):
+            self.load("one@3")
+
+    def test_a_pack_that_was_changed_is_refused(self, rules: pathlib.Path) -> None:
+        with (rules / "one.yaml").open("a") as stream:
+            stream.write("# a word\n")
+        with pytest.raises(
+            RuleFileError, match=r"gradsurgeon:one@2 is not what was published: one"
+        ):
+            self.load("one@2")
+        assert self.load("one@1") == ["one-1"]
+
+    def test_ends_of_lines_may_change(self, rules: pathlib.Path) -> None:
+        path = rules / "one.yaml"
+        path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+        assert self.load("one@2") == ["one-2"]
+
+    def test_a_pack_includes_packs_only(self, rules: pathlib.Path) -> None:
+        (rules / "part.yaml").write_text(text("part"))
+        with pytest.raises(
+            RuleFileError, match=r"gradsurgeon:far@1:1:28: error: `part\.yaml` would"
+        ):
+            self.load("far@1")
+
+    def test_a_damaged_installation(self, rules: pathlib.Path) -> None:
+        (rules / "packs.json").write_text("{}")
+        with pytest.raises(RuleFileError, match=r"the list of packs cannot be read: 'packs'"):
+            self.load("one@2")
+
+    def test_a_pack_that_is_not_there(self, rules: pathlib.Path) -> None:
+        (rules / "one.yaml").unlink()
+        with pytest.raises(
+            RuleFileError, match=r"`gradsurgeon:one@2`: cannot read the file: No such"
+        ):
+            self.load("one@2")
+
+
+def test_a_document_knows_its_folder(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "a.yaml").write_text(text("one"))
+    assert source.read(tmp_path / "a.yaml").folder == tmp_path
+    assert source.read(tmp_path / "a.yaml", "name").file == "name"
+    assert source.parse(text("one")).folder is None

@@ -1,0 +1,525 @@
+"""Run directories survive what happens to them; training survives what happens to run directories."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+from runs import KEY, another_process, meta, values, write
+
+from gradsurgeon import Event, RecordError
+from gradsurgeon.events import RuleStatus
+from gradsurgeon.store import Key
+from gradsurgeon.store.places import on_network
+from gradsurgeon.store.run import open_run
+from gradsurgeon.store.writer import RunWriter
+
+# SQLite's layer for files without shared memory: as on a network file system, it refuses WAL.
+NO_WAL = "unix-none"
+
+WRITES_FOR_EVER = """
+import sys, time
+from runs import KEY, meta, values
+from gradsurgeon import Event
+from gradsurgeon.store.writer import RunWriter
+writer = RunWriter(sys.argv[1], meta=meta(), vfs=sys.argv[2])
+print("ready", flush=True)
+for step in range(10**9):
+    writer.add(KEY, step, values(time.time() - 1.7e9, float(step)))
+    writer.tick()
+    if step % 100 == 0:
+        print(step, time.time(), flush=True)
+    time.sleep(0.0005)
+"""
+
+
+def journal_mode(path: pathlib.Path) -> str:
+    with contextlib.closing(sqlite3.connect(path / "rank-0.db")) as connection:
+        return str(connection.execute("PRAGMA journal_mode").fetchone()[0])
+
+
+def event(message: str = "bad", step: int = 3) -> Event:
+    return Event("trap", "nans", step, 0, "a.bias", message)
+
+
+def test_what_is_written_is_read(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path / "deep" / "run", meta=meta())
+    writer.add(KEY, 0, values(1.0, 2.0))
+    writer.add(KEY, 1, values(0.0, float("nan")), frozenset({0}))
+    writer.statuses({"norms": RuleStatus(2, 4, 0.25, 1, ("a word",))})
+    writer.event(event())
+    writer.close()
+    with open_run(tmp_path / "deep" / "run") as run:
+        assert run.history("a.weight") == [(0, 1.0)]
+        assert str(run.history("a.bias")) == "[(0, 2.0), (1, nan)]"
+        assert run.events == [event()]
+        assert run.status() == {"norms": RuleStatus(2, 4, 0.25, 1, ("a word",))}
+        assert run.states == {0: "finished"}
+        assert run.meta["rules"]["text"] == "version: 1"
+
+
+def test_a_finished_run_is_one_plain_file_per_rank(tmp_path: pathlib.Path) -> None:
+    writer = write(tmp_path, {"w": [1.0]})
+    assert journal_mode(tmp_path) == "wal"
+    writer.close()
+    writer.close()
+    assert sorted(os.listdir(tmp_path)) == ["rank-0.db", "run.json"]
+    assert journal_mode(tmp_path) == "delete"
+
+
+def test_a_row_is_replaced_before_and_after_its_commit(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path, meta=meta())
+    writer.add(KEY, 0, values(1.0, 1.0), replace=True)
+    writer.add(KEY, 0, values(2.0, 2.0), replace=True)
+    writer.commit()
+    writer.add(KEY, 0, values(3.0, 3.0), replace=True)
+    writer.commit()
+    writer.add(KEY, 1, values(4.0, 4.0), replace=True)
+    writer.add(KEY, 1, values(5.0, 5.0))
+    writer.close()
+    with open_run(tmp_path) as run:
+        assert run.history("a.bias") == [(0, 3.0), (1, 4.0), (1, 5.0)]
+
+
+def test_a_row_that_ends_a_chunk_can_still_be_replaced(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path, meta=meta())
+    for step in range(256):
+        writer.add(KEY, step, values(1.0, 1.0), replace=True)
+    writer.commit()
+    writer.add(KEY, 255, values(7.0, 0.5), frozenset({1}), replace=True)
+    writer.add(KEY, 256, values(1.0, 1.0), replace=True)
+    writer.close()
+    with open_run(tmp_path) as run:
+        (series,) = run
+        first, rest = series.summaries()
+        assert (first.first, first.last, first.maxima[0]) == (0, 255, 7.0)
+        assert list(first.present) == [256, 255]
+        assert (rest.first, rest.last, list(rest.present)) == (256, 256, [1, 1])
+
+
+def test_summaries_tell_the_truth_about_every_chunk(tmp_path: pathlib.Path) -> None:
+    history: list[float | None] = [float(step % 7) for step in range(1000)]
+    history[300], history[301], history[302] = float("nan"), float("inf"), 1e6
+    history[600] = None
+    writer = write(tmp_path, {"w": history, "dead": [None] * 1000})
+    writer.close()
+    with open_run(tmp_path) as run:
+        (series,) = run
+        found = list(series.summaries())
+    assert [(one.first, one.last) for one in found] == [
+        (0, 255),
+        (256, 511),
+        (512, 767),
+        (768, 999),
+    ]
+    assert [one.maxima[0] for one in found] == [6.0, 1e6, 6.0, 6.0]
+    assert [one.minima[0] for one in found] == [0.0] * 4
+    assert [one.nonfinite[0] for one in found] == [0, 2, 0, 0]
+    assert [one.present[0] for one in found] == [256, 256, 255, 232]
+    assert [one.present[1] for one in found] == [0] * 4
+    assert all(one.maxima[1] != one.maxima[1] for one in found)
+
+
+def test_one_commit_per_second_and_one_per_event(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    writer = RunWriter(tmp_path, meta=meta())
+
+    def rows() -> int:
+        with open_run(tmp_path) as run:
+            return sum(len(series) for series in run)
+
+    writer.add(KEY, 0, values(1.0, 1.0))
+    now = 100.9
+    writer.tick()
+    assert rows() == 0
+    now = 101.0
+    writer.tick()
+    assert rows() == 1
+    writer.add(KEY, 1, values(1.0, 1.0))
+    writer.tick()
+    assert rows() == 1
+    writer.event(event())
+    assert rows() == 2
+    writer.close()
+
+
+def test_rows_of_long_steps_do_not_wait_for_the_next_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    writer = RunWriter(tmp_path, meta=meta())
+    now = 100.1
+    assert not writer.ends_step()
+    now = 105.0
+    assert writer.ends_step()
+    writer.commit()
+    now = 105.1
+    assert not writer.ends_step()
+    writer.close()
+
+
+@pytest.mark.parametrize("vfs", ["", NO_WAL])
+def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, vfs: str) -> None:
+    with another_process(WRITES_FOR_EVER, str(tmp_path), vfs) as process:
+        time.sleep(2.3)
+        process.send_signal(signal.SIGKILL)
+        out, _ = process.communicate()
+    step, at = out.split("\n")[-2].split()
+    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    with open_run(tmp_path) as run:
+        found = run.history("a.bias")
+        times = [value for _, value in run.history("a.weight")]
+        assert run.states == {0: "stopped"}
+    assert len(found) > 200
+    assert found == [(step, float(step)) for step in range(len(found))]
+    assert int(step) > len(found) - 200
+    # float32 keeps such times to 8 s only, so that the rows are compared by their steps.
+    del times, at
+    per_second = int(step) / 2.3
+    assert int(step) + 100 - len(found) < 1.5 * per_second
+
+
+def test_a_killed_run_can_be_followed_by_no_other_in_its_place(tmp_path: pathlib.Path) -> None:
+    with another_process(WRITES_FOR_EVER, str(tmp_path), "") as process:
+        process.kill()
+        process.communicate()
+    with pytest.raises(RecordError, match=r"already holds a run .* pass another directory"):
+        RunWriter(tmp_path, meta=meta())
+
+
+def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) -> None:
+    with another_process(WRITES_FOR_EVER, str(tmp_path), ""):
+        code = (
+            "import sys\nfrom gradsurgeon.store.writer import RunWriter\n"
+            "RunWriter(sys.argv[1], rank=int(sys.argv[2]), meta={})"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path), "0"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert "another process is recording there (rank-0.db is locked)" in done.stderr
+        with pytest.raises(RecordError, match="another process is recording there"):
+            RunWriter(tmp_path, meta=meta())
+        # Another rank of the same run is welcome.
+        other = RunWriter(tmp_path, rank=1)
+        other.add(KEY, 0, values(1.0, 2.0))
+        other.close()
+        with open_run(tmp_path) as run:
+            assert run.ranks == (0, 1)
+            assert run.states == {0: "running", 1: "finished"}
+
+
+def test_a_second_writer_in_this_process_is_refused(tmp_path: pathlib.Path) -> None:
+    writer = write(tmp_path, {"w": [1.0]})
+    for _ in range(2):  # looking must not drop the lock
+        with pytest.raises(RecordError, match="another process is recording there"):
+            RunWriter(tmp_path, meta=meta())
+    writer.close()
+    with pytest.raises(RecordError, match=r"already holds the records of a run \(rank-0.db\)"):
+        RunWriter(tmp_path, meta=meta())
+    with pytest.raises(RecordError, match=r"rank 0 is not recording.*rank 1 would be mixed up"):
+        RunWriter(tmp_path, rank=1)
+    assert sorted(os.listdir(tmp_path)) == ["rank-0.db", "run.json"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda base: base / "file", r"file: is a file, and records are written into a directory"),
+        (lambda base: base / "file" / "run", r"cannot write records there: Not a directory; pass"),
+        (lambda base: pathlib.Path("/proc/nothing/run"), r"cannot write records there: No such"),
+        (lambda base: base / ("x" * 300), r"cannot write records there: File name too long"),
+        (lambda base: base / "a\0b", r"cannot write records there: .*null"),
+    ],
+)
+def test_places_that_cannot_be_written(
+    tmp_path: pathlib.Path, make: Callable[[pathlib.Path], pathlib.Path], message: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match=message):
+        RunWriter(make(tmp_path), meta=meta())
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_folder_that_takes_no_files_is_refused_and_left_alone() -> None:
+    # Not even root can write there.
+    with pytest.raises(
+        RecordError, match=r"/proc/self: cannot write records there: .*; pass a dir"
+    ):
+        RunWriter("/proc/self", meta=meta())
+
+
+def test_what_was_not_begun_leaves_nothing(tmp_path: pathlib.Path) -> None:
+    writer = write(tmp_path / "run", {"w": [1.0]})
+    writer.discard()
+    writer.discard()
+    assert os.listdir(tmp_path) == []
+    write(tmp_path / "run", {"w": [1.0]}).close()
+
+
+def test_a_failure_while_it_is_made_leaves_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RecordError, match="No space left on device"):
+        RunWriter(tmp_path / "run", meta=meta())
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_system_without_shared_memory_gets_no_log(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path, meta=meta(), vfs=NO_WAL)
+    assert writer._connection.execute("PRAGMA journal_mode").fetchone() == ("truncate",)
+    for step in range(300):
+        writer.add(KEY, step, values(1.0, float(step)))
+        if step % 100 == 0:
+            writer.event(event(step=step))
+    with open_run(tmp_path) as run:
+        assert len(run.history("a.bias")) == 201
+    writer.close()
+    assert not writer.failed
+    with open_run(tmp_path) as run:
+        assert len(run.history("a.bias")) == 300
+        assert len(run.events) == 3
+
+
+@pytest.mark.parametrize(
+    ("mount", "network"),
+    [
+        ("nfs4 server:/export", True),
+        ("fuse.sshfs host:/", True),
+        ("9p share", True),
+        ("ext4 /dev/sda1", False),
+        ("tmpfs none", False),
+        ("nfsd nfsd", False),
+    ],
+)
+def test_network_file_systems_are_known_by_their_mounts(
+    tmp_path: pathlib.Path, mount: str, network: bool
+) -> None:
+    run = tmp_path / "data set" / "run"
+    run.mkdir(parents=True)
+    point = str(tmp_path / "data set").replace(" ", "\\040")
+    mounts = (
+        "1 0 0:1 / / rw - ext4 /dev/root rw\n"
+        f"2 1 0:2 / {point}x rw - nfs4 other:/ rw\n"
+        f"3 1 0:3 / {point} rw,relatime shared:1 - {mount} rw\n"
+        "nonsense\n"
+    )
+    assert on_network(run, mounts) is network
+    assert on_network(tmp_path, mounts) is False
+    assert on_network(tmp_path) is False
+
+
+def test_on_a_network_file_system_no_log_is_tried(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsurgeon.store.database.on_network", lambda _: True)
+    writer = write(tmp_path, {"w": [1.0]})
+    assert journal_mode(tmp_path) == "delete"
+    assert writer._connection.execute("PRAGMA journal_mode").fetchone() == ("truncate",)
+    writer.close()
+
+
+def test_a_reader_in_the_way_delays_and_loses_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsurgeon.store.database.on_network", lambda _: True)
+    writer = RunWriter(tmp_path, meta=meta())
+    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM rows").fetchall()
+        writer.add(KEY, 0, values(1.0, 1.0))
+        begun = time.monotonic()
+        writer.commit()
+        assert time.monotonic() - begun < 1.0
+        assert not writer.failed
+        writer.add(KEY, 1, values(2.0, 2.0))
+        writer.commit()
+        assert reader.execute("SELECT count(*) FROM rows").fetchall() == [(0,)]
+        reader.execute("COMMIT")
+        writer.commit()
+    writer.close()
+    with open_run(tmp_path) as run:
+        assert run.history("a.bias") == [(0, 1.0), (1, 2.0)]
+
+
+def test_a_reader_that_never_goes_away_ends_in_one_word(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsurgeon.store.database.on_network", lambda _: True)
+    monkeypatch.setattr("gradsurgeon.store.writer._MOST_WAITING", 1000)
+    said: list[str] = []
+    writer = RunWriter(tmp_path, meta=meta())
+    writer.on_failure = said.append
+    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as reader:
+        reader.execute("BEGIN EXCLUSIVE")
+        for step in range(200):
+            writer.add(KEY, step, values(1.0, 1.0))
+        writer.commit()
+        writer.commit()
+    assert len(said) == 1
+    assert "database is locked; training goes on" in said[0]
+
+
+DISK_FULL = """
+import resource, sys
+from runs import meta, values
+from gradsurgeon import Event
+from gradsurgeon.store import Key
+from gradsurgeon.store.writer import RunWriter
+writer = RunWriter(sys.argv[1], meta=meta())
+said = []
+writer.on_failure = said.append
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+key = Key("norms", "l2", "step", tuple(map(str, range(500))))
+for step in range(3000):
+    writer.add(key, step, values(*[1.0] * 500))
+    if step % 50 == 0:
+        writer.commit()
+writer.event(Event("notice", "", 0, 0, "", "late"))
+writer.close()
+assert writer.failed == said[0] and len(said) == 1, said
+print(said[0])
+"""
+
+
+def test_a_full_disk_stops_the_records_and_not_the_training(tmp_path: pathlib.Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DISK_FULL, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "records are no longer written to" in done.stdout
+    assert "training goes on, and records go on in memory" in done.stdout
+    with open_run(tmp_path) as run:
+        (series,) = run
+        rows = list(series.rows())
+        assert 0 < len(rows) < 3000
+        assert [row.step for row in rows] == list(range(len(rows)))
+        assert run.states == {0: "stopped"}
+    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    del resource
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/shm").is_dir(), reason="needs a small file system")
+def test_a_small_file_system_that_fills_up(tmp_path: pathlib.Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("this process must not mount")
+    try:
+        said: list[str] = []
+        writer = RunWriter(tmp_path / "run", meta=meta())
+        writer.on_failure = said.append
+        key = Key("norms", "l2", "step", tuple(map(str, range(500))))
+        for step in range(2000):
+            writer.add(key, step, values(*[1.0] * 500))
+            if step % 50 == 0:
+                writer.commit()
+        assert len(said) == 1
+        assert "full" in said[0]
+        with open_run(tmp_path / "run") as run:
+            assert run.history("7")[0] == (0, 1.0)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("vfs", ["", NO_WAL])
+def test_a_directory_that_is_removed_is_noticed(tmp_path: pathlib.Path, vfs: str) -> None:
+    said: list[str] = []
+    writer = RunWriter(tmp_path / "run", meta=meta(), vfs=vfs)
+    writer.on_failure = said.append
+    writer.add(KEY, 0, values(1.0, 1.0))
+    writer.commit()
+    shutil.rmtree(tmp_path / "run")
+    for step in (1, 2):
+        writer.add(KEY, step, values(1.0, 1.0))
+        writer.commit()
+    writer.close()
+    assert len(said) == 1
+    assert "No such file or directory; training goes on" in said[0]
+
+
+def test_what_sqlite_cannot_hold_stops_no_training(tmp_path: pathlib.Path) -> None:
+    said: list[str] = []
+    writer = RunWriter(tmp_path, meta=meta())
+    writer.on_failure = said.append
+    writer.add(KEY, 2**70, values(1.0, 1.0))
+    writer.commit()
+    assert len(said) == 1
+    assert "too large" in said[0]
+
+
+def test_odd_texts_come_back_as_data(tmp_path: pathlib.Path) -> None:
+    name = "w'); DROP TABLE rows; --\x1b[2J\0é\udcff"
+    writer = RunWriter(tmp_path, meta=meta((name,)))
+    writer.add(Key("norms", "l2", "step", (name,)), 0, values(1.0))
+    writer.event(event(message="broken \udcff name"))
+    writer.close()
+    with open_run(tmp_path) as run:
+        assert run.history(name) == [(0, 1.0)]
+        assert run.events[0].message == "broken \\udcff name"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_leaves_the_run_to_its_parent(tmp_path: pathlib.Path) -> None:
+    writer = write(tmp_path, {"w": [1.0, 2.0]})
+    writer.commit()
+    child = os.fork()
+    if child == 0:
+        writer.add(Key("norms", "l2", "accumulated", ("w",)), 9, values(9.0))
+        writer.event(event())
+        writer.close()
+        writer._connection.close()
+        os._exit(0 if writer.closed else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    writer.add(Key("norms", "l2", "accumulated", ("w",)), 2, values(3.0))
+    writer.commit()
+    with open_run(tmp_path) as run:
+        assert run.states == {0: "running"}
+        assert [step for step, _ in run.history("w")] == [0, 1, 2]
+        assert run.events == []
+    writer.close()
+    assert not writer.failed
+
+
+def test_the_run_file_is_never_half_written(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, {"w": [1.0]}).close()
+    assert json.loads((tmp_path / "run.json").read_text())["format"] == 1
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_the_store_needs_neither_torch_nor_sqlite_for_memory() -> None:
+    code = "import sys, gradsurgeon.store; sys.exit(bool({'torch', 'sqlite3'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    code = "import sys, gradsurgeon.store.run; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
