@@ -23,6 +23,11 @@ def values(*numbers: float) -> bytes:
     return array("f", numbers).tobytes()
 
 
+def listing(path: pathlib.Path) -> list[str]:
+    """Return the names of what lies in a directory."""
+    return sorted(entry.name for entry in path.iterdir())
+
+
 def meta(names: Sequence[str] = KEY.names, **more: Any) -> dict[str, Any]:
     """Return what `run.json` says of a run with one rule on some parameters."""
     return {

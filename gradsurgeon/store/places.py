@@ -80,7 +80,7 @@ def claim(path: str | os.PathLike[str], rank: int) -> Claim:
     made = _make(folder)
     database = folder / database_name(rank)
     where = printable(str(folder))
-    if _begun_by_others(folder, rank):
+    if not database.exists() and _begun_by_others(folder, rank):
         raise RecordError(
             f"{where}: already holds a run ({RUN_FILE}) whose rank 0 is not recording: the records of "
             f"rank {rank} would be mixed up with those of another run; {_ANOTHER}, or remove this one"

@@ -8,6 +8,7 @@ import gc
 import io
 import pickle
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -556,6 +557,53 @@ def test_inputs_by_position_and_by_name(tensor: str, value: float, by_keyword: b
         call = model["m"]
         out = call(x=x, mask=mask, bias=bias) if by_keyword else call(x, mask, bias=bias)
     assert out.item() == value
+
+
+def test_a_module_under_no_grad_while_its_parent_trains() -> None:
+    class Teacher(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = nn.Linear(4, 4)
+            self.student = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                wanted = self.teacher(x)
+            out: Tensor = (self.student(x) - wanted).square()
+            return out
+
+    plain, model = make(Teacher), make(Teacher)
+    observing = rules(
+        capture("*", "output"), capture("*", "output.grad"), capture("*", "input.grad")
+    )
+    with gradsurgeon.apply(model, observing) as session:
+        found = run(model)
+    assert same(found, run(plain))
+    assert {name for name, _, _ in session.captured("r0")} == {"teacher", "student"}
+    assert {name for name, _, _ in session.captured("r1")} == {"student"}
+    assert session.captured("r2") == {}
+
+
+class ModelOutput(OrderedDict[str, Any]):
+    """As Hugging Face has it: an ordered mapping whose values are attributes as well."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+
+def test_a_mapping_with_attributes_keeps_both_in_step() -> None:
+    class Lm(nn.Module):
+        def forward(self, x: Tensor) -> ModelOutput:
+            return ModelOutput(logits=x * 2, hidden=(x * 3,))
+
+    model = nn.ModuleDict({"lm": Lm()})
+    both = rules(scale("lm", "output.logits", 10.0), scale("lm", "output.hidden[0]", 100.0))
+    with gradsurgeon.apply(model, both):
+        out: Any = model["lm"](torch.ones(1))
+    assert type(out) is ModelOutput
+    assert out["logits"].item() == out.logits.item() == 20.0
+    assert out["hidden"][0].item() == out.hidden[0].item() == 300.0
 
 
 def test_ids_and_masks_are_left_alone() -> None:

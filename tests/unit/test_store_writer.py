@@ -6,9 +6,6 @@ import contextlib
 import json
 import os
 import pathlib
-import resource
-import shutil
-import signal
 import sqlite3
 import subprocess
 import sys
@@ -16,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from runs import KEY, another_process, meta, values, write
+from runs import KEY, meta, values, write
 
 from gradsurgeon import Event, RecordError
 from gradsurgeon.events import RuleStatus
@@ -27,21 +24,6 @@ from gradsurgeon.store.writer import RunWriter
 
 # SQLite's layer for files without shared memory: as on a network file system, it refuses WAL.
 NO_WAL = "unix-none"
-
-WRITES_FOR_EVER = """
-import sys, time
-from runs import KEY, meta, values
-from gradsurgeon import Event
-from gradsurgeon.store.writer import RunWriter
-writer = RunWriter(sys.argv[1], meta=meta(), vfs=sys.argv[2])
-print("ready", flush=True)
-for step in range(10**9):
-    writer.add(KEY, step, values(time.time() - 1.7e9, float(step)))
-    writer.tick()
-    if step % 100 == 0:
-        print(step, time.time(), flush=True)
-    time.sleep(0.0005)
-"""
 
 
 def journal_mode(path: pathlib.Path) -> str:
@@ -74,7 +56,7 @@ def test_a_finished_run_is_one_plain_file_per_rank(tmp_path: pathlib.Path) -> No
     assert journal_mode(tmp_path) == "wal"
     writer.close()
     writer.close()
-    assert sorted(os.listdir(tmp_path)) == ["rank-0.db", "run.json"]
+    assert listing(tmp_path) == ["rank-0.db", "run.json"]
     assert journal_mode(tmp_path) == "delete"
 
 
@@ -173,74 +155,6 @@ def test_rows_of_long_steps_do_not_wait_for_the_next_one(
     writer.close()
 
 
-@pytest.mark.parametrize("vfs", ["", NO_WAL])
-def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, vfs: str) -> None:
-    with another_process(WRITES_FOR_EVER, str(tmp_path), vfs) as process:
-        time.sleep(2.3)
-        process.send_signal(signal.SIGKILL)
-        out, _ = process.communicate()
-    step, at = out.split("\n")[-2].split()
-    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    with open_run(tmp_path) as run:
-        found = run.history("a.bias")
-        times = [value for _, value in run.history("a.weight")]
-        assert run.states == {0: "stopped"}
-    assert len(found) > 200
-    assert found == [(step, float(step)) for step in range(len(found))]
-    assert int(step) > len(found) - 200
-    # float32 keeps such times to 8 s only, so that the rows are compared by their steps.
-    del times, at
-    per_second = int(step) / 2.3
-    assert int(step) + 100 - len(found) < 1.5 * per_second
-
-
-def test_a_killed_run_can_be_followed_by_no_other_in_its_place(tmp_path: pathlib.Path) -> None:
-    with another_process(WRITES_FOR_EVER, str(tmp_path), "") as process:
-        process.kill()
-        process.communicate()
-    with pytest.raises(RecordError, match=r"already holds a run .* pass another directory"):
-        RunWriter(tmp_path, meta=meta())
-
-
-def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) -> None:
-    with another_process(WRITES_FOR_EVER, str(tmp_path), ""):
-        code = (
-            "import sys\nfrom gradsurgeon.store.writer import RunWriter\n"
-            "RunWriter(sys.argv[1], rank=int(sys.argv[2]), meta={})"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path), "0"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 1
-        assert "another process is recording there (rank-0.db is locked)" in done.stderr
-        with pytest.raises(RecordError, match="another process is recording there"):
-            RunWriter(tmp_path, meta=meta())
-        # Another rank of the same run is welcome.
-        other = RunWriter(tmp_path, rank=1)
-        other.add(KEY, 0, values(1.0, 2.0))
-        other.close()
-        with open_run(tmp_path) as run:
-            assert run.ranks == (0, 1)
-            assert run.states == {0: "running", 1: "finished"}
-
-
-def test_a_second_writer_in_this_process_is_refused(tmp_path: pathlib.Path) -> None:
-    writer = write(tmp_path, {"w": [1.0]})
-    for _ in range(2):  # looking must not drop the lock
-        with pytest.raises(RecordError, match="another process is recording there"):
-            RunWriter(tmp_path, meta=meta())
-    writer.close()
-    with pytest.raises(RecordError, match=r"already holds the records of a run \(rank-0.db\)"):
-        RunWriter(tmp_path, meta=meta())
-    with pytest.raises(RecordError, match=r"rank 0 is not recording.*rank 1 would be mixed up"):
-        RunWriter(tmp_path, rank=1)
-    assert sorted(os.listdir(tmp_path)) == ["rank-0.db", "run.json"]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -257,7 +171,7 @@ def test_places_that_cannot_be_written(
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match=message):
         RunWriter(make(tmp_path), meta=meta())
-    assert os.listdir(tmp_path) == ["file"]
+    assert listing(tmp_path) == ["file"]
 
 
 def test_a_folder_that_takes_no_files_is_refused_and_left_alone() -> None:
@@ -272,7 +186,7 @@ def test_what_was_not_begun_leaves_nothing(tmp_path: pathlib.Path) -> None:
     writer = write(tmp_path / "run", {"w": [1.0]})
     writer.discard()
     writer.discard()
-    assert os.listdir(tmp_path) == []
+    assert listing(tmp_path) == []
     write(tmp_path / "run", {"w": [1.0]}).close()
 
 
@@ -285,7 +199,7 @@ def test_a_failure_while_it_is_made_leaves_nothing(
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(RecordError, match="No space left on device"):
         RunWriter(tmp_path / "run", meta=meta())
-    assert os.listdir(tmp_path) == []
+    assert listing(tmp_path) == []
 
 
 def test_a_file_system_without_shared_memory_gets_no_log(tmp_path: pathlib.Path) -> None:
@@ -342,143 +256,6 @@ def test_on_a_network_file_system_no_log_is_tried(
     writer.close()
 
 
-def test_a_reader_in_the_way_delays_and_loses_nothing(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gradsurgeon.store.database.on_network", lambda _: True)
-    writer = RunWriter(tmp_path, meta=meta())
-    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as reader:
-        reader.execute("BEGIN")
-        reader.execute("SELECT count(*) FROM rows").fetchall()
-        writer.add(KEY, 0, values(1.0, 1.0))
-        begun = time.monotonic()
-        writer.commit()
-        assert time.monotonic() - begun < 1.0
-        assert not writer.failed
-        writer.add(KEY, 1, values(2.0, 2.0))
-        writer.commit()
-        assert reader.execute("SELECT count(*) FROM rows").fetchall() == [(0,)]
-        reader.execute("COMMIT")
-        writer.commit()
-    writer.close()
-    with open_run(tmp_path) as run:
-        assert run.history("a.bias") == [(0, 1.0), (1, 2.0)]
-
-
-def test_a_reader_that_never_goes_away_ends_in_one_word(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gradsurgeon.store.database.on_network", lambda _: True)
-    monkeypatch.setattr("gradsurgeon.store.writer._MOST_WAITING", 1000)
-    said: list[str] = []
-    writer = RunWriter(tmp_path, meta=meta())
-    writer.on_failure = said.append
-    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as reader:
-        reader.execute("BEGIN EXCLUSIVE")
-        for step in range(200):
-            writer.add(KEY, step, values(1.0, 1.0))
-        writer.commit()
-        writer.commit()
-    assert len(said) == 1
-    assert "database is locked; training goes on" in said[0]
-
-
-DISK_FULL = """
-import resource, sys
-from runs import meta, values
-from gradsurgeon import Event
-from gradsurgeon.store import Key
-from gradsurgeon.store.writer import RunWriter
-writer = RunWriter(sys.argv[1], meta=meta())
-said = []
-writer.on_failure = said.append
-resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-key = Key("norms", "l2", "step", tuple(map(str, range(500))))
-for step in range(3000):
-    writer.add(key, step, values(*[1.0] * 500))
-    if step % 50 == 0:
-        writer.commit()
-writer.event(Event("notice", "", 0, 0, "", "late"))
-writer.close()
-assert writer.failed == said[0] and len(said) == 1, said
-print(said[0])
-"""
-
-
-def test_a_full_disk_stops_the_records_and_not_the_training(tmp_path: pathlib.Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", DISK_FULL, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "records are no longer written to" in done.stdout
-    assert "training goes on, and records go on in memory" in done.stdout
-    with open_run(tmp_path) as run:
-        (series,) = run
-        rows = list(series.rows())
-        assert 0 < len(rows) < 3000
-        assert [row.step for row in rows] == list(range(len(rows)))
-        assert run.states == {0: "stopped"}
-    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as connection:
-        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    del resource
-
-
-@pytest.mark.skipif(not pathlib.Path("/dev/shm").is_dir(), reason="needs a small file system")
-def test_a_small_file_system_that_fills_up(tmp_path: pathlib.Path) -> None:
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
-        pytest.skip("this process must not mount")
-    try:
-        said: list[str] = []
-        writer = RunWriter(tmp_path / "run", meta=meta())
-        writer.on_failure = said.append
-        key = Key("norms", "l2", "step", tuple(map(str, range(500))))
-        for step in range(2000):
-            writer.add(key, step, values(*[1.0] * 500))
-            if step % 50 == 0:
-                writer.commit()
-        assert len(said) == 1
-        assert "full" in said[0]
-        with open_run(tmp_path / "run") as run:
-            assert run.history("7")[0] == (0, 1.0)
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-@pytest.mark.parametrize("vfs", ["", NO_WAL])
-def test_a_directory_that_is_removed_is_noticed(tmp_path: pathlib.Path, vfs: str) -> None:
-    said: list[str] = []
-    writer = RunWriter(tmp_path / "run", meta=meta(), vfs=vfs)
-    writer.on_failure = said.append
-    writer.add(KEY, 0, values(1.0, 1.0))
-    writer.commit()
-    shutil.rmtree(tmp_path / "run")
-    for step in (1, 2):
-        writer.add(KEY, step, values(1.0, 1.0))
-        writer.commit()
-    writer.close()
-    assert len(said) == 1
-    assert "No such file or directory; training goes on" in said[0]
-
-
-def test_what_sqlite_cannot_hold_stops_no_training(tmp_path: pathlib.Path) -> None:
-    said: list[str] = []
-    writer = RunWriter(tmp_path, meta=meta())
-    writer.on_failure = said.append
-    writer.add(KEY, 2**70, values(1.0, 1.0))
-    writer.commit()
-    assert len(said) == 1
-    assert "too large" in said[0]
-
-
 def test_odd_texts_come_back_as_data(tmp_path: pathlib.Path) -> None:
     name = "w'); DROP TABLE rows; --\x1b[2J\0é\udcff"
     writer = RunWriter(tmp_path, meta=meta((name,)))
@@ -490,32 +267,10 @@ def test_odd_texts_come_back_as_data(tmp_path: pathlib.Path) -> None:
         assert run.events[0].message == "broken \\udcff name"
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_leaves_the_run_to_its_parent(tmp_path: pathlib.Path) -> None:
-    writer = write(tmp_path, {"w": [1.0, 2.0]})
-    writer.commit()
-    child = os.fork()
-    if child == 0:
-        writer.add(Key("norms", "l2", "accumulated", ("w",)), 9, values(9.0))
-        writer.event(event())
-        writer.close()
-        writer._connection.close()
-        os._exit(0 if writer.closed else 1)
-    assert os.waitpid(child, 0)[1] == 0
-    writer.add(Key("norms", "l2", "accumulated", ("w",)), 2, values(3.0))
-    writer.commit()
-    with open_run(tmp_path) as run:
-        assert run.states == {0: "running"}
-        assert [step for step, _ in run.history("w")] == [0, 1, 2]
-        assert run.events == []
-    writer.close()
-    assert not writer.failed
-
-
 def test_the_run_file_is_never_half_written(tmp_path: pathlib.Path) -> None:
     write(tmp_path, {"w": [1.0]}).close()
     assert json.loads((tmp_path / "run.json").read_text())["format"] == 1
-    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert not [name for name in listing(tmp_path) if name.startswith(".")]
 
 
 def test_the_store_needs_neither_torch_nor_sqlite_for_memory() -> None:

@@ -1,0 +1,188 @@
+"""`rules/README.md` and `rules/rules.schema.json`: what they say holds, what is generated is fresh.
+
+Run this file as a script to write what is generated anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import gradsurgeon
+from gradsurgeon import packs, schema, source
+from gradsurgeon.cli.explain import reference
+from gradsurgeon.cli.schema import document_schema
+from gradsurgeon.errors import RuleFileError
+from gradsurgeon.match import compile_pattern
+
+FOLDER = Path(__file__).parents[2] / "rules"
+README, SCHEMA = FOLDER / "README.md", FOLDER / "rules.schema.json"
+MARK = "do not edit below this line. -->\n"
+TEXT = README.read_text(encoding="utf-8")
+GUIDE = TEXT.partition(MARK)[0]
+REMEDY = "run `python tests/unit/test_rules_readme.py`"
+
+
+def generated() -> dict[Path, str]:
+    return {
+        README: f"{GUIDE}{MARK}\n{reference()}",
+        SCHEMA: json.dumps(document_schema(), indent=2, ensure_ascii=False) + "\n",
+    }
+
+
+def blocks(text: str) -> list[str]:
+    return re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+def table(header: str) -> list[list[str]]:
+    """Return the cells of the table of the guide that begins with ``header``."""
+    rows = GUIDE.partition(f"| {header} |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert rows
+    return [re.split(r" (?<!\\)\| ", row.strip("| ")) for row in rows]
+
+
+def words(cell: str) -> list[str]:
+    return re.findall("`([^`]+)`", cell)
+
+
+@pytest.fixture(params=range(len(blocks(TEXT))))
+def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """Return one of the files shown, with those beside it that have names."""
+    shown = blocks(TEXT)
+    for text in shown:
+        if name := re.match(r"# (\S+\.yaml)\n", text):
+            (tmp_path / name[1]).parent.mkdir(exist_ok=True)
+            (tmp_path / name[1]).write_text(text, encoding="utf-8")
+    path = tmp_path / "shown.yaml"
+    path.write_text(shown[request.param], encoding="utf-8")
+    return path
+
+
+def rules_of(rule_id: str) -> schema.RuleSet:
+    """Return the block of the guide that holds a rule."""
+    return gradsurgeon.load(next(text for text in blocks(GUIDE) if f"id: {rule_id} " in text))
+
+
+@pytest.mark.parametrize("path", [README, SCHEMA], ids=lambda path: path.name)
+def test_what_is_generated_is_fresh(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == generated()[path], REMEDY
+
+
+def test_every_file_shown_is_valid(file: Path) -> None:
+    assert gradsurgeon.load(file).warnings == ()
+
+
+@pytest.mark.parametrize("row", table("pattern | of these names | matches"), ids=lambda row: row[0])
+def test_patterns_match_what_the_table_says(row: list[str]) -> None:
+    (text,) = words(row[0])
+    pattern = compile_pattern(text.strip('"'))
+    assert [name for name in words(row[1]) if pattern.matches(name)] == words(row[2])
+
+
+@pytest.mark.parametrize("row", table("written | found"), ids=lambda row: row[0])
+def test_mistakes_are_found_as_the_table_says(row: list[str]) -> None:
+    written = row[0].strip("`").replace(r"\|", "|")
+    _, problems = schema.check(source.parse(f"version: 1\nrules:\n  - {written}\n"))
+    assert len(problems) == 1
+    # The first words of the asterisk's row are themselves code.
+    said = problems[0].concise().replace("`*` starts an alias", "`*` starts an alias")
+    assert row[1] in said
+
+
+def test_every_pack_is_in_the_table() -> None:
+    rows = table("pack | does | for")
+    newest = {spec for spec in packs.published() if "@" not in packs.published()[spec].path.name}
+    assert {words(row[0])[0] for row in rows} == {f"{packs.PREFIX}{spec}" for spec in newest}
+
+
+def test_every_action_is_in_the_reference() -> None:
+    from gradsurgeon.actions import ACTIONS
+
+    assert re.findall(r"^### `(.*)`$", TEXT.partition(MARK)[2], re.MULTILINE) == list(ACTIONS)
+
+
+def test_the_table_of_points_is_that_of_the_code() -> None:
+    from gradsurgeon.actions import POINTS, TARGETS
+
+    assert [words(row[0])[0] for row in table("`at` | is")] == list(POINTS)
+    assert [words(row[0])[0] for row in table("key | names")] == list(TARGETS)
+
+
+def test_included_files_come_first(tmp_path: Path) -> None:
+    for text in blocks(GUIDE):
+        if name := re.match(r"# (\S+\.yaml)\n", text):
+            (tmp_path / name[1]).parent.mkdir(exist_ok=True)
+            (tmp_path / name[1]).write_text(text, encoding="utf-8")
+    rules = gradsurgeon.load(tmp_path / "train.yaml").rules
+    assert [rule.id for rule in rules] == ["nan-trap-all", "bounded-attention", "norms"]
+
+
+def test_schedules() -> None:
+    start, sometimes = (rule.steps for rule in rules_of("gentle-start").rules or ())
+    assert [step for step in range(200) if start.due(step)] == list(range(100))
+    assert [step for step in range(1101) if sometimes.due(step)] == [1000, 1050, 1100]
+
+
+class TestOnModels:
+    def test_the_order_of_effects(self) -> None:
+        import torch
+        from torch import nn
+
+        rules = gradsurgeon.load(next(text for text in blocks(GUIDE) if "# order.yaml" in text))
+        model = nn.Sequential()
+        model.fc1 = nn.Linear(3, 2, bias=False)
+        plan = gradsurgeon.plan(model, rules)
+        assert plan.chains == {"fc1.weight": ("louder", "before", "bound", "after")}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+            model(torch.tensor([[1.0, 2.0, 3.0]])).sum().backward()
+            optimizer.step()
+            before = session.latest("fc1.weight", rule="before")
+            after = session.latest("fc1.weight", rule="after")
+        # Twice [1, 2, 3] in two rows, then every element at most 0.1.
+        assert before == pytest.approx((2 * (4 + 16 + 36)) ** 0.5)
+        assert after == pytest.approx((6 * 0.01) ** 0.5)
+
+    def test_modules_and_tags(self) -> None:
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.conv1 = nn.Conv2d(1, 2, 3)
+                self.pool = nn.AdaptiveAvgPool2d(1)
+                self.head = nn.Linear(2, 3)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                hidden = gradsurgeon.tag(self.pool(self.conv1(x)).flatten(1), "hidden")
+                out: torch.Tensor = self.head(hidden)
+                return out
+
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        x = torch.randn(4, 1, 5, 5)
+        hidden = model.pool(model.conv1(x)).flatten(1)
+        plain, halved = model.head(hidden), model.head(0.5 * hidden)
+        with gradsurgeon.apply(model, rules_of("features"), optimizer=optimizer) as session:
+            out = model(x)
+            torch.testing.assert_close(out, halved)
+            grads: list[torch.Tensor] = []
+            model.conv1.bias.register_hook(grads.append)  # type: ignore[union-attr]
+            (-out[:, 0] + out[:, 1] * 2).sum().backward()
+            optimizer.step()
+            ((_, features),) = session.captured("features").items()
+            torch.testing.assert_close(features.flatten(1), hidden)
+            assert session.latest("hidden") > 0
+            # The bias gets the sum of what flows back into the convolution's output.
+            assert (grads[0] >= 0).all()
+            model.eval()
+            torch.testing.assert_close(model(x), plain)
+
+
+if __name__ == "__main__":
+    for path, text in generated().items():
+        path.write_text(text, encoding="utf-8")

@@ -1,0 +1,266 @@
+"""Run directories survive kills and full disks; training survives what happens to run directories."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+
+import pytest
+from runs import KEY, another_process, meta, values, write
+
+from gradsurgeon import Event, RecordError
+from gradsurgeon.store import Key
+from gradsurgeon.store.run import open_run
+from gradsurgeon.store.writer import RunWriter
+
+# SQLite's layer for files without shared memory: as on a network file system, it refuses WAL.
+NO_WAL = "unix-none"
+
+WRITES_FOR_EVER = """
+import sys, time
+from runs import KEY, meta, values
+from gradsurgeon import Event
+from gradsurgeon.store.writer import RunWriter
+writer = RunWriter(sys.argv[1], meta=meta(), vfs=sys.argv[2])
+print("ready", flush=True)
+for step in range(10**9):
+    writer.add(KEY, step, values(0.0, float(step)))
+    writer.tick()
+    if step % 100 == 0:
+        print(step, flush=True)
+    time.sleep(0.0005)
+"""
+
+
+def event(message: str = "bad", step: int = 3) -> Event:
+    return Event("trap", "nans", step, 0, "a.bias", message)
+
+
+@pytest.mark.parametrize("vfs", ["", NO_WAL])
+def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, vfs: str) -> None:
+    with another_process(WRITES_FOR_EVER, str(tmp_path), vfs) as process:
+        time.sleep(2.3)
+        process.send_signal(signal.SIGKILL)
+        out, _ = process.communicate()
+    step = int(out.split("\n")[-2])
+    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    with open_run(tmp_path) as run:
+        found = run.history("a.bias")
+        assert run.states == {0: "stopped"}
+    assert found == [(step, float(step)) for step in range(len(found))]
+    assert len(found) > 200
+    # What it did in a second, with half a second for a machine that is busy, and the 100 steps that
+    # it does before the next word.
+    assert step + 100 - len(found) < 1.5 * step / 2.3
+
+
+def test_a_killed_run_can_be_followed_by_no_other_in_its_place(tmp_path: pathlib.Path) -> None:
+    with another_process(WRITES_FOR_EVER, str(tmp_path), "") as process:
+        process.kill()
+        process.communicate()
+    with pytest.raises(RecordError, match=r"already holds a run .* pass another directory"):
+        RunWriter(tmp_path, meta=meta())
+
+
+def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) -> None:
+    with another_process(WRITES_FOR_EVER, str(tmp_path), ""):
+        code = (
+            "import sys\nfrom gradsurgeon.store.writer import RunWriter\n"
+            "RunWriter(sys.argv[1], rank=int(sys.argv[2]), meta={})"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path), "0"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert "another process is recording there (rank-0.db is locked)" in done.stderr
+        with pytest.raises(RecordError, match="another process is recording there"):
+            RunWriter(tmp_path, meta=meta())
+        # Another rank of the same run is welcome.
+        other = RunWriter(tmp_path, rank=1)
+        other.add(KEY, 0, values(1.0, 2.0))
+        other.close()
+        with open_run(tmp_path) as run:
+            assert run.ranks == (0, 1)
+            assert run.states == {0: "running", 1: "finished"}
+
+
+def test_a_second_writer_in_this_process_is_refused(tmp_path: pathlib.Path) -> None:
+    writer = write(tmp_path, {"w": [1.0]})
+    for _ in range(2):  # looking must not drop the lock
+        with pytest.raises(RecordError, match="another process is recording there"):
+            RunWriter(tmp_path, meta=meta())
+    writer.close()
+    with pytest.raises(RecordError, match=r"already holds the records of a run \(rank-0.db\)"):
+        RunWriter(tmp_path, meta=meta())
+    with pytest.raises(RecordError, match=r"rank 0 is not recording.*rank 1 would be mixed up"):
+        RunWriter(tmp_path, rank=1)
+    assert listing(tmp_path) == ["rank-0.db", "run.json"]
+
+
+def test_a_reader_in_the_way_delays_and_loses_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsurgeon.store.database.on_network", lambda _: True)
+    writer = RunWriter(tmp_path, meta=meta())
+    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM rows").fetchall()
+        writer.add(KEY, 0, values(1.0, 1.0))
+        begun = time.monotonic()
+        writer.commit()
+        assert time.monotonic() - begun < 1.0
+        assert not writer.failed
+        writer.add(KEY, 1, values(2.0, 2.0))
+        writer.commit()
+        assert reader.execute("SELECT count(*) FROM rows").fetchall() == [(0,)]
+        reader.execute("COMMIT")
+        writer.commit()
+    writer.close()
+    with open_run(tmp_path) as run:
+        assert run.history("a.bias") == [(0, 1.0), (1, 2.0)]
+
+
+def test_a_reader_that_never_goes_away_ends_in_one_word(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsurgeon.store.database.on_network", lambda _: True)
+    monkeypatch.setattr("gradsurgeon.store.writer._MOST_WAITING", 1000)
+    said: list[str] = []
+    writer = RunWriter(tmp_path, meta=meta())
+    writer.on_failure = said.append
+    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as reader:
+        reader.execute("BEGIN EXCLUSIVE")
+        for step in range(200):
+            writer.add(KEY, step, values(1.0, 1.0))
+        writer.commit()
+        writer.commit()
+    assert len(said) == 1
+    assert "database is locked; training goes on" in said[0]
+
+
+DISK_FULL = """
+import resource, sys
+from runs import meta, values
+from gradsurgeon import Event
+from gradsurgeon.store import Key
+from gradsurgeon.store.writer import RunWriter
+writer = RunWriter(sys.argv[1], meta=meta())
+said = []
+writer.on_failure = said.append
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+key = Key("norms", "l2", "step", tuple(map(str, range(500))))
+for step in range(3000):
+    writer.add(key, step, values(*[1.0] * 500))
+    if step % 50 == 0:
+        writer.commit()
+writer.event(Event("notice", "", 0, 0, "", "late"))
+writer.close()
+assert writer.failed == said[0] and len(said) == 1, said
+print(said[0])
+"""
+
+
+def test_a_full_disk_stops_the_records_and_not_the_training(tmp_path: pathlib.Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DISK_FULL, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "records are no longer written to" in done.stdout
+    assert "training goes on, and records go on in memory" in done.stdout
+    with open_run(tmp_path) as run:
+        (series,) = run
+        rows = list(series.rows())
+        assert 0 < len(rows) < 3000
+        assert [row.step for row in rows] == list(range(len(rows)))
+        assert run.states == {0: "stopped"}
+    with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/shm").is_dir(), reason="needs a small file system")
+def test_a_small_file_system_that_fills_up(tmp_path: pathlib.Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip("this process must not mount")
+    try:
+        said: list[str] = []
+        writer = RunWriter(tmp_path / "run", meta=meta())
+        writer.on_failure = said.append
+        key = Key("norms", "l2", "step", tuple(map(str, range(500))))
+        for step in range(2000):
+            writer.add(key, step, values(*[1.0] * 500))
+            if step % 50 == 0:
+                writer.commit()
+        assert len(said) == 1
+        assert "full" in said[0]
+        with open_run(tmp_path / "run") as run:
+            assert run.history("7")[0] == (0, 1.0)
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("vfs", ["", NO_WAL])
+def test_a_directory_that_is_removed_is_noticed(tmp_path: pathlib.Path, vfs: str) -> None:
+    said: list[str] = []
+    writer = RunWriter(tmp_path / "run", meta=meta(), vfs=vfs)
+    writer.on_failure = said.append
+    writer.add(KEY, 0, values(1.0, 1.0))
+    writer.commit()
+    shutil.rmtree(tmp_path / "run")
+    for step in (1, 2):
+        writer.add(KEY, step, values(1.0, 1.0))
+        writer.commit()
+    writer.close()
+    assert len(said) == 1
+    assert "No such file or directory; training goes on" in said[0]
+
+
+def test_what_sqlite_cannot_hold_stops_no_training(tmp_path: pathlib.Path) -> None:
+    said: list[str] = []
+    writer = RunWriter(tmp_path, meta=meta())
+    writer.on_failure = said.append
+    writer.add(KEY, 2**70, values(1.0, 1.0))
+    writer.commit()
+    assert len(said) == 1
+    assert "too large" in said[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_leaves_the_run_to_its_parent(tmp_path: pathlib.Path) -> None:
+    writer = write(tmp_path, {"w": [1.0, 2.0]})
+    writer.commit()
+    child = os.fork()
+    if child == 0:
+        writer.add(Key("norms", "l2", "accumulated", ("w",)), 9, values(9.0))
+        writer.event(event())
+        writer.close()
+        writer._connection.close()
+        os._exit(0 if writer.closed else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    writer.add(Key("norms", "l2", "accumulated", ("w",)), 2, values(3.0))
+    writer.commit()
+    with open_run(tmp_path) as run:
+        assert run.states == {0: "running"}
+        assert [step for step, _ in run.history("w")] == [0, 1, 2]
+        assert run.events == []
+    writer.close()
+    assert not writer.failed
