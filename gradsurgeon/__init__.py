@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradsurgeon.api import apply, load, plan, remove, tag
+    from gradsurgeon.api import apply, load, open_run, plan, remove, tag
     from gradsurgeon.errors import (
         BindError,
         GradSurgeonError,
@@ -40,13 +40,14 @@ __all__ = [
     "Session",
     "apply",
     "load",
+    "open_run",
     "plan",
     "remove",
     "tag",
 ]
 
 _HOMES = {
-    "api": ("apply", "load", "plan", "remove", "tag"),
+    "api": ("apply", "load", "open_run", "plan", "remove", "tag"),
     "errors": (
         "BindError",
         "GradSurgeonError",

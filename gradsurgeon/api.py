@@ -11,6 +11,7 @@ from gradsurgeon import planning, schema, source
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.planning import Manifest, Plan
+from gradsurgeon.report.about import describe
 from gradsurgeon.schema import RuleSet
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from gradsurgeon.runtime import Session
+    from gradsurgeon.store.run import Run
+    from gradsurgeon.store.writer import RunWriter
 
 Rules = str | os.PathLike[str] | dict[str, Any] | RuleSet | Sequence[Rule]
 
@@ -71,7 +74,7 @@ def apply(
     *,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     scaler: object = None,
-    record: object = None,
+    record: str | os.PathLike[str] | None = None,
     mode: Literal["act", "observe"] = "act",
     start_step: int = 0,
     replace: bool = False,
@@ -84,7 +87,7 @@ def apply(
         optimizer: the optimizer or optimizers that update the model; found by themselves where not
             given. An empty list declares that weights are updated by hand, with `Session.tick`.
         scaler: the gradient scaler in use. Not there yet.
-        record: where to write records. Not there yet: records are kept in memory.
+        record: run directory to write records to; without it they are kept in memory, bounded.
         mode: ``"act"``, or ``"observe"`` to arm every rule, edit nothing, and count what each rule
             would have changed.
         start_step: number of the first update, on resume.
@@ -96,11 +99,11 @@ def apply(
     Raises:
         RuleFileError: the rules are not valid.
         BindError: rules match nothing or cannot act on what they match.
+        RecordError: the run directory cannot be written, or holds a run already.
         GradSurgeonError: the model has a session already, or torch is missing.
     """
-    for name, value in (("scaler", scaler), ("record", record)):
-        if value is not None:
-            raise GradSurgeonError(f"`{name}=` is not there yet in gradsurgeon {schema.VERSION}")
+    if scaler is not None:
+        raise GradSurgeonError(f"`scaler=` is not there yet in gradsurgeon {schema.VERSION}")
     if mode not in ("act", "observe"):
         raise ValueError(f'mode is "act" or "observe", not {mode!r}')
     first: object = start_step
@@ -109,10 +112,32 @@ def apply(
     runtime = _runtime()
     optimizers = _optimizers(optimizer)
     bound = plan(model, rules)
-    made = runtime.Session(model, bound, optimizers=optimizers, mode=mode, start_step=start_step)
-    session = cast("Session", made)
-    runtime.enter(model, session, replace=replace)
-    return session
+    runtime.check_free(model, replace=replace)
+    writer = None if record is None else _writer(record, bound, mode, start_step)
+    try:
+        made = runtime.Session(
+            model, bound, optimizers=optimizers, mode=mode, start_step=start_step, writer=writer
+        )
+        runtime.enter(model, made)
+    except BaseException:
+        if writer is not None:
+            writer.discard()
+        raise
+    return cast("Session", made)
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Open a run directory for reading, also while it is being written. Needs no torch.
+
+    Args:
+        path: the directory that ``record=`` named.
+
+    Raises:
+        RecordError: there is no run, or its files are damaged or foreign.
+    """
+    from gradsurgeon.store import run  # noqa: PLC0415 # a Python without SQLite can do the rest
+
+    return run.open_run(path)
 
 
 def remove(model: nn.Module) -> None:
@@ -146,6 +171,16 @@ def _runtime() -> Any:
             "the build of torch that fits your machine"
         ) from error
     return runtime
+
+
+def _writer(record: str | os.PathLike[str], bound: Plan, mode: str, start_step: int) -> RunWriter:
+    import torch  # noqa: PLC0415 # only its version, and only where it is there
+
+    from gradsurgeon import _torch  # noqa: PLC0415 # the same
+    from gradsurgeon.store import writer  # noqa: PLC0415 # a Python without SQLite can do the rest
+
+    meta = describe(bound, mode=mode, start_step=start_step, torch=str(torch.__version__))
+    return writer.RunWriter(record, rank=_torch.rank(), meta=meta)
 
 
 def _checked(model: Any) -> Any:

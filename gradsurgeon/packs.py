@@ -185,7 +185,7 @@ def _file(entry: str, base: Path) -> Included:
             "a rule file reads inside its own folder only: put the file there",
         )
     if not regular:
-        raise _no_file(entry, path, root)
+        raise _no_file(entry, path)
     return Included(str(named), path, named.parent)
 
 
@@ -209,10 +209,10 @@ def _not_portable(entry: str) -> IncludeError | None:
     return None
 
 
-def _no_file(entry: str, path: Path, root: Path) -> IncludeError:
-    """Return why a path inside the tree is not a file that can be read."""
+def _no_file(entry: str, path: Path) -> IncludeError:
+    """Return why a path, which lies inside the tree, is not a file that can be read."""
     if path.is_dir():
-        names = sorted(one for one in _names(path, root) if one.endswith(_SUFFIXES))
+        names = sorted(one for one in _names(path) if one.endswith(_SUFFIXES))
         hint = f"name its files, such as `{entry.rstrip('/')}/{names[0]}`" if names else ""
         return IncludeError(f"`{entry[:80]}` is a folder", hint)
     if path.exists():
@@ -222,7 +222,7 @@ def _no_file(entry: str, path: Path, root: Path) -> IncludeError:
         hint = "patterns are not expanded here: name each file"
     if not hint:
         # Without the suffixes: that both are YAML makes no two names alike.
-        stems = {Path(name).stem: name for name in sorted(_names(path.parent, root))}
+        stems = {Path(name).stem: name for name in sorted(_names(path.parent))}
         near = did_you_mean(path.stem, stems).split("`")[1:2]
         parent = entry.rpartition("/")[0]
         hint = f"did you mean `{parent}{'/' * bool(parent)}{stems[near[0]]}`?" if near else ""
@@ -231,9 +231,9 @@ def _no_file(entry: str, path: Path, root: Path) -> IncludeError:
     )
 
 
-def _names(where: Path, root: Path) -> Iterator[str]:
-    """Yield what stands in a folder, if that lies in the tree."""
-    if where.is_relative_to(root) and where.is_dir():
+def _names(where: Path) -> Iterator[str]:
+    """Yield what stands in a folder, if it is one."""
+    if where.is_dir():
         yield from (one.name for one in islice(where.iterdir(), _MAX_LISTED))
 
 

@@ -358,9 +358,8 @@ def looks_like(value: str) -> str:
     if bare in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
         return f"write {str(bare in {'yes', 'on', 'y', 'true'}).lower()} without quotes"
     number = word.replace("_", "")
-    if not isinstance(_core_value(number), int | float):
-        return ""
-    return f"remove the quotes: {word} is a number" if number == value else f"write {number}"
+    remedy = f"remove the quotes: {word} is a number" if number == value else f"write {number}"
+    return remedy if isinstance(_core_value(number), int | float) else ""
 
 
 def _indicator_hint(char: str) -> str:

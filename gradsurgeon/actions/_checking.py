@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from gradsurgeon.actions._base import Rule
 from gradsurgeon.actions._fields import Flaw, found, written
 from gradsurgeon.actions._options import Options
+from gradsurgeon.actions._target import TARGETS
 from gradsurgeon.errors import did_you_mean
 from gradsurgeon.source import looks_like
 
@@ -132,6 +133,7 @@ class _Walk:
                     self.settled.add(f"{at}{near}")
             elif value is None:
                 needed = known[key].is_required() or (self.rule.needs_at and path == "at")
+                needed = needed or path in TARGETS
                 more = "" if needed or path == "action" else ", or remove the key"
                 message, hint = f"`{key}` has no value", f"write a value after the colon{more}"
                 self.flaws.append(Flaw(path, message, hint, key=True, check="wrong-type"))

@@ -140,6 +140,7 @@ class Engine:
         self.sites.missed(clock)
         self._edits.forget()
         clock.tick()
+        self._state.recorder.end_step()
         common = self._state.clocks.common
         if clock is common:
             # An optimizer that takes over from a hand-written update goes on with its count.

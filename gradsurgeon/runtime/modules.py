@@ -64,8 +64,11 @@ class ModuleHook:
             # One tensor in several places, as query, key and value, is acted on once.
             key = (id(tensor), tuple(rule.id for rule in mine))
             if key not in done:
-                name = self._name(structure, path)
-                done[key] = self._one(sites, mine, name, tensor, needs_view=view(tensor))
+                # A rule that names one tensor by path gives it the name of the module.
+                names = {
+                    rule.id: self._name(structure, path, chosen[rule.id] or ()) for rule in mine
+                }
+                done[key] = self._one(sites, mine, names, tensor, needs_view=view(tensor))
             if done[key] is not tensor:
                 exchanged[path] = done[key]
         return exchanged
@@ -74,18 +77,18 @@ class ModuleHook:
         self,
         sites: Sites,
         rules: Sequence[Rule],
-        name: str,
+        names: Mapping[str, str],
         tensor: Tensor,
         *,
         needs_view: bool,
     ) -> Tensor:
         owner = self._program.name
-        out = sites.value([rule for rule in rules if not rule.ref.grad], name, tensor, owner)
+        out = sites.value([rule for rule in rules if not rule.ref.grad], names, tensor, owner)
         grads = [rule for rule in rules if rule.ref.grad]
         if grads and is_numeric(out) and out.requires_grad and torch.is_grad_enabled():
             if out is tensor and needs_view:
                 out = tensor.view_as(tensor)
-            sites.gradient(grads, name, out, owner)
+            sites.gradient(grads, names, out, owner)
         return out
 
     def _chosen(
@@ -103,9 +106,9 @@ class ModuleHook:
             sites.state.journal.once("path", text, rule=rule.id, step=step, warn=True)
         return found
 
-    def _name(self, structure: Any, path: Path) -> str:
-        bare = isinstance(structure, Tensor)
-        return self._program.name if bare else f"{self._program.name}{spelled(path)}"
+    def _name(self, structure: Any, path: Path, chosen: Path) -> str:
+        del structure
+        return f"{self._program.name}{spelled(path[len(chosen) :])}"
 
 
 class InputHook(ModuleHook):
@@ -129,9 +132,10 @@ class InputHook(ModuleHook):
         )
         return arguments.exchange(new) if new else None
 
-    def _name(self, structure: Any, path: Path) -> str:
-        alone = len(list(tensors_in(structure))) == 1
-        return self._program.name if alone else f"{self._program.name}{spelled(path)}"
+    def _name(self, structure: Any, path: Path, chosen: Path) -> str:
+        if not chosen and len(list(tensors_in(structure))) == 1:
+            return self._program.name
+        return super()._name(structure, path, chosen)
 
 
 class OutputHook(ModuleHook):

@@ -25,18 +25,22 @@ def find(model: nn.Module) -> Session | None:
     return None if session is None or session.removed else session
 
 
-def enter(model: nn.Module, session: Session, *, replace: bool) -> None:
-    """Attach a session to its model.
+def check_free(model: nn.Module, *, replace: bool) -> None:
+    """Refuse a second session on one model.
 
     Raises:
         GradSurgeonError: there is one already and ``replace`` is false.
     """
-    old = find(model)
-    if old is not None and not replace:
+    if find(model) is not None and not replace:
         raise GradSurgeonError(
             "rules are already applied to this model: call gradsurgeon.remove(model) first, or pass "
             "replace=True"
         )
+
+
+def enter(model: nn.Module, session: Session) -> None:
+    """Attach a session to its model, in the place of one that is there already."""
+    old = find(model)
     # The finalizer is what notices a model that goes away; it must not keep the model itself.
     finalizer = weakref.finalize(model, _model_gone, weakref.ref(session))
     finalizer.atexit = False

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -22,6 +23,9 @@ from gradsurgeon.runtime.state import Mode, State
 from gradsurgeon.runtime.targets import Targets
 from gradsurgeon.store import Logged, Lookup, Names, Records
 
+if TYPE_CHECKING:
+    from gradsurgeon.store.writer import RunWriter
+
 
 class Session:
     """Rules acting on one model, until `remove()` or the end of the ``with`` block.
@@ -38,17 +42,23 @@ class Session:
         optimizers: Sequence[Optimizer] | None,
         mode: Mode,
         start_step: int,
+        writer: RunWriter | None = None,
     ) -> None:
         program = compile_plan(plan)
         rules = plan.rules.rules
         self.plan = plan
         self._records = Records()
+        journal = Journal(rules, [len(plan.of(rule.id)) for rule in rules])
+        recorder = Recorder(self._records, writer, journal.status)
+        journal.sink = recorder.event
+        if writer is not None:
+            writer.on_failure = partial(journal.emit, "notice", warn=True)
         self._state = State(
             program=program,
             targets=Targets(model, program.names),
             clocks=Clocks(len(program.names), start_step),
-            journal=Journal(rules, [len(plan.of(rule.id)) for rule in rules]),
-            recorder=Recorder(self._records),
+            journal=journal,
+            recorder=recorder,
             mode=mode,
             edits={rule.id: rule.compile() for rule in rules if rule.role == "edit"},
         )
@@ -93,8 +103,9 @@ class Session:
 
     def _close(self) -> None:
         self._state.journal.settle()
-        self._state.recorder.flush()
         self._engine.detach()
+        self._state.recorder.flush()
+        self._state.recorder.close()
         if self._when_removed is not None:
             self._when_removed()
 

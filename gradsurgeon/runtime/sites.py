@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -49,8 +49,17 @@ class Sites:
         step = self.clock_of(owner).step
         return [one for one in rules if one.steps.due(step) and (training or one.when is None)]
 
-    def value(self, rules: Sequence[Rule], name: str, tensor: Tensor, owner: str) -> Tensor:
-        """Run rules on the value of a tensor; return the tensor to go on with."""
+    def value(
+        self, rules: Sequence[Rule], names: Mapping[str, str], tensor: Tensor, owner: str
+    ) -> Tensor:
+        """Run rules on the value of a tensor; return the tensor to go on with.
+
+        Args:
+            rules: in file order.
+            names: by rule id, what the rule calls the tensor in records.
+            tensor: of any shape and dtype.
+            owner: the module whose clock counts.
+        """
         # Checkpointing runs forward again inside backward: edits must repeat, records must not.
         again = _torch.graph_task() != -1
         out = tensor
@@ -58,7 +67,7 @@ class Sites:
             if rule.role == "edit":
                 out = self._edit_value(rule, out, owner, count=not again)
             elif not again:
-                self._look(rule, name, out, owner)
+                self._look(rule, names[rule.id], out, owner)
         return out if self.state.mode == "act" else tensor
 
     def _edit_value(self, rule: Rule, tensor: Tensor, owner: str, *, count: bool) -> Tensor:
@@ -74,7 +83,9 @@ class Sites:
         self._mark(rule, out)
         return out
 
-    def gradient(self, rules: Sequence[Rule], name: str, tensor: Tensor, owner: str) -> None:
+    def gradient(
+        self, rules: Sequence[Rule], names: Mapping[str, str], tensor: Tensor, owner: str
+    ) -> None:
         """Put one hook on a tensor that runs rules on its gradient."""
         mine = [rule for rule in rules if rule.role != "edit" or self._first(rule, tensor)]
         if not mine:
@@ -83,9 +94,9 @@ class Sites:
             self._mark(rule, tensor)
         ids = tuple(rule.id for rule in mine)
         reference = weakref.ref(tensor)
-        arrival = Arrival(name, ids, reference, tensor._version)  # noqa: SLF001 # counts writes
+        arrival = Arrival(names[ids[0]], ids, reference, tensor._version)  # noqa: SLF001 # counts writes
         self._waiting.append(arrival)
-        hook = GradHook(self, tuple(mine), name, owner, arrival)
+        hook = GradHook(self, tuple(mine), names, owner, arrival)
         _torch.register_hook(tensor, hook)
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
@@ -100,10 +111,11 @@ class Sites:
                 and not any(compile_pattern(text).matches(name) for text in rule.exclude)
             ]
         rules = self.due(self._tagged[name], ROOT, training=True)
-        out = self.value([one for one in rules if not one.ref.grad], name, tensor, ROOT)
+        names = {rule.id: name for rule in rules}
+        out = self.value([one for one in rules if not one.ref.grad], names, tensor, ROOT)
         grads = [one for one in rules if one.ref.grad]
         if grads and out.requires_grad and torch.is_grad_enabled():
-            self.gradient(grads, name, out, ROOT)
+            self.gradient(grads, names, out, ROOT)
         return out
 
     def missed(self, clock: Clock) -> None:
@@ -120,7 +132,9 @@ class Sites:
                     self.state.journal.once("in-place", text, rule=rule, step=clock.step, warn=True)
         self._waiting.clear()
 
-    def on_gradient(self, rules: Sequence[Rule], name: str, grad: Tensor, owner: str) -> Tensor:
+    def on_gradient(
+        self, rules: Sequence[Rule], names: Mapping[str, str], grad: Tensor, owner: str
+    ) -> Tensor:
         """Run rules on the gradient of a tensor; return the gradient to go on with."""
         out = grad
         for rule in rules:
@@ -131,7 +145,7 @@ class Sites:
                 self.state.journal.fired(rule.id, self.clock_of(owner).step)
                 out = _torch.on_values(edit.apply, out)
             else:
-                self._look(rule, name, out, owner)
+                self._look(rule, names[rule.id], out, owner)
         return out if self.state.mode == "act" else grad
 
     def _look(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
@@ -190,14 +204,19 @@ class GradHook:
     __torch_unserializable__ = True
 
     def __init__(
-        self, sites: Sites, rules: tuple[Rule, ...], name: str, owner: str, arrival: Arrival
+        self,
+        sites: Sites,
+        rules: tuple[Rule, ...],
+        names: Mapping[str, str],
+        owner: str,
+        arrival: Arrival,
     ) -> None:
         self._sites = weakref.ref(sites)
         self._rules = rules
-        self._name = name
+        self._names = names
         self._owner = owner
         self._arrival = arrival
-        self.__name__ = f"{'+'.join(rule.id for rule in rules)}:{name}"
+        self.__name__ = f"{'+'.join(rule.id for rule in rules)}:{owner}"
 
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return the edited gradient, ``None`` to leave it as it is."""
@@ -207,7 +226,7 @@ class GradHook:
             return None
         # A session without rules on parameters learns from this that a backward pass is running.
         sites.passes.current()
-        out = sites.on_gradient(self._rules, self._name, grad, self._owner)
+        out = sites.on_gradient(self._rules, self._names, grad, self._owner)
         return None if out is grad else out
 
 

@@ -135,7 +135,7 @@ def _begun_by_others(folder: Path, rank: int) -> bool:
 def _taken(where: str, database: Path) -> str:
     if is_live(database):
         return (
-            f"{where}: another process is recording there ({database.name} is locked): two would mix up "
+            f"{where}: a run is being recorded there right now ({database.name} is locked): two would mix up "
             f"their rows; {_ANOTHER}, one for each run"
         )
     return (

@@ -216,7 +216,7 @@ class StoredSeries:
     ) -> Iterator[layout.Stored]:
         width = len(self.key.names)
         size = max(1, _BATCH_BYTES // max(1, width * _FLOAT))
-        end = self._high if stop is None else self._low + stop - 1
+        end = self._low + (len(self) if stop is None else stop) - 1
         at = self._low + start
         while at <= end:
             last = min(end, at + size * every - 1)

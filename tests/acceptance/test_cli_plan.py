@@ -111,7 +111,7 @@ class TestPlan:
         head, _, table = done.stdout.partition("\n\n")
         assert head == "plan: edits.yaml on Sequential: 2 rules, 4 parameters, 23 elements"
         assert re.search(
-            r"^  no-bias +zero +backward +tensor hook +2 +5 +all$", table, re.MULTILINE
+            r"^  no-bias +zero +backward +tensor hook +2 parameters +5 +all$", table, re.MULTILINE
         )
         assert "no-bias (at backward) -> norms (at accumulated)" in table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -182,6 +183,11 @@ class TestLock:
         newest = max(int(one.partition("@")[2]) for one in SPECS if one.startswith(f"{name}@"))
         file = f"{name}.yaml" if int(version) == newest else f"{name}@{version}.yaml"
         assert packs.published()[spec].path.name == file
+
+    def test_the_wheel_carries_the_packs(self) -> None:
+        settings = tomllib.loads(Path(packs.folder().parent, "pyproject.toml").read_text())
+        wheel = settings["tool"]["hatch"]["build"]["targets"]["wheel"]
+        assert wheel["force-include"] == {"rules": "gradsurgeon/rules"}
 
     def test_the_lock_says_nothing_else(self) -> None:
         lock = json.loads(LOCK.read_text(encoding="utf-8"))

@@ -23,6 +23,7 @@ NAMES = [
     "Session",
     "apply",
     "load",
+    "open_run",
     "plan",
     "remove",
     "tag",

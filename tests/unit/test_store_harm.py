@@ -13,7 +13,7 @@ import sys
 import time
 
 import pytest
-from runs import KEY, another_process, meta, values, write
+from runs import KEY, another_process, listing, meta, values, write
 
 from gradsurgeon import Event, RecordError
 from gradsurgeon.store import Key
@@ -66,7 +66,9 @@ def test_a_killed_run_can_be_followed_by_no_other_in_its_place(tmp_path: pathlib
     with another_process(WRITES_FOR_EVER, str(tmp_path), "") as process:
         process.kill()
         process.communicate()
-    with pytest.raises(RecordError, match=r"already holds a run .* pass another directory"):
+    with pytest.raises(
+        RecordError, match=r"already holds the records of a run .* pass another directory"
+    ):
         RunWriter(tmp_path, meta=meta())
 
 
@@ -83,8 +85,8 @@ def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) ->
             check=False,
         )
         assert done.returncode == 1
-        assert "another process is recording there (rank-0.db is locked)" in done.stderr
-        with pytest.raises(RecordError, match="another process is recording there"):
+        assert "a run is being recorded there right now (rank-0.db is locked)" in done.stderr
+        with pytest.raises(RecordError, match="a run is being recorded there right now"):
             RunWriter(tmp_path, meta=meta())
         # Another rank of the same run is welcome.
         other = RunWriter(tmp_path, rank=1)
@@ -98,7 +100,7 @@ def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) ->
 def test_a_second_writer_in_this_process_is_refused(tmp_path: pathlib.Path) -> None:
     writer = write(tmp_path, {"w": [1.0]})
     for _ in range(2):  # looking must not drop the lock
-        with pytest.raises(RecordError, match="another process is recording there"):
+        with pytest.raises(RecordError, match="a run is being recorded there right now"):
             RunWriter(tmp_path, meta=meta())
     writer.close()
     with pytest.raises(RecordError, match=r"already holds the records of a run \(rank-0.db\)"):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from runs import KEY, meta, values, write
+from runs import KEY, listing, meta, values, write
 
 from gradsurgeon import Event, RecordError
 from gradsurgeon.events import RuleStatus

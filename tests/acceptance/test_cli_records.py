@@ -1,0 +1,220 @@
+"""`gradsurgeon report` and `gradsurgeon export`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from commands import WITHOUT_TORCH, call, environment
+from runs import meta, values, write
+
+from gradsurgeon import Event
+from gradsurgeon.store import Key
+from gradsurgeon.store.run import open_run
+from gradsurgeon.store.writer import RunWriter
+
+EVIL = '=cmd|"/c calc"!A1,\n\x1b[2J'
+
+
+@pytest.fixture
+def here(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Return a folder with a run of two ranks, two statistics, and an event."""
+    histories: dict[str, list[float | None]] = {
+        "w": [0.1, float("nan"), 3.0],
+        "b": [None, 5.0, 1e6],
+    }
+    writers = [write(tmp_path / "run", histories, rank=rank) for rank in (0, 1)]
+    for writer in writers:
+        writer.add(Key("norms", "max", "accumulated", ("w",)), 2, values(float("-inf")))
+        writer.event(Event("trap", "norms", 2, writer.rank, "w", "bad\nvery"))
+    for writer in writers:
+        writer.close()
+    return tmp_path
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+class TestReport:
+    def test_it_says_what_happened(self, here: pathlib.Path) -> None:
+        done = call("report", "run", cwd=here, code=WITHOUT_TORCH)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith(
+            "summary: rules.yaml on Net: steps 0..2, 2 events (2 trap); 2 ranks"
+        )
+        assert "non-finite: 1 parameter, first at step 1: w" in done.stdout
+        assert "✗" in done.stdout
+
+    def test_ascii_where_asked_for_and_where_needed(self, here: pathlib.Path) -> None:
+        asked = call("report", "run", "--ascii", cwd=here)
+        needed = call("report", "run", cwd=here, env={"PYTHONIOENCODING": "ascii"})
+        assert asked.stdout == needed.stdout
+        assert asked.stdout.isascii()
+
+    @pytest.mark.parametrize("command", [("report",), ("export", "--format", "csv")])
+    def test_no_run(self, here: pathlib.Path, command: tuple[str, ...]) -> None:
+        done = call(command[0], "nowhere", *command[1:], cwd=here)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("gradsurgeon: nowhere: cannot be opened as a run: No such")
+        (here / "run" / "rank-1.db").write_bytes(b"\x1b" * 1000)
+        done = call(command[0], "run", *command[1:], cwd=here)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "rank-1.db: cannot be read" in done.stderr
+
+    def test_a_run_that_is_still_being_written(self, tmp_path: pathlib.Path) -> None:
+        writer = write(tmp_path / "run", {"w": [1.0, 2.0]})
+        writer.commit()
+        done = call("report", "run", cwd=tmp_path)
+        assert done.returncode == 0
+        assert "steps 0..1, 0 events; still running" in done.stdout
+        writer.close()
+
+
+class TestExport:
+    def test_csv(self, here: pathlib.Path) -> None:
+        done = call("export", "run", "--format", "csv", cwd=here, code=WITHOUT_TORCH)
+        assert (done.returncode, done.stderr) == (0, "")
+        rows = list(csv.DictReader(io.StringIO(done.stdout)))
+        assert len(rows) == 12
+        assert done.stdout.splitlines()[:4] == [
+            "step,rank,rule,point,stat,name,value",
+            "0,0,norms,accumulated,l2,w,0.100000001",
+            "1,0,norms,accumulated,l2,w,nan",
+            "1,0,norms,accumulated,l2,b,5",
+        ]
+        assert [row["value"] for row in rows if row["stat"] == "max"] == ["-inf", "-inf"]
+        assert {row["rank"] for row in rows} == {"0", "1"}
+
+    def test_jsonl_has_events_and_is_json_to_the_letter(self, here: pathlib.Path) -> None:
+        done = call("export", "run", "--format", "jsonl", cwd=here)
+        found = lines(done.stdout)
+        assert [one["type"] for one in found] == ["value"] * 12 + ["event"] * 2
+        assert found[0] == {
+            "type": "value",
+            "step": 0,
+            "rank": 0,
+            "rule": "norms",
+            "point": "accumulated",
+            "stat": "l2",
+            "name": "w",
+            "value": 0.100000001,
+        }
+        assert found[1]["value"] == "NaN"
+        assert found[5]["value"] == "-Infinity"
+        assert found[-1] == {
+            "type": "event",
+            "step": 2,
+            "rank": 1,
+            "rule": "norms",
+            "kind": "trap",
+            "name": "w",
+            "message": "bad\nvery",
+        }
+
+    @pytest.mark.parametrize(
+        ("options", "count"),
+        [
+            (("--stat", "max"), 2),
+            (("--stat", "l2", "--name", "b"), 4),
+            (("--name", "?"), 12),
+            (("--name", "re:w|x"), 8),
+            (("--rule", "norms"), 12),
+        ],
+    )
+    def test_parts(self, here: pathlib.Path, options: tuple[str, ...], count: int) -> None:
+        done = call("export", "run", "--format", "csv", *options, cwd=here)
+        assert done.returncode == 0
+        assert len(done.stdout.splitlines()) == 1 + count
+
+    def test_events_go_by_rule_and_name(self, here: pathlib.Path) -> None:
+        done = call("export", "run", "--format", "jsonl", "--name", "b", cwd=here)
+        assert {one["type"] for one in lines(done.stdout)} == {"value"}
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (("--stat", "l3"), "rules: norms; statistics: l2, max; names such as w"),
+            (("--rule", "x"), "nothing recorded fits"),
+            (("--name", "x*"), "nothing recorded fits"),
+            (("--name", "re:("), "gradsurgeon: "),
+            (("-o", "no/such/file"), "cannot write no/such/file: No such file or directory"),
+            (("-o", "run"), "cannot write run: Is a directory"),
+            (("-o", "run/rank-0.db"), "run/rank-0.db: is a file of the run itself"),
+            (("-o", "/dev/full"), "cannot write /dev/full: No space left on device"),
+        ],
+    )
+    def test_what_cannot_be_done(
+        self, here: pathlib.Path, options: tuple[str, ...], message: str
+    ) -> None:
+        done = call("export", "run", "--format", "csv", *options, cwd=here)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert message in done.stderr
+        assert "internal error" not in done.stderr
+        with open_run(here / "run") as run:
+            assert run.latest("b") == 1e6
+
+    def test_into_a_file(self, here: pathlib.Path) -> None:
+        shown = call("export", "run", "--format", "csv", cwd=here).stdout
+        done = call("export", "run", "--format", "csv", "-o", "out.csv", cwd=here)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert (here / "out.csv").read_text() == shown
+
+    def test_texts_are_escaped_and_never_formulas(self, tmp_path: pathlib.Path) -> None:
+        writer = RunWriter(tmp_path / "run", meta=meta((EVIL,)))
+        writer.add(Key("norms", "l2", "step", (EVIL,)), 0, values(-1.5))
+        writer.close()
+        text = call("export", "run", "--format", "csv", cwd=tmp_path).stdout
+        (row,) = csv.DictReader(io.StringIO(text, newline=""))
+        assert (row["name"], row["value"]) == (f"'{EVIL}", "-1.5")
+        text = call("export", "run", "--format", "jsonl", cwd=tmp_path).stdout
+        assert "\x1b" not in text
+        assert lines(text)[0]["name"] == EVIL
+
+    def test_nothing_recorded_at_all(self, tmp_path: pathlib.Path) -> None:
+        RunWriter(tmp_path / "run", meta=meta()).close()
+        done = call("export", "run", "--format", "csv", cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (2, "gradsurgeon: run: nothing was recorded\n")
+
+    def test_a_reader_that_stops_reading(self, tmp_path: pathlib.Path) -> None:
+        write(tmp_path / "run", {"w": [1.0] * 20_000}).close()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "gradsurgeon", "export", "run", "--format", "csv"],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith(b"step,")
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        process.stderr.close()
+        assert process.wait() == 141
+
+    def test_the_memory_does_not_grow_with_the_run(self, tmp_path: pathlib.Path) -> None:
+        writer = RunWriter(tmp_path / "run", meta=meta(("w",)))
+        key = Key("norms", "l2", "step", tuple(f"p{i}" for i in range(500)))
+        for step in range(40_000):  # 80 MB
+            writer.add(key, step, values(*[1.0] * 500))
+        writer.close()
+        # Not `ru_maxrss`, which a process has from the one that started it.
+        code = (
+            "import re, sys\nfrom gradsurgeon.cli import main\nmain(sys.argv[1:])\n"
+            "peak = re.search(r'VmHWM:\\s+(\\d+) kB', open('/proc/self/status').read())\n"
+            "print(int(peak[1]) // 1024, file=sys.stderr)"
+        )
+        name = ("--name", "p7", "-o", os.devnull)
+        done = call("export", "run", "--format", "csv", *name, cwd=tmp_path, code=code)
+        assert 0 < int(done.stderr) < 60

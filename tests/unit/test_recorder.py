@@ -1,0 +1,203 @@
+"""Rows and events on their way to the disk: what a session wires together, without one."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+from runs import KEY, meta
+from torch import Tensor
+
+from gradsurgeon import Event, load
+from gradsurgeon.report import describe, from_run
+from gradsurgeon.runtime.journal import Journal
+from gradsurgeon.runtime.recorder import Recorder
+from gradsurgeon.store import Records
+from gradsurgeon.store.run import open_run
+from gradsurgeon.store.writer import RunWriter
+
+
+class Parts:
+    """Journal, recorder and writer of one session."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        rules = load('version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n').rules
+        self.writer = RunWriter(path, meta=meta())
+        self.journal = Journal(rules, [2])
+        self.records = Records()
+        self.recorder = Recorder(self.records, writer=self.writer, statuses=self.journal.status)
+        self.journal.sink = self.recorder.event
+        self.writer.on_failure = self.failed
+
+    def failed(self, message: str) -> None:
+        self.journal.emit("notice", message)
+
+    def row(self, step: int, values: Tensor, *, replace: bool = True) -> None:
+        self.recorder.add(KEY, step, [0, 1], values, replace=replace)
+        self.journal.fired("norms", step, 2)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def written(path: pathlib.Path) -> list[tuple[int, float]]:
+    with open_run(path) as run:
+        return [pair for series in run for pair in series.of("a.bias")]
+
+
+def test_rows_reach_the_disk_after_a_second(tmp_path: pathlib.Path, clock: list[float]) -> None:
+    parts = Parts(tmp_path)
+    parts.row(0, torch.tensor([1.0, 2.0]))
+    clock[0] += 0.9
+    parts.row(1, torch.tensor([1.0, 3.0]))
+    assert written(tmp_path) == []
+    clock[0] += 0.1
+    parts.row(2, torch.tensor([1.0, 4.0]))
+    assert written(tmp_path) == [(0, 2.0), (1, 3.0), (2, 4.0)]
+    with open_run(tmp_path) as run:
+        assert run.status()["norms"].fired == 4
+    parts.recorder.close()
+
+
+def test_what_waits_moves_when_there_is_much_of_it(tmp_path: pathlib.Path) -> None:
+    parts = Parts(tmp_path)
+    for step in range(63):
+        parts.row(step, torch.ones(2))
+    assert len(parts.records) == 0
+    parts.row(63, torch.ones(2))
+    assert len(parts.records) == 64
+    parts.recorder.close()
+    assert len(written(tmp_path)) == 64
+
+
+def test_the_last_pass_of_a_step_stands_also_after_a_commit(
+    tmp_path: pathlib.Path, clock: list[float]
+) -> None:
+    parts = Parts(tmp_path)
+    for step in range(3):
+        for number in (1.0, 2.0, 3.0):
+            clock[0] += 0.7
+            parts.row(step, torch.tensor([0.0, 10 * step + number]))
+    parts.recorder.close()
+    assert written(tmp_path) == [(0, 3.0), (1, 13.0), (2, 23.0)]
+    assert parts.records.series("a.bias", "l2")[0].of("a.bias") == [(0, 3.0), (1, 13.0), (2, 23.0)]
+
+
+def test_series_that_take_turns_are_replaced_where_they_wait() -> None:
+    records = Records()
+    recorder = Recorder(records)
+    other = KEY.__class__("norms", "max", "accumulated", KEY.names)
+    for number in range(40):
+        for key in (KEY, other):
+            recorder.add(key, 0, [0, 1], torch.full((2,), float(number)), replace=True)
+    assert len(records) == 0
+    recorder.flush()
+    assert [series.of("a.bias") for series in records] == [[(0, 39.0)], [(0, 39.0)]]
+
+
+def test_long_steps_are_written_when_they_end(tmp_path: pathlib.Path, clock: list[float]) -> None:
+    parts = Parts(tmp_path)
+    for step in range(3):
+        clock[0] += 5.0
+        parts.row(step, torch.ones(2))
+        parts.row(step, torch.full((2,), 2.0))
+        parts.recorder.end_step()
+        assert written(tmp_path)[-1] == (step, 2.0)
+    parts.recorder.close()
+
+
+def test_an_event_takes_the_rows_before_it_along(tmp_path: pathlib.Path) -> None:
+    parts = Parts(tmp_path)
+    parts.row(0, torch.tensor([1.0, 7.0]))
+    parts.journal.emit("trap", "bad", rule="norms", step=0, name="a.bias")
+    with open_run(tmp_path) as run:
+        assert run.latest("a.bias") == 7.0
+        assert run.events == [Event("trap", "norms", 0, 0, "a.bias", "bad")]
+    parts.recorder.close()
+
+
+def test_a_failure_is_one_event_and_memory_goes_on(tmp_path: pathlib.Path) -> None:
+    parts = Parts(tmp_path / "run")
+    parts.row(0, torch.ones(2))
+    for entry in (tmp_path / "run").iterdir():
+        entry.unlink()
+    for step in range(1, 4):
+        parts.journal.emit("scaler-skip", "again", step=step)
+        parts.row(step, torch.ones(2))
+    parts.recorder.flush()
+    parts.recorder.close()
+    kinds = [event.kind for event in parts.journal.events]
+    assert sorted(kinds) == ["notice", "scaler-skip", "scaler-skip", "scaler-skip"]
+    assert "training goes on, and records go on in memory" in str(parts.journal.events)
+    assert len(parts.records) == 4
+
+
+ENDS_BY_ITSELF = """
+import sys, pathlib, torch
+sys.path.insert(0, sys.argv[2])
+from unit.test_recorder import Parts
+parts = Parts(pathlib.Path(sys.argv[1]))
+parts.row(0, torch.ones(2))
+parts.row(1, torch.ones(2))
+raise SystemExit(sys.argv[3])
+"""
+
+
+def test_a_script_that_ends_without_remove_leaves_a_whole_run(tmp_path: pathlib.Path) -> None:
+    tests = str(pathlib.Path(__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_BY_ITSELF, str(tmp_path), tests, "failed"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (1, "failed\n")
+    with open_run(tmp_path) as run:
+        assert len(run.history("a.bias")) == 2
+        assert run.states == {0: "finished"}
+
+
+def test_the_description_of_a_plan_is_what_a_report_reads(tmp_path: pathlib.Path) -> None:
+    from torch import nn
+
+    import gradsurgeon
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(2, 2, bias=False)
+            self.second = nn.Linear(2, 2)
+            self.second.weight = self.first.weight
+
+    rules: dict[str, Any] = {
+        "version": 1,
+        "rules": [
+            {"id": "norms", "action": "norm-log", "params": "*"},
+            {"id": "double", "action": "scale", "params": "*.weight", "factor": 2.0},
+        ],
+    }
+    plan = gradsurgeon.plan(Tied(), rules)
+    about = describe(plan, mode="act", start_step=7, torch=torch.__version__)
+    assert about["torch"] == torch.__version__
+    assert (about["mode"], about["start_step"]) == ("act", 7)
+    assert len(about["rules"]["sha256"]) == 64
+    RunWriter(tmp_path, meta=about).close()
+    with open_run(tmp_path) as run:
+        assert run.params == ("first.weight", "second.bias")
+        with pytest.raises(gradsurgeon.RecordError, match=r"l2 of first.weight has not been"):
+            run.latest("second.weight")
+        report = from_run(run)
+    assert report.title == f"{plan.rules.file} on Tied"
+    assert report.rules["norms"].logged == ("first.weight", "second.bias")
+    assert (report.rules["double"].action, report.rules["double"].role) == ("scale", "edit")

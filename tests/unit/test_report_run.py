@@ -1,0 +1,167 @@
+"""Reports of run directories: short ones to the last value, long ones by their summaries."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import random
+from collections.abc import Sequence
+
+import pytest
+from runs import KEY, meta, values, write
+
+from gradsurgeon import Event
+from gradsurgeon.events import RuleStatus
+from gradsurgeon.report import NONFINITE, RuleInfo, from_run
+from gradsurgeon.report.digest import OnDisk
+from gradsurgeon.report.measured import InMemory
+from gradsurgeon.store import Key, Records
+from gradsurgeon.store.run import open_run
+from gradsurgeon.store.writer import RunWriter
+
+STEPS = 10_000
+
+
+def long_history(seed: int) -> list[float | None]:
+    rng = random.Random(seed)
+    return [rng.lognormvariate(0.0, 0.3) for _ in range(STEPS)]
+
+
+def cells(text: str, name: str) -> list[str]:
+    return next(line.split() for line in text.splitlines() if line.split()[:1] == [name])
+
+
+@pytest.fixture
+def as_if_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
+
+
+def test_a_short_run_reads_as_its_session_would(tmp_path: pathlib.Path) -> None:
+    writer = write(tmp_path, {"a.weight": [1.0, 2.0, 64.0, 3.0, 4.0], "a.bias": [None] * 5})
+    writer.statuses({"norms": RuleStatus(2, 5, 0.0, 4)})
+    writer.event(Event("trap", "norms", 2, 0, "a.weight", "bad"))
+    writer.close()
+    with open_run(tmp_path) as run:
+        report = from_run(run)
+        text = report.text(width=100)
+    assert text.splitlines()[0] == "summary: rules.yaml on Net: steps 0..4, 1 event (1 trap)"
+    assert report.rules == {"norms": RuleInfo("norm-log", "observe", ("a.weight", "a.bias"))}
+    assert isinstance(report.records, Records)
+    assert cells(text, "a.weight")[2:6] == ["1", "3", "64", "4"]
+    assert "never got a gradient: a.bias" in text
+    assert "step 2  trap  norms  a.weight" in text
+
+
+@pytest.mark.usefixtures("as_if_long")
+@pytest.mark.parametrize("spike_at", [0, 255, 256, 5_000, 9_983, 9_999])
+def test_one_step_of_ten_thousand_survives(tmp_path: pathlib.Path, spike_at: int) -> None:
+    history, broken = long_history(1), long_history(2)
+    history[spike_at], broken[spike_at] = 1e4, math.nan
+    write(tmp_path, {"spiky": history, "broken": broken, "calm": long_history(3)}).close()
+    with open_run(tmp_path) as run:
+        report = from_run(run)
+        text = report.text(width=110)
+    assert isinstance(report.records, OnDisk)
+    assert f"largest spike: spiky, 1e+04 at step {spike_at}, " in text
+    assert f"non-finite: 1 parameter, first at step {spike_at}: broken" in text
+    drawn = cells(text, "spiky")[1]
+    assert drawn.count("█") == 1
+    assert abs(drawn.index("█") - spike_at * len(drawn) / STEPS) <= 1
+    assert cells(text, "broken")[1].index(NONFINITE) == drawn.index("█")
+    assert "median: that of one step in 3; all else is of every step" in text
+
+
+def test_the_numbers_of_a_long_run_are_those_of_every_row(tmp_path: pathlib.Path) -> None:
+    histories: dict[str, Sequence[float | None]] = {
+        "full": long_history(1),
+        "late": [None] * 3000 + long_history(2)[3000:],
+        "early": [*long_history(3)[:3001], *[None] * 6999],
+        "rare": [2.0 if step % 97 == 5 else None for step in range(STEPS)],
+        "dead": [0.0] * STEPS,
+        "never": [None] * STEPS,
+        "broken": [math.inf] * STEPS,
+    }
+    writer = write(tmp_path, histories)
+    writer.close()
+    with open_run(tmp_path) as run:
+        records = Records(limit_bytes=2**60)
+        for series in run:
+            for row in series.rows():
+                records.add(series.key, row.step, row.values.tobytes(), row.absent)
+        exact, digest = InMemory(records), OnDisk(run)
+        assert digest.span() == exact.span() == (0, STEPS - 1)
+        assert not digest.having("never")
+        for name in list(histories)[:5]:
+            assert [key.names for key in digest.having(name)] == [tuple(histories)]
+            one, other = (source.line(name, "norms", "accumulated") for source in (exact, digest))
+            for field in ("first", "top", "top_step", "last", "nonfinite", "nonfinite_step"):
+                assert getattr(one, field) == getattr(other, field), (name, field)
+            assert other.middle == pytest.approx(one.middle, rel=0.05)
+        line = digest.line("broken", "norms", "accumulated")
+        assert (line.nonfinite, line.nonfinite_step, line.first) == (STEPS, 0, math.inf)
+        assert math.isnan(line.middle)
+
+
+@pytest.mark.usefixtures("as_if_long")
+def test_a_tensor_that_moved_to_another_series_has_one_history(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path, meta=meta(("a", "b")))
+    writer.add(Key("norms", "l2", "accumulated", ("a", "b")), 0, values(1.0, 1.0))
+    for step in range(1, 600):
+        writer.add(Key("norms", "l2", "accumulated", ("a",)), step, values(4.0 + 60 * (step == 7)))
+    writer.close()
+    with open_run(tmp_path) as run:
+        text = from_run(run).text(width=100)
+    assert cells(text, "a")[2:6] == ["1", "4", "64", "4"]
+    assert "largest spike: a, 64 at step 7" in text
+
+
+def test_ranks_are_not_mixed_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, size in ((1, 100.0), (0, 1.0)):
+        writer = RunWriter(tmp_path, rank=rank, meta=meta())
+        writer.add(KEY, 0, values(size, size))
+        writer.close()
+    for most in (10**9, 0):
+        monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", most)
+        with open_run(tmp_path) as run:
+            text = from_run(run).text(width=100)
+        assert "; 2 ranks, norms of the lowest that has them" in text
+        assert cells(text, "a.bias")[2:6] == ["1", "1", "1", "1"]
+
+
+def test_what_became_of_the_run_is_said(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path, meta=meta(mode="observe"))
+    other = RunWriter(tmp_path, rank=1)
+    other.close()
+    with open_run(tmp_path) as run:
+        head = from_run(run).text().splitlines()[0]
+    assert "observed only: no rule changed anything; 2 ranks" in head
+    assert head.endswith("; rank 0 still running")
+    writer._claim.release()
+    with open_run(tmp_path) as run:
+        head = from_run(run).text().splitlines()[0]
+    assert head.endswith("rank 0 ended without being closed: the last second may be missing")
+    writer.close()
+
+
+def test_other_statistics_are_mentioned_with_their_steps(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, {"w": [1.0] * 50}, stat="max").close()
+    with open_run(tmp_path) as run:
+        text = from_run(run).text()
+    assert "steps 0..49" in text
+    assert "no l2 recorded; recorded: max" in text
+
+
+def test_texts_from_the_files_are_escaped(tmp_path: pathlib.Path) -> None:
+    evil = "w\x1b[2J\u202e"
+    about = meta((evil,), rules={"file": evil}, mode=evil)
+    writer = RunWriter(tmp_path, meta=about)
+    for stat in ("l2", evil):
+        for point in ("accumulated", evil):
+            writer.add(Key(evil, stat, point, (evil,)), 0, values(1.0))
+    writer.statuses({evil: RuleStatus(1, 1, 0.0, 0)})
+    writer.event(Event("notice", evil, 0, 0, evil, evil))
+    writer.close()
+    with open_run(tmp_path) as run:
+        text = from_run(run).text()
+    assert "w\\x1b[2J\\u202e" in text
+    assert not {"\x1b", "\u202e"} & set(text)

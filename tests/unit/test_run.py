@@ -1,0 +1,259 @@
+"""Reading run directories: of several ranks, still being written, damaged, foreign, hostile."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable
+
+import pytest
+from runs import KEY, another_process, meta, values, write
+
+from gradsurgeon import Event, RecordError
+from gradsurgeon.events import RuleStatus
+from gradsurgeon.store import Key
+from gradsurgeon.store.run import open_run
+from gradsurgeon.store.writer import RunWriter
+
+WRITES = """
+import sys, time
+from runs import KEY, meta, values
+from gradsurgeon.store.writer import RunWriter
+writer = RunWriter(sys.argv[1], meta=meta())
+print("ready", flush=True)
+for step in range(10**9):
+    writer.add(KEY, step, values(1.0, float(step)), frozenset({0}))
+    writer.commit()
+    time.sleep(0.001)
+"""
+
+
+@pytest.fixture
+def run_path(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Return a finished run with all that there can be."""
+    path = tmp_path / "run"
+    writer = write(path, {"a.weight": [1.0] * 300, "a.bias": [float(i) for i in range(300)]})
+    writer.statuses({"norms": RuleStatus(2, 600, 0.0, 299)})
+    writer.event(Event("notice", "norms", 0, 0, "", "hello"))
+    writer.close()
+    return path
+
+
+def test_names_aliases_and_errors_are_those_of_a_session(run_path: pathlib.Path) -> None:
+    with open_run(run_path) as run:
+        assert run.params == ("a.weight", "a.bias")
+        assert run.latest("tied.a.bias") == run.latest("a.bias") == 299.0
+        assert run.history("tied.a.bias", rule="norms")[1] == (1, 1.0)
+        with pytest.raises(KeyError, match=r"no parameter 'a.bia' .* did you mean `a.bias`"):
+            run.latest("a.bia")
+        with pytest.raises(RecordError, match=r"no rule records max of a.bias; recorded: l2"):
+            run.history("a.bias", "max")
+        with pytest.raises(RecordError, match=r"'norm' records nothing of a.bias; did you mean"):
+            run.history("a.bias", rule="norm")
+
+
+def test_what_was_planned_and_never_came(tmp_path: pathlib.Path) -> None:
+    RunWriter(tmp_path, meta=meta()).close()
+    with (
+        open_run(tmp_path) as run,
+        pytest.raises(RecordError, match=r"l2 of a.bias has not been recorded yet"),
+    ):
+        run.latest("a.bias")
+
+
+def test_several_rules_are_an_error_that_lists_them(run_path: pathlib.Path) -> None:
+    shutil.rmtree(run_path)
+    writer = RunWriter(run_path, meta=meta())
+    for rule in ("norms", "final"):
+        writer.add(Key(rule, "l2", "step", KEY.names), 0, values(1.0, 2.0))
+    writer.close()
+    with open_run(run_path) as run:
+        with pytest.raises(RecordError, match=r"pass rule= one of final, norms"):
+            run.latest("a.bias")
+        assert run.latest("a.bias", rule="final") == 2.0
+
+
+def test_ranks_are_merged(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    writers = [RunWriter(tmp_path, rank=rank, meta=meta()) for rank in (0, 1, 10)]
+    for at, writer in zip((3.0, 1.0, 2.0), writers, strict=True):
+        now = 1000.0 + at
+        writer.add(KEY, 0, values(float(writer.rank), 1.0))
+        writer.statuses({"norms": RuleStatus(2, 10, 0.5 * (writer.rank == 1), writer.rank, ("w",))})
+        writer.event(Event("notice", "", 0, writer.rank, "", f"at {at}"))
+    writers[1].add(Key("extra", "l2", "step", ("b",)), 4, values(4.0))
+    for writer in writers:
+        writer.close()
+    with open_run(tmp_path) as run:
+        assert run.ranks == (0, 1, 10)
+        assert [event.rank for event in run.events] == [1, 10, 0]
+        found = run.status()["norms"]
+        assert (found.matched, found.fired, found.last_step, found.warnings) == (2, 30, 10, ("w",))
+        assert found.changed == pytest.approx(0.5 / 3)
+        assert run.history("a.weight") == [(0, 0.0)]
+        assert run.history("b") == [(4, 4.0)]
+        assert [(one.rank, one.key.rule) for one in run] == [
+            (0, "norms"),
+            (1, "norms"),
+            (1, "extra"),
+            (10, "norms"),
+        ]
+        assert [(one.rank, one.key.rule) for one in run.lowest()] == [(0, "norms"), (1, "extra")]
+
+
+def test_a_run_is_read_while_another_process_writes_it(tmp_path: pathlib.Path) -> None:
+    with another_process(WRITES, str(tmp_path)), open_run(tmp_path) as run:
+        assert run.states == {0: "running"}
+        lengths = []
+        for _ in range(20):
+            time.sleep(0.02)
+            found = run.history("a.bias")
+            assert found == [(step, float(step)) for step in range(len(found))]
+            lengths.append(len(found))
+            assert run.latest("a.bias") >= found[-1][1]
+        assert lengths[-1] > lengths[0] > 0
+        (series,) = run
+        with pytest.raises(RecordError, match=r"a.weight has not been recorded yet"):
+            run.latest("a.weight")
+        assert sum(one.present[1] for one in series.summaries()) >= lengths[-1]
+
+
+def test_rows_by_part(run_path: pathlib.Path) -> None:
+    with open_run(run_path) as run:
+        (series,) = run
+        assert len(series) == 300
+        assert series.ends() == (0, 299)
+        assert [row.step for row in series.rows(290)] == list(range(290, 300))
+        assert [row.step for row in series.rows(0, 3)] == [0, 1, 2]
+        assert [row.step for row in series.rows(every=100)] == [0, 100, 200]
+        assert series.between("a.bias", 256, 258) == [(256, 256.0), (257, 257.0)]
+
+
+def test_a_run_that_cannot_be_written_any_more_can_be_read(
+    run_path: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    # What a copy of a finished run has: no log, no lock, and possibly no right to make one.
+    for entry in run_path.iterdir():
+        entry.chmod(0o444)
+    run_path.chmod(0o555)
+    with open_run(run_path) as run:
+        assert run.latest("a.bias") == 299.0
+    run_path.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (shutil.rmtree, r"cannot be opened as a run: No such file"),
+        (
+            lambda p: p.rename(p.parent / "old") and p.write_text("x"),
+            r"opened as a run: Not a directory",
+        ),
+        (lambda p: (p / "run.json").unlink(), r"no run.json: it has records, but rank 0 has not"),
+        (lambda p: [one.unlink() for one in p.iterdir()], r"no run.json: it is no run directory"),
+        (lambda p: (p / "rank-0.db").unlink(), r"no records \(rank-0.db\): were they moved"),
+        (lambda p: (p / "run.json").write_text("{"), r"run.json: is damaged: no JSON"),
+        (lambda p: (p / "run.json").write_text("[" * 10**5), r"run.json: is damaged: no JSON"),
+        (lambda p: (p / "run.json").write_bytes(b"\xff\xfe"), r"run.json: is damaged: no JSON"),
+        (lambda p: (p / "run.json").write_text("[]"), r"not written by gradsurgeon: it names no"),
+        (lambda p: (p / "run.json").write_text('{"format": 9}'), r"format 9, .* upgrade"),
+        (
+            lambda p: (p / "run.json").write_text('{"format": 1, "model": {"params": [1]}}'),
+            r"run.json: is damaged: a parameter has no name",
+        ),
+        (lambda p: (p / "rank-0.db").write_bytes(b""), r"rank-0.db: is empty"),
+        (lambda p: (p / "rank-0.db").write_bytes(b"x" * 9999), r"rank-0.db: cannot be read: .*not"),
+        (lambda p: os.truncate(p / "rank-0.db", 40000), r"rank-0.db: cannot be read: .*malformed"),
+        (lambda p: sql(p, "PRAGMA application_id=7"), r"an SQLite file, but none that gradsurgeon"),
+        (lambda p: sql(p, "PRAGMA user_version=2"), r"rank-0.db: has format 2, .* upgrade"),
+        (lambda p: sql(p, "DROP TABLE chunks"), r"its tables are not those of a run"),
+        (lambda p: sql(p, "CREATE VIEW v AS SELECT 1"), r"its tables are not those of a run"),
+        (
+            lambda p: sql(
+                p,
+                "DROP TABLE rows",
+                "CREATE VIEW rows AS WITH RECURSIVE r(id) AS (SELECT 1 UNION ALL SELECT id FROM r) "
+                "SELECT id, 1 AS step, x'' AS floats, NULL AS absent FROM r",
+            ),
+            r"its tables are not those of a run",
+        ),
+        (lambda p: sql(p, "UPDATE rows SET floats = x'00'"), r"a row of norms has the wrong size"),
+        (lambda p: sql(p, "UPDATE rows SET floats = 5"), r"a row of norms has the wrong size"),
+        (lambda p: sql(p, "UPDATE rows SET step = 'x'"), r"a row of norms has the wrong size"),
+        (lambda p: sql(p, "UPDATE rows SET absent = 'y'"), r"a row of norms has the wrong size"),
+        (lambda p: sql(p, "UPDATE chunks SET maxima = x'00'"), r"a summary of norms has the wrong"),
+        (lambda p: sql(p, "UPDATE chunks SET present = 1"), r"a summary of norms has the wrong"),
+        (lambda p: sql(p, "UPDATE series SET names = '{}'"), r"series 1 has no proper names"),
+        (lambda p: sql(p, """UPDATE series SET names = '["a", "a"]'"""), r"no proper names"),
+        (lambda p: sql(p, "UPDATE series SET names = '[1, 2]'"), r"no proper names"),
+        (lambda p: sql(p, "UPDATE series SET names = '['"), r"the names of a series: no JSON"),
+        (lambda p: sql(p, "UPDATE series SET id = 1 << 40"), r"cannot be read: .*too large"),
+        (lambda p: sql(p, "UPDATE events SET kind = 'x\x1b'"), r"an event has values of wrong"),
+        (lambda p: sql(p, "UPDATE events SET step = 'x'"), r"an event has values of wrong types"),
+        (lambda p: sql(p, "UPDATE statuses SET state = '{}'"), r"status of a rule is incomplete"),
+        (lambda p: sql(p, "UPDATE statuses SET state = '1'"), r"status of a rule is incomplete"),
+        (
+            lambda p: sql(p, "UPDATE statuses SET state = replace(state, '600', '\"6\"')"),
+            r"the status of a rule has values of wrong types",
+        ),
+    ],
+)
+def test_damaged_and_foreign_directories_say_what_is_wrong(
+    run_path: pathlib.Path, spoil: Callable[[pathlib.Path], object], message: str
+) -> None:
+    spoil(run_path)
+    with pytest.raises(RecordError, match=message):
+        read_everything(run_path)
+
+
+def sql(path: pathlib.Path, *statements: str) -> None:
+    with contextlib.closing(sqlite3.connect(path / "rank-0.db")) as connection:
+        for statement in statements:
+            connection.execute(statement)
+        connection.commit()
+
+
+def read_everything(path: pathlib.Path) -> None:
+    with open_run(path) as run:
+        run.status()
+        _ = run.events
+        for series in run:
+            list(series.summaries())
+            list(series.rows())
+            for name in series.key.names:
+                series.of(name)
+                series.last(name)
+
+
+def test_columns_are_checked_where_only_they_are_read(run_path: pathlib.Path) -> None:
+    sql(run_path, "UPDATE rows SET floats = x'00000000' WHERE id & 255 = 9")
+    with (
+        open_run(run_path) as run,
+        pytest.raises(RecordError, match="a row of norms has the wrong size"),
+    ):
+        run.history("a.bias")
+
+
+def test_fields_of_wrong_types_in_the_run_file_are_passed_over(run_path: pathlib.Path) -> None:
+    odd: object
+    for odd in ([], 5, "x", {"rules": 5, "params": {}}, {"rules": [5, {"id": 1}]}, None):
+        keys = ("rules", "model", "plan", "roles", "mode")
+        (run_path / "run.json").write_text(json.dumps({"format": 1, **dict.fromkeys(keys, odd)}))
+        with open_run(run_path) as run:
+            assert run.latest("a.bias") == 299.0
+            assert run.rules == []
+            run.status()
+
+
+def test_what_is_no_file_is_not_opened(run_path: pathlib.Path) -> None:
+    os.mkfifo(run_path / "rank-1.db")
+    (run_path / "rank-2.db").mkdir()
+    (run_path / "rank-03.db").write_text("")
+    with open_run(run_path) as run:
+        assert run.ranks == (0,)

@@ -1,0 +1,109 @@
+"""A session that writes a run directory, and what a reader finds in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, data
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon import RecordError
+
+RULES: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {"id": "norms", "action": "norm-log", "params": "*", "stats": ["l2", "linf"]},
+        {"id": "acts", "action": "norm-log", "modules": "0", "tensor": "output"},
+        {"id": "bound", "action": "clamp", "params": "*.weight", "at": "step", "max": 1e-3},
+        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+    ],
+}
+
+
+def train(path: Path | None, steps: int = 5) -> gradsurgeon.Session:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, RULES, record=path) as session:
+        for number in range(steps):
+            optimizer.zero_grad()
+            bad = float("nan") if number == 3 else 1.0
+            (model(data(number, 5, 4)).square().mean() * bad).backward()
+            optimizer.step()
+    return session
+
+
+def test_a_run_says_what_its_session_said(tmp_path: Path) -> None:
+    session = train(tmp_path / "run")
+    with gradsurgeon.open_run(tmp_path / "run") as run:
+        for name in ("0.weight", "0.bias", "1.weight", "1.bias"):
+            for stat in ("l2", "linf"):
+                assert str(run.history(name, stat)) == str(session.history(name, stat))
+        assert run.history("0") == session.history("0")
+        assert len(run.history("0")) == 5
+        assert run.events == session.events
+        assert [event.kind for event in run.events] == ["trap", "skipped-step"]
+        assert run.status() == session.status()
+        assert run.meta["rules"]["sha256"] == session.plan.rules.sha256
+        assert run.meta["plan"] == session.plan.to_dict()
+        with pytest.raises(KeyError, match=r"no parameter '0.wieght' .* did you mean `0.weight`"):
+            run.latest("0.wieght")
+
+
+def test_reading_a_run_needs_no_torch(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    code = (
+        "import sys, gradsurgeon\n"
+        f"run = gradsurgeon.open_run({str(tmp_path / 'run')!r})\n"
+        "print(len(run.history('1.bias', 'l2')), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["5", "False"]
+
+
+def test_recording_changes_no_bit(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    ends = []
+    for path in (None, tmp_path / "run"):
+        model = case.make()
+        optimizer = case.optimizer(model)
+        rules = {"version": 1, "rules": [{"id": "n", "action": "norm-log", "params": "*"}]}
+        torch.manual_seed(1)
+        with gradsurgeon.apply(model, rules, record=path):
+            for number in range(5):
+                case.backward(model, number)
+                optimizer.step()
+        ends.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_happens(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    rules = {"version": 1, "rules": [{"id": "n", "action": "norm-log", "params": "*"}]}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="file"):
+        gradsurgeon.apply(model, rules, record=tmp_path / "file" / "run")
+    assert model.weight._post_accumulate_grad_hooks is None
+    train(tmp_path / "run")
+    with pytest.raises(RecordError, match="run"):
+        gradsurgeon.apply(model, rules, record=tmp_path / "run")
+    assert gradsurgeon.open_run(tmp_path / "run").latest("1.bias", "l2") > 0
+
+
+def test_a_failing_apply_leaves_no_run_behind(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    rules = {"version": 1, "rules": [{"id": "n", "action": "norm-log", "params": "nope"}]}
+    with pytest.raises(gradsurgeon.BindError):
+        gradsurgeon.apply(model, rules, record=tmp_path / "run")
+    rules["rules"][0]["params"] = "*"  # type: ignore[index]
+    gradsurgeon.apply(model, rules)
+    with pytest.raises(gradsurgeon.GradSurgeonError, match="already applied"):
+        gradsurgeon.apply(model, rules, record=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    gradsurgeon.remove(model)
