@@ -167,7 +167,7 @@ class Rule(Options):
         target = yield from target_flaws(cls.name(), cls.targets, given)
         if target in ("modules", "tensors"):
             if given.get("at") is not None:
-                message = f"`at` is for `params`: {target} have a rule act when the tensor is there"
+                message = f"`at` is for `params`: {target} act at the moment the tensor is there"
                 yield Flaw("at", message, "remove it", key=True)
             return
         yield from cls._at_flaws(given.get("at"))

@@ -73,7 +73,7 @@ def norm_lines(report: Report, columns: int, *, ascii_only: bool) -> Iterator[st
     yield f"  log scale per row; {mark} non-finite norm, {ZERO} norm 0, blank: no gradient"
     if measured.sampled > 1:
         yield f"  median: that of one step in {measured.sampled:,}; all else is of every step"
-    yield from _callouts(report, layers)
+    yield from _callouts(report, layers, noun)
 
 
 def _named(sources: Iterable[tuple[str, str]]) -> str:
@@ -135,14 +135,14 @@ def _spikiest(layers: Sequence[_Layer]) -> _Layer | None:
     return worst if worst.ratio > 1 else None
 
 
-def _callouts(report: Report, layers: Sequence[_Layer]) -> Iterator[str]:
+def _callouts(report: Report, layers: Sequence[_Layer], noun: str) -> Iterator[str]:
     if zero := [layer.name for layer in layers if layer.always_zero]:
         # Of the norm, because that of a gradient below 1e-23 is 0 as well in float32.
         yield f"  norm always exactly 0: {_listed(zero)}"
     if broken := [layer for layer in layers if layer.line.nonfinite]:
         first = min(layer.line.nonfinite_step for layer in broken)
         those = _listed([layer.name for layer in broken if layer.line.nonfinite_step == first])
-        yield f"  non-finite: {count(len(broken), 'parameter')}, first at step {first}: {those}"
+        yield f"  non-finite: {count(len(broken), noun)}, first at step {first}: {those}"
     if (worst := _spikiest(layers)) is not None:
         times = f"{worst.ratio:.3g}x" if math.isfinite(worst.ratio) else "far above"
         yield (

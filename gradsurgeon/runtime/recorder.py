@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,8 +45,9 @@ class Recorder:
         # Where the last row of each series waits: statistics and lanes take turns within a step.
         self._places: dict[int, int] = {}
         if writer is not None:
-            # A script may end without `remove()`, on an exception above all.
-            atexit.register(self.close)
+            # A script may end without `remove()`, on an exception above all. Weakly, because of a
+            # session that never began only the list of what is to be done at exit would know.
+            self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
     def add(
         self, key: Key, step: int, found: Sequence[int], values: Tensor, *, replace: bool
@@ -90,7 +93,7 @@ class Recorder:
     def close(self) -> None:
         """Write what waits and finish the run directory; records stay in memory."""
         if self.writer is not None:
-            atexit.unregister(self.close)
+            atexit.unregister(self._at_exit)
             self._write()
             self.writer.close()
 
@@ -118,10 +121,19 @@ class Recorder:
             rows = [row[2] for row in waiting if row[2].device == device]
             hosts[device] = torch.cat(rows).cpu()
         offsets = dict.fromkeys(devices, 0)
+        parts = []
         for key, step, values, absent, replace in waiting:
             start = offsets[values.device]
             offsets[values.device] = stop = start + values.numel()
             part = _torch.to_bytes(hosts[values.device][start:stop])
             self.records.add(key, step, part, absent, replace=replace)
-            if self.writer is not None:
+            parts.append(part)
+        # Memory has all of it before anything can go wrong with the file.
+        if self.writer is not None and not self.writer.closed:
+            for (key, step, _, absent, replace), part in zip(waiting, parts, strict=True):
                 self.writer.add(key, step, part, absent, replace=replace)
+
+
+def _close(recorder: weakref.ref[Recorder]) -> None:
+    if (found := recorder()) is not None:
+        found.close()

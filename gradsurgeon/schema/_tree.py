@@ -117,6 +117,7 @@ class _Tree:
         self.files: list[tuple[str, str]] = []
         self._problems: list[list[Problem]] = []  # one list per file
         self._ids: dict[str, Place] = {}
+        self._followed = 0  # entries
         self._reached: dict[pathlib.Path, Place] = {}  # by which entry
         trail: tuple[packs.Included, ...] = ()
         if source.folder is not None:
@@ -177,6 +178,13 @@ class _Tree:
         trail: tuple[packs.Included, ...],
     ) -> Iterator[Problem]:
         """Take the rules of an included file; yield what is wrong with the entry that names it."""
+        # Counted whether they lead to a file or not: to look for what was meant takes time, too.
+        self._followed += 1
+        if self._followed > MAX_FILES or len(trail) > MAX_DEPTH:
+            if self._followed <= MAX_FILES + 1:  # to be said once
+                message = f"more than {MAX_DEPTH} files deep or {MAX_FILES} entries in all"
+                yield Problem(place, "bad-include", message, "include fewer files")
+            return
         try:
             target = packs.locate(entry, folder)
             self._admit(target, place, trail)
@@ -193,7 +201,7 @@ class _Tree:
     def _admit(
         self, target: packs.Included, place: Place, trail: tuple[packs.Included, ...]
     ) -> None:
-        """Refuse a file that was reached before, and one too many."""
+        """Refuse a file that was reached before."""
         paths = [one.path for one in trail]
         if target.path in paths:
             circle = [one.name for one in trail[paths.index(target.path) :]]
@@ -205,7 +213,4 @@ class _Tree:
             by = f"on line {first.line}" if here else f"at {first}"
             message = f"{target.name} is included twice, first {by}"
             raise packs.IncludeError(message, "remove one of the two entries")
-        if len(trail) > MAX_DEPTH or len(self._reached) == MAX_FILES:
-            message = f"more than {MAX_DEPTH} files deep or {MAX_FILES} files in all"
-            raise packs.IncludeError(message, "include fewer files")
         self._reached[target.path] = place

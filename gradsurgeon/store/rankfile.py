@@ -223,7 +223,9 @@ class StoredSeries:
             # A step through the ids jumps from row to row, where `id % every` would read them all.
             found = (
                 self._file.query(
-                    "SELECT id, step, floats, absent FROM rows WHERE id BETWEEN ? AND ?", at, last
+                    "SELECT id, step, floats, absent FROM rows WHERE id BETWEEN ? AND ? ORDER BY id",
+                    at,
+                    last,
                 )
                 if every == 1
                 else self._picked(at, last, every)
@@ -278,7 +280,7 @@ class StoredSeries:
         # Slicing inside SQLite, so that other columns are never copied.
         found = self._file.query(
             "SELECT step, substr(floats, ?, 4), substr(absent, ?, 1) FROM rows "
-            "WHERE id BETWEEN ? AND ?",
+            "WHERE id BETWEEN ? AND ? ORDER BY id",
             column * _FLOAT + 1,
             column // 8 + 1,
             first,
@@ -302,7 +304,7 @@ class StoredSeries:
         size = max(1, _BATCH_BYTES // max(1, 3 * width * _FLOAT))
         while found := self._file.query(
             "SELECT id, first, last, maxima, minima, nonfinite, present FROM chunks "
-            "WHERE id BETWEEN ? AND ? LIMIT ?",
+            "WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
             self._low + done,
             self._high,
             size,

@@ -169,7 +169,7 @@ class RunWriter:
             self.commit()
 
     def commit(self) -> None:
-        """Write what waits. Never raises."""
+        """Write what waits. Raises nothing of its own, only what `on_failure` raises."""
         with self._lock:
             if self.closed:
                 return
@@ -188,7 +188,7 @@ class RunWriter:
                 self._large = _LARGE
 
     def close(self) -> None:
-        """Write what waits and mark the run as finished. May be called twice; never raises."""
+        """Write what waits and mark the run as finished. May be called twice."""
         with self._lock:
             if self.closed:
                 return

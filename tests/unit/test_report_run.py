@@ -165,3 +165,15 @@ def test_texts_from_the_files_are_escaped(tmp_path: pathlib.Path) -> None:
         text = from_run(run).text()
     assert "w\\x1b[2J\\u202e" in text
     assert not {"\x1b", "\u202e"} & set(text)
+
+
+def test_tensors_of_modules_have_rows_as_well(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path, meta=meta())
+    writer.add(KEY, 0, values(1.0, math.nan))
+    writer.add(Key("hidden", "l2", "forward", ("block.1",)), 0, values(math.inf))
+    writer.close()
+    with open_run(tmp_path) as run:
+        text = from_run(run).text(width=100)
+    assert "norms (l2) of 3 tensors, recorded by hidden (at forward), norms" in text
+    assert cells(text, "block.1")[-2:] == ["1", "hidden"]
+    assert "non-finite: 2 tensors, first at step 0: a.bias, block.1" in text

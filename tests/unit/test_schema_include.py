@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pathlib
+import time
 from typing import Any
 
 import pytest
@@ -241,7 +242,22 @@ class TestLimits:
         (here / "top.yaml").write_text(text("one", include=[names[0]]))
         (found,) = refused("top.yaml")
         assert found.startswith("part0.yaml:1:")
-        assert "more than 8 files deep or 32 files in all" in found
+        assert "more than 8 files deep or 32 entries in all (include fewer files)" in found
+
+    def test_entries_that_name_nothing_are_not_looked_for_without_end(
+        self, here: pathlib.Path
+    ) -> None:
+        names = [f"{'ab' * 50}{n:03}" for n in range(100)]
+        for name in names:
+            (here / name).touch()
+        wrong = [f"{name[::-1]}" for name in names[:31]]
+        parts = [f"part{n}.yaml" for n in range(31)]
+        for name in parts:
+            (here / name).write_text(text(include=wrong))
+        (here / "top.yaml").write_text(text(include=parts))
+        start = time.perf_counter()
+        assert len(refused("top.yaml")) == 32
+        assert time.perf_counter() - start < 10
 
     @pytest.mark.parametrize(("depth", "read"), [(8, True), (9, False)])
     def test_a_chain(self, here: pathlib.Path, depth: int, read: bool) -> None:
