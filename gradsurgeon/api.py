@@ -102,13 +102,7 @@ def apply(
         RecordError: the run directory cannot be written, or holds a run already.
         GradSurgeonError: the model has a session already, or torch is missing.
     """
-    if scaler is not None:
-        raise GradSurgeonError(f"`scaler=` is not there yet in gradsurgeon {schema.VERSION}")
-    if mode not in ("act", "observe"):
-        raise ValueError(f'mode is "act" or "observe", not {mode!r}')
-    first: object = start_step
-    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-        raise ValueError(f"start_step is a number of steps, 0 or more, not {start_step!r}")
+    _check_options(scaler, mode, start_step)
     runtime = _runtime()
     optimizers = _optimizers(optimizer)
     bound = plan(model, rules)
@@ -171,6 +165,15 @@ def _runtime() -> Any:
             "the build of torch that fits your machine"
         ) from error
     return runtime
+
+
+def _check_options(scaler: object, mode: object, start_step: object) -> None:
+    if scaler is not None:
+        raise GradSurgeonError(f"`scaler=` is not there yet in gradsurgeon {schema.VERSION}")
+    if mode not in ("act", "observe"):
+        raise ValueError(f'mode is "act" or "observe", not {mode!r}')
+    if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
+        raise ValueError(f"start_step is a number of steps, 0 or more, not {start_step!r}")
 
 
 def _writer(record: str | os.PathLike[str], bound: Plan, mode: str, start_step: int) -> RunWriter:

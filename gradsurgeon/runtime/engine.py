@@ -54,6 +54,8 @@ class Engine:
         self._module_hooks: list[RemovableHandle] = []
         self._clock_places = _first_params(state.program)
         self._search_on = optimizers is None
+        # Whether backward passes came and no update has followed yet.
+        self.unstepped = False
         # Named optimizers are met when the hooks go on; then they are held weakly.
         self._given = list(optimizers or ())
 
@@ -90,6 +92,7 @@ class Engine:
     def _backward_ended(self, done: Pass) -> None:
         if self._state.paused:
             return
+        self.unstepped = True
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self.manual.active or not (self.steps.owned or self._optimizers_known())
         with self.manual.step_of(done):
@@ -140,6 +143,7 @@ class Engine:
         self.sites.missed(clock)
         self._edits.forget()
         clock.tick()
+        self.unstepped = False
         self._state.recorder.end_step()
         common = self._state.clocks.common
         if clock is common:

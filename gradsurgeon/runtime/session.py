@@ -91,7 +91,12 @@ class Session:
             self._removed = True
             self._state.flags.close()
             for rule, due in self._state.journal.never_fired():
-                text = f"{'was due and never fired' if due else 'was never due'} until the end"
+                text = "was due and never fired" if due else "was never due"
+                if not due and self._engine.unstepped:
+                    text = (
+                        "never fired: gradients came, but no optimizer that owns them ever stepped"
+                    )
+                text += " until the end"
                 self._state.journal.emit("never-fired", text, rule=rule, step=self.step)
             self._close()
 

@@ -227,6 +227,17 @@ def test_a_rule_that_was_never_due_is_mentioned_in_the_end() -> None:
     ]
 
 
+def test_an_optimizer_that_never_steps_is_mentioned_in_the_end() -> None:
+    model, optimizer = make()
+    late = {"id": "late", "action": "zero", "at": "step"}
+    with gradsurgeon.apply(model, rules(late), optimizer=optimizer) as session:
+        for _ in range(4):
+            model(data(0, 5, 4)).sum().backward()
+    (event,) = session.events
+    assert (event.kind, event.rule) == ("never-fired", "late")
+    assert "no optimizer that owns them ever stepped" in event.message
+
+
 def test_a_replaced_parameter_gets_its_hooks_back() -> None:
     model, _ = make()
     zero = {"id": "zero", "action": "zero", "params": "0.weight"}
