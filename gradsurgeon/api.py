@@ -16,6 +16,7 @@ from gradsurgeon.schema import RuleSet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.amp import GradScaler
     from torch.optim import Optimizer
 
     from gradsurgeon.runtime import Session
@@ -73,7 +74,7 @@ def apply(
     rules: Rules,
     *,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    scaler: object = None,
+    scaler: GradScaler | None = None,
     record: str | os.PathLike[str] | None = None,
     mode: Literal["act", "observe"] = "act",
     start_step: int = 0,
@@ -86,7 +87,7 @@ def apply(
         rules: as `load` takes them.
         optimizer: the optimizer or optimizers that update the model; found by themselves where not
             given. An empty list declares that weights are updated by hand, with `Session.tick`.
-        scaler: the gradient scaler in use. Not there yet.
+        scaler: the gradient scaler in use; found by itself where not given.
         record: run directory to write records to; without it they are kept in memory, bounded.
         mode: ``"act"``, or ``"observe"`` to arm every rule, edit nothing, and count what each rule
             would have changed.
@@ -110,7 +111,13 @@ def apply(
     writer = None if record is None else _writer(record, bound, mode, start_step)
     try:
         made = runtime.Session(
-            model, bound, optimizers=optimizers, mode=mode, start_step=start_step, writer=writer
+            model,
+            bound,
+            optimizers=optimizers,
+            mode=mode,
+            start_step=start_step,
+            writer=writer,
+            scaler=scaler,
         )
         runtime.enter(model, made)
     except BaseException:
@@ -168,8 +175,8 @@ def _runtime() -> Any:
 
 
 def _check_options(scaler: object, mode: object, start_step: object) -> None:
-    if scaler is not None:
-        raise GradSurgeonError(f"`scaler=` is not there yet in gradsurgeon {schema.VERSION}")
+    if scaler is not None and not hasattr(scaler, "unscale_"):
+        raise TypeError(f"scaler= takes a torch.amp.GradScaler, not {type(scaler).__name__}")
     if mode not in ("act", "observe"):
         raise ValueError(f'mode is "act" or "observe", not {mode!r}')
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:

@@ -147,6 +147,11 @@ class Rule(Options):
         return True
 
     @property
+    def hides_overflow(self) -> bool:
+        """Whether the rule is there to replace non-finite elements, which a scaler must see."""
+        return False
+
+    @property
     def may_overflow(self) -> bool:
         """Whether a finite gradient can come out non-finite."""
         return False

@@ -38,6 +38,11 @@ class Sanitize(Rule):
 
     action: Literal["sanitize"] = "sanitize"
 
+    @property
+    def hides_overflow(self) -> bool:
+        """Replacing non-finite gradients is all that it does."""
+        return self.target == "params" or self.ref.grad
+
     def compile(self) -> Edit:
         """Return the replacement as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch

@@ -19,6 +19,7 @@ from torch import Tensor
 from gradsurgeon import _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
 
 # A backward pass that raised never ends, so its entry stays; more than this many are forgotten.
@@ -139,20 +140,23 @@ class TensorHook(Hook):
             return self._edit(state, rule, grad)
         if rule.role == "capture":
             name, step = state.program.names[self._tensor], state.clocks[self._tensor].step
-            state.captures.keep(rule, name, step, grad)
+            state.captures.keep(rule, name, step, unscaled(grad, state.scaling.scale))
             return grad
         with torch.no_grad():
-            found = {stat: _torch.statistic(stat, grad) for stat in getattr(rule, "stats", ())}
+            true = unscaled(grad, state.scaling.scale)
+            found = {stat: _torch.statistic(stat, true) for stat in getattr(rule, "stats", ())}
         passes.current().logged.setdefault(rule.id, {})[self._tensor] = found
         return grad
 
     def _edit(self, state: State, rule: Rule, grad: Tensor) -> Tensor:
         edit = state.edits[rule.id]
         check_layout(rule, grad, state.program.names[self._tensor])
+        scale = state.scaling.scale
         with torch.no_grad():
-            state.journal.altered(rule.id, edit.alters(_torch.values(grad)))
-            mention_giving_up(state, rule, [grad], state.clocks[self._tensor].step)
-        return _torch.on_values(edit.apply, grad)
+            true = unscaled(grad, scale)
+            state.journal.altered(rule.id, edit.alters(_torch.values(true)))
+            mention_giving_up(state, rule, [true], state.clocks[self._tensor].step)
+        return _torch.on_values(in_true_units(edit.apply, scale), grad)
 
 
 def mention_giving_up(state: State, rule: Rule, grads: list[Tensor], step: int) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -47,23 +48,40 @@ class StepEdits:
             if self._left.get(tensor) != mark(grad)
         }
         suspicious: set[int] = set()
-        with torch.no_grad():
-            if state.mode == "observe":
-                fresh = {tensor: grad.clone() for tensor, grad in fresh.items()}
-            else:
-                fresh = {i: self._own(i, grad) for i, grad in self._shared(fresh, lanes).items()}
+        acting = state.mode == "act"
+        edited = {i for lane in lanes if lane.rule.role == "edit" for i in lane.tensors}
+        with torch.no_grad(), self._in_place_of(fresh, lanes, edited if acting else set()) as mine:
             for lane in lanes:
-                having = {i: fresh[i] for i in lane.tensors if i in fresh}
+                having = {i: mine[i] for i in lane.tensors if i in mine}
                 if having:
                     self._one(lane, having)
                     if lane.rule.role != "capture":  # counts by itself
                         state.journal.fired(lane.rule.id, clock.step, len(having))
-                    if lane.rule.may_overflow and state.mode == "act":
+                    if lane.rule.may_overflow and acting:
                         suspicious |= having.keys()
-        if state.mode == "act":
-            edited = {i for lane in lanes if lane.rule.role == "edit" for i in lane.tensors}
-            self._left.update((i, mark(grad)) for i, grad in fresh.items() if i in edited)
+        if acting:
+            self._left.update((i, mark(grad)) for i, grad in mine.items() if i in edited)
         return suspicious
+
+    @contextmanager
+    def _in_place_of(
+        self, grads: dict[int, Tensor], lanes: Sequence[Lane], edited: set[int]
+    ) -> Iterator[dict[int, Tensor]]:
+        """Give the gradients to act on, in true units: those themselves that are edited for good."""
+        scale = self._state.scaling.at_step
+        if self._state.mode == "observe":
+            grads = {tensor: grad.clone() for tensor, grad in grads.items()}
+        elif edited:
+            grads = {i: self._own(i, grad) for i, grad in self._shared(grads, lanes).items()}
+        if scale is None:
+            yield grads
+            return
+        # A fused optimizer gets gradients with the scale on them. It is a power of two, so that
+        # dividing and multiplying lose nothing.
+        factors = {tensor: scale.to(grad.device) for tensor, grad in grads.items()}
+        yield {i: g.div_(factors[i]) if i in edited else g / factors[i] for i, g in grads.items()}
+        for tensor in edited & grads.keys():
+            grads[tensor].mul_(factors[tensor])
 
     def spare(self, edited: dict[int, Mark]) -> None:
         """Leave gradients alone that have been edited as final ones already."""
@@ -81,7 +99,7 @@ class StepEdits:
         if lane.rule.role == "observe":
             self._log(lane, grads)
         elif lane.rule.role == "capture":
-            keep(state, lane, grads)
+            keep(state, lane, grads, None)
         elif lane.rule.role == "freeze":
             for grad in grads.values():
                 state.journal.altered(

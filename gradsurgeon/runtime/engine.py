@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import Program
+from gradsurgeon.errors import BindError
 from gradsurgeon.planning import ROOT, named_modules
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.backward import Pass, Passes
@@ -45,7 +47,11 @@ class Engine:
         self._edits = StepEdits(state)
         self._passes = Passes(self._backward_ended)
         self.steps = Steps(
-            state, judge=self._judge, finished=self._finished, first_owner=self._optimizer_appeared
+            state,
+            judge=self._judge,
+            finished=self._finished,
+            first_owner=self._optimizer_appeared,
+            scaled_away=self._scaled_away,
         )
         declared = optimizers is not None and not optimizers
         self.manual = Manual(state, self._judge, self._finished, declared=declared)
@@ -134,10 +140,35 @@ class Engine:
             )
         return verdict
 
-    def _finished(self, clock: Clock) -> None:
+    def scaler_scales(self, scaler: GradScaler) -> None:
+        """Take notice of a scaler that scales a loss.
+
+        Raises:
+            BindError: a rule cannot act under loss scaling.
+        """
+        if self._state.scaling.used(scaler):
+            refuse_scaling(self._state.program)
+
+    def scaler_stepped(self, optimizer: Optimizer, begun: int) -> None:
+        """Count the step of an optimizer that its scaler has skipped for overflow."""
+        owner = self.steps.meet(optimizer)
+        if owner is not None and self.steps.begun == begun and self._state.scaling.active:
+            self._scaled_away(owner.clock)
+
+    def _scaled_away(self, clock: Clock) -> None:
+        try:
+            if not self._state.paused:
+                self._traps.scaled_away(clock)
+        finally:
+            self._state.flags.forget(clock)
+            # No rule at the step point could fire in a step that did not take place.
+            self._finished(clock, took_place=False)
+
+    def _finished(self, clock: Clock, *, took_place: bool = True) -> None:
         """Count an attempted update, and look after what it showed."""
         if not self._state.paused:
-            self._notice_silence(clock)
+            if took_place:
+                self._notice_silence(clock)
             self._look_after_hooks(clock)
         self._traps.done(clock)
         self.sites.missed(clock)
@@ -197,6 +228,25 @@ class Engine:
                     "after the model has its final form"
                 )
                 self._state.journal.emit("hook-lost", text, step=clock.step, name=name, warn=True)
+
+
+def refuse_scaling(program: Program) -> None:
+    """Refuse rules that would hide from a scaler what it has to see.
+
+    Raises:
+        BindError: naming them.
+    """
+    rules = {rule.id: rule for own in program.per_tensor.values() for rule in own}
+    rules |= {rule.id: rule for rule, _ in program.site_rules}
+    refused = [rule.id for rule in rules.values() if rule.hides_overflow]
+    if refused:
+        raise BindError(
+            [
+                f"rule {rule}: an enabled GradScaler must see its overflow to back off, so that non-finite "
+                "elements cannot be replaced before it looks; use `nan-trap` with `then: skip-step`"
+                for rule in refused
+            ]
+        )
 
 
 def _why_no_tensor(rule: Rule) -> str:

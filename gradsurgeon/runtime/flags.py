@@ -60,6 +60,10 @@ class Flags:
         self._mention([(f, c) for f, c in zip(mine, counts, strict=True) if not f.fed and c])
         return fed
 
+    def forget(self, clock: Clock) -> None:
+        """Forget the flags of a step that did not take place."""
+        self._flags = [flag for flag in self._flags if flag.clock() is not clock]
+
     def close(self) -> None:
         """Drop what no update has answered for."""
         self._drop(self._flags)

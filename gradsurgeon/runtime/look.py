@@ -11,6 +11,7 @@ from torch import Tensor
 from gradsurgeon import _torch
 from gradsurgeon.runtime.backward import Pass
 from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.scaling import unscaled
 from gradsurgeon.runtime.state import Lane, State
 from gradsurgeon.runtime.targets import Mark, mark
 
@@ -70,20 +71,24 @@ def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
         if not tensors:
             continue
         trapped = any(lane.rule.role == "trap" for lane in lanes)
-        look = _look(done, tensors, grads, exact=trapped)
+        look = _look(done, tensors, grads, scale=state.scaling.scale, exact=trapped)
         by_tensor = dict(zip(tensors, grads, strict=True))
         for lane in lanes:
             if lane.rule.role == "observe":
                 _log(state, lane, look, by_tensor)
             elif lane.rule.role == "capture":
-                keep(state, lane, by_tensor)
+                keep(state, lane, by_tensor, state.scaling.scale)
         looks[clock] = look
     return looks
 
 
-def _look(done: Pass, tensors: list[int], grads: list[Tensor], *, exact: bool) -> Look:
+def _look(
+    done: Pass, tensors: list[int], grads: list[Tensor], *, scale: Tensor | None, exact: bool
+) -> Look:
     watched = set(tensors)
     norms = measure(tensors, grads)
+    if scale is not None:
+        norms = tuple((own, values / scale.to(values.device)) for own, values in norms)
     marks = {tensor: mark(grad) for tensor, grad in zip(tensors, grads, strict=True)}
     # A tensor can receive its gradient twice in one pass (reentrant checkpointing).
     order = tuple(dict.fromkeys(tensor for tensor in done.order if tensor in watched))
@@ -108,12 +113,13 @@ def suspects(norms: Sequence[tuple[tuple[int, ...], Tensor]]) -> list[int]:
     return found
 
 
-def keep(state: State, lane: Lane, grads: dict[int, Tensor]) -> None:
-    """Keep copies of the gradients that a `capture` rule matched."""
+def keep(state: State, lane: Lane, grads: dict[int, Tensor], scale: Tensor | None) -> None:
+    """Keep copies of the gradients that a `capture` rule matched, in true units."""
     for tensor in lane.tensors:
         if tensor in grads:
             name = state.program.names[tensor]
-            state.captures.keep(lane.rule, name, lane.clock.step, grads[tensor])
+            true = unscaled(grads[tensor], scale)
+            state.captures.keep(lane.rule, name, lane.clock.step, true)
 
 
 def _log(state: State, lane: Lane, look: Look, grads: dict[int, Tensor]) -> None:
@@ -127,7 +133,9 @@ def _log(state: State, lane: Lane, look: Look, grads: dict[int, Tensor]) -> None
             values = pick(look.norms, found)
         else:
             with torch.no_grad():
-                values = stack([_torch.statistic(stat, grads[tensor]) for tensor in found])
+                scale = state.scaling.scale
+                true = [unscaled(grads[tensor], scale) for tensor in found]
+                values = stack([_torch.statistic(stat, grad) for grad in true])
         state.recorder.add(key, lane.clock.step, columns, values, replace=True)
     state.journal.fired(lane.rule.id, lane.clock.step, len(found))
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime.scaling import watched
 from gradsurgeon.runtime.session import Session
 
 # Values are strong: a session lives as long as its model, even if the caller drops it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
-_global_hook: list[RemovableHandle] = []
+# What is watched for all sessions together: steps of optimizers and uses of scalers.
+_watching: list[ExitStack] = []
 
 
 def find(model: nn.Module) -> Session | None:
@@ -52,8 +55,12 @@ def enter(model: nn.Module, session: Session) -> None:
     if old is not None:
         old.remove()
     _sessions[model] = session
-    if not _global_hook:
-        _global_hook.append(register_optimizer_step_pre_hook(_on_step))
+    if not _watching:
+        hook = register_optimizer_step_pre_hook(_on_step)
+        stack = ExitStack()
+        stack.callback(hook.remove)
+        stack.enter_context(watched(_on_scale, _before_scaler_steps, _after_scaler_steps))
+        _watching.append(stack)
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:
@@ -68,8 +75,8 @@ def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
     finalizer.detach()
     for model in [model for model, session in _sessions.items() if session.removed]:
         del _sessions[model]
-    if _global_hook and not _sessions:
-        _global_hook.pop().remove()
+    if _watching and not _sessions:
+        _watching.pop().close()
 
 
 def _model_gone(session: weakref.ref[Session]) -> None:
@@ -84,6 +91,26 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     script's own that were there before.
     """
     del args, kwargs
-    for session in list(_sessions.values()):
-        if not session.removed:
-            session.meet(optimizer)
+    for session in _live():
+        session.meet(optimizer)
+
+
+def _on_scale(scaler: GradScaler) -> None:
+    for session in _live():
+        session.scaler_scales(scaler)
+
+
+def _before_scaler_steps() -> dict[Session, int]:
+    return {session: session.steps_begun for session in _live()}
+
+
+def _after_scaler_steps(
+    _scaler: GradScaler, optimizer: Optimizer, begun: dict[Session, int]
+) -> None:
+    for session in _live():
+        if session in begun:
+            session.scaler_stepped(optimizer, begun[session])
+
+
+def _live() -> list[Session]:
+    return [session for session in _sessions.values() if not session.removed]

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon.compiler import compile_plan
@@ -16,9 +17,10 @@ from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
 from gradsurgeon.runtime.captures import CaptureKey
 from gradsurgeon.runtime.clock import Clocks
-from gradsurgeon.runtime.engine import Engine
+from gradsurgeon.runtime.engine import Engine, refuse_scaling
 from gradsurgeon.runtime.journal import Journal
 from gradsurgeon.runtime.recorder import Recorder
+from gradsurgeon.runtime.scaling import Scaling
 from gradsurgeon.runtime.state import Mode, State
 from gradsurgeon.runtime.targets import Targets
 from gradsurgeon.store import Logged, Lookup, Names, Records
@@ -43,6 +45,7 @@ class Session:
         mode: Mode,
         start_step: int,
         writer: RunWriter | None = None,
+        scaler: GradScaler | None = None,
     ) -> None:
         program = compile_plan(plan)
         rules = plan.rules.rules
@@ -60,8 +63,11 @@ class Session:
             journal=journal,
             recorder=recorder,
             mode=mode,
+            scaling=Scaling(scaler),
             edits={rule.id: rule.compile() for rule in rules if rule.role == "edit"},
         )
+        if scaler is not None and scaler.is_enabled():
+            refuse_scaling(program)
         self._engine = Engine(model, self._state, optimizers)
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
@@ -237,6 +243,19 @@ class Session:
         more = sorted({name for names in measured.values() for name in names} - set(things))
         names = Names((*things, *more), self._aliases, logged)
         return Lookup(names, records.series)
+
+    @property
+    def steps_begun(self) -> int:
+        """How often an optimizer has begun a step."""
+        return self._engine.steps.begun
+
+    def scaler_scales(self, scaler: GradScaler) -> None:
+        """Take notice of a scaler that scales a loss."""
+        self._engine.scaler_scales(scaler)
+
+    def scaler_stepped(self, optimizer: Optimizer, begun: int) -> None:
+        """Take notice of a scaler that has stepped an optimizer, or decided not to."""
+        self._engine.scaler_stepped(optimizer, begun)
 
     def meet(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that is about to step."""

@@ -17,6 +17,7 @@ from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.backward import Passes
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.flags import Flag
+from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
 from gradsurgeon.store import Key
 
@@ -136,16 +137,17 @@ class Sites:
         self, rules: Sequence[Rule], names: Mapping[str, str], grad: Tensor, owner: str
     ) -> Tensor:
         """Run rules on the gradient of a tensor; return the gradient to go on with."""
-        out = grad
+        out, scale = grad, self.state.scaling.scale
         for rule in rules:
             if rule.role == "edit":
                 edit = self.state.edits[rule.id]
                 with torch.no_grad():
-                    self.state.journal.altered(rule.id, edit.alters(_torch.values(out)))
+                    true = _torch.values(unscaled(out, scale))
+                    self.state.journal.altered(rule.id, edit.alters(true))
                 self.state.journal.fired(rule.id, self.clock_of(owner).step)
-                out = _torch.on_values(edit.apply, out)
+                out = _torch.on_values(in_true_units(edit.apply, scale), out)
             else:
-                self._look(rule, names[rule.id], out, owner)
+                self._look(rule, names[rule.id], unscaled(out, scale), owner)
         return out if self.state.mode == "act" else grad
 
     def _look(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:

@@ -12,6 +12,7 @@ from gradsurgeon.runtime.clock import Clock, Clocks
 from gradsurgeon.runtime.flags import Flags
 from gradsurgeon.runtime.journal import Journal
 from gradsurgeon.runtime.recorder import Recorder
+from gradsurgeon.runtime.scaling import Scaling
 from gradsurgeon.runtime.targets import Targets
 from gradsurgeon.store import Key
 
@@ -42,6 +43,7 @@ class State:
     edits: dict[str, Edit] = field(default_factory=dict)
     captures: Captures = field(init=False)
     flags: Flags = field(init=False)
+    scaling: Scaling = field(default_factory=Scaling)
     stages: dict[str, Stage] = field(init=False)
     _lanes: dict[int, tuple[int, tuple[Lane, ...]]] = field(default_factory=dict)
 

@@ -46,6 +46,7 @@ class Running:
     hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     snapshot: tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]] | None = None
     skipped: bool = False
+    scaled_away: bool = False
 
 
 def _all_kinds(kind: type[Optimizer]) -> set[type[Optimizer]]:
@@ -72,11 +73,15 @@ class Steps:
         judge: Callable[[Clock], Verdict],
         finished: Callable[[Clock], None],
         first_owner: Callable[[], None],
+        scaled_away: Callable[[Clock], None],
     ) -> None:
         self._state = state
         self._judge = judge
         self._finished = finished
         self._first_owner = first_owner
+        self._scaled_away = scaled_away
+        # How often an optimizer of ours has begun a step; a scaler that skips one leaves it as it is.
+        self.begun = 0
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
         self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._running: Running | None = None
@@ -186,6 +191,7 @@ class Steps:
             # The last step raised, so torch never called the post hook. It was an attempt.
             self._end(self._running)
         owner = self._owners[optimizer]
+        self.begun += 1
         self._claim(owner)
         running = self._running = Running(frame, owner.clock)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -213,6 +219,12 @@ class Steps:
 
     def _act(self, optimizer: Optimizer, running: Running) -> None:
         if self._state.paused:
+            return
+        # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
+        self._state.scaling.at_step = getattr(optimizer, "grad_scale", None)
+        overflow = getattr(optimizer, "found_inf", None)
+        if overflow is not None and self._state.scaling.active and bool(overflow):
+            running.scaled_away = True
             return
         verdict = self._judge(running.clock)
         if verdict.error is not None:
@@ -256,8 +268,12 @@ class Steps:
 
     def _end(self, running: Running) -> None:
         self._running = None
+        self._state.scaling.at_step = None
         self._restore(running)
-        self._finished(running.clock)
+        if running.scaled_away:
+            self._scaled_away(running.clock)
+        else:
+            self._finished(running.clock)
 
     def _restore(self, running: Running) -> None:
         for param, grad in running.hidden:

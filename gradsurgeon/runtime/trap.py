@@ -72,6 +72,7 @@ class Watch:
 
     looks: list[Look] = field(default_factory=list)
     in_a_row: dict[str, int] = field(default_factory=dict)
+    scaled_away: int = 0
 
 
 class Traps:
@@ -102,6 +103,8 @@ class Traps:
             What is to happen to the step. Reads the device once, and again only for a report.
         """
         verdict = Verdict()
+        if (watch := self._watches.get(clock)) is not None:
+            watch.scaled_away = 0
         self._decide_params(clock, edited, verdict)
         self._decide_sites(clock, verdict)
         return verdict
@@ -157,6 +160,46 @@ class Traps:
             lines = ["in the order in which they came:", *_window(rows, bad[0]), last]
             rule = cast("NanTrap", first.rule)
             self._act(rule, clock, watch, verdict, Finding(first.name, head, lines))
+
+    def scaled_away(self, clock: Clock) -> None:
+        """Note a step that a scaler has skipped, and tell an overflow from a NaN that never ends.
+
+        Raises:
+            NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
+        """
+        state, watch = self._state, self._watches.setdefault(clock, Watch())
+        watch.scaled_away += 1
+        scale = state.scaling.scale
+        low = scale is not None and float(scale) < 1.0
+        text = f"the GradScaler skipped step {clock.step}: the scaled gradients overflowed"
+        state.journal.emit("scaler-skip", text, step=clock.step)
+        if state.mode == "observe" or not watch.looks:
+            return
+        for stage in state.program.traps:
+            rule = cast("NanTrap", stage.rule)
+            if not rule.steps.due(clock.step) or not (
+                low or watch.scaled_away >= rule.give_up_after
+            ):
+                continue
+            tensors, grads = state.targets.grads(stage.tensors)
+            found = suspects(watch.looks[-1].norms)
+            bad = frozenset(tensor for tensor in found if tensor in stage.tensors)
+            if not bad:
+                continue
+            seen = Seen(bad, {}, frozenset(tensors))
+            border = self._border(watch, seen, dict(zip(tensors, grads, strict=True)))
+            why = "its scale is below 1" if low else f"{watch.scaled_away} steps in a row"
+            finding = Finding(
+                state.program.names[next(i for i in border.order if i in border.bad)],
+                f"the GradScaler keeps skipping ({why}): {len(border.bad)} of {len(border.order)} "
+                f"gradients are not finite {border.moment}",
+                self._rows(border),
+            )
+            verdict = Verdict()
+            watch.in_a_row[rule.id] = rule.give_up_after
+            self._act(rule, clock, watch, verdict, finding)
+            if verdict.error is not None:
+                raise verdict.error
 
     def _compare(self, watch: Watch, grads: dict[int, Tensor], edited: set[int]) -> Seen:
         """Return what was non-finite at the last look, and exactly what is now."""

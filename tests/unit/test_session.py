@@ -290,7 +290,7 @@ def test_things_that_are_not_models_optimizers_or_rules() -> None:
         gradsurgeon.apply(model, 3)  # type: ignore[arg-type]
 
 
-def test_what_is_not_there_yet_is_refused() -> None:
+def test_a_scaler_that_is_none() -> None:
     model, _ = make()
-    with pytest.raises(gradsurgeon.GradSurgeonError, match="`scaler=` is not there yet"):
-        gradsurgeon.apply(model, rules(NORMS), scaler=object())
+    with pytest.raises(TypeError, match=r"scaler= takes a torch.amp.GradScaler, not object"):
+        gradsurgeon.apply(model, rules(NORMS), scaler=object())  # type: ignore[arg-type]

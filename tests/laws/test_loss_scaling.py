@@ -1,0 +1,212 @@
+"""Under a `GradScaler` a threshold still means true gradients, and an overflow still is the scaler's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+import gradsurgeon
+from gradsurgeon import BindError, NonFiniteGradientError
+
+KINDS = ["SGD", "SGD fused", "AdamW", "AdamW fused"]
+
+
+def rules(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "version": 1,
+        "rules": [{"id": f"r{i}", "params": "*", **e} for i, e in enumerate(entries)],
+    }
+
+
+def make(kind: str = "SGD", lr: float = 0.1) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    name, *fused = kind.split()
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=lr, fused=bool(fused))
+    return model, optimizer
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: GradScaler | None,
+    *,
+    steps: int = 4,
+    parts: int = 1,
+    unscale: bool = False,
+) -> list[Tensor]:
+    for number in range(steps):
+        optimizer.zero_grad()
+        for part in range(parts):
+            loss = model(data(10 * number + part, 5, 4)).square().mean() * 3
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+            continue
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "clamp at step": {"action": "clamp", "min": -0.02, "max": 0.03, "at": "step"},
+    "clamp at backward": {"action": "clamp", "min": -0.02, "max": 0.03, "at": "backward"},
+    # From the third step on: AdamW does not notice a factor that has always been there.
+    "scale at step": {"action": "scale", "factor": 0.25, "at": "step", "steps": {"from": 2}},
+    "scale at backward": {"action": "scale", "factor": 0.25, "steps": {"from": 2}},
+    "zero": {"action": "zero", "params": "*.bias"},
+    "clip per parameter": {"action": "clip-norm", "max_norm": 0.05},
+    "clip per rule": {"action": "clip-norm", "max_norm": 0.05, "per": "rule"},
+    "clip at backward": {"action": "clip-norm", "max_norm": 0.05, "at": "backward"},
+    "freeze": {"action": "freeze", "params": "0.*"},
+}
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["named", "found"])
+@pytest.mark.parametrize("unscale", [True, False], ids=["unscale_", "no unscale_"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", RULES)
+def test_the_same_rule_does_the_same_with_and_without_a_scaler(
+    name: str, kind: str, unscale: bool, given: bool
+) -> None:
+    ends = []
+    for scaler in (None, GradScaler("cpu", init_scale=1024.0)):
+        model, optimizer = make(kind)
+        with gradsurgeon.apply(model, rules(RULES[name]), scaler=scaler if given else None):
+            ends.append(train(model, optimizer, scaler, parts=2, unscale=unscale))
+    bare_model, bare = make(kind)
+    without = train(bare_model, bare, None, parts=2)
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(*ends, strict=True))
+    # The rule bites: the run without it ends elsewhere.
+    assert max((a - b).abs().max().item() for a, b in zip(ends[0], without, strict=True)) > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", ["backward", "accumulated", "step"])
+def test_records_and_captures_are_in_true_units(at: str, kind: str) -> None:
+    found = []
+    for scaler in (None, GradScaler("cpu", init_scale=4096.0)):
+        model, optimizer = make(kind)
+        log = {"action": "norm-log", "at": at, "stats": ["l2", "linf", "mean"]}
+        kept = {"action": "capture", "at": at, "params": "0.weight"}
+        with gradsurgeon.apply(model, rules(log, kept)) as session:
+            train(model, optimizer, scaler, steps=2)
+        rows = [v for s in ("l2", "linf", "mean") for _, v in session.history("0.weight", s)]
+        found.append([*rows, *(v.norm().item() for v in session.captured("r1").values())])
+    assert len(found[0]) == 8
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_module_gradients_are_in_true_units() -> None:
+    ends = []
+    for scaler in (None, GradScaler("cpu", init_scale=1024.0)):
+        model, optimizer = make()
+        clamp = {
+            "id": "c",
+            "action": "clamp",
+            "modules": "0",
+            "tensor": "output.grad",
+            "min": -1e-3,
+            "max": 1e-3,
+        }
+        log = {"id": "n", "action": "norm-log", "modules": "0", "tensor": "output.grad"}
+        with gradsurgeon.apply(model, {"version": 1, "rules": [clamp, log]}) as session:
+            ends.append([*train(model, optimizer, scaler), torch.tensor(session.latest("0"))])
+    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_observing_under_a_scaler_changes_no_bit(kind: str) -> None:
+    observing = rules(
+        {"action": "norm-log"},
+        {"action": "norm-log", "at": "backward"},
+        {"action": "norm-log", "at": "step"},
+        {"action": "nan-trap"},
+    )
+    ends = []
+    for watch in (True, False):
+        model, optimizer = make(kind)
+        session = gradsurgeon.apply(model, observing) if watch else None
+        ends.append(train(model, optimizer, GradScaler("cpu", init_scale=2.0**15)))
+        if session is not None:
+            session.remove()
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+# --- overflow -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overflow_is_an_event_no_trap_and_counts_as_a_step(kind: str) -> None:
+    model, optimizer = make(kind)
+    scaler = GradScaler("cpu", init_scale=2.0**127)  # the largest that float32 holds: it overflows
+    clamp = {"action": "clamp", "at": "backward", "min": -1.0, "max": 1.0}
+    with gradsurgeon.apply(model, rules(clamp, {"action": "nan-trap"})) as session:
+        before = [p.detach().clone() for p in model.parameters()]
+        train(model, optimizer, scaler, steps=1)
+        # A clamp that hid the overflow would keep the scaler from backing off.
+        assert scaler.get_scale() == 2.0**126
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert session.step == 1
+        train(model, optimizer, scaler, steps=1)
+        assert not torch.equal(before[0], model[0].weight)
+        assert session.step == 2
+        assert [(e.kind, e.step) for e in session.events] == [("scaler-skip", 0)]
+
+
+@pytest.mark.parametrize("then", ["raise", "skip-step"])
+@pytest.mark.parametrize("kind", ["SGD", "AdamW fused"])
+def test_a_nan_that_makes_the_scaler_skip_for_ever_is_a_trap(kind: str, then: str) -> None:
+    model, optimizer = make(kind)
+    scaler = GradScaler("cpu", init_scale=2.0**16)
+    trap = {"action": "nan-trap", "then": then, "give_up_after": 4}
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    with gradsurgeon.apply(model, rules(trap)) as session:
+        train(model, optimizer, scaler, steps=3)
+        with pytest.raises(
+            NonFiniteGradientError, match=r"keeps skipping \(4 steps in a row\)"
+        ) as e:
+            train(model, optimizer, scaler, steps=1)
+    assert (e.value.rule, e.value.step) == ("r0", 3)
+    assert e.value.name == "2.bias"
+    assert [x.kind for x in session.events].count("scaler-skip") == 4
+
+
+def test_a_scale_below_one_is_a_trap_at_once() -> None:
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=0.5)
+    with gradsurgeon.apply(model, rules({"action": "nan-trap"})):
+        loss = model(data(0, 5, 4)).sum() * float("inf")
+        scaler.scale(loss).backward()
+        with pytest.raises(NonFiniteGradientError, match=r"its scale is below 1"):
+            scaler.step(optimizer)
+
+
+def test_sanitize_is_refused_where_a_scaler_must_see_its_overflow() -> None:
+    model, optimizer = make()
+    scaler = GradScaler("cpu")
+    sanitize = rules({"action": "sanitize"})
+    with pytest.raises(BindError, match=r"rule r0: an enabled GradScaler must see its overflow"):
+        gradsurgeon.apply(model, sanitize, scaler=scaler)
+    assert model[0].weight._backward_hooks is None
+    with gradsurgeon.apply(model, sanitize), pytest.raises(BindError, match="rule r0: "):
+        train(model, optimizer, scaler, steps=1)
+    with gradsurgeon.apply(model, sanitize, scaler=GradScaler("cpu", enabled=False)):
+        train(model, optimizer, None, steps=1)
+
+
+def test_the_class_of_the_scaler_is_as_before_once_the_rules_are_off() -> None:
+    before = (GradScaler.scale, GradScaler.step)
+    model, _ = make()
+    session = gradsurgeon.apply(model, rules({"action": "norm-log"}))
+    assert before != (GradScaler.scale, GradScaler.step)
+    session.remove()
+    assert before == (GradScaler.scale, GradScaler.step)
