@@ -30,6 +30,14 @@ def graph_task() -> int:
     return int(torch._C._current_graph_task_id())  # noqa: SLF001
 
 
+def is_nested() -> bool:
+    """Tell, at the end of a backward pass, whether it ran inside another one.
+
+    Reentrant checkpointing runs one for each of its regions.
+    """
+    return torch._C._current_autograd_node() is not None  # noqa: SLF001
+
+
 def accumulates(param: Tensor) -> bool:
     """Tell, inside a hook of ``param``, a `backward()` from a `torch.autograd.grad()`.
 

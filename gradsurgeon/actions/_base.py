@@ -147,6 +147,11 @@ class Rule(Options):
         return True
 
     @property
+    def linear(self) -> bool:
+        """Whether editing the parts of a sum is editing the sum."""
+        return True
+
+    @property
     def hides_overflow(self) -> bool:
         """Whether the rule is there to replace non-finite elements, which a scaler must see."""
         return False

@@ -85,6 +85,11 @@ class Clamp(Rule):
         """Return why there is no clamp of complex numbers."""
         return "complex numbers have no order, so there is nothing to clamp"
 
+    @property
+    def linear(self) -> bool:
+        """Bounding the parts of a sum does not bound the sum."""
+        return False
+
     def compile(self) -> Edit:
         """Return the bound as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch

@@ -90,6 +90,11 @@ class ClipNorm(Rule):
             message = "module tensors and tags exist one at a time: there is no norm over the rule"
             yield Flaw("per", message, "use `per: parameter`, which means each tensor by itself")
 
+    @property
+    def linear(self) -> bool:
+        """Bounding the parts of a sum does not bound the sum."""
+        return False
+
     def compile(self) -> Edit:
         """Return the clip as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch

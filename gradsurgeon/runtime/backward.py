@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -31,16 +32,36 @@ class Pass:
     """One backward pass: the tensors in the order in which they received their gradients."""
 
     order: list[int] = field(default_factory=list)
+    # When each arrived: passes inside one another are put into one order by this.
+    times: list[int] = field(default_factory=list)
     logged: dict[str, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
     # It began on gradients that were there before: one more micro-batch of the same step.
     continued: bool = False
+
+    def followed_by(self, other: Pass) -> Pass:
+        """Return both as one pass."""
+        for rule, rows in other.logged.items():
+            self.logged.setdefault(rule, {}).update(rows)
+        arrivals = sorted(
+            zip([*self.times, *other.times], [*self.order, *other.order], strict=True)
+        )
+        return Pass(
+            [tensor for _, tensor in arrivals],
+            [time for time, _ in arrivals],
+            self.logged,
+            continued=self.continued or other.continued,
+        )
 
 
 class Passes:
     """Opens a `Pass` at its first gradient and hands it over when the backward pass has ended."""
 
-    def __init__(self, finished: Callable[[Pass], None]) -> None:
+    def __init__(self, finished: Callable[[Pass], None], waits: Callable[[], bool]) -> None:
         self._finished = finished
+        # Whether what ended inside another pass may wait for that one, or for the update.
+        self._waits = waits
+        self._inner: Pass | None = None
+        self._time = count()
         self._open: dict[int, Pass] = {}
         self._training: tuple[int, bool] = (-1, False)
 
@@ -54,6 +75,12 @@ class Passes:
             running = self._open[task] = Pass()
             _torch.queue_callback(partial(self._ending, task))
         return running
+
+    def arrived(self, tensor: int) -> None:
+        """Note that a tensor has received its gradient."""
+        running = self.current()
+        running.order.append(tensor)
+        running.times.append(next(self._time))
 
     def is_training(self, param: Tensor) -> bool:
         """Tell a `backward()` from a `torch.autograd.grad()`; asked once per pass."""
@@ -69,8 +96,20 @@ class Passes:
 
     def _ended(self, task: int) -> None:
         running = self._open.pop(task, None)
-        if running is not None:
+        if running is None:
+            return
+        if self._inner is not None:
+            running, self._inner = self._inner.followed_by(running), None
+        if _torch.is_nested() and self._waits():
+            self._inner = running
+        else:
             self._finished(running)
+
+    def settle(self) -> None:
+        """Hand over what ended inside a pass that had nothing of its own to hand over."""
+        if self._inner is not None:
+            inner, self._inner = self._inner, None
+            self._finished(inner)
 
 
 class Hook:
@@ -100,7 +139,7 @@ class PassHook(Hook):
     def __call__(self, _param: Tensor) -> None:
         """Note the arrival."""
         if (live := self._live()) is not None:
-            live[1].current().order.append(self._tensor)
+            live[1].arrived(self._tensor)
 
 
 class TensorHook(Hook):

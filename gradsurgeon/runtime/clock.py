@@ -12,10 +12,13 @@ class Clock:
 
     step: int
     tensors: tuple[int, ...] = field(default=())
+    # Backward passes that feed the next update.
+    passes: int = 0
 
     def tick(self) -> None:
         """Count one attempted update."""
         self.step += 1
+        self.passes = 0
 
 
 class Clocks:

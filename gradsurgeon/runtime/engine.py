@@ -45,7 +45,9 @@ class Engine:
         self._state = state
         self._traps = Traps(state)
         self._edits = StepEdits(state)
-        self._passes = Passes(self._backward_ended)
+        self._passes = Passes(
+            self._backward_ended, lambda: self.steps.owned or self._optimizers_known()
+        )
         self.steps = Steps(
             state,
             judge=self._judge,
@@ -104,6 +106,7 @@ class Engine:
         with self.manual.step_of(done):
             for clock, look in after_pass(self._state, done).items():
                 self._traps.saw(clock, look)
+        self._mention_accumulation(done)
         if by_hand and not self.manual.active:
             self.manual.begin(done)
             self._arming.guard(self.manual.guarded() or dict.fromkeys(done.order[:1], False))
@@ -113,6 +116,23 @@ class Engine:
             finally:
                 if done.continued:
                     self._traps.done(self._state.clocks.common)
+
+    def _mention_accumulation(self, done: Pass) -> None:
+        """Say once that a bound on contributions is no bound on their sum, where there is a sum."""
+        for clock in {id(c): c for c in (self._state.clocks[i] for i in done.order)}.values():
+            clock.passes += 1
+        for tensor in done.order if self._state.program.per_tensor else ():
+            clock = self._state.clocks[tensor]
+            for rule in self._state.program.per_tensor.get(tensor, ()):
+                if clock.passes > 1 and not rule.linear and rule.steps.due(clock.step):
+                    text = (
+                        "bounds the contribution of each backward pass, and several feed one update: "
+                        "their sum can exceed the bound; use `at: step` to bound the sum"
+                    )
+                    step = clock.step
+                    self._state.journal.once(
+                        "accumulation", text, rule=rule.id, step=step, warn=True
+                    )
 
     def _optimizers_known(self) -> bool:
         """Tell whether some optimizer updates the model; it may have been made after `apply`."""
@@ -129,6 +149,7 @@ class Engine:
 
     def _judge(self, clock: Clock) -> Verdict:
         """Do what is due right before an update."""
+        self._passes.settle()
         verdict = self._traps.decide(clock, self._edits.run(clock))
         if self._state.mode == "act":
             verdict.frozen = tuple(

@@ -78,6 +78,11 @@ def rules(options: dict[str, object], at: str, pattern: str = "*") -> dict[str, 
     }
 
 
+# The case with two passes per step is warned about, as it should be.
+BOUNDS = "ignore:rule it. bounds the contribution:gradsurgeon.GradSurgeonWarning"
+
+
+@pytest.mark.filterwarnings(BOUNDS)
 @pytest.mark.parametrize("at", ["backward", "step"])
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("name", CASES)
@@ -97,6 +102,7 @@ def test_same_bits_as_by_hand(name: str, edit: str, at: str) -> None:
     assert not same(got, run(case, case.make()))
 
 
+@pytest.mark.filterwarnings(BOUNDS)
 @pytest.mark.parametrize("at", ["backward", "step"])
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("name", [n for n in CASES if not CASES[n].complex])

@@ -69,6 +69,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:rule r0. bounds the contribution")
 @pytest.mark.parametrize("given", [True, False], ids=["named", "found"])
 @pytest.mark.parametrize("unscale", [True, False], ids=["unscale_", "no unscale_"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -53,11 +54,14 @@ def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
 def test_the_same_bound_at_both_points_under_accumulation(at: str, moved: float) -> None:
     model = Weight()
     optimizer = sgd(model)
-    with gradsurgeon.apply(model, rules({**BOUND, "at": at})):
-        for part in (2.0, 2.0, -3.0):
-            (model.w * part).sum().backward()
+    with gradsurgeon.apply(model, rules({**BOUND, "at": at})) as session:
+        with pytest.warns(GradSurgeonWarning) if at == "backward" else nullcontext():
+            for part in (2.0, 2.0, -3.0):
+                (model.w * part).sum().backward()
         optimizer.step()
     assert -model.w.item() == moved
+    said = [(e.kind, e.rule) for e in session.events if "their sum can exceed" in e.message]
+    assert said == ([("notice", "bound")] if at == "backward" else [])
 
 
 @pytest.mark.parametrize("action", ["scale", "zero"])
