@@ -232,6 +232,17 @@ def rank() -> int:
     return 0
 
 
+def reinstall_hooks(param: Tensor) -> None:
+    """Bring the hooks of a parameter back to life after its content was swapped with another tensor.
+
+    The tables of hooks stay where they are then, but nothing calls them any more; assigning them
+    makes torch install them anew.
+    """
+    for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (hooks := getattr(param, table, None)) is not None:
+            setattr(param, table, hooks)
+
+
 def forget_empty_hooks(param: Tensor) -> None:
     """Drop the empty hook tables that removed hooks leave behind on ``param``."""
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):

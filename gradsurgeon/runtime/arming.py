@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _torch
 from gradsurgeon.runtime.backward import Passes, PassHook, TensorHook
+from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.manual import GuardHook
 from gradsurgeon.runtime.state import State
 
@@ -31,6 +32,8 @@ class Arming:
         """Put hooks on all tensors of the program; on failure none stays."""
         with ExitStack() as undo:
             undo.callback(self.disarm)
+            for grad in self._state.targets.grads(self._armed)[1]:
+                _see(grad)  # what was there before the hooks did not have to pass them
             for tensor in self._armed:
                 self._arm(tensor)
             undo.pop_all()
@@ -62,6 +65,28 @@ class Arming:
         self._arm(tensor)
         return self._state.targets.param(tensor) is not None
 
+    def bypassed(self, arrived: set[int], clock: Clock) -> list[int]:
+        """Return the tensors of a clock with a new gradient that did not come through their hooks.
+
+        Args:
+            arrived: those whose hooks were called since the last step.
+            clock: whose step it is.
+        """
+        found = []
+        for tensor in self._armed:
+            param = self._state.targets.param(tensor)
+            if param is None or self._state.clocks[tensor] is not clock:
+                continue
+            if param.grad is not None and not _seen(param.grad) and tensor not in arrived:
+                found.append(tensor)
+            _see(param.grad)
+        return found
+
+    def revive(self, tensor: int) -> None:
+        """Install the hooks of a parameter anew."""
+        if (param := self._state.targets.param(tensor)) is not None:
+            _torch.reinstall_hooks(param)
+
     def disarm(self) -> None:
         """Take all hooks off."""
         for handles in self._handles.values():
@@ -72,6 +97,8 @@ class Arming:
             param = self._state.targets.param(tensor)
             if param is not None:
                 _torch.forget_empty_hooks(param)
+                if param.is_leaf and param.grad is not None:
+                    vars(param.grad).pop(_SEEN, None)
 
     def _arm(self, tensor: int) -> None:
         param = self._state.targets.param(tensor)
@@ -109,3 +136,17 @@ class Arming:
         edited = self._guards[tensor]
         guard = GuardHook(self._state, self._passes, tensor, f"gradsurgeon:{name}", edited=edited)
         return _torch.register_hook(param, guard)
+
+
+# The address of a gradient says little: a new one is likely to get that of the old one. A word on the
+# tensor itself goes with the tensor.
+_SEEN = "_gradsurgeon_seen"
+
+
+def _see(grad: Tensor | None) -> None:
+    if grad is not None:
+        setattr(grad, _SEEN, grad._version)  # noqa: SLF001 # counts writes
+
+
+def _seen(grad: Tensor) -> bool:
+    return getattr(grad, _SEEN, None) == grad._version  # noqa: SLF001 # as above

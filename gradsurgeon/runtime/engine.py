@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
+from gradsurgeon.events import EventKind
 from gradsurgeon.planning import ROOT, named_modules
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.backward import Pass, Passes
@@ -64,6 +65,8 @@ class Engine:
         self._search_on = optimizers is None
         # Whether backward passes came and no update has followed yet.
         self.unstepped = False
+        self._arrived: set[int] = set()
+        self._revived: set[int] = set()
         # Named optimizers are met when the hooks go on; then they are held weakly.
         self._given = list(optimizers or ())
 
@@ -101,6 +104,7 @@ class Engine:
         if self._state.paused:
             return
         self.unstepped = True
+        self._arrived.update(done.order)
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self.manual.active or not (self.steps.owned or self._optimizers_known())
         with self.manual.step_of(done):
@@ -187,9 +191,8 @@ class Engine:
 
     def _finished(self, clock: Clock, *, took_place: bool = True) -> None:
         """Count an attempted update, and look after what it showed."""
-        if not self._state.paused:
-            if took_place:
-                self._notice_silence(clock)
+        if took_place and not self._state.paused:
+            self._notice_silence(clock)
             self._look_after_hooks(clock)
         self._traps.done(clock)
         self.sites.missed(clock)
@@ -234,21 +237,35 @@ class Engine:
         return "the gradients of its parameters did not pass through its hooks"
 
     def _look_after_hooks(self, clock: Clock) -> None:
-        for tensor in self._arming.replaced():
+        bypassed = self._arming.bypassed(self._arrived, clock)
+        self._arrived -= {tensor for tensor in self._arrived if self._state.clocks[tensor] is clock}
+        replaced = self._arming.replaced()
+        for tensor in replaced:
             name = self._state.program.names[tensor]
-            if self._arming.rearm(tensor):
-                text = (
-                    f"{name} was replaced by another parameter: its hooks were put on the new one"
-                )
-                self._state.journal.emit(
-                    "hook-rearmed", text, step=clock.step, name=name, warn=True
-                )
-            else:
+            kind: EventKind = "hook-rearmed"
+            text = f"{name} was replaced by another parameter: its hooks were put on the new one"
+            if not self._arming.rearm(tensor):
+                kind = "hook-lost"
                 text = (
                     f"{name} is gone from its module: rules on it no longer act; apply them again "
                     "after the model has its final form"
                 )
-                self._state.journal.emit("hook-lost", text, step=clock.step, name=name, warn=True)
+            self._state.journal.emit(kind, text, step=clock.step, name=name, warn=True)
+        for tensor in bypassed:
+            if tensor not in replaced:
+                self._revive(tensor, clock)
+
+    def _revive(self, tensor: int, clock: Clock) -> None:
+        self._arming.revive(tensor)
+        if tensor not in self._revived:
+            self._revived.add(tensor)
+            name = self._state.program.names[tensor]
+            text = (
+                f"{name} got a gradient that did not pass through its hooks: its content was swapped "
+                "by a conversion, or the script assigned the gradient; the hooks were installed anew"
+            )
+            step = clock.step
+            self._state.journal.emit("hook-rearmed", text, step=step, name=name, warn=True)
 
 
 def refuse_scaling(program: Program) -> None:

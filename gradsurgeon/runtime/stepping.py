@@ -71,7 +71,7 @@ class Steps:
         state: State,
         *,
         judge: Callable[[Clock], Verdict],
-        finished: Callable[[Clock], None],
+        finished: Callable[..., None],
         first_owner: Callable[[], None],
         scaled_away: Callable[[Clock], None],
     ) -> None:
@@ -189,7 +189,7 @@ class Steps:
                 # `super().step()`, or a wrapper that steps an inner optimizer: one update, one visit.
                 return None
             # The last step raised, so torch never called the post hook. It was an attempt.
-            self._end(self._running)
+            self._end(self._running, took_place=False)
         owner = self._owners[optimizer]
         self.begun += 1
         self._claim(owner)
@@ -266,14 +266,14 @@ class Steps:
             self._undo(optimizer, running)
         self._end(running)
 
-    def _end(self, running: Running) -> None:
+    def _end(self, running: Running, *, took_place: bool = True) -> None:
         self._running = None
         self._state.scaling.at_step = None
         self._restore(running)
         if running.scaled_away:
             self._scaled_away(running.clock)
         else:
-            self._finished(running.clock)
+            self._finished(running.clock, took_place=took_place)
 
     def _restore(self, running: Running) -> None:
         for param, grad in running.hidden:

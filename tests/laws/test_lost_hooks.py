@@ -1,0 +1,115 @@
+"""Parameters that are replaced or converted under the rules: hooks come back, and it is said."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
+
+ZERO: dict[str, Any] = {
+    "version": 1,
+    "rules": [{"id": "zero", "action": "zero", "params": "*.weight"}],
+}
+
+
+def make() -> Any:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    model(data(0, 5, 4)).square().mean().backward()
+    optimizer.step()
+
+
+def acts(model: Any) -> bool:
+    return not any(layer.weight.grad.any() for layer in model)
+
+
+def assigned(model: Any) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def replaced(model: Any) -> None:
+    for layer in model:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+
+def swapped(model: Any) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to(torch.float64).to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("change", [assigned, replaced, swapped])
+def test_hooks_come_back_with_one_warning_per_parameter(change: Any) -> None:
+    model = make()
+    with gradsurgeon.apply(model, ZERO) as session:
+        step(model)
+        assert acts(model)
+        change(model)
+        with pytest.warns(GradSurgeonWarning, match=r"[01]\.weight (was replaced|got a gradient)"):
+            step(model)
+        step(model)
+        assert acts(model)
+        step(model)
+        assert acts(model)
+    rearmed = [(e.kind, e.name) for e in session.events]
+    assert rearmed == [("hook-rearmed", "0.weight"), ("hook-rearmed", "1.weight")]
+
+
+def converted(model: Any) -> None:
+    model.to(torch.float64).to(torch.float32)
+
+
+def loaded(model: Any) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+
+
+def shared(model: Any) -> None:
+    model.share_memory()
+
+
+def pruned_elsewhere(model: Any) -> None:
+    nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(model.parameters()), model.parameters()
+    )
+
+
+@pytest.mark.parametrize("change", [converted, loaded, shared, pruned_elsewhere])
+def test_what_keeps_parameters_keeps_hooks_without_a_word(change: Any) -> None:
+    model = make()
+    with gradsurgeon.apply(model, ZERO) as session:
+        step(model)
+        change(model)
+        step(model)
+        assert acts(model)
+    assert session.events == []
+
+
+def test_a_gradient_assigned_by_hand_is_mentioned_once() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = []
+    with (
+        gradsurgeon.apply(model, ZERO, optimizer=optimizer) as session,
+        pytest.warns(GradSurgeonWarning, match="or the script assigned the gradient"),
+    ):
+        for _ in range(2):
+            for param in model.parameters():
+                kept.append(torch.ones_like(param))
+                param.grad = kept[-1]
+            optimizer.step()
+    rearmed = [e.name for e in session.events if e.kind == "hook-rearmed"]
+    assert rearmed == ["0.weight", "1.weight"]
