@@ -1,0 +1,105 @@
+"""Trains one small model on two ranks under DDP; each rank writes down what it saw."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsurgeon
+
+STEPS = 4
+FAULT = 2
+RULES: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.02, "max": 0.02},
+        {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 0.05, "per": "rule"},
+        {"id": "norms", "action": "norm-log", "params": "*"},
+        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+    ],
+}
+
+
+def data(step: int) -> Tensor:
+    """Return the whole batch of a step, the same on every rank."""
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
+def make() -> nn.Module:
+    """Return the model with the same weights each time."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def run(
+    *, ranks: int, rank: int, when: str, options: dict[str, Any], parts: int = 1, rules: Any = RULES
+) -> dict[str, Any]:
+    """Train, and return the end and what the session told."""
+    model = make()
+    wrapped: Any = model
+    session = gradsurgeon.apply(model, rules) if when == "before" else None
+    if ranks > 1:
+        wrapped = DistributedDataParallel(model, **options)
+    if session is None and rules:
+        session = gradsurgeon.apply(wrapped, rules)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        mine = data(step).chunk(ranks)[rank].chunk(parts)
+        for number, part in enumerate(mine):
+            last = number == len(mine) - 1
+            loss = wrapped_loss(wrapped, part, sync=last or ranks == 1) / len(mine)
+            # The fault is in the data of one rank alone.
+            if step == FAULT and rank == ranks - 1 and last and rules:
+                loss = loss * float("nan")
+            loss.backward()
+        if not (step == FAULT and not rules):
+            optimizer.step()
+    found = {
+        "weights": [param.detach().flatten().tolist() for param in model.parameters()],
+        "events": [] if session is None else [(e.kind, e.step, e.name) for e in session.events],
+        "norms": [] if session is None else session.history("0.weight", rule="norms"),
+    }
+    if session is not None:
+        session.remove()
+    return found
+
+
+def wrapped_loss(model: Any, part: Tensor, *, sync: bool) -> Tensor:
+    """Run forward, without reduction where the micro-batch is not the last one."""
+    if not sync:
+        with model.no_sync():
+            return wrapped_loss(model, part, sync=True)
+    loss: Tensor = model(part).square().mean()
+    return loss
+
+
+def main() -> None:
+    """Run every set-up; the file named on the command line gets the rank as its ending."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    setups: dict[str, dict[str, Any]] = {
+        "before": {"when": "before", "options": {}},
+        "after": {"when": "after", "options": {}},
+        "bucket views": {"when": "before", "options": {"gradient_as_bucket_view": True}},
+        "static graph": {"when": "before", "options": {"static_graph": True}},
+        "unused": {"when": "after", "options": {"find_unused_parameters": True}},
+    }
+    found = {name: run(ranks=2, rank=rank, **setup) for name, setup in setups.items()}
+    found["no_sync"] = run(ranks=2, rank=rank, when="before", options={}, parts=2)
+    found["one process"] = run(ranks=1, rank=0, when="before", options={})
+    found["without rules"] = run(ranks=1, rank=0, when="after", options={}, rules=None)
+    Path(f"{sys.argv[1]}.{rank}").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

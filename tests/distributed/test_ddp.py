@@ -1,0 +1,65 @@
+"""Two real ranks under DDP: the same final gradients, records and decisions as in one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SETUPS = ["before", "after", "bucket views", "static graph", "unused", "no_sync"]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    out = tmp_path_factory.mktemp("ddp") / "seen"
+    worker = Path(__file__).with_name("ddp_worker.py")
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    done = subprocess.run(
+        [*launch, str(worker), str(out)], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in (0, 1)]
+
+
+def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
+    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
+    return max(abs(a - b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_the_end_is_that_of_one_process(ranks: list[dict[str, Any]], setup: str) -> None:
+    wanted = ranks[0]["one process"]
+    for rank in ranks:
+        assert largest_difference(rank[setup]["weights"], wanted["weights"]) < 1e-6
+    # The rules bite: without them the run ends elsewhere.
+    bare = ranks[0]["without rules"]["weights"]
+    assert largest_difference(bare, wanted["weights"]) > 1e-4
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_all_ranks_decide_alike(ranks: list[dict[str, Any]], setup: str) -> None:
+    # The NaN is born on rank 1; reduction carries it to rank 0, and both skip.
+    for rank in ranks:
+        seen = [event for event in rank[setup]["events"] if event[0] != "notice"]
+        assert seen == [["trap", 2, "2.bias"], ["skipped-step", 2, "2.bias"]]
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_records_are_taken_after_the_reduction(ranks: list[dict[str, Any]], setup: str) -> None:
+    wanted = ranks[0]["one process"]["norms"]
+    for rank in ranks:
+        found = rank[setup]["norms"]
+        assert [step for step, _ in found] == [0, 1, 2, 3]
+        for (_, a), (_, b) in zip(found, wanted, strict=True):
+            assert a == pytest.approx(b, rel=1e-5, nan_ok=True)
