@@ -44,6 +44,20 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean `{folded[near[0]]}`?" if near else ""
 
 
+class HintedError(ValueError):
+    """Something in a rule that cannot be used, before it is known where it stands.
+
+    Attributes:
+        message: what is wrong.
+        hint: what to do, may be empty.
+    """
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{message} ({hint})" if hint else message)
+        self.message = message
+        self.hint = hint
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A position in a rule file: 1-based line and column (in code points), and the line itself."""

@@ -17,6 +17,8 @@ from heapq import nlargest
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from gradsurgeon.errors import HintedError
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
@@ -37,18 +39,8 @@ _sre_compiler: Any = import_module("re._compiler")
 _Options: TypeAlias = "list[list[str | None]]"  # each a sequence of expressions, None being a star
 
 
-class PatternError(ValueError):
-    """A pattern that cannot be used.
-
-    Attributes:
-        message: what is wrong.
-        hint: what to do, may be empty.
-    """
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(f"{message} ({hint})" if hint else message)
-        self.message = message
-        self.hint = hint
+class PatternError(HintedError):
+    """A pattern that cannot be used."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from functools import cache
 from itertools import islice
 from pathlib import Path, PureWindowsPath
 
-from gradsurgeon.errors import did_you_mean
+from gradsurgeon.errors import HintedError, did_you_mean
 
 PREFIX = "gradsurgeon:"
 
@@ -23,18 +23,8 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 _MAX_LISTED = 100  # files of a folder that are looked at for a name like the one that is missing
 
 
-class IncludeError(ValueError):
-    """An entry that names nothing that can be included.
-
-    Attributes:
-        message: what is wrong.
-        hint: what to do, may be empty.
-    """
-
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(f"{message} ({hint})" if hint else message)
-        self.message = message
-        self.hint = hint
+class IncludeError(HintedError):
+    """An entry that names nothing that can be included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -50,7 +50,7 @@ class StepEdits:
         suspicious: set[int] = set()
         acting = state.mode == "act"
         edited = {i for lane in lanes if lane.rule.role == "edit" for i in lane.tensors}
-        with torch.no_grad(), self._in_place_of(fresh, lanes, edited if acting else set()) as mine:
+        with torch.no_grad(), self._in_place_of(fresh, edited if acting else set()) as mine:
             for lane in lanes:
                 having = {i: mine[i] for i in lane.tensors if i in mine}
                 if having:
@@ -65,23 +65,26 @@ class StepEdits:
 
     @contextmanager
     def _in_place_of(
-        self, grads: dict[int, Tensor], lanes: Sequence[Lane], edited: set[int]
+        self, grads: dict[int, Tensor], edited: set[int]
     ) -> Iterator[dict[int, Tensor]]:
         """Give the gradients to act on, in true units: those themselves that are edited for good."""
         scale = self._state.scaling.at_step
         if self._state.mode == "observe":
             grads = {tensor: grad.clone() for tensor, grad in grads.items()}
         elif edited:
-            grads = {i: self._own(i, grad) for i, grad in self._shared(grads, lanes).items()}
+            grads = {i: self._own(i, grad) for i, grad in self._shared(grads, edited).items()}
         if scale is None:
             yield grads
             return
         # A fused optimizer gets gradients with the scale on them. It is a power of two, so that
         # dividing and multiplying lose nothing.
         factors = {tensor: scale.to(grad.device) for tensor, grad in grads.items()}
-        yield {i: g.div_(factors[i]) if i in edited else g / factors[i] for i, g in grads.items()}
-        for tensor in edited & grads.keys():
-            grads[tensor].mul_(factors[tensor])
+        true = {i: g.div_(factors[i]) if i in edited else g / factors[i] for i, g in grads.items()}
+        try:
+            yield true
+        finally:
+            for tensor in edited & grads.keys():
+                grads[tensor].mul_(factors[tensor])
 
     def spare(self, edited: dict[int, Mark]) -> None:
         """Leave gradients alone that have been edited as final ones already."""
@@ -133,9 +136,8 @@ class StepEdits:
                 values = stack([_torch.statistic(stat, grad) for grad in grads.values()])
             self._state.recorder.add(key, lane.clock.step, columns, values, replace=True)
 
-    def _shared(self, grads: dict[int, Tensor], lanes: Sequence[Lane]) -> dict[int, Tensor]:
+    def _shared(self, grads: dict[int, Tensor], edited: set[int]) -> dict[int, Tensor]:
         """Give each tensor a gradient of its own where two share memory, or the script holds it."""
-        edited = {i for lane in lanes if lane.rule.role == "edit" for i in lane.tensors}
         everything, all_grads = self._state.targets.grads(range(len(self._state.targets)))
         aliased = {everything[position] for position in _torch.overlapping(all_grads)}
         own = dict(grads)

@@ -113,7 +113,9 @@ class Engine:
         self._mention_accumulation(done)
         if by_hand and not self.manual.active:
             self.manual.begin(done)
-            self._arming.guard(self.manual.guarded() or dict.fromkeys(done.order[:1], False))
+            edited = self.manual.edited()
+            # Without edits one guard is enough to tell a micro-batch from a step.
+            self._arming.guard(dict.fromkeys(edited or done.order[:1], bool(edited)))
         if by_hand:
             try:
                 self.manual.after(done)

@@ -78,10 +78,9 @@ class Manual:
         self.active = declared
         self._full = set(state.targets.grads(range(len(state.targets)))[0])
 
-    def guarded(self) -> dict[int, bool]:
-        """Return the tensors that need a guard, and whether a rule at `step` edits them."""
-        edited = {i for stage in self._state.program.step_edits for i in stage.tensors}
-        return dict.fromkeys(sorted(edited), True)
+    def edited(self) -> list[int]:
+        """Return the tensors that a rule at `step` edits: a second pass onto them would compound."""
+        return sorted({i for stage in self._state.program.step_edits for i in stage.tensors})
 
     def begin(self, done: Pass) -> None:
         """Go over to hand-written updates, after the first pass that no optimizer has claimed."""
@@ -97,10 +96,11 @@ class Manual:
                 step = self._state.clocks.latest
                 self._state.journal.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
         # No guard was there for this pass; gradients from before `apply` stand for it.
-        done.continued = bool(self._full & set(done.order))
-        edited = {i for i, edits in self.guarded().items() if edits and i in done.order}
-        if done.continued and edited & self._full and self._state.mode == "act":
-            raise GradSurgeonError(compounding(self._state.program.names[min(edited & self._full)]))
+        full = self._full & set(done.order)
+        done.continued = bool(full)
+        compounded = full & set(self.edited())
+        if compounded and self._state.mode == "act":
+            raise GradSurgeonError(compounding(self._state.program.names[min(compounded)]))
 
     def _refuse_freezes(self) -> None:
         for stage in self._state.program.freezes:
@@ -135,7 +135,7 @@ class Manual:
             verdict = self._judge(clock)
         if not done.continued:
             self._counted = True
-            edited = self._state.targets.grads(self.guarded())
+            edited = self._state.targets.grads(self.edited())
             self._edited = {tensor: mark(grad) for tensor, grad in zip(*edited, strict=True)}
             self._finished(clock)
         if verdict.error is not None:
