@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -222,14 +221,6 @@ _STATISTICS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def to_bytes(tensor: Tensor) -> bytes:
     """Return a contiguous float32 CPU tensor as bytes, without numpy, which torch does not need."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-
-
-def rank() -> int:
-    """Return the rank of this process, 0 where torch.distributed is not in use."""
-    distributed: Any = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return 0
 
 
 def reinstall_hooks(param: Tensor) -> None:

@@ -186,11 +186,11 @@ def _check_options(scaler: object, mode: object, start_step: object) -> None:
 def _writer(record: str | os.PathLike[str], bound: Plan, mode: str, start_step: int) -> RunWriter:
     import torch  # noqa: PLC0415 # only its version, and only where it is there
 
-    from gradsurgeon import _torch  # noqa: PLC0415 # the same
+    from gradsurgeon import _dist  # noqa: PLC0415 # the same
     from gradsurgeon.store import writer  # noqa: PLC0415 # a Python without SQLite can do the rest
 
     meta = describe(bound, mode=mode, start_step=start_step, torch=str(torch.__version__))
-    return writer.RunWriter(record, rank=_torch.rank(), meta=meta)
+    return writer.RunWriter(record, rank=_dist.rank(), meta=meta)
 
 
 def _checked(model: Any) -> Any:

@@ -5,7 +5,17 @@ from __future__ import annotations
 import pkgutil
 from importlib import import_module
 
-from gradsurgeon.actions._base import MOMENTS, POINTS, Edit, Example, Moment, Point, Role, Rule
+from gradsurgeon.actions._base import (
+    MOMENTS,
+    POINTS,
+    ByNorm,
+    Edit,
+    Example,
+    Moment,
+    Point,
+    Role,
+    Rule,
+)
 from gradsurgeon.actions._checking import check_rule, known_keys, nested
 from gradsurgeon.actions._fields import Flaw, found, written
 from gradsurgeon.actions._options import Expect, Numel, Options, Steps, Where
@@ -16,6 +26,7 @@ __all__ = [
     "MOMENTS",
     "POINTS",
     "TARGETS",
+    "ByNorm",
     "Edit",
     "Example",
     "Expect",

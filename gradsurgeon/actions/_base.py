@@ -49,6 +49,21 @@ class Example:
 
 
 @dataclass(frozen=True, slots=True)
+class ByNorm:
+    """An edit that multiplies a gradient by a function of a norm.
+
+    Attributes:
+        order: of the norm.
+        over_rule: one norm over all gradients of the rule, instead of one for each.
+        factor: maps norms, float32 of any shape, to factors; 1 leaves a gradient as it is.
+    """
+
+    order: float
+    over_rule: bool
+    factor: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Edit:
     """The compiled form of an editing action.
 
@@ -56,8 +71,8 @@ class Edit:
         apply: maps a strided gradient to a new one of the same shape, dtype and device, out of place,
             because autograd may hand one tensor to several consumers.
         apply_: the same in place on many gradients that nobody else holds.
-        together: where the edit of one gradient depends on the others of the rule, does all of them
-            in place and tells, as a 0-dim bool tensor, whether that changed anything.
+        by_norm: where the edit is a multiplication by what a norm says, how: the norm may have to be
+            taken over several gradients, or over the parts of one on several ranks.
         alters: tells, as a 0-dim bool tensor on the gradient's device, whether ``apply`` would change
             an element. It never waits for the device.
     """
@@ -65,9 +80,9 @@ class Edit:
     apply: Callable[[Tensor], Tensor]
     apply_: Callable[[Sequence[Tensor]], None]
     alters: Callable[[Tensor], Tensor]
-    together: Callable[[Sequence[Tensor]], Tensor] | None = None
-    # Of one gradient or of all together: whether it must be left alone, which is worth an event.
-    gives_up: Callable[[Sequence[Tensor]], Tensor] | None = None
+    by_norm: ByNorm | None = None
+    # Of one gradient: whether it must be left alone, which is worth an event.
+    gives_up: Callable[[Tensor], Tensor] | None = None
 
 
 class Rule(Options):
@@ -150,6 +165,11 @@ class Rule(Options):
     def linear(self) -> bool:
         """Whether editing the parts of a sum is editing the sum."""
         return True
+
+    @property
+    def measures(self) -> bool:
+        """Whether the rule needs a number that is taken over a whole gradient."""
+        return False
 
     @property
     def hides_overflow(self) -> bool:

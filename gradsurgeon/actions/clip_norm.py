@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._base import ByNorm, Edit, Example, Rule
 from gradsurgeon.actions._fields import Flaw, flawed, found, is_number
 from gradsurgeon.source import looks_like
 
@@ -45,7 +45,8 @@ class ClipNorm(Rule):
     is bounded by itself.
 
     ## Cost
-    One reduction and one multiplication per tensor; never waits for the device.
+    One reduction and one multiplication per tensor; never waits for the device. Of a sharded gradient
+    the whole is measured, which takes one small collective per rule and step.
     """
 
     points: ClassVar = ("step", "backward")
@@ -91,6 +92,11 @@ class ClipNorm(Rule):
             yield Flaw("per", message, "use `per: parameter`, which means each tensor by itself")
 
     @property
+    def measures(self) -> bool:
+        """The norm decides."""
+        return True
+
+    @property
     def linear(self) -> bool:
         """Bounding the parts of a sum does not bound the sum."""
         return False
@@ -103,36 +109,28 @@ class ClipNorm(Rule):
 
         order, max_norm = float(self.norm_type), self.max_norm
 
-        def norm(grads: Sequence[Tensor]) -> Tensor:
-            norms = _torch.norms(grads, order)
-            return norms[0] if len(grads) == 1 else torch.linalg.vector_norm(norms, order)
-
-        def factor(*grads: Tensor) -> Tensor:
-            total = norm(grads)
+        def factor(norm: Tensor) -> Tensor:
             # Multiplying by 1 costs less than asking the device whether to multiply.
-            clipped = (max_norm / (total + 1e-6)).clamp(max=1.0)
-            return torch.where(total.isfinite(), clipped, torch.ones_like(clipped))
+            clipped = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            return torch.where(norm.isfinite(), clipped, torch.ones_like(clipped))
+
+        def norm(grad: Tensor) -> Tensor:
+            return _torch.norms([grad], order)[0]
 
         def apply(grad: Tensor) -> Tensor:
             # Two 0-dim tensors promote to the wider dtype, a gradient must keep its own.
-            return (grad * factor(grad)).to(grad.dtype)
+            return (grad * factor(norm(grad))).to(grad.dtype)
 
         def apply_(grads: Sequence[Tensor]) -> None:
             for grad in grads:
-                grad.copy_(apply(grad)) if grad.ndim == 0 else grad.mul_(factor(grad))
+                grad.copy_(apply(grad))
 
         def alters(grad: Tensor) -> Tensor:
             # A factor just below 1 may round to no change at all.
             return apply(grad).ne(grad).logical_and_(grad.isnan().logical_not_()).any()
 
-        def together(grads: Sequence[Tensor]) -> Tensor:
-            coefficient = factor(*grads)
-            for grad in grads:
-                grad.mul_(coefficient.to(grad.device))
-            return coefficient < 1.0
+        def gives_up(grad: Tensor) -> Tensor:
+            return norm(grad).isfinite().logical_not_()
 
-        def gives_up(grads: Sequence[Tensor]) -> Tensor:
-            return norm(grads).isfinite().logical_not_()
-
-        shared = together if self.per == "rule" else None
-        return Edit(apply, apply_, alters, shared, gives_up)
+        by_norm = ByNorm(order, self.per == "rule", factor)
+        return Edit(apply, apply_, alters, by_norm, gives_up)

@@ -102,3 +102,8 @@ class NormLog(Rule):
         """Return which of the statistics complex numbers do not have."""
         ordered = [stat for stat in self.stats if stat in ("mean", "min", "max")]
         return f"complex numbers have no real {' or '.join(ordered)}" if ordered else ""
+
+    @property
+    def measures(self) -> bool:
+        """Statistics are all it is about."""
+        return True

@@ -42,6 +42,7 @@ def bind(rules: RuleSet, manifest: Manifest) -> Plan:
         matched, doubts = known.match(rule)
         place = f"{rules.place(rule.id)}: rule {rule.id}: "
         complaints += [place + text for text in _complaints(rule, matched, known)]
+        complaints += [place + text for text in _unreachable(rule, matched, manifest)]
         warnings[rule.id] = (*doubts, *_doubts(rule, matched), *rule.notes)
         bindings += [_bound(rule, thing) for thing in matched]
     if complaints:
@@ -110,6 +111,36 @@ def _complaints(rule: Rule, matched: Sequence[Thing], names: Names) -> Iterator[
         yield (
             f"the gradients of {len(sparse)} parameters are sparse{examples(sparse)}, and the bounds "
             "exclude 0, so the result would be dense; include 0 in the bounds, or exclude them"
+        )
+
+
+def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> Iterator[str]:
+    """Yield why a rule cannot get at gradients that several ranks divide."""
+    flat = [one for one in manifest.params if one.sharding == "FullyShardedDataParallel"]
+    if flat:
+        yield (
+            f"FullyShardedDataParallel keeps {len(flat)} parameters flat{examples(flat)}: their "
+            "gradients pass no hook and none has a whole norm; shard the model with "
+            "torch.distributed.fsdp.fully_shard instead, under which rules act at `step`"
+        )
+        return
+    if rule.point != "backward":
+        return
+    later = next((f"`at: {point}`" for point in rule.points if point != "backward"), "")
+    hint = f"use {later}" if later else "leave them out by `exclude`"
+    params = [thing for thing in matched if isinstance(thing, Param)]
+    sharded = [param for param in params if param.sharding == "fully_shard"]
+    if sharded:
+        yield (
+            f"{len(sharded)} parameters are sharded by fully_shard{examples(sharded)}: autograd hands "
+            f"no hook what one backward pass contributes to them; {hint}"
+        )
+    divided = [param for param in params if param.sharding == "tensor parallel"]
+    if divided and rule.measures:
+        yield (
+            f"{len(divided)} parameters are divided by tensor parallelism{examples(divided)}: their "
+            "norm would need the other ranks in the middle of a backward pass; "
+            f"{hint}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 # Wrappers put one segment between their own name and that of the module they wrap. The segment is
 # dropped only where its owner really is such a wrapper: a model may call a child `module`. They are
@@ -17,6 +17,8 @@ _WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "ActivationWrapper": "_checkpoint_wrapped_module",
 }
+
+Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Param:
         requires_grad: whether it is trainable now.
         module_type: class names of the owning modules, most derived first, base classes included.
         sparse: the owner asks for sparse gradients.
+        sharding: how several ranks divide it, if they do.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Param:
     requires_grad: bool
     module_type: tuple[str, ...]
     sparse: bool = False
+    sharding: Sharding = ""
 
     @property
     def numel(self) -> int:
@@ -130,9 +134,10 @@ def from_model(model: Any) -> Manifest:
     for slot in slots(model):
         groups.setdefault(id(slot.owner._parameters[slot.key]), []).append(slot)  # noqa: SLF001
     *_, (_, root) = ((path, module) for path, module in walk(model) if not path)
+    managed = _managed(model)
     return Manifest(
         origin=type(root).__name__,
-        params=tuple(_param(group) for group in groups.values()),
+        params=tuple(_param(group, managed) for group in groups.values()),
         modules=tuple(_modules(model)),
         model_type=class_names(root),
     )
@@ -155,7 +160,25 @@ def _modules(model: Any) -> Iterator[Module]:
         yield Module(own[0], tuple(own[1:]), class_names(module), inplace)
 
 
-def _param(group: list[Slot]) -> Param:
+def _managed(model: Any) -> set[int]:
+    """Return the ids of the modules whose parameters `fully_shard` has in its care."""
+    found: set[int] = set()
+    for _, module in walk(model):
+        if "FSDPModule" in class_names(module):
+            found.update(id(one) for one in module.modules())
+    return found
+
+
+def _sharding(tensor: Any, owner: Any, managed: set[int]) -> Sharding:
+    # The flat parameters of the older FSDP carry a word; with `use_orig_params` so do views of them.
+    if getattr(tensor, "_fsdp_flattened", False):
+        return "FullyShardedDataParallel"
+    if "DTensor" not in class_names(tensor):
+        return ""
+    return "fully_shard" if id(owner) in managed else "tensor parallel"
+
+
+def _param(group: list[Slot], managed: set[int]) -> Param:
     first = group[0]
     tensor = first.owner._parameters[first.key]  # noqa: SLF001
     types = {name: None for slot in group for name in class_names(slot.owner)}
@@ -168,4 +191,5 @@ def _param(group: list[Slot]) -> Param:
         requires_grad=tensor.requires_grad,
         module_type=tuple(types),
         sparse=any(getattr(slot.owner, "sparse", False) is True for slot in group),
+        sharding=_sharding(tensor, first.owner, managed),
     )

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _torch
+from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.backward import Passes, PassHook, TensorHook
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.manual import GuardHook
@@ -24,6 +24,7 @@ class Arming:
         program = state.program
         # Rules on modules alone must learn of backward passes as well.
         self._armed = program.armed or tuple(range(len(program.names)))
+        self._is_armed = frozenset(self._armed)
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._ids: dict[int, int] = {}
         self._guards: dict[int, bool] = {}
@@ -45,10 +46,15 @@ class Arming:
             if (param := self._state.targets.param(tensor)) is not None:
                 self._handles.setdefault(tensor, []).append(self._put_guard(tensor, param))
 
-    def replaced(self) -> list[int]:
-        """Return the tensors whose parameter is not the one that carries the hooks."""
+    def replaced(self, clock: Clock) -> list[int]:
+        """Return the tensors of a clock whose parameter is not the one that carries the hooks.
+
+        A parameter that is gone from the model is in no optimizer's care.
+        """
         found = []
-        for tensor in self._armed:
+        for tensor in sorted({*clock.tensors, *self._state.clocks.common.tensors}):
+            if tensor not in self._is_armed:
+                continue
             param = self._state.targets.param(tensor)
             if self._ids.get(tensor) != (None if param is None else id(param)):
                 found.append(tensor)
@@ -73,9 +79,9 @@ class Arming:
             clock: whose step it is.
         """
         found = []
-        for tensor in self._armed:
+        for tensor in clock.tensors:
             param = self._state.targets.param(tensor)
-            if param is None or self._state.clocks[tensor] is not clock:
+            if param is None or tensor not in self._is_armed:
                 continue
             if param.grad is not None and not _seen(param.grad) and tensor not in arrived:
                 found.append(tensor)
@@ -145,8 +151,8 @@ _SEEN = "_gradsurgeon_seen"
 
 def _see(grad: Tensor | None) -> None:
     if grad is not None:
-        setattr(grad, _SEEN, grad._version)  # noqa: SLF001 # counts writes
+        setattr(grad, _SEEN, _dist.version(grad))
 
 
 def _seen(grad: Tensor) -> bool:
-    return getattr(grad, _SEEN, None) == grad._version  # noqa: SLF001 # as above
+    return bool(getattr(grad, _SEEN, None) == _dist.version(grad))

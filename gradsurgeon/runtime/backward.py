@@ -17,12 +17,13 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from gradsurgeon import _torch
+from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
 
+LEFT_ALONE = "the norm is not finite: the gradients were left alone"
 # A backward pass that raised never ends, so its entry stays; more than this many are forgotten.
 _MOST_OPEN = 16
 
@@ -35,6 +36,8 @@ class Pass:
     # When each arrived: passes inside one another are put into one order by this.
     times: list[int] = field(default_factory=list)
     logged: dict[str, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
+    # Norms of what this rank alone has contributed, where an average over ranks is about to follow.
+    own: dict[int, Tensor] = field(default_factory=dict)
     # It began on gradients that were there before: one more micro-batch of the same step.
     continued: bool = False
 
@@ -49,6 +52,7 @@ class Pass:
             [tensor for _, tensor in arrivals],
             [time for time, _ in arrivals],
             self.logged,
+            {**self.own, **other.own},
             continued=self.continued or other.continued,
         )
 
@@ -56,10 +60,17 @@ class Pass:
 class Passes:
     """Opens a `Pass` at its first gradient and hands it over when the backward pass has ended."""
 
-    def __init__(self, finished: Callable[[Pass], None], waits: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        finished: Callable[[Pass], None],
+        *,
+        waits: Callable[[], bool],
+        begins: Callable[[], None],
+    ) -> None:
         self._finished = finished
         # Whether what ended inside another pass may wait for that one, or for the update.
         self._waits = waits
+        self._begins = begins
         self._inner: Pass | None = None
         self._time = count()
         self._open: dict[int, Pass] = {}
@@ -70,6 +81,7 @@ class Passes:
         task = _torch.graph_task()
         running = self._open.get(task)
         if running is None:
+            self._begins()
             while len(self._open) >= _MOST_OPEN:
                 del self._open[next(iter(self._open))]
             running = self._open[task] = Pass()
@@ -136,10 +148,15 @@ class Hook:
 class PassHook(Hook):
     """Post-accumulate hook: notes the arrival of one gradient."""
 
-    def __call__(self, _param: Tensor) -> None:
-        """Note the arrival."""
-        if (live := self._live()) is not None:
-            live[1].arrived(self._tensor)
+    def __call__(self, param: Tensor) -> None:
+        """Note the arrival, and under DDP what this rank has got before it is averaged."""
+        if (live := self._live()) is None:
+            return
+        state, passes = live
+        passes.arrived(self._tensor)
+        if self._tensor in state.trapped and param.grad is not None and state.ranks.averaging:
+            with torch.no_grad():
+                passes.current().own[self._tensor] = _torch.norms([param.grad])[0]
 
 
 class TensorHook(Hook):
@@ -179,7 +196,8 @@ class TensorHook(Hook):
             return self._edit(state, rule, grad)
         if rule.role == "capture":
             name, step = state.program.names[self._tensor], state.clocks[self._tensor].step
-            state.captures.keep(rule, name, step, unscaled(grad, state.scaling.scale))
+            true = _dist.whole(unscaled(grad, state.scaling.scale))
+            state.captures.keep(rule, name, step, true)
             return grad
         with torch.no_grad():
             true = unscaled(grad, state.scaling.scale)
@@ -190,20 +208,31 @@ class TensorHook(Hook):
     def _edit(self, state: State, rule: Rule, grad: Tensor) -> Tensor:
         edit = state.edits[rule.id]
         check_layout(rule, grad, state.program.names[self._tensor])
+        if _dist.is_partial(grad) and not rule.linear:
+            raise GradSurgeonError(_pending(rule, state.program.names[self._tensor]))
         scale = state.scaling.scale
+        part = _dist.local(grad)
         with torch.no_grad():
-            true = unscaled(grad, scale)
+            true = unscaled(part, scale)
             state.journal.altered(rule.id, edit.alters(_torch.values(true)))
-            mention_giving_up(state, rule, [true], state.clocks[self._tensor].step)
-        return _torch.on_values(in_true_units(edit.apply, scale), grad)
+            mention_giving_up(state, rule, true, state.clocks[self._tensor].step)
+        out = _torch.on_values(in_true_units(edit.apply, scale), part)
+        return _dist.like(out, grad) if _dist.is_sharded(grad) else out
 
 
-def mention_giving_up(state: State, rule: Rule, grads: list[Tensor], step: int) -> None:
-    """Note where an edit leaves gradients alone because it could only do harm."""
+def _pending(rule: Rule, name: str) -> str:
+    return (
+        f"rule {rule.id}: what a backward pass contributes to {name} is still to be summed over the "
+        "ranks of its tensor-parallel group, so that a bound on this rank's addend bounds nothing; use "
+        "`at: step`"
+    )
+
+
+def mention_giving_up(state: State, rule: Rule, grad: Tensor, step: int) -> None:
+    """Note where an edit leaves a gradient alone because it could only do harm."""
     gives_up = state.edits[rule.id].gives_up
     if gives_up is not None:
-        text = "the norm is not finite: the gradients were left alone"
-        state.journal.later(gives_up(grads), text, rule=rule.id, step=step)
+        state.journal.later(gives_up(grad), LEFT_ALONE, rule=rule.id, step=step)
 
 
 def check_layout(rule: Rule, grad: Tensor, name: str) -> None:

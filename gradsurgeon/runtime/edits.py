@@ -8,11 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gradsurgeon import _torch
-from gradsurgeon.actions import Edit
-from gradsurgeon.runtime.backward import check_layout, mention_giving_up
+from gradsurgeon import _dist, _torch
+from gradsurgeon.actions import ByNorm, Edit
+from gradsurgeon.runtime import measure
+from gradsurgeon.runtime.backward import LEFT_ALONE, check_layout
 from gradsurgeon.runtime.clock import Clock
-from gradsurgeon.runtime.look import keep, measure, pick, stack
+from gradsurgeon.runtime.look import keep
+from gradsurgeon.runtime.measure import pick
 from gradsurgeon.runtime.state import Lane, State
 from gradsurgeon.runtime.targets import Mark, mark
 
@@ -111,44 +113,60 @@ class StepEdits:
         else:
             for tensor, grad in grads.items():
                 check_layout(lane.rule, grad, state.program.names[tensor])
-            self._edit(lane, state.edits[lane.rule.id], list(grads.values()))
+            self._edit(lane, state.edits[lane.rule.id], grads)
 
-    def _edit(self, lane: Lane, edit: Edit, grads: list[Tensor]) -> None:
-        state, rule, step = self._state, lane.rule, lane.clock.step
-        if edit.together is not None:
-            mention_giving_up(state, rule, grads, step)
-            flag = edit.together(grads)
-            for grad in grads:
-                state.journal.altered(rule.id, flag.to(grad.device))
+    def _edit(self, lane: Lane, edit: Edit, grads: dict[int, Tensor]) -> None:
+        state, rule = self._state, lane.rule
+        if edit.by_norm is not None:
+            self._by_norm(lane, edit.by_norm, grads)
             return
-        for grad in grads:
-            state.journal.altered(rule.id, edit.alters(_torch.values(grad)))
-            mention_giving_up(state, rule, [grad], step)
-        _apply(edit, grads)
+        parts = [_dist.local(grad) for grad in grads.values()]
+        for part in parts:
+            state.journal.altered(rule.id, edit.alters(_torch.values(part)))
+        _apply(edit, parts)
+
+    def _by_norm(self, lane: Lane, edit: ByNorm, grads: dict[int, Tensor]) -> None:
+        journal, rule = self._state.journal, lane.rule
+        norms = pick(measure.norms(list(grads), list(grads.values()), edit.order), list(grads))
+        if edit.over_rule:
+            norms = torch.linalg.vector_norm(norms, edit.order)
+        spoilt = norms.isfinite().logical_not_().any()
+        journal.later(spoilt, LEFT_ALONE, rule=rule.id, step=lane.clock.step)
+        factors = edit.factor(norms).expand(len(grads))
+        for grad, factor in zip(grads.values(), factors.unbind(), strict=True):
+            part = _dist.local(grad)
+            on_device = factor.to(part.device)
+            # In place, 0-dim tensors would take the wider dtype.
+            part.copy_(part * on_device) if part.ndim == 0 else part.mul_(on_device)
+        journal.altered(rule.id, (factors < 1.0).sum())
 
     def _log(self, lane: Lane, grads: dict[int, Tensor]) -> None:
         column = {tensor: number for number, tensor in enumerate(lane.tensors)}
         columns = [column[tensor] for tensor in grads]
         for stat, key in lane.keys.items():
             if stat == "l2":
-                values = pick(measure(list(grads), list(grads.values())), list(grads))
+                values = pick(measure.norms(list(grads), list(grads.values())), list(grads))
             else:
-                values = stack([_torch.statistic(stat, grad) for grad in grads.values()])
+                values = measure.statistics(stat, list(grads.values()))
             self._state.recorder.add(key, lane.clock.step, columns, values, replace=True)
 
     def _shared(self, grads: dict[int, Tensor], edited: set[int]) -> dict[int, Tensor]:
         """Give each tensor a gradient of its own where two share memory, or the script holds it."""
         everything, all_grads = self._state.targets.grads(range(len(self._state.targets)))
-        aliased = {everything[position] for position in _torch.overlapping(all_grads)}
+        parts = [_dist.local(grad) for grad in all_grads]
+        aliased = {everything[position] for position in _torch.overlapping(parts)}
         own = dict(grads)
         for tensor, grad in grads.items():
             if tensor not in edited:
                 continue
             # A gradient with a graph (`create_graph=True`) is a value that the graph still needs.
             graph = grad.requires_grad or grad.grad_fn is not None
-            strided = grad.layout == torch.strided
-            if graph or tensor in aliased or (strided and _torch.shares_storage(grad)):
+            # Parts of sharded gradients lie side by side in one buffer by design.
+            lone = grad.layout == torch.strided and not _dist.is_sharded(grad)
+            if graph or tensor in aliased or (lone and _torch.shares_storage(grad)):
                 own[tensor] = grad.detach().clone()
+            # A bound on addends is no bound on their sum.
+            own[tensor] = _dist.settled(own[tensor])
         return own
 
     def _own(self, tensor: int, grad: Tensor) -> Tensor:

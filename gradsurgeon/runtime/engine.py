@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import nn
@@ -14,7 +14,6 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
-from gradsurgeon.events import EventKind
 from gradsurgeon.planning import ROOT, named_modules
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.backward import Pass, Passes
@@ -27,6 +26,7 @@ from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.stepping import Steps
 from gradsurgeon.runtime.trap import Traps, Verdict
+from gradsurgeon.runtime.upkeep import Upkeep
 
 
 class Engine:
@@ -35,19 +35,27 @@ class Engine:
     Args:
         model: reached weakly.
         state: what the parts share.
+        rebind: binds the rules to the model as it is now, and raises where they cannot act.
         optimizers: those the caller has named, ``None`` to look for them, empty where weights are
             updated by hand.
     """
 
     def __init__(
-        self, model: nn.Module, state: State, optimizers: Sequence[Optimizer] | None
+        self,
+        model: nn.Module,
+        state: State,
+        rebind: Callable[[nn.Module], object],
+        optimizers: Sequence[Optimizer] | None,
     ) -> None:
         self._model = weakref.ref(model)
+        self._rebind = rebind
         self._state = state
         self._traps = Traps(state)
         self._edits = StepEdits(state)
         self._passes = Passes(
-            self._backward_ended, lambda: self.steps.owned or self._optimizers_known()
+            self._backward_ended,
+            waits=lambda: self.steps.owned or self._optimizers_known(),
+            begins=lambda: state.ranks.look_around(state.targets.params()),
         )
         self.steps = Steps(
             state,
@@ -59,14 +67,13 @@ class Engine:
         declared = optimizers is not None and not optimizers
         self.manual = Manual(state, self._judge, self._finished, declared=declared)
         self._arming = Arming(state, self._passes)
+        self._upkeep = Upkeep(state, self._arming, self._check)
         self.sites = Sites(state, self._passes, self._clock_of)
         self._module_hooks: list[RemovableHandle] = []
         self._clock_places = _first_params(state.program)
         self._search_on = optimizers is None
         # Whether backward passes came and no update has followed yet.
         self.unstepped = False
-        self._arrived: set[int] = set()
-        self._revived: set[int] = set()
         # Named optimizers are met when the hooks go on; then they are held weakly.
         self._given = list(optimizers or ())
 
@@ -104,7 +111,7 @@ class Engine:
         if self._state.paused:
             return
         self.unstepped = True
-        self._arrived.update(done.order)
+        self._upkeep.arrived(done.order)
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self.manual.active or not (self.steps.owned or self._optimizers_known())
         with self.manual.step_of(done):
@@ -140,6 +147,11 @@ class Engine:
                         "accumulation", text, rule=rule.id, step=step, warn=True
                     )
 
+    def _check(self) -> None:
+        """Raise where the rules cannot act on the model as it is now."""
+        if (model := self._model()) is not None:
+            self._rebind(model)
+
     def _optimizers_known(self) -> bool:
         """Tell whether some optimizer updates the model; it may have been made after `apply`."""
         if self._search_on:
@@ -153,10 +165,18 @@ class Engine:
         edited = self.manual.withdraw()
         self._edits.spare(edited)
 
-    def _judge(self, clock: Clock) -> Verdict:
-        """Do what is due right before an update."""
-        self._passes.settle()
+    def _judge(self, clock: Clock, *, inside: bool = False) -> Verdict:
+        """Do what is due right before an update, which may come inside a backward pass."""
+        if inside:
+            # By the end of the pass the script has cleared this gradient.
+            having, _ = self._state.targets.grads(clock.tensors)
+            after_pass(self._state, Pass(order=having))
+        else:
+            self._passes.settle()
+            self._catch_up(clock)
         verdict = self._traps.decide(clock, self._edits.run(clock))
+        if self._traps.differ_by_rank and self._state.ranks.together:
+            self._traps.agree(clock, verdict)
         if self._state.mode == "act":
             verdict.frozen = tuple(
                 tensor
@@ -166,6 +186,17 @@ class Engine:
                 for tensor in lane.tensors
             )
         return verdict
+
+    def _catch_up(self, clock: Clock) -> None:
+        """Look at gradients that came while the hooks were on parameters that are no longer there.
+
+        Sharding a model after `apply` replaces all of them.
+        """
+        if clock.passes or self.manual.active or not self._upkeep.rearm(clock):
+            return
+        having, _ = self._state.targets.grads(clock.tensors)
+        for owner, look in after_pass(self._state, Pass(order=having)).items():
+            self._traps.saw(owner, look)
 
     def scaler_scales(self, scaler: GradScaler) -> None:
         """Take notice of a scaler that scales a loss.
@@ -191,11 +222,12 @@ class Engine:
             # No rule at the step point could fire in a step that did not take place.
             self._finished(clock, took_place=False)
 
-    def _finished(self, clock: Clock, *, took_place: bool = True) -> None:
+    def _finished(self, clock: Clock, *, took_place: bool = True, inside: bool = False) -> None:
         """Count an attempted update, and look after what it showed."""
         if took_place and not self._state.paused:
             self._notice_silence(clock)
-            self._look_after_hooks(clock)
+            if not inside:  # the hooks on this very gradient may still be running
+                self._upkeep.look(clock)
         self._traps.done(clock)
         self.sites.missed(clock)
         self._edits.forget()
@@ -237,37 +269,6 @@ class Engine:
         if self.steps.owned and self._state.clocks[tensors[0]] is self._state.clocks.common:
             return "no optimizer that steps owns any parameter it matched"
         return "the gradients of its parameters did not pass through its hooks"
-
-    def _look_after_hooks(self, clock: Clock) -> None:
-        bypassed = self._arming.bypassed(self._arrived, clock)
-        self._arrived -= {tensor for tensor in self._arrived if self._state.clocks[tensor] is clock}
-        replaced = self._arming.replaced()
-        for tensor in replaced:
-            name = self._state.program.names[tensor]
-            kind: EventKind = "hook-rearmed"
-            text = f"{name} was replaced by another parameter: its hooks were put on the new one"
-            if not self._arming.rearm(tensor):
-                kind = "hook-lost"
-                text = (
-                    f"{name} is gone from its module: rules on it no longer act; apply them again "
-                    "after the model has its final form"
-                )
-            self._state.journal.emit(kind, text, step=clock.step, name=name, warn=True)
-        for tensor in bypassed:
-            if tensor not in replaced:
-                self._revive(tensor, clock)
-
-    def _revive(self, tensor: int, clock: Clock) -> None:
-        self._arming.revive(tensor)
-        if tensor not in self._revived:
-            self._revived.add(tensor)
-            name = self._state.program.names[tensor]
-            text = (
-                f"{name} got a gradient that did not pass through its hooks: its content was swapped "
-                "by a conversion, or the script assigned the gradient; the hooks were installed anew"
-            )
-            step = clock.step
-            self._state.journal.emit("hook-rearmed", text, step=step, name=name, warn=True)
 
 
 def refuse_scaling(program: Program) -> None:

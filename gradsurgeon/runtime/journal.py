@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradsurgeon import _torch
+from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonWarning
 from gradsurgeon.events import Event, EventKind, RuleStatus
@@ -69,14 +69,18 @@ class Journal:
     ) -> None:
         """Note an event, and warn the caller as well where he ought to see it at once."""
         if len(self.events) < _MOST_EVENTS:
-            self._note(Event(kind, rule, step, _torch.rank(), name, message))
+            self._note(Event(kind, rule, step, _dist.rank(), name, message))
         elif len(self.events) == _MOST_EVENTS:
             text = f"{_MOST_EVENTS:,} events noted; further ones are not kept"
-            self._note(Event("notice", "", step, _torch.rank(), "", text))
+            self._note(Event("notice", "", step, _dist.rank(), "", text))
         if warn:
-            if rule:
-                self._tallies[rule].warnings.append(message)
-            warnings.warn(f"{f'rule {rule}: ' if rule else ''}{message}", GradSurgeonWarning, 2)
+            self.warn(message, rule=rule)
+
+    def warn(self, message: str, *, rule: str = "") -> None:
+        """Warn the caller."""
+        if rule:
+            self._tallies[rule].warnings.append(message)
+        warnings.warn(f"{f'rule {rule}: ' if rule else ''}{message}", GradSurgeonWarning, 2)
 
     def _note(self, event: Event) -> None:
         self.events.append(event)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _torch
+from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.backward import Pass
 from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.measure import Count, Norms, counts, norms, pick, statistics, suspects
 from gradsurgeon.runtime.scaling import unscaled
 from gradsurgeon.runtime.state import Lane, State
 from gradsurgeon.runtime.targets import Mark, mark
@@ -26,30 +27,17 @@ class Look:
         norms: their 2-norms, float32; one tensor per device, with the positions it covers.
         marks: what tells whether a gradient has changed since.
         counts: exact numbers of non-finite elements, where looking was free (on the host).
+        averaged: whether an average over ranks followed the pass.
+        own: norms of what this rank alone contributed to it.
     """
 
     order: tuple[int, ...]
     tensors: tuple[int, ...]
-    norms: tuple[tuple[tuple[int, ...], Tensor], ...]
+    norms: Norms
     marks: dict[int, Mark]
-    counts: dict[int, tuple[str, int]] | None = None
-
-
-def measure(
-    tensors: Sequence[int], grads: Sequence[Tensor]
-) -> tuple[tuple[tuple[int, ...], Tensor], ...]:
-    """Return the 2-norms of gradients, batched per device."""
-    devices: dict[torch.device, list[int]] = {}
-    for position, grad in enumerate(grads):
-        devices.setdefault(grad.device, []).append(position)
-    with torch.no_grad():
-        return tuple(
-            (
-                tuple(tensors[position] for position in positions),
-                _torch.norms([grads[position] for position in positions]),
-            )
-            for positions in devices.values()
-        )
+    counts: dict[int, Count] | None = None
+    averaged: bool = False
+    own: dict[int, Tensor] = field(default_factory=dict)
 
 
 def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
@@ -78,6 +66,7 @@ def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
                 _log(state, lane, look, by_tensor)
             elif lane.rule.role == "capture":
                 keep(state, lane, by_tensor, state.scaling.scale)
+        look.averaged = state.ranks.averaging
         looks[clock] = look
     return looks
 
@@ -86,31 +75,19 @@ def _look(
     done: Pass, tensors: list[int], grads: list[Tensor], *, scale: Tensor | None, exact: bool
 ) -> Look:
     watched = set(tensors)
-    norms = measure(tensors, grads)
+    found = norms(tensors, grads)
     if scale is not None:
-        norms = tuple((own, values / scale.to(values.device)) for own, values in norms)
+        found = tuple((own, values / scale.to(values.device)) for own, values in found)
     marks = {tensor: mark(grad) for tensor, grad in zip(tensors, grads, strict=True)}
     # A tensor can receive its gradient twice in one pass (reentrant checkpointing).
     order = tuple(dict.fromkeys(tensor for tensor in done.order if tensor in watched))
-    look = Look(order, tuple(tensors), norms, marks)
-    if exact and all(_torch.is_host(values) for _, values in norms):
+    look = Look(order, tuple(tensors), found, marks, own=done.own)
+    if exact and all(_torch.is_host(values) for _, values in found):
         # On the host a look is free, and an exact one now is worth more than one after the script
         # has clipped. On a device it would be a wait.
         by_tensor = dict(zip(tensors, grads, strict=True))
-        look.counts = {
-            tensor: count
-            for tensor in suspects(norms)
-            if (count := _torch.first_nonfinite(by_tensor[tensor]))[1]
-        }
+        look.counts = counts({tensor: by_tensor[tensor] for tensor in suspects(found)})
     return look
-
-
-def suspects(norms: Sequence[tuple[tuple[int, ...], Tensor]]) -> list[int]:
-    """Return the tensors whose norm is not finite. Reads the device: once per device."""
-    found: list[int] = []
-    for tensors, values in norms:
-        found += [tensors[i] for i in (~values.isfinite()).nonzero().flatten().tolist()]
-    return found
 
 
 def keep(state: State, lane: Lane, grads: dict[int, Tensor], scale: Tensor | None) -> None:
@@ -118,7 +95,7 @@ def keep(state: State, lane: Lane, grads: dict[int, Tensor], scale: Tensor | Non
     for tensor in lane.tensors:
         if tensor in grads:
             name = state.program.names[tensor]
-            true = unscaled(grads[tensor], scale)
+            true = _dist.whole(unscaled(grads[tensor], scale))
             state.captures.keep(lane.rule, name, lane.clock.step, true)
 
 
@@ -132,37 +109,11 @@ def _log(state: State, lane: Lane, look: Look, grads: dict[int, Tensor]) -> None
         if stat == "l2":
             values = pick(look.norms, found)
         else:
+            scale = state.scaling.scale
             with torch.no_grad():
-                scale = state.scaling.scale
-                true = [unscaled(grads[tensor], scale) for tensor in found]
-                values = stack([_torch.statistic(stat, grad) for grad in true])
+                values = statistics(stat, [unscaled(grads[tensor], scale) for tensor in found])
         state.recorder.add(key, lane.clock.step, columns, values, replace=True)
     state.journal.fired(lane.rule.id, lane.clock.step, len(found))
-
-
-def pick(norms: Sequence[tuple[tuple[int, ...], Tensor]], wanted: list[int]) -> Tensor:
-    """Return the norms of some tensors, in the order asked for."""
-    if len(norms) == 1:
-        tensors, values = norms[0]
-        if list(tensors) == wanted:
-            return values
-        index = {tensor: number for number, tensor in enumerate(tensors)}
-        picked = torch.tensor([index[tensor] for tensor in wanted], device=values.device)
-        return values[picked]
-    # Several devices: one record needs one place, and that is the host.
-    table = {
-        tensor: value
-        for tensors, values in norms
-        for tensor, value in zip(tensors, values.cpu(), strict=True)
-    }
-    return torch.stack([table[tensor] for tensor in wanted])
-
-
-def stack(values: Sequence[Tensor]) -> Tensor:
-    """Stack 0-dim statistics, on the host where they come from several devices."""
-    if len({value.device for value in values}) > 1:
-        values = [value.cpu() for value in values]
-    return torch.stack(list(values))
 
 
 def _log_contributions(state: State, done: Pass) -> None:
@@ -176,5 +127,12 @@ def _log_contributions(state: State, done: Pass) -> None:
             lane = next(one for one in state.lanes(state.stages[rule_id]) if one.clock is clock)
             columns = [lane.tensors.index(tensor) for tensor in tensors]
             for stat, key in lane.keys.items():
-                values = stack([rows[tensor][stat] for tensor in tensors])
+                values = _stack([rows[tensor][stat] for tensor in tensors])
                 state.recorder.add(key, clock.step, columns, values, replace=False)
+
+
+def _stack(values: Sequence[Tensor]) -> Tensor:
+    """Stack 0-dim statistics, on the host where they come from several devices."""
+    if len({value.device for value in values}) > 1:
+        values = [value.cpu() for value in values]
+    return torch.stack(list(values))

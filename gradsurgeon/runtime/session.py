@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import GradSurgeonError, did_you_mean
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.planning import Plan
+from gradsurgeon.planning import Plan, bind, from_model
 from gradsurgeon.runtime.captures import CaptureKey
 from gradsurgeon.runtime.clock import Clocks
 from gradsurgeon.runtime.engine import Engine, refuse_scaling
@@ -68,7 +68,12 @@ class Session:
         )
         if scaler is not None and scaler.is_enabled():
             refuse_scaling(program)
-        self._engine = Engine(model, self._state, optimizers)
+        self._engine = Engine(
+            model,
+            self._state,
+            lambda now: bind(plan.rules, from_model(now)),
+            optimizers,
+        )
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
         }

@@ -11,6 +11,7 @@ from gradsurgeon.runtime.captures import Captures
 from gradsurgeon.runtime.clock import Clock, Clocks
 from gradsurgeon.runtime.flags import Flags
 from gradsurgeon.runtime.journal import Journal
+from gradsurgeon.runtime.ranks import Ranks
 from gradsurgeon.runtime.recorder import Recorder
 from gradsurgeon.runtime.scaling import Scaling
 from gradsurgeon.runtime.targets import Targets
@@ -44,12 +45,15 @@ class State:
     captures: Captures = field(init=False)
     flags: Flags = field(init=False)
     scaling: Scaling = field(default_factory=Scaling)
+    ranks: Ranks = field(default_factory=Ranks)
+    trapped: frozenset[int] = field(init=False)
     stages: dict[str, Stage] = field(init=False)
     _lanes: dict[int, tuple[int, tuple[Lane, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.captures = Captures(self.journal)
         self.flags = Flags(self.journal)
+        self.trapped = frozenset(i for stage in self.program.traps for i in stage.tensors)
         rules = {rule.id: rule for own in self.program.per_tensor.values() for rule in own}
         tensors: dict[str, list[int]] = {}
         for tensor, own in self.program.per_tensor.items():

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradsurgeon import _torch
+from gradsurgeon.actions import Rule
 from gradsurgeon.errors import BindError
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.state import State
@@ -45,6 +47,8 @@ class Running:
     clock: Clock
     hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     snapshot: tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]] | None = None
+    # It runs inside a backward pass, on what that pass has finished so far.
+    inside: bool = False
     skipped: bool = False
     scaled_away: bool = False
 
@@ -70,7 +74,7 @@ class Steps:
         self,
         state: State,
         *,
-        judge: Callable[[Clock], Verdict],
+        judge: Callable[..., Verdict],
         finished: Callable[..., None],
         first_owner: Callable[[], None],
         scaled_away: Callable[[Clock], None],
@@ -132,6 +136,8 @@ class Steps:
         if not tensors:
             self._foreign[optimizer] = size
             return None
+        if owner is None and self._is_inner(tensors):
+            return None
         if owner is None:
             self._check(optimizer, tensors)
             if not self._owners:
@@ -145,6 +151,16 @@ class Steps:
         owner.params, owner.tensors, owner.version = size, tuple(tensors), -1
         self._claim(owner)
         return owner
+
+    def _is_inner(self, tensors: Iterable[int]) -> bool:
+        """Tell whether an optimizer is stepped by one that owns its parameters and is stepping now.
+
+        `ZeroRedundancyOptimizer` has one inside for the part of the weights that is this rank's.
+        """
+        running = self._running
+        if running is None or not _is_below(sys._getframe(1), running.frame):  # noqa: SLF001 # as below
+            return False
+        return set(tensors) <= set(running.clock.tensors)
 
     def _check(self, optimizer: Optimizer, tensors: Iterable[int]) -> None:
         """Refuse an optimizer that no gradient can be hidden from.
@@ -160,6 +176,32 @@ class Steps:
                     f"rule {rule.id}: LBFGS moves all parameters together, so that `freeze` cannot "
                     "hide one from it; make requires_grad false in the script, or use `zero`"
                     for rule in rules
+                ]
+            )
+
+    def _refuse_inside(self, owner: Owner) -> None:
+        """Refuse what needs all gradients together, where each is consumed as soon as it is there.
+
+        Raises:
+            BindError: naming the rules.
+        """
+        own = set(owner.tensors)
+        program = self._state.program
+        stages = (*program.after_backward, *program.at_step)
+        refused = [
+            stage.rule
+            for stage in stages
+            if own & set(stage.tensors)
+            and (stage.rule.role in ("trap", "freeze") or getattr(stage.rule, "per", "") == "rule")
+        ]
+        refused += [rule for rule, _ in program.site_rules if rule.role == "trap"]
+        if refused:
+            raise BindError(
+                [
+                    f"rule {rule.id}: an optimizer steps inside backward, parameter by parameter, so "
+                    f"that there is no moment at which {_needs(rule)}; step it after backward, or leave "
+                    "the rule out"
+                    for rule in refused
                 ]
             )
 
@@ -193,7 +235,10 @@ class Steps:
         owner = self._owners[optimizer]
         self.begun += 1
         self._claim(owner)
-        running = self._running = Running(frame, owner.clock)
+        inside = _torch.graph_task() != -1
+        if inside:
+            self._refuse_inside(owner)
+        running = self._running = Running(frame, owner.clock, inside=inside)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._act(optimizer, running)
@@ -226,7 +271,7 @@ class Steps:
         if overflow is not None and self._state.scaling.active and bool(overflow):
             running.scaled_away = True
             return
-        verdict = self._judge(running.clock)
+        verdict = self._judge(running.clock, inside=running.inside)
         if verdict.error is not None:
             self._undo(optimizer, running)
             self._end(running)
@@ -273,13 +318,21 @@ class Steps:
         if running.scaled_away:
             self._scaled_away(running.clock)
         else:
-            self._finished(running.clock, took_place=took_place)
+            self._finished(running.clock, took_place=took_place, inside=running.inside)
 
     def _restore(self, running: Running) -> None:
         for param, grad in running.hidden:
             if param.grad is None:
                 param.grad = grad
         running.hidden.clear()
+
+
+def _needs(rule: Rule) -> str:
+    if rule.role == "trap":
+        return "a trap could still hold back the whole update"
+    if rule.role == "freeze":
+        return "a parameter could be hidden from the optimizer for one step of the model"
+    return "all gradients of the rule are there"
 
 
 def _is_below(frame: FrameType | None, outer: FrameType) -> bool:

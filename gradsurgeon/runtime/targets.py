@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradsurgeon import _dist
 from gradsurgeon.planning import slots
 
 
@@ -65,4 +66,4 @@ Mark = tuple[int, int]
 
 def mark(grad: Tensor) -> Mark:
     """Return what changes whenever somebody replaces or writes a gradient."""
-    return id(grad), grad._version  # noqa: SLF001 # the documented way to see in-place writes
+    return id(grad), _dist.version(grad)

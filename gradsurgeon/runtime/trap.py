@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _torch
+from gradsurgeon import _dist
 from gradsurgeon.actions import Rule
 from gradsurgeon.actions.nan_trap import NanTrap
 from gradsurgeon.errors import NonFiniteGradientError, printable
+from gradsurgeon.runtime import measure
+from gradsurgeon.runtime.border import Border, Finding, window
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.flags import Flag
-from gradsurgeon.runtime.look import Look, measure, suspects
+from gradsurgeon.runtime.look import Look
+from gradsurgeon.runtime.measure import Count, as_dict, suspects
+from gradsurgeon.runtime.ranks import Word
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.targets import mark
-
-_SHOWN = 12
 
 
 @dataclass(slots=True)
@@ -30,25 +32,8 @@ class Verdict:
     error: NonFiniteGradientError | None = None
     # Parameters that a `freeze` rule hides from the optimizer in this step.
     frozen: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Border:
-    """Which gradients were finite and which were not, in the order in which backward made them."""
-
-    moment: str
-    order: tuple[int, ...]
-    bad: dict[int, tuple[str, int]]
-    norms: dict[int, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What a trap has to say: the first culprit, the first line, the lines after the outcome."""
-
-    name: str
-    head: str
-    lines: list[str]
+    # What led to it, for ranks that have seen nothing.
+    word: Word | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +47,7 @@ class Seen:
     """
 
     before: frozenset[int]
-    now: dict[int, tuple[str, int]]
+    now: dict[int, Count]
     stale: frozenset[int]
 
 
@@ -157,7 +142,7 @@ class Traps:
             first = flags[bad[0]][0]
             head = f"{len(bad)} of {len(flags)} tensors are not finite"
             last = f"the first that is not finite is the {first.what} of {printable(first.name)}"
-            lines = ["in the order in which they came:", *_window(rows, bad[0]), last]
+            lines = ["in the order in which they came:", *window(rows, bad[0]), last]
             rule = cast("NanTrap", first.rule)
             self._act(rule, clock, watch, verdict, Finding(first.name, head, lines))
 
@@ -189,11 +174,8 @@ class Traps:
             seen = Seen(bad, {}, frozenset(tensors))
             border = self._border(watch, seen, dict(zip(tensors, grads, strict=True)))
             why = "its scale is below 1" if low else f"{watch.scaled_away} steps in a row"
-            finding = Finding(
-                state.program.names[next(i for i in border.order if i in border.bad)],
-                f"the GradScaler keeps skipping ({why}): {len(border.bad)} of {len(border.order)} "
-                f"gradients are not finite {border.moment}",
-                self._rows(border),
+            finding = border.finding(
+                state.program.names, f"the GradScaler keeps skipping ({why}): "
             )
             verdict = Verdict()
             watch.in_a_row[rule.id] = rule.give_up_after
@@ -204,12 +186,12 @@ class Traps:
     def _compare(self, watch: Watch, grads: dict[int, Tensor], edited: set[int]) -> Seen:
         """Return what was non-finite at the last look, and exactly what is now."""
         look = watch.looks[-1] if watch.looks else None
-        stale = {
+        stale = [
             tensor
             for tensor, grad in grads.items()
             if look is None or tensor in edited or look.marks.get(tensor) != mark(grad)
-        }
-        fresh = measure(list(stale), [grads[tensor] for tensor in stale]) if stale else ()
+        ]
+        fresh = measure.norms(stale, [grads[tensor] for tensor in stale]) if stale else ()
         # One read per device decides; on the host the look has already been exact.
         if look is None:
             before: list[int] = []
@@ -219,11 +201,7 @@ class Traps:
             before = suspects(look.norms)
         doubtful = [tensor for tensor in before if tensor in grads and tensor not in stale]
         doubtful += suspects(fresh)
-        now = {
-            tensor: count
-            for tensor in sorted(doubtful)
-            if (count := _torch.first_nonfinite(grads[tensor]))[1]
-        }
+        now = measure.counts({tensor: grads[tensor] for tensor in sorted(doubtful)})
         # A norm that overflowed is no proof; where the gradient is still there it has been counted.
         real = frozenset(tensor for tensor in before if tensor in stale or tensor in now)
         return Seen(real, now, frozenset(stale))
@@ -234,7 +212,7 @@ class Traps:
             bad = look.counts
             if bad is None:
                 # Elements can be counted only where the gradient is still the one that was seen.
-                unknown = ("NaN/Inf", 0)
+                unknown = Count("NaN/Inf", 0)
                 bad = {
                     tensor: unknown if tensor in seen.stale else seen.now.get(tensor, unknown)
                     for tensor in suspects(look.norms)
@@ -246,8 +224,9 @@ class Traps:
                 # Some may have kept a gradient from an earlier pass and got nothing in this one.
                 rest = tuple(tensor for tensor in look.tensors if tensor not in look.order)
                 order = (*look.order, *rest)
-                return Border(f"after backward{passes}", order, bad, _as_dict(look.norms))
-        norms = _as_dict(measure(list(grads), list(grads.values())))
+                own = self._contributors(look, bad)
+                return Border(f"after backward{passes}", order, bad, as_dict(look.norms), own)
+        norms = as_dict(measure.norms(list(grads), list(grads.values())))
         order = watch.looks[-1].order if watch.looks else ()
         rest = tuple(tensor for tensor in grads if tensor not in order)
         moment = "right before the update, and finite after backward: something in between did it"
@@ -255,14 +234,17 @@ class Traps:
             moment = "right before the update"
         return Border(moment, (*order, *rest), seen.now, norms)
 
+    def _contributors(self, look: Look, bad: Iterable[int]) -> tuple[int, ...]:
+        """Return the ranks whose share of an average was not finite. A collective where there is one."""
+        if not look.averaged:
+            return ()
+        mine = [look.own[tensor] for tensor in bad if tensor in look.own]
+        return self._state.ranks.who(any(not bool(norm.isfinite()) for norm in mine))
+
     def _trip(
         self, rule: NanTrap, clock: Clock, watch: Watch, border: Border, verdict: Verdict
     ) -> None:
-        state = self._state
-        first = next(tensor for tensor in border.order if tensor in border.bad)
-        head = f"{len(border.bad)} of {len(border.order)} gradients are not finite {border.moment}"
-        finding = Finding(state.program.names[first], head, self._rows(border))
-        self._act(rule, clock, watch, verdict, finding)
+        self._act(rule, clock, watch, verdict, border.finding(self._state.program.names))
 
     def _act(
         self, rule: NanTrap, clock: Clock, watch: Watch, verdict: Verdict, finding: Finding
@@ -280,43 +262,44 @@ class Traps:
         state.journal.emit("trap", text, rule=rule.id, step=clock.step, name=name, warn=warn)
         if state.mode == "observe":
             return
+        rank = finding.ranks[0] if finding.ranks else _dist.rank()
+        verdict.word = verdict.word or Word(rank, rule.id, name, text)
         if then == "raise" and verdict.error is None:
             verdict.error = NonFiniteGradientError(
-                text, rule=rule.id, step=clock.step, rank=_torch.rank(), name=name
+                text, rule=rule.id, step=clock.step, rank=rank, name=name
             )
         elif then == "skip-step":
             verdict.skip = True
             message = f"step {clock.step} skipped: no weight and no optimizer state was touched"
             state.journal.emit("skipped-step", message, rule=rule.id, step=clock.step, name=name)
 
-    def _rows(self, border: Border) -> list[str]:
-        """Return the border line by line, and what to make of it."""
-        names = self._state.program.names
-        width = max(len(printable(names[tensor])) for tensor in border.order)
-        rows = []
-        for tensor in border.order:
-            kind, count = border.bad.get(tensor, ("", 0))
-            label = printable(names[tensor]).ljust(width)
-            if not kind:
-                rows.append(f"    finite  {label}  norm {border.norms.get(tensor, 0.0):.3g}")
-            elif count:
-                rows.append(f"  > {kind:<6}  {label}  {count:,} element{'s' if count > 1 else ''}")
-            else:
-                rows.append(f"  > {kind}  {label}")
-        first = next(n for n, tensor in enumerate(border.order) if tensor in border.bad)
-        head = "in the order in which backward produced them:"
-        return [head, *_window(rows, first), self._advice(border, first)]
+    @property
+    def differ_by_rank(self) -> bool:
+        """Whether a rank can see something that the others do not."""
+        return any(rule.role == "trap" for rule, _ in self._state.program.site_rules)
 
-    def _advice(self, border: Border, first: int) -> str:
-        names = self._state.program.names
-        culprit = printable(names[border.order[first]])
-        if first == 0:
-            return (
-                f"{culprit} is the first that backward reached and already non-finite: look at the loss "
-                "and at what comes after this layer in the forward pass"
-            )
-        last = printable(names[border.order[first - 1]])
-        return f"the border lies between {last} (still finite) and {culprit} (first that is not)"
+    def agree(self, clock: Clock, verdict: Verdict) -> None:
+        """Let all ranks do what the worst off of them has to do. A collective."""
+        ranks = self._state.ranks
+        own = 2 if verdict.error is not None else int(verdict.skip)
+        severity, source = ranks.worst(own)
+        if severity == 0:
+            return
+        word = ranks.hear(verdict.word, source)
+        if severity == own:
+            return
+        step, rule, name = clock.step, word.rule, word.name
+        head = f"step {step}: rank {word.rank} trapped, and all ranks"
+        if severity == 1:
+            verdict.skip = True
+            text = f"{head} skip the step: {word.text}"
+            self._state.journal.emit("skipped-step", text, rule=rule, step=step, name=name)
+            return
+        text = f"{head} stop: {word.text}"
+        self._state.journal.emit("trap", text, rule=rule, step=step, name=name)
+        verdict.error = NonFiniteGradientError(
+            text, rule=rule, step=step, rank=word.rank, name=name
+        )
 
     def _mention_repair(self, rule: Rule, clock: Clock, repaired: Sequence[int]) -> None:
         if not repaired:
@@ -340,18 +323,3 @@ def _outcome(state: State, rule: NanTrap, then: str, in_a_row: int) -> str:
         "skip-step": "step skipped: no weight and no optimizer state was touched",
         "warn": "the update goes on (`then: warn`): expect non-finite weights",
     }[then]
-
-
-def _as_dict(norms: Sequence[tuple[tuple[int, ...], Tensor]]) -> dict[int, float]:
-    return {i: float(v) for own, found in norms for i, v in zip(own, found.tolist(), strict=True)}
-
-
-def _window(rows: list[str], first: int) -> list[str]:
-    """Return the rows around the first bad one; what is left out is counted."""
-    if len(rows) <= _SHOWN:
-        return rows
-    start = max(0, min(first - _SHOWN // 2, len(rows) - _SHOWN))
-    stop = start + _SHOWN
-    above = [f"    ... {start} more before"] if start else []
-    below = [f"    ... {len(rows) - stop} more after"] if stop < len(rows) else []
-    return [*above, *rows[start:stop], *below]

@@ -1,0 +1,174 @@
+"""Sharded tensors and the ranks that share them, wrapped once with types.
+
+A sharded parameter is a `DTensor`: every rank holds a part of it. Reductions of one give this rank's
+number without a word, so that nothing else in the package reduces a `DTensor`: it works on `local`
+parts and puts the results together with `reduce`.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Op = Literal["sum", "max"]
+Groups = tuple[Any, ...]
+
+
+def rank() -> int:
+    """Return the rank of this process, 0 where torch.distributed is not in use."""
+    return int(torch.distributed.get_rank()) if _initialized() else 0
+
+
+def world() -> int:
+    """Return the number of ranks, 1 where torch.distributed is not in use."""
+    return int(torch.distributed.get_world_size()) if _initialized() else 1
+
+
+def _initialized() -> bool:
+    distributed: Any = torch.distributed
+    return bool(distributed.is_available() and distributed.is_initialized())
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a `DTensor`."""
+    # Whoever has made one has imported this; importing it costs time that others need not pay.
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the elements that this rank holds, sharing their memory; they may be none at all."""
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor
+    with torch.no_grad():  # without, it would be a view that takes part in a graph
+        part: Tensor = sharded.to_local()
+    return part
+
+
+def version(tensor: Tensor) -> int:
+    """Return a number that grows with every write into a tensor, or into its local part."""
+    count = tensor._version  # noqa: SLF001 # the documented way to see in-place writes
+    if is_sharded(tensor):
+        # Each counts only the writes that went through it.
+        count += local(tensor)._version  # noqa: SLF001 # as above
+    return count
+
+
+def is_partial(tensor: Tensor) -> bool:
+    """Tell whether a tensor still awaits the sum over ranks (sequence parallel layers leave such)."""
+    if not is_sharded(tensor):
+        return False
+    sharded: Any = tensor
+    return any(placement.is_partial() for placement in sharded.placements)
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """Return a tensor with pending sums carried out. A collective where there are any."""
+    if not is_partial(tensor):
+        return tensor
+    from torch.distributed.tensor import Replicate  # noqa: PLC0415 # there is a DTensor, so it is paid
+
+    sharded: Any = tensor
+    placements = [Replicate() if one.is_partial() else one for one in sharded.placements]
+    with torch.no_grad():
+        found: Tensor = sharded.redistribute(placements=placements)
+    return found
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all elements of a tensor on every rank. A collective for a sharded one."""
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor
+    with torch.no_grad():
+        found: Tensor = sharded.full_tensor()
+    return found
+
+
+def like(part: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor laid out over the ranks as ``tensor`` is, with ``part`` as the local part."""
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 # as above
+
+    sharded: Any = tensor
+    return DTensor.from_local(
+        part,
+        sharded.device_mesh,
+        sharded.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def spread(tensor: Tensor) -> Groups:
+    """Return the process groups over which the elements of a tensor are divided."""
+    if not is_sharded(tensor):
+        return ()
+    sharded: Any = tensor
+    mesh = sharded.device_mesh
+    return tuple(
+        mesh.get_group(dim) for dim, one in enumerate(sharded.placements) if one.is_shard()
+    )
+
+
+def mesh_groups(tensor: Tensor) -> Groups:
+    """Return the process groups of all dimensions of the mesh that a tensor lies on."""
+    if not is_sharded(tensor):
+        return ()
+    sharded: Any = tensor
+    return tuple(sharded.device_mesh.get_all_groups())
+
+
+def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
+    """Return the sum or the maximum of ``values`` over groups of ranks. One collective per group."""
+    found = values.clone()
+    kind = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
+    for group in groups:
+        torch.distributed.all_reduce(found, op=kind, group=group)
+    return found
+
+
+def broadcast_text(text: str, source: int, groups: Groups) -> str:
+    """Return the text of rank ``source`` on every rank of the groups. A collective per group."""
+    told: str | None = text if rank() == source else None
+    for group in groups:
+        found: list[str | None] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(found, told, group=group)
+        # On a mesh, those who have heard it tell it along the next dimension.
+        told = next((one for one in found if one is not None), None)
+    return told or ""
+
+
+def data_parallel(params: Iterable[Tensor]) -> list[Any]:
+    """Return the `DistributedDataParallel` wrappers that reduce gradients of some parameters.
+
+    They are looked for among all live objects: a wrapper may have come after the session, and nothing
+    on a parameter tells of it.
+    """
+    if world() == 1 or "torch.nn.parallel.distributed" not in sys.modules:
+        return []
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    wanted = {id(param) for param in params}
+    found = [one for one in gc.get_objects() if issubclass(type(one), wrapper)]
+    return [one for one in found if any(id(param) in wanted for param in one.parameters())]
+
+
+def is_joining(wrapper: Any) -> bool:
+    """Tell whether a wrapper runs under `Join`, where ranks may take different numbers of steps."""
+    return bool(wrapper._join_config.enable)  # noqa: SLF001 # there is no public word for it
+
+
+def reduces(wrapper: Any) -> bool:
+    """Tell whether a wrapper reduces the gradients of its next backward pass, as without `no_sync`."""
+    return bool(wrapper.require_backward_grad_sync)
+
+
+def is_flattened(param: Tensor) -> bool:
+    """Tell whether a parameter belongs to the flat parameters of `FullyShardedDataParallel`."""
+    return bool(getattr(param, "_fsdp_flattened", False))

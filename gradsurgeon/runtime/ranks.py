@@ -1,0 +1,107 @@
+"""The ranks that train one model together: who they are, and what they must agree on.
+
+A rank that stops or skips alone leaves the others waiting in their next collective. What comes from
+gradients that all ranks share is the same everywhere; what one rank has seen of its own forward pass
+or its own part is put to all of them, in one reduced number, outside of autograd.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _dist
+from gradsurgeon.errors import GradSurgeonError
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What one rank has to say to the others about a step."""
+
+    rank: int
+    rule: str
+    name: str
+    text: str
+
+
+class Ranks:
+    """The ranks among which the gradients of one model are reduced or divided."""
+
+    def __init__(self) -> None:
+        self._groups: _dist.Groups = ()
+        self._wrappers: list[weakref.ref[Any]] = []
+        self._known = False
+        self._device = torch.device("cpu")
+
+    def look_around(self, params: Iterable[Tensor | None]) -> None:
+        """Find out, when a backward pass begins, whether the model is trained by several ranks.
+
+        Raises:
+            GradSurgeonError: the ranks may take different numbers of steps.
+        """
+        if not self._known:
+            self._known = True
+            there = [param for param in params if param is not None]
+            if _dist.world() > 1 and there:
+                self._find(there)
+        for wrapper in self._live():
+            if _dist.is_joining(wrapper):
+                raise GradSurgeonError(
+                    "the model trains under `Join`, where ranks run out of inputs at different steps: "
+                    "they could no longer agree on a trap or on the number of a step; give every rank "
+                    "the same number of batches (`drop_last`, `DistributedSampler`), or train without "
+                    "rules"
+                )
+
+    def _find(self, params: list[Tensor]) -> None:
+        self._device = _dist.local(params[0]).device
+        wrappers = _dist.data_parallel(params)
+        self._wrappers = [weakref.ref(wrapper) for wrapper in wrappers]
+        meshes = [_dist.mesh_groups(param) for param in params]
+        groups = [group for one in meshes for group in one]
+        groups += [wrapper.process_group for wrapper in wrappers]
+        self._groups = tuple(dict.fromkeys(groups))
+
+    def _live(self) -> list[Any]:
+        return [wrapper for one in self._wrappers if (wrapper := one()) is not None]
+
+    @property
+    def averaging(self) -> bool:
+        """Whether the running backward pass ends with an average over ranks (DDP).
+
+        What a rank contributes is gone by then: who wants to know must look before.
+        """
+        return any(_dist.reduces(wrapper) for wrapper in self._live())
+
+    @property
+    def together(self) -> bool:
+        """Whether the step is one that all ranks take together."""
+        live = self._live()
+        return bool(self._groups) and (not live or any(_dist.reduces(one) for one in live))
+
+    def who(self, mine: bool) -> tuple[int, ...]:  # noqa: FBT001 # the only thing it is told
+        """Return the ranks that say yes. A collective."""
+        votes = torch.zeros(_dist.world(), dtype=torch.int64, device=self._device)
+        votes[_dist.rank()] = int(mine)
+        return tuple(_dist.reduce(votes, self._groups).nonzero().flatten().tolist())
+
+    def worst(self, severity: int) -> tuple[int, int]:
+        """Return the largest severity among all ranks, and the first rank that has it.
+
+        A collective.
+        """
+        world = _dist.world()
+        own = torch.tensor([severity * (world + 1) + world - _dist.rank()], device=self._device)
+        found, left = divmod(int(_dist.reduce(own, self._groups, "max")), world + 1)
+        return found, world - left
+
+    def hear(self, word: Word | None, source: int) -> Word:
+        """Return the word of rank ``source`` on all ranks. A collective."""
+        said = json.dumps(asdict(word)) if word is not None else ""
+        return Word(**json.loads(_dist.broadcast_text(said, source, self._groups)))

@@ -1,0 +1,127 @@
+"""Trains one small model in every set-up under every rule set; each rank writes down the ends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsurgeon
+
+STEPS = 4
+PROCESSES = ("one process", "one process, fused", "DDP", "FSDP2")
+VARIANTS = ("plain", "accumulation", "scaler", "accumulation + scaler")
+STEP = {"params": "*", "at": "step"}
+ACTIONS: dict[str, list[dict[str, Any]]] = {
+    "clamp": [{"id": "r", "action": "clamp", **STEP, "min": -0.02, "max": 0.01}],
+    "scale": [{"id": "r", "action": "scale", **STEP, "factor": 0.25}],
+    "zero": [{"id": "r", "action": "zero", **STEP, "params": "0.*"}],
+    "clip-norm, per parameter": [{"id": "r", "action": "clip-norm", **STEP, "max_norm": 0.02}],
+    "clip-norm, per rule": [
+        {"id": "r", "action": "clip-norm", **STEP, "max_norm": 0.05, "per": "rule"}
+    ],
+    "clip-norm, linf": [
+        {"id": "r", "action": "clip-norm", **STEP, "max_norm": 0.01, "norm_type": "inf"}
+    ],
+    "freeze": [{"id": "r", "action": "freeze", "params": "2.*", "steps": {"from": 1}}],
+    # The rule before it makes the gradients of one step infinite.
+    "nan-trap, skip-step": [
+        {"id": "r", "action": "scale", **STEP, "factor": 3e38, "steps": {"from": 2, "to": 3}},
+        {"id": "again", "action": "scale", **STEP, "factor": 3e38, "steps": {"from": 2, "to": 3}},
+        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+    ],
+    "all together": [
+        {"id": "norms", "action": "norm-log", "params": "*"},
+        {"id": "a", "action": "clamp", **STEP, "params": "0.*", "max": 0.02},
+        {"id": "b", "action": "clip-norm", **STEP, "max_norm": 0.1, "per": "rule"},
+        {"id": "c", "action": "scale", **STEP, "params": "2.*", "factor": 0.5},
+        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+    ],
+}
+
+
+def data(step: int) -> Tensor:
+    """Return the whole batch of a step, the same on every rank."""
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
+def make() -> nn.Sequential:
+    """Return the model; on two ranks its rows are divided unevenly, and one rank gets none of `2`."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def whole(param: Tensor) -> list[float]:
+    """Return all elements of a parameter."""
+    full = param.full_tensor() if isinstance(param, DTensor) else param
+    return [float(value) for value in full.detach().flatten()]
+
+
+def train(process: str, variant: str, rules: list[dict[str, Any]]) -> list[list[float]]:
+    """Return the weights after training."""
+    ranks, rank = (1, 0) if process.startswith("one") else (2, dist.get_rank())
+    parts = 2 if "accumulation" in variant else 1
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if "scaler" in variant else None
+    model = make()
+    called: Any = model
+    if process == "DDP":
+        called = DistributedDataParallel(model)
+    elif process == "FSDP2":
+        fully_shard(model[0])
+        fully_shard(model[2])
+        fully_shard(model)
+    fused = "fused" in process
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, fused=fused)
+    session = None
+    if rules:
+        checked = {"version": 1, "rules": rules}
+        session = gradsurgeon.apply(called, checked, optimizer=optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        mine = data(step).chunk(ranks)[rank].chunk(parts)
+        for number, part in enumerate(mine):
+            sync(called, on=number == len(mine) - 1)
+            loss = called(part).square().mean() / parts
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+    if session is not None:
+        session.remove()
+    return [whole(param) for param in model.parameters()]
+
+
+def sync(model: Any, *, on: bool) -> None:
+    """Switch the reduction of gradients on or off, as `no_sync` does."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = on
+    elif hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(on)
+
+
+def main() -> None:
+    """Run every set-up; the file named on the command line gets the rank as its ending."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {
+        f"{process} | {variant} | {action}": train(process, variant, rules)
+        for process in PROCESSES
+        for variant in VARIANTS
+        for action, rules in {**ACTIONS, "no rules": []}.items()
+    }
+    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
