@@ -70,7 +70,12 @@ class Border:
         width = max(len(printable(names[tensor])) for tensor in self.order)
         rows = [self._row(tensor, printable(names[tensor]).ljust(width)) for tensor in self.order]
         head = "in the order in which backward produced them:"
-        return [head, *window(rows, self.first), self._advice(names)]
+        lines = [head, *window(rows, self.first), self._advice(names)]
+        if self.bad[self.order[self.first]].ranks:
+            lines.append(
+                "a part is where a rank keeps its share of the sum: any rank may have added it"
+            )
+        return lines
 
     def _row(self, tensor: int, label: str) -> str:
         bad = self.bad.get(tensor)

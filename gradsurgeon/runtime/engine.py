@@ -63,6 +63,7 @@ class Engine:
             finished=self._finished,
             first_owner=self._optimizer_appeared,
             scaled_away=self._scaled_away,
+            recheck=self._check,
         )
         declared = optimizers is not None and not optimizers
         self.manual = Manual(state, self._judge, self._finished, declared=declared)

@@ -35,6 +35,7 @@ class Count:
 
 def norms(tensors: Sequence[int], grads: Sequence[Tensor], order: float = 2.0) -> Norms:
     """Return the norms of gradients, float32; one tensor per device, with the tensors it covers."""
+    grads = [_dist.settled(grad) for grad in grads]
     devices: dict[torch.device, list[int]] = {}
     for position, grad in enumerate(grads):
         devices.setdefault(grad.device, []).append(position)
@@ -94,6 +95,7 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
     with torch.no_grad():
         if not any(_dist.is_sharded(grad) for grad in grads):
             return torch.stack([_torch.statistic(stat, grad) for grad in grads])
+        grads = [_dist.settled(grad) for grad in grads]
         return _of_shards(stat, grads, [_dist.local(grad) for grad in grads]).float()
 
 
@@ -130,6 +132,7 @@ def _each(stat: str, parts: Sequence[Tensor], *, empty: float) -> Tensor:
 
 def counts(grads: Mapping[int, Tensor]) -> dict[int, Count]:
     """Return how many elements are not finite, of the gradients where some are not. Waits."""
+    grads = {tensor: _dist.settled(grad) for tensor, grad in grads.items()}
     plain = {tensor: grad for tensor, grad in grads.items() if not _dist.spread(grad)}
     found: dict[int, Count] = {}
     for tensor, grad in plain.items():

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _torch
+from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import BindError
 from gradsurgeon.runtime.clock import Clock
@@ -78,12 +78,15 @@ class Steps:
         finished: Callable[..., None],
         first_owner: Callable[[], None],
         scaled_away: Callable[[Clock], None],
+        recheck: Callable[[], None],
     ) -> None:
         self._state = state
         self._judge = judge
         self._finished = finished
         self._first_owner = first_owner
         self._scaled_away = scaled_away
+        # Raises where the rules cannot act on what has become of the model.
+        self._recheck = recheck
         # How often an optimizer of ours has begun a step; a scaler that skips one leaves it as it is.
         self.begun = 0
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
@@ -132,7 +135,10 @@ class Steps:
             return owner
         if owner is None and self._foreign.get(optimizer) == size:
             return None
-        tensors = self._state.targets.owned(_params(optimizer))
+        params = _params(optimizer)
+        if any(_dist.is_flattened(param) for param in params):
+            self._recheck()
+        tensors = self._state.targets.owned(params)
         if not tensors:
             self._foreign[optimizer] = size
             return None

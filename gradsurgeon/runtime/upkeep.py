@@ -63,7 +63,7 @@ class Upkeep:
         if not replaced:
             return []
         params = [self._state.targets.param(tensor) for tensor in replaced]
-        if any(one is None or _dist.is_sharded(one) or _dist.is_flattened(one) for one in params):
+        if any(one is not None and _dist.is_sharded(one) for one in params):
             self._check()
         there = [tensor for tensor in replaced if self._arming.rearm(tensor)]
         # What they have now got did not pass through hooks, and that has just been said.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_ranks
 
 SETUPS = ["before", "after", "bucket views", "static graph", "unused", "no_sync"]
 
@@ -17,19 +15,7 @@ SETUPS = ["before", "after", "bucket views", "static graph", "unused", "no_sync"
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     out = tmp_path_factory.mktemp("ddp") / "seen"
     worker = Path(__file__).with_name("ddp_worker.py")
-    launch = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    done = subprocess.run(
-        [*launch, str(worker), str(out)], capture_output=True, text=True, check=False, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in (0, 1)]
+    return run_ranks(worker, out)
 
 
 def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from p5_worker import ACTIONS, PROCESSES, VARIANTS
+from distributed.p5_worker import ACTIONS, PROCESSES, VARIANTS
 from ranks import run_ranks
 
 TOLERANCE = 1e-6

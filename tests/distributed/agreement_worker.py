@@ -1,0 +1,208 @@
+"""One of two ranks sees something that the other does not; each writes down what became of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsurgeon
+
+FAULT = 2
+STEPS = 5
+
+
+def data(step: int) -> Tensor:
+    """Return this rank's half of a batch."""
+    whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+    return whole.chunk(2)[dist.get_rank()]
+
+
+def make(kind: str) -> tuple[nn.Sequential, Any]:
+    """Return a model of four rows per layer and what the script calls."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    if kind == "DDP":
+        return model, DistributedDataParallel(model)
+    if kind == "FSDP2":
+        for part in (model[0], model[2], model):
+            fully_shard(part)
+    return model, model
+
+
+def spoil_row(row: int) -> Callable[[Tensor], Tensor]:
+    """Return a hook that makes one column of the gradient of an output NaN."""
+
+    def hook(grad: Tensor) -> Tensor:
+        spoilt = grad.clone()
+        spoilt[:, row] = float("nan")
+        return spoilt
+
+    return hook
+
+
+def train(kind: str, rule: dict[str, Any], spoil: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """Train, with a fault in one step that ``spoil`` brings about through the output of layer 2."""
+    model, called = make(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]})
+    weights = []
+    error = None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        out = called(data(step))
+        if step == FAULT:
+            out = spoil(out)
+        out.square().mean().backward()
+        try:
+            optimizer.step()
+        except gradsurgeon.NonFiniteGradientError as caught:
+            error = {
+                "rank": caught.rank,
+                "name": caught.name,
+                "step": caught.step,
+                "rule": caught.rule,
+                "text": str(caught),
+            }
+            break
+        weights.append([whole(param) for param in model.parameters()])
+    session.remove()
+    return {
+        "error": error,
+        "weights": weights,
+        "events": [(event.kind, event.step, event.name) for event in session.events],
+        "texts": [event.message for event in session.events],
+    }
+
+
+def whole(param: Tensor) -> list[float]:
+    """Return all elements of a parameter."""
+    full = param.full_tensor() if isinstance(param, DTensor) else param
+    return [float(value) for value in full.detach().flatten()]
+
+
+def everywhere(out: Tensor) -> Tensor:
+    """Make one row of the weight gradient NaN on the last rank; reduction carries it to its owner."""
+    if dist.get_rank() == 1:
+        out.register_hook(spoil_row(0))
+    return out
+
+
+def alone(out: Tensor) -> Tensor:
+    """Leave gradients as they are: only the rule on a module sees a NaN, on rank 1."""
+    return out
+
+
+def trap(**options: Any) -> dict[str, Any]:
+    """Return a trap on parameters or modules."""
+    return {"id": "trap", "action": "nan-trap", "params": "*", **options}
+
+
+def module_trap(kind: str, then: str) -> dict[str, Any]:
+    """Trap a module tensor that is NaN on rank 1 alone and that no gradient sees."""
+    model, called = make(kind)
+
+    class Probe(nn.Module):
+        """Passes its input on."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            """Return the input."""
+            return x * 1.0
+
+    probe = Probe()
+    holder = nn.ModuleDict({"net": model, "probe": probe})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    rule = {
+        "id": "trap",
+        "action": "nan-trap",
+        "modules": "probe",
+        "tensor": "output.grad",
+        "then": then,
+    }
+    session = gradsurgeon.apply(holder, {"version": 1, "rules": [rule]})
+    weights = []
+    error = None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        side = torch.ones(2, requires_grad=True)
+        seen = probe(side)
+        if step == FAULT and dist.get_rank() == 1:
+            seen = seen * float("nan")
+        (called(data(step)).square().mean() + seen.sum()).backward()
+        try:
+            optimizer.step()
+        except gradsurgeon.NonFiniteGradientError as caught:
+            error = {"rank": caught.rank, "name": caught.name, "step": caught.step}
+            error |= {"rule": caught.rule, "text": str(caught)}
+            break
+        weights.append([whole(param) for param in model.parameters()])
+    session.remove()
+    return {
+        "error": error,
+        "weights": weights,
+        "events": [(event.kind, event.step, event.name) for event in session.events],
+        "texts": [event.message for event in session.events],
+    }
+
+
+def local_updates() -> dict[str, Any]:
+    """Step on gradients that were never reduced: the ranks are on their own, and none may wait."""
+    model, called = make("DDP")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = gradsurgeon.apply(called, {"version": 1, "rules": [trap(then="skip-step")]})
+    for step in range(3):
+        optimizer.zero_grad()
+        with called.no_sync():
+            out = called(data(step))
+            if step == 1 and dist.get_rank() == 1:
+                out.register_hook(spoil_row(0))
+            out.square().mean().backward()
+            optimizer.step()
+    session.remove()
+    return {"events": [(event.kind, event.step, event.name) for event in session.events]}
+
+
+def uneven() -> dict[str, Any]:
+    """Train under `Join`."""
+    _, called = make("DDP")
+    session = gradsurgeon.apply(called, {"version": 1, "rules": [trap()]})
+    text = ""
+    try:
+        with Join([called]):
+            called(data(0)).sum().backward()
+    except gradsurgeon.GradSurgeonError as caught:
+        text = str(caught)
+    session.remove()
+    return {"text": text}
+
+
+def main() -> None:
+    """Run every part; the file named on the command line gets the rank as its ending."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {}
+    for kind in ("DDP", "FSDP2"):
+        for then in ("skip-step", "raise", "warn"):
+            if then != "warn":
+                found[f"{kind} params {then}"] = train(kind, trap(then=then), everywhere)
+                found[f"{kind} module {then}"] = module_trap(kind, then)
+    found["FSDP2 give up"] = train("FSDP2", trap(then="skip-step", give_up_after=1), everywhere)
+    found["no trap"] = train("DDP", {"id": "n", "action": "norm-log", "params": "*"}, alone)
+    found["local updates"] = local_updates()
+    found["uneven"] = uneven()
+    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""What rules see and do on sharded models; each rank writes down the answers to the tests."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsurgeon
+
+STATS = ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
+LOG = {"id": "log", "action": "norm-log", "params": "*", "stats": STATS}
+
+
+def rules(*given: dict[str, Any]) -> dict[str, Any]:
+    """Return a rule set."""
+    return {"version": 1, "rules": list(given)}
+
+
+def data(step: int) -> Tensor:
+    """Return the whole batch of a step, the same on every rank."""
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+
+
+def make() -> nn.Sequential:
+    """Return a model whose rows two ranks share unevenly; one of them gets none of `2`."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def shard(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    """Shard a model, layer by layer."""
+    for part in (model[0], model[2], model):
+        fully_shard(part, **options)
+    return model
+
+
+def mine(step: int) -> Tensor:
+    """Return this rank's half of a batch."""
+    return data(step).chunk(2)[dist.get_rank()]
+
+
+def whole(tensor: Any) -> list[float]:
+    """Return all elements of a tensor."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return [float(value) for value in full.detach().flatten()]
+
+
+def steps(model: Any, batch: Callable[[int], Tensor], count: int = 3) -> torch.optim.Optimizer:
+    """Train for some steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(count):
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+    return optimizer
+
+
+def told(session: gradsurgeon.Session) -> dict[str, Any]:
+    """Return the statistics of all parameters."""
+    names = [param.name for param in session.plan.manifest.params]
+    return {
+        f"{name} {stat}": [value for _, value in session.history(name, stat)]
+        for name in names
+        for stat in STATS
+    }
+
+
+def error(call: Callable[[], object]) -> dict[str, Any]:
+    """Return the error of a call."""
+    try:
+        call()
+    except gradsurgeon.GradSurgeonError as caught:
+        found: dict[str, Any] = {"kind": type(caught).__name__, "text": str(caught)}
+        if isinstance(caught, gradsurgeon.NonFiniteGradientError):
+            found |= {"rank": caught.rank, "name": caught.name, "step": caught.step}
+        return found
+    return {"kind": "", "text": ""}
+
+
+def statistics() -> dict[str, Any]:
+    """Record every statistic of a whole and of a sharded model, at two points."""
+    found: dict[str, Any] = {}
+    for point in ("accumulated", "step"):
+        log = {**LOG, "at": point}
+        with gradsurgeon.apply(model := make(), rules(log)) as session:
+            steps(model, data)
+            found[f"whole {point}"] = told(session)
+        with gradsurgeon.apply(model := shard(make()), rules(log)) as session:
+            steps(model, mine)
+            found[f"sharded {point}"] = told(session)
+    return found
+
+
+def captured() -> dict[str, Any]:
+    """Capture gradients of a whole and of a sharded model."""
+    found = {}
+    for kind in ("whole", "sharded"):
+        for point in ("accumulated", "step"):
+            model = make() if kind == "whole" else shard(make())
+            keep = {"id": "keep", "action": "capture", "params": "*", "at": point}
+            with gradsurgeon.apply(model, rules(keep)) as session:
+                steps(model, data if kind == "whole" else mine, 1)
+                kept = session.captured("keep")
+                found[f"{kind} {point}"] = {name: whole(t) for (name, _, _), t in kept.items()}
+    return found
+
+
+def mixed_precision() -> dict[str, Any]:
+    """Clip with parameters and reduction in bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = shard(make(), mp_policy=policy)
+    clip = {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 0.01, "per": "rule"}
+    with gradsurgeon.apply(model, rules(clip, {**LOG, "at": "step", "stats": ["l2"]})) as session:
+        steps(model, mine, 2)
+        names = [param.name for param in session.plan.manifest.params]
+        norms = [session.latest(name) for name in names]
+        return {
+            "norm": sum(norm**2 for norm in norms) ** 0.5,
+            "fired": session.status()["clip"].fired,
+        }
+
+
+def late() -> dict[str, Any]:
+    """Apply before sharding."""
+    trap = {"id": "trap", "action": "nan-trap", "params": "*"}
+    zero = {"id": "zero", "action": "zero", "at": "step", "params": "0.*"}
+    model = make()
+    before = [whole(param) for param in model.parameters()]
+    with gradsurgeon.apply(model, rules({**LOG, "stats": ["l2"]}, trap, zero)) as session:
+        shard(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            steps(model, mine)
+        found: dict[str, Any] = {
+            "warnings": [
+                str(one.message)
+                for one in caught
+                if "gradsurgeon" in one.filename
+                or issubclass(one.category, gradsurgeon.GradSurgeonWarning)
+            ],
+            "norms": session.history("0.weight"),
+            "events": [(event.kind, event.name) for event in session.events],
+            "fired": {rule: status.fired for rule, status in session.status().items()},
+        }
+    after = [whole(param) for param in model.parameters()]
+    found["moved"] = [one != other for one, other in zip(before, after, strict=True)]
+    early = {"id": "early", "action": "clamp", "at": "backward", "params": "*", "max": 1.0}
+    model = make()
+    session = gradsurgeon.apply(model, rules(early))
+    shard(model)
+    found["refused"] = error(lambda: steps(model, mine))
+    session.remove()
+    return found
+
+
+def refused() -> dict[str, Any]:
+    """Bind what cannot be honoured."""
+    model = shard(make())
+    by_action = {
+        action: {"id": "early", "action": action, "at": "backward", "params": "*", **options}
+        for action, options in (
+            ("clamp", {"max": 1.0}),
+            ("norm-log", {}),
+            ("sanitize", {}),
+        )
+    }
+    found = {
+        name: error(partial(gradsurgeon.apply, model, rules(rule)))
+        for name, rule in by_action.items()
+    }
+    flat = FullyShardedDataParallel(make(), use_orig_params=True, device_id=torch.device("cpu"))
+    found["FSDP1"] = error(lambda: gradsurgeon.apply(flat, rules(LOG)))
+    module = {"id": "m", "action": "norm-log", "modules": "0", "tensor": "output"}
+    found["FSDP1 modules"] = error(lambda: gradsurgeon.apply(flat, rules(module)))
+    for original in (True, False):
+        model = make()
+        session = gradsurgeon.apply(model, rules(LOG))
+        wrapped = FullyShardedDataParallel(
+            model, use_orig_params=original, device_id=torch.device("cpu")
+        )
+        found[f"FSDP1 later, {original}"] = error(partial(steps, wrapped, mine))
+        session.remove()
+    return found
+
+
+class Block(nn.Module):
+    """What tensor parallelism divides: two projections after a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.up = nn.Linear(4, 6)
+        self.down = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape ``[batch, sequence, 4]`` to the same."""
+        out: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+def tensor_parallel() -> dict[str, Any]:
+    """Compare rules on a divided block with rules on a whole one."""
+    mesh = init_device_mesh("cpu", (2,))
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    given = {
+        "step": rules(
+            {**LOG, "stats": STATS},
+            {"id": "clamp", "action": "clamp", "at": "step", "params": "*", "max": 0.002},
+            {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 0.01, "per": "rule"},
+            {"id": "trap", "action": "nan-trap", "params": "*"},
+        ),
+        "backward": rules(
+            {"id": "half", "action": "scale", "at": "backward", "params": "*", "factor": 0.5},
+            {"id": "low", "action": "clamp", "at": "backward", "params": "up.*", "max": 0.001},
+        ),
+    }
+    found: dict[str, Any] = {}
+    for name, text in given.items():
+        for kind in ("whole", "divided"):
+            torch.manual_seed(0)
+            model: Any = Block()
+            if kind == "divided":
+                model = parallelize_module(model, mesh, plan)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+            with gradsurgeon.apply(model, text, optimizer=optimizer) as session:
+                for step in range(3):
+                    optimizer.zero_grad()
+                    x = data(step).reshape(1, 8, 4)
+                    if kind == "divided":
+                        x = x.chunk(2, 1)[dist.get_rank()]
+                    # Every rank has half of the sequence; the loss is the mean over all of it.
+                    (model(x).square().sum() / 32).backward()
+                    optimizer.step()
+                found[f"{name} {kind}"] = {
+                    "weights": [whole(param) for param in model.parameters()],
+                    "told": told(session) if name == "step" else {},
+                }
+    model = parallelize_module(Block(), mesh, plan)
+    clip = {"id": "c", "action": "clip-norm", "at": "backward", "params": "*", "max_norm": 1.0}
+    found["refused"] = error(lambda: gradsurgeon.apply(model, rules(clip)))
+    bound = {"id": "b", "action": "clamp", "at": "backward", "params": "norm.*", "max": 1.0}
+    with gradsurgeon.apply(model, rules(bound)):
+        x = data(0).reshape(1, 8, 4).chunk(2, 1)[dist.get_rank()]
+        found["pending"] = error(lambda: model(x).sum().backward())
+    return found
+
+
+def redundancy() -> dict[str, Any]:
+    """Halve gradients under an optimizer that has another one inside."""
+    half = {"id": "half", "action": "scale", "at": "step", "params": "*", "factor": 0.5}
+    # Importing it warns, so that whoever only wants a name from this file must not.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found: dict[str, Any] = {}
+    for kind in ("named", "found", "without", "plain"):
+        model = DistributedDataParallel(make())
+        make_it: Any = ZeroRedundancyOptimizer if kind != "plain" else None
+        optimizer = (
+            torch.optim.SGD(model.parameters(), lr=0.5)
+            if make_it is None
+            else make_it(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.5)
+        )
+        session = None
+        if kind != "without":
+            given = optimizer if kind == "named" else None
+            session = gradsurgeon.apply(model, rules(half, LOG), optimizer=given)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(mine(step)).square().mean().backward()
+            optimizer.step()
+        found[kind] = {"weights": [whole(param) for param in model.parameters()]}
+        if session is not None:
+            found[kind] |= {"step": session.step, "fired": session.status()["half"].fired}
+            found[kind]["logged"] = [step for step, _ in session.history("0.weight")]
+            session.remove()
+    return found
+
+
+def main() -> None:
+    """Run every part; the file named on the command line gets the rank as its ending."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    parts = (statistics, captured, mixed_precision, late, refused, tensor_parallel, redundancy)
+    found = {part.__name__: part() for part in parts}
+    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""All ranks decide alike, and those that have seen nothing say which rank has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.agreement_worker import FAULT, STEPS
+from ranks import run_ranks
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    worker = Path(__file__).with_name("agreement_worker.py")
+    return run_ranks(worker, tmp_path_factory.mktemp("agreement") / "seen")
+
+
+@pytest.mark.parametrize("what", ["params", "module"])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_a_step_is_skipped_on_all_ranks(ranks: list[dict[str, Any]], kind: str, what: str) -> None:
+    for rank in ranks:
+        weights = rank[f"{kind} {what} skip-step"]["weights"]
+        assert len(weights) == STEPS
+        assert weights[FAULT] == weights[FAULT - 1]
+        assert weights[FAULT + 1] != weights[FAULT]
+        assert weights == ranks[0][f"{kind} {what} skip-step"]["weights"]
+
+
+@pytest.mark.parametrize("what", ["params", "module"])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_all_ranks_raise_at_the_same_step(
+    ranks: list[dict[str, Any]], kind: str, what: str
+) -> None:
+    for rank in ranks:
+        seen = rank[f"{kind} {what} raise"]
+        assert seen["error"]["step"] == FAULT
+        assert seen["error"]["rule"] == "trap"
+        assert len(seen["weights"]) == FAULT
+
+
+def test_an_average_is_traced_to_the_rank_that_spoilt_it(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        error = rank["DDP params raise"]["error"]
+        assert (error["rank"], error["name"]) == (1, "2.bias")
+        assert "; rank 1 contributed what is not finite\n" in error["text"]
+        assert "NaN     2.bias    1 element\n" in error["text"]
+
+
+def test_elements_of_all_parts_are_counted(ranks: list[dict[str, Any]]) -> None:
+    # Row 0 of layer 2 lies on rank 0, whoever spoilt it; layer 0 is spoilt on both.
+    for rank in ranks:
+        error = rank["FSDP2 params raise"]["error"]
+        assert (error["rank"], error["name"]) == (0, "2.weight")
+        assert "NaN     2.weight  4 elements, in the part of rank 0\n" in error["text"]
+        assert "NaN     0.weight  16 elements, in the part of ranks 0, 1\n" in error["text"]
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_a_rank_that_saw_nothing_names_the_one_that_did(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
+    own, other = ranks[1][f"{kind} module raise"], ranks[0][f"{kind} module raise"]
+    assert (own["error"]["rank"], own["error"]["name"]) == (1, "probe")
+    assert (other["error"]["rank"], other["error"]["name"]) == (1, "probe")
+    assert own["error"]["text"].startswith("step 2, rule trap: 1 of 1 tensors are not finite")
+    assert other["error"]["text"].startswith("step 2: rank 1 trapped, and all ranks stop: ")
+    assert own["error"]["text"] in other["error"]["text"]
+    skipped = ranks[0][f"{kind} module skip-step"]
+    assert skipped["events"] == [["skipped-step", FAULT, "probe"]]
+    assert skipped["texts"][0].startswith("step 2: rank 1 trapped, and all ranks skip the step: ")
+
+
+def test_giving_up_is_agreed(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["FSDP2 give up"]["error"]["step"] == FAULT
+        assert "tripped 1 times in a row" in rank["FSDP2 give up"]["error"]["text"]
+
+
+def test_ranks_that_do_not_reduce_wait_for_nobody(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[0]["local updates"]["events"] == []
+    assert ranks[1]["local updates"]["events"] == [
+        ["trap", 1, "2.bias"],
+        ["skipped-step", 1, "2.bias"],
+    ]
+
+
+def test_uneven_inputs_are_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["uneven"]["text"].startswith("the model trains under `Join`")
+        assert "`drop_last`" in rank["uneven"]["text"]

@@ -1,0 +1,129 @@
+"""Sharded models: rules mean the whole gradient, or refuse and name what to do instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.sharded_worker import STATS
+from ranks import run_ranks
+
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    worker = Path(__file__).with_name("sharded_worker.py")
+    return run_ranks(worker, tmp_path_factory.mktemp("sharded") / "seen")
+
+
+@pytest.mark.parametrize("stat", STATS)
+@pytest.mark.parametrize("point", ["accumulated", "step"])
+def test_fsdp2_records_are_of_the_whole_gradient(
+    ranks: list[dict[str, Any]], point: str, stat: str
+) -> None:
+    for rank in ranks:
+        found = rank["statistics"]
+        for name in NAMES:
+            whole = found[f"whole {point}"][f"{name} {stat}"]
+            sharded = found[f"sharded {point}"][f"{name} {stat}"]
+            assert len(whole) == 3
+            assert sharded == pytest.approx(whole, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("point", ["accumulated", "step"])
+def test_fsdp2_captures_are_of_the_whole_gradient(ranks: list[dict[str, Any]], point: str) -> None:
+    for rank in ranks:
+        whole, sharded = (rank["captured"][f"{kind} {point}"] for kind in ("whole", "sharded"))
+        assert list(whole) == list(sharded) == NAMES
+        for name in NAMES:
+            assert sharded[name] == pytest.approx(whole[name], abs=1e-6)
+
+
+def test_fsdp2_mixed_precision_is_clipped_to_the_whole_norm(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["mixed_precision"]["norm"] == pytest.approx(0.01, rel=1e-3)
+        assert rank["mixed_precision"]["fired"] == 8
+
+
+def test_sharding_after_apply_is_repaired_with_one_warning(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        late = rank["late"]
+        assert len(late["warnings"]) == 1
+        assert late["warnings"][0].startswith("0.weight, 0.bias, 2.weight and 1 more: each was")
+        assert late["events"] == [["hook-rearmed", name] for name in NAMES]
+        assert late["fired"] == {"log": 12, "trap": 3, "zero": 6}
+        assert late["moved"] == [False, False, True, True]
+        # The first step, before the repair, is there as well.
+        wanted = rank["statistics"]["whole accumulated"]["0.weight l2"][:1]
+        assert [step for step, _ in late["norms"]] == [0, 1, 2]
+        assert late["norms"][0][1] == pytest.approx(wanted[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("action", "remedy"),
+    [("clamp", "use `at: step`"), ("norm-log", "use `at: accumulated`"), ("sanitize", "`exclude`")],
+)
+def test_fsdp2_contributions_are_refused(
+    ranks: list[dict[str, Any]], action: str, remedy: str
+) -> None:
+    for rank in ranks:
+        refused = rank["refused"][action]
+        assert refused["kind"] == "BindError"
+        assert "rule early: 4 parameters are sharded by fully_shard (0.weight" in refused["text"]
+        assert remedy in refused["text"]
+
+
+def test_sharding_after_apply_is_refused_where_contributions_were_meant(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        refused = rank["late"]["refused"]
+        assert refused["kind"] == "BindError"
+        assert "rule early: 4 parameters are sharded by fully_shard" in refused["text"]
+
+
+@pytest.mark.parametrize(
+    "how", ["FSDP1", "FSDP1 modules", "FSDP1 later, True", "FSDP1 later, False"]
+)
+def test_flat_parameters_are_refused(ranks: list[dict[str, Any]], how: str) -> None:
+    for rank in ranks:
+        refused = rank["refused"][how]
+        assert refused["kind"] == "BindError"
+        assert "torch.distributed.fsdp.fully_shard" in refused["text"]
+
+
+@pytest.mark.parametrize("point", ["step", "backward"])
+def test_tensor_parallel_rules_mean_the_whole_parameter(
+    ranks: list[dict[str, Any]], point: str
+) -> None:
+    for rank in ranks:
+        whole, divided = (rank["tensor_parallel"][f"{point} {k}"] for k in ("whole", "divided"))
+        for one, other in zip(whole["weights"], divided["weights"], strict=True):
+            assert other == pytest.approx(one, abs=1e-6)
+        for key, values in whole["told"].items():
+            assert divided["told"][key] == pytest.approx(values, rel=1e-4, abs=1e-6), key
+
+
+def test_tensor_parallel_contributions_are_refused_where_ranks_would_have_to_meet(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        found = rank["tensor_parallel"]
+        assert found["refused"]["kind"] == "BindError"
+        assert "rule c: 6 parameters are divided by tensor parallelism" in found["refused"]["text"]
+        assert found["pending"]["text"].startswith(
+            "rule b: what a backward pass contributes to norm.weight is still to be summed"
+        )
+
+
+@pytest.mark.parametrize("how", ["named", "found"])
+def test_an_optimizer_inside_an_optimizer_acts_once(ranks: list[dict[str, Any]], how: str) -> None:
+    for rank in ranks:
+        found = rank["redundancy"]
+        assert found[how]["weights"] == found["plain"]["weights"]
+        assert found[how]["weights"] != found["without"]["weights"]
+        assert found[how]["step"] == 3
+        assert found[how]["fired"] == 12
+        assert found[how]["logged"] == [0, 1, 2]
