@@ -1,0 +1,110 @@
+"""Rules on what one rank contributes, beside hooks written by hand, under DDP and FSDP2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gradsurgeon
+
+LIMIT = 0.03
+RULES: dict[str, list[dict[str, Any]]] = {
+    "backward": [
+        {"id": "c", "action": "clamp", "params": "0.*", "at": "backward", "max": LIMIT},
+        {"id": "n", "action": "norm-log", "params": "0.weight", "at": "backward"},
+    ],
+    "output.grad": [
+        {"id": "c", "action": "clamp", "modules": "0", "tensor": "output.grad", "max": LIMIT},
+        {"id": "n", "action": "norm-log", "modules": "0", "tensor": "output.grad"},
+    ],
+    "output": [
+        {"id": "c", "action": "clamp", "modules": "0", "tensor": "output", "max": LIMIT},
+        {"id": "n", "action": "norm-log", "modules": "0", "tensor": "output"},
+    ],
+}
+
+
+def data(step: int) -> Tensor:
+    """Return this rank's half of a batch."""
+    whole = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+    return whole.chunk(2)[dist.get_rank()]
+
+
+def by_hand(model: nn.Sequential, what: str, norms: list[float]) -> None:
+    """Do with hooks what the rules do."""
+
+    def edit(tensor: Tensor, *, record: bool = True) -> Tensor:
+        out = tensor.clamp(max=LIMIT)
+        if record:
+            norms.append(float(torch.linalg.vector_norm(out.detach())))
+        return out
+
+    layer: Any = model[0]
+    if what == "backward":
+        layer.weight.register_hook(edit)
+        layer.bias.register_hook(lambda grad: edit(grad, record=False))
+    elif what == "output":
+        model[0].register_forward_hook(lambda _m, _a, out: edit(out))
+    else:
+        model[0].register_forward_hook(lambda _m, _a, out: out.register_hook(edit) and None)
+
+
+def train(kind: str, what: str, *, hand: str) -> dict[str, Any]:
+    """Return final weights and this rank's records."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    called: Any = model
+    norms: list[float] = []
+    if kind == "FSDP2":
+        for part in (model[0], model[2], model):
+            fully_shard(part)
+    if hand == "hooks":
+        by_hand(model, what, norms)
+    if kind == "DDP":
+        called = DistributedDataParallel(model)
+    rules = {"version": 1, "rules": RULES[what]}
+    session = gradsurgeon.apply(called, rules) if hand == "rules" else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        called(data(step)).square().mean().backward()
+        optimizer.step()
+    if session is not None:
+        name = "0.weight" if what == "backward" else "0"
+        norms = [value for _, value in session.history(name, rule="n")]
+        session.remove()
+    return {"weights": [whole(param) for param in model.parameters()], "norms": norms}
+
+
+def whole(param: Tensor) -> list[float]:
+    """Return all elements of a parameter."""
+    full = param.full_tensor() if isinstance(param, DTensor) else param
+    return [float(value) for value in full.detach().flatten()]
+
+
+def main() -> None:
+    """Run every part; the file named on the command line gets the rank as its ending."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {
+        f"{kind} {what} {hand}": train(kind, what, hand=hand)
+        for kind in ("DDP", "FSDP2")
+        for what in RULES
+        if (kind, what) != ("FSDP2", "backward")
+        for hand in ("hooks", "rules", "neither")
+    }
+    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

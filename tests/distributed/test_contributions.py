@@ -1,0 +1,42 @@
+"""What one rank contributes, before it is reduced: rules do what hooks written by hand do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+CELLS = [
+    ("DDP", "backward"),
+    ("DDP", "output.grad"),
+    ("DDP", "output"),
+    ("FSDP2", "output.grad"),
+    ("FSDP2", "output"),
+]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    worker = Path(__file__).with_name("contributions_worker.py")
+    return run_ranks(worker, tmp_path_factory.mktemp("contributions") / "seen")
+
+
+@pytest.mark.parametrize(("kind", "what"), CELLS, ids=[" ".join(cell) for cell in CELLS])
+def test_rules_do_what_hooks_do(ranks: list[dict[str, Any]], kind: str, what: str) -> None:
+    for rank in ranks:
+        hooks, rules, neither = (
+            rank[f"{kind} {what} {hand}"] for hand in ("hooks", "rules", "neither")
+        )
+        assert rules["weights"] == hooks["weights"]
+        assert rules["weights"] != neither["weights"]
+        assert len(rules["norms"]) == 3
+        assert rules["norms"] == pytest.approx(hooks["norms"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "what"), CELLS, ids=[" ".join(cell) for cell in CELLS])
+def test_records_are_those_of_the_rank(ranks: list[dict[str, Any]], kind: str, what: str) -> None:
+    # Two ranks have two halves of the batch, so that what they contribute differs.
+    one, other = (rank[f"{kind} {what} rules"]["norms"] for rank in ranks)
+    assert one != other

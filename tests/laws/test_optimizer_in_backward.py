@@ -1,0 +1,113 @@
+"""One optimizer per parameter, stepped as soon as backward has its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from torch import Tensor, nn
+
+import gradsurgeon
+from gradsurgeon import BindError
+
+STEPS = 3
+RULES: list[dict[str, Any]] = [
+    {"id": "early", "action": "scale", "params": "0.*", "at": "backward", "factor": 3.0},
+    {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01},
+    {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 0.02},
+]
+LOG = {"id": "norms", "action": "norm-log", "params": "*"}
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def step_inside(model: nn.Module) -> None:
+    """Let every parameter step its own optimizer from inside backward."""
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {}
+
+    def hook(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        optimizers[param] = torch.optim.SGD([param], lr=0.1)
+        param.register_post_accumulate_grad_hook(hook)
+
+
+def inside(order: str, rules: list[dict[str, Any]]) -> tuple[list[Tensor], gradsurgeon.Session]:
+    model = make()
+    given = {"version": 1, "rules": rules}
+    if order == "apply first":
+        session = gradsurgeon.apply(model, given)
+    step_inside(model)
+    if order == "apply last":
+        session = gradsurgeon.apply(model, given)
+    with session:
+        for step in range(STEPS):
+            model(data(step, 5, 4)).square().mean().backward()
+    return [param.detach() for param in model.parameters()], session
+
+
+def outside(rules: list[dict[str, Any]]) -> tuple[list[Tensor], gradsurgeon.Session]:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, {"version": 1, "rules": rules}) as session:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(data(step, 5, 4)).square().mean().backward()
+            optimizer.step()
+    return [param.detach() for param in model.parameters()], session
+
+
+@pytest.mark.parametrize("order", ["apply first", "apply last"])
+def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> None:
+    wanted, other = outside([*RULES, LOG])
+    found, session = inside(order, [*RULES, LOG])
+    for one, two in zip(found, wanted, strict=True):
+        assert torch.equal(one, two)
+    assert session.events == []
+    assert session.step == STEPS
+    assert {rule: status.fired for rule, status in session.status().items()} == {
+        rule: status.fired for rule, status in other.status().items()
+    }
+    for name in ("0.weight", "2.bias"):
+        assert session.history(name) == other.history(name)
+
+
+@pytest.mark.parametrize("order", ["apply first", "apply last"])
+@pytest.mark.parametrize(
+    ("rule", "needs"),
+    [
+        ({"action": "nan-trap", "params": "*"}, "a trap could still hold back the whole update"),
+        (
+            {"action": "nan-trap", "modules": "0", "tensor": "output"},
+            "a trap could still hold back the whole update",
+        ),
+        ({"action": "freeze", "params": "*"}, "a parameter could be hidden from the optimizer"),
+        (
+            {"action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"},
+            "all gradients of the rule are there",
+        ),
+    ],
+    ids=["nan-trap", "nan-trap on modules", "freeze", "clip-norm per rule"],
+)
+def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any], needs: str) -> None:
+    before = [param.detach().clone() for param in make().parameters()]
+    model = make()
+    given = {"version": 1, "rules": [{"id": "all", **rule}]}
+    if order == "apply first":
+        session = gradsurgeon.apply(model, given)
+    step_inside(model)
+    if order == "apply last":
+        session = gradsurgeon.apply(model, given)
+    with pytest.raises(BindError, match="rule all: an optimizer steps inside backward") as caught:
+        model(data(0, 5, 4)).square().mean().backward()
+    assert needs in str(caught.value)
+    for one, two in zip(model.parameters(), before, strict=True):
+        assert torch.equal(one, two)
+    session.remove()
