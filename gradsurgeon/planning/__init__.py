@@ -10,6 +10,7 @@ from gradsurgeon.planning.manifest import (
     from_model,
     named_modules,
     slots,
+    walk,
 )
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 
@@ -26,4 +27,5 @@ __all__ = [
     "hook_of",
     "named_modules",
     "slots",
+    "walk",
 ]

@@ -20,6 +20,7 @@ from torch import Tensor
 from gradsurgeon import _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime.compiled import uncompiled
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
 
@@ -89,11 +90,13 @@ class Passes:
             self._training = (task, _torch.accumulates(param))
         return self._training[1]
 
+    @uncompiled
     def _ending(self, task: int) -> None:
         # Queued anew from inside a callback it runs after all others, such as that of DDP, which
         # copies the reduced gradients into place.
         _torch.queue_callback(partial(self._ended, task))
 
+    @uncompiled
     def _ended(self, task: int) -> None:
         running = self._open.pop(task, None)
         if running is None:
@@ -136,6 +139,7 @@ class Hook:
 class PassHook(Hook):
     """Post-accumulate hook: notes the arrival of one gradient."""
 
+    @uncompiled
     def __call__(self, _param: Tensor) -> None:
         """Note the arrival."""
         if (live := self._live()) is not None:
@@ -151,6 +155,7 @@ class TensorHook(Hook):
         super().__init__(state, passes, tensor, label)
         self._rules = rules
 
+    @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return the edited contribution, ``None`` to leave it as it is."""
         live = self._live()

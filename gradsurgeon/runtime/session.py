@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import GradSurgeonError, did_you_mean
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
+from gradsurgeon.runtime import compiled
 from gradsurgeon.runtime.captures import CaptureKey
 from gradsurgeon.runtime.clock import Clocks
 from gradsurgeon.runtime.engine import Engine, refuse_scaling
@@ -68,6 +70,7 @@ class Session:
         )
         if scaler is not None and scaler.is_enabled():
             refuse_scaling(program)
+        compiled.refuse_whole_graphs(program, model)
         self._engine = Engine(model, self._state, optimizers)
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
@@ -78,6 +81,11 @@ class Session:
     def attach(self, removed: Callable[[], None]) -> None:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
         self._engine.attach()
+        try:
+            compiled.renew(self._state)
+        except BaseException:
+            self._engine.detach()
+            raise
         self._when_removed = removed
 
     def __enter__(self) -> Self:
@@ -104,6 +112,7 @@ class Session:
                     )
                 text += " until the end"
                 self._state.journal.emit("never-fired", text, rule=rule, step=self.step)
+            compiled.release(self._state)
             self._close()
 
     def model_gone(self) -> None:
@@ -189,6 +198,11 @@ class Session:
             hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
             raise KeyError(f"no capture rule {rule!r}; {hint}")
         return self._state.captures.of(rule)
+
+    @property
+    def tag_rules(self) -> tuple[Rule, ...]:
+        """The rules on tensors that the script tags."""
+        return self._state.program.tags
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         """Run the rules on tags on a tensor that the script has tagged."""
