@@ -56,6 +56,23 @@ def accumulates(param: Tensor) -> bool:
     return True
 
 
+def in_compiled_autograd() -> bool:
+    """Tell whether the running backward pass is one graph, made by compiled autograd.
+
+    It calls all hooks, but never what `queue_callback` was given.
+    """
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
+
+
+def awaits(param: Tensor) -> bool:
+    """Tell, inside a backward pass, whether ``param`` gets a gradient from it."""
+    if not param.requires_grad:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001
+
+
 def is_host(tensor: Tensor) -> bool:
     """Tell whether reading a value of ``tensor`` waits for nothing."""
     return tensor.device.type == "cpu"
@@ -291,6 +308,19 @@ def uncompiled(reason: object) -> Callable[[_Function], _Function]:
         return function
 
     return mark
+
+
+def compile_apart(function: Any, *, allowed: bool) -> None:
+    """Say whether a function that a graph break has left outside may become a graph of its own."""
+    try:
+        from torch._C._dynamo import eval_frame  # noqa: PLC0415 # as above
+
+        kinds = eval_frame._FrameAction  # noqa: SLF001
+        action = kinds.DEFAULT if allowed else kinds.SKIP
+        strategy = eval_frame._FrameExecStrategy(action, kinds.DEFAULT)  # noqa: SLF001
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except (ImportError, AttributeError):
+        return  # Then it does become one, and counts towards the limit of graphs per function.
 
 
 def is_compiled_whole(module: Any) -> bool:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsurgeon.errors import GradSurgeonError
-from gradsurgeon.runtime.compiled import uncompiled
+from gradsurgeon.runtime.compiled import at_update, on_site
 from gradsurgeon.runtime.scaling import watched
 from gradsurgeon.runtime.session import Session
 
@@ -73,7 +73,7 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     return _show(tensor, name) if _on_tags else tensor
 
 
-@uncompiled
+@on_site
 def _show(tensor: Tensor, name: str) -> Tensor:
     for session in list(_sessions.values()):
         tensor = session.tag(tensor, name)
@@ -99,7 +99,7 @@ def _model_gone(session: weakref.ref[Session]) -> None:
         gone.model_gone()
 
 
-@uncompiled
+@at_update
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Introduce an optimizer to the sessions.
 
@@ -111,18 +111,18 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         session.meet(optimizer)
 
 
-@uncompiled
+@at_update
 def _on_scale(scaler: GradScaler) -> None:
     for session in _live():
         session.scaler_scales(scaler)
 
 
-@uncompiled
+@at_update
 def _before_scaler_steps() -> dict[Session, int]:
     return {session: session.steps_begun for session in _live()}
 
 
-@uncompiled
+@at_update
 def _after_scaler_steps(
     _scaler: GradScaler, optimizer: Optimizer, begun: dict[Session, int]
 ) -> None:

@@ -16,9 +16,9 @@ from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import GradSurgeonError, did_you_mean
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
-from gradsurgeon.runtime import compiled
 from gradsurgeon.runtime.captures import CaptureKey
 from gradsurgeon.runtime.clock import Clocks
+from gradsurgeon.runtime.compiled import Compiled
 from gradsurgeon.runtime.engine import Engine, refuse_scaling
 from gradsurgeon.runtime.journal import Journal
 from gradsurgeon.runtime.recorder import Recorder
@@ -70,7 +70,7 @@ class Session:
         )
         if scaler is not None and scaler.is_enabled():
             refuse_scaling(program)
-        compiled.refuse_whole_graphs(program, model)
+        self._compiled = Compiled(program, journal, model)
         self._engine = Engine(model, self._state, optimizers)
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
@@ -82,8 +82,9 @@ class Session:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
         self._engine.attach()
         try:
-            compiled.renew(self._state)
+            self._compiled.attach(self.step)
         except BaseException:
+            self._compiled.detach(None)
             self._engine.detach()
             raise
         self._when_removed = removed
@@ -112,13 +113,14 @@ class Session:
                     )
                 text += " until the end"
                 self._state.journal.emit("never-fired", text, rule=rule, step=self.step)
-            compiled.release(self._state)
+            self._compiled.detach(self.step)
             self._close()
 
     def model_gone(self) -> None:
         """Let go of everything that belonged to the model."""
         if not self._removed:
             self._removed = True
+            self._compiled.detach(None)
             self._close()
 
     def _close(self) -> None:

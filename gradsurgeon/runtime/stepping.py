@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.errors import BindError
 from gradsurgeon.runtime.clock import Clock
-from gradsurgeon.runtime.compiled import uncompiled
+from gradsurgeon.runtime.compiled import at_update
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.trap import Verdict
 
@@ -181,7 +181,7 @@ class Steps:
                 handle.remove()
         self._owners.clear()
 
-    @uncompiled
+    @at_update
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -259,7 +259,7 @@ class Steps:
         optimizer.state.clear()
         optimizer.state.update(copy.deepcopy(state, {id(p): p for p in _params(optimizer)}))
 
-    @uncompiled
+    @at_update
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs
         running = self._running

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from shutil import which
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from models import data
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon import BindError, GradSurgeonWarning, NonFiniteGradientError, RuleStatus, Session
+from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError, RuleStatus
 
 # Tracing what follows a graph break, torch looks at the gradient of its input, and warns about its own
 # doing.
@@ -94,11 +95,12 @@ def wrapped(model: Net, where: str, backend: Any) -> Callable[[Tensor], Tensor]:
     """Return what computes the loss."""
 
     def loss(x: Tensor) -> Tensor:
-        return model(x).square().mean()  # type: ignore[no-any-return]
+        out: Tensor = model(x)
+        return out.square().mean()
 
     if where == "the model":
         compiled: Any = torch.compile(model, backend=backend)
-        return lambda x: compiled(x).square().mean()  # type: ignore[no-any-return]
+        return lambda x: compiled(x).square().mean()
     if where == "a submodule":
         model.gate = torch.compile(model.gate, backend=backend)  # type: ignore[assignment]
     elif where == "in place":
@@ -175,8 +177,8 @@ def test_a_rule_acts_as_without_compilation(setup: str, where: str, action: str)
             assert values == pytest.approx([value for _, value in rows], rel=1e-4)
     if action == "capture":
         assert found.captured[where].keys() == wanted.captured[where].keys()
-        for key, tensor in wanted.captured[where].items():
-            assert torch.allclose(found.captured[where][key], tensor, atol=1e-5)
+        for place, tensor in wanted.captured[where].items():
+            assert torch.allclose(found.captured[where][place], tensor, atol=1e-5)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
@@ -194,5 +196,44 @@ def test_the_rules_bite() -> None:
 @pytest.mark.parametrize("setup", SETUPS)
 def test_nothing_is_compiled_from_step_to_step(setup: str) -> None:
     found = run(setup)
+    assert found.compiled[0] == found.compiled[-1] > 0
+    assert found.limits == 0
+
+
+# The first tensor that is not finite, in the order in which they come.
+FIRST = {"input": "gate", "output": "gate.lin", "tag.value": "hidden"}
+FIRST |= {"tag.grad": "hidden", "output.grad": "gate", "input.grad": "gate.lin"}
+
+
+@pytest.mark.parametrize("where", SITES)
+@pytest.mark.parametrize("place", WHERE)
+def test_a_trap_stops_the_update(place: str, where: str) -> None:
+    torch._dynamo.reset()
+    model = Net()
+    before = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    with gradsurgeon.apply(model, only(rule(where, "nan-trap"))):
+        wrapped(model, place, "eager")(data(0, 5, 4) * float("nan")).backward()
+        with pytest.raises(NonFiniteGradientError) as caught:
+            optimizer.step()
+    assert (caught.value.rule, caught.value.name) == (name(where, "nan-trap"), FIRST[where])
+    for a, b in zip(model.parameters(), before, strict=True):
+        assert torch.equal(a, b)
+
+
+no_compiler = pytest.mark.skipif(which("g++") is None, reason="inductor needs a C++ compiler")
+
+
+# Importing inductor, torch warns of a function of its own that it calls.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=no_compiler)]
+)
+def test_every_backend(backend: str) -> None:
+    wanted, found = run("not compiled"), run("the model, before", backend)
+    for a, b in zip(found.params, wanted.params, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+    fired = {rule: status.fired for rule, status in wanted.status.items()}
+    assert {rule: status.fired for rule, status in found.status.items()} == fired
     assert found.compiled[0] == found.compiled[-1] > 0
     assert found.limits == 0
