@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradsurgeon import _torch
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.compiled import at_update, on_site
 from gradsurgeon.runtime.scaling import watched
@@ -71,6 +72,10 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     """Show a tensor to the rules of all sessions; return the one to go on with."""
     # Code that was compiled without rules on tags notices that this is no longer empty.
     return _show(tensor, name) if _on_tags else tensor
+
+
+# Without rules on tags it is part of the graph of who calls it, but never a graph of its own.
+_torch.compile_apart(tag, allowed=False)
 
 
 @on_site
