@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
@@ -50,6 +54,23 @@ def accumulates(param: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def in_compiled_autograd() -> bool:
+    """Tell whether the running backward pass is one graph, made by compiled autograd.
+
+    It calls all hooks, but never what `queue_callback` was given.
+    """
+    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.in_compiled_autograd_region)
+
+
+def awaits(param: Tensor) -> bool:
+    """Tell, inside a backward pass, whether ``param`` gets a gradient from it."""
+    if not param.requires_grad:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(param).node
+    return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001
 
 
 def is_host(tensor: Tensor) -> bool:
@@ -251,3 +272,73 @@ def register_post_accumulate_hook(param: Tensor, hook: Callable[[Tensor], None])
     """Register a hook that runs once ``.grad`` of a leaf holds this pass's contribution."""
     handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
+
+
+def uncompiled(reason: object) -> Callable[[_Function], _Function]:
+    """Return a decorator for functions that `torch.compile` must neither trace nor compile.
+
+    What `torch.compiler.disable` does, without the seconds that it takes to import the compiler, which
+    a script that compiles nothing must not pay for.
+
+    Args:
+        reason: shown by torch where a graph must not break; made a text when it is needed.
+    """
+
+    def mark(function: _Function) -> _Function:
+        try:
+            from torch._C._dynamo import eval_frame  # noqa: PLC0415 # older ones lack it
+
+            skip = eval_frame._FrameAction.SKIP  # noqa: SLF001
+            strategy = eval_frame._FrameExecStrategy(skip, skip)  # noqa: SLF001
+            # Frames of this function are run as they are, and so are all that they call.
+            eval_frame.set_code_exec_strategy(cast("Any", function).__code__, strategy)
+        except (ImportError, AttributeError):
+            return cast("_Function", cast("Any", torch.compiler).disable(function))
+        # Tracers that come upon a call of it stop here.
+        cast("Any", function)._torchdynamo_disable = True  # noqa: SLF001
+        cast("Any", function)._torchdynamo_disable_msg = reason  # noqa: SLF001
+        return function
+
+    return mark
+
+
+def compile_apart(function: Any, *, allowed: bool) -> None:
+    """Say whether a function that a graph break has left outside may become a graph of its own."""
+    try:
+        from torch._C._dynamo import eval_frame  # noqa: PLC0415 # as above
+
+        kinds = eval_frame._FrameAction  # noqa: SLF001
+        action = kinds.DEFAULT if allowed else kinds.SKIP
+        strategy = eval_frame._FrameExecStrategy(action, kinds.DEFAULT)  # noqa: SLF001
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except (ImportError, AttributeError):
+        return  # Then it does become one, and counts towards the limit of graphs per function.
+
+
+def is_compiled_whole(module: Any) -> bool:
+    """Tell whether a module is compiled with ``fullgraph=True``, by wrapping it or in place."""
+    contexts = [vars(module).get("dynamo_ctx")]
+    compiled = vars(module).get("_compiled_call_impl")
+    contexts += [cell.cell_contents for cell in getattr(compiled, "__closure__", None) or ()]
+    return any(getattr(context, "fullgraph", False) is True for context in contexts)
+
+
+def forget_compiled_code() -> bool:
+    """Let `torch.compile` compile anew what it has compiled so far; tell whether there was any.
+
+    Compiled code does not notice hooks that modules have got since (`skip_nnmodule_hook_guards`).
+    Other than `torch.compiler.reset` this keeps everything that is not compiled code.
+    """
+    # Where nothing was compiled, the compiler must not be imported to say so.
+    convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
+    if convert_frame is None:
+        return False
+    frames = torch._C._dynamo.eval_frame  # noqa: SLF001
+    found = False
+    with convert_frame.compile_lock:
+        for reference in list(convert_frame.input_codes.seen):
+            code = reference()
+            if code is not None and frames._debug_get_cache_entry_list(code):  # noqa: SLF001
+                frames.reset_code(code)
+                found = True
+    return found

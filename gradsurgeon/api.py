@@ -171,6 +171,10 @@ def _runtime() -> Any:
             "applying rules needs PyTorch, which is not installed: pip install 'gradsurgeon[torch]', or "
             "the build of torch that fits your machine"
         ) from error
+    from gradsurgeon import _torch  # noqa: PLC0415 # as above
+
+    # A graph that breaks at a rule on tags must not break once more in here.
+    _torch.compile_apart(tag, allowed=False)
     return runtime
 
 

@@ -51,6 +51,11 @@ class Program:
     tags: tuple[Rule, ...] = ()
 
     @property
+    def watched(self) -> Sequence[int]:
+        """The parameters that carry hooks; rules on modules alone must learn of passes as well."""
+        return self.armed or range(len(self.names))
+
+    @property
     def traps(self) -> tuple[Stage, ...]:
         """The stages that can stop an update for the gradient of a parameter."""
         return tuple(stage for stage in self.after_backward if stage.rule.role == "trap")

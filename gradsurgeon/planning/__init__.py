@@ -1,6 +1,7 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
 from gradsurgeon.planning.binding import bind
+from gradsurgeon.planning.breaks import graph_breaks
 from gradsurgeon.planning.manifest import (
     ROOT,
     Manifest,
@@ -10,6 +11,7 @@ from gradsurgeon.planning.manifest import (
     from_model,
     named_modules,
     slots,
+    walk,
 )
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 
@@ -23,7 +25,9 @@ __all__ = [
     "Slot",
     "bind",
     "from_model",
+    "graph_breaks",
     "hook_of",
     "named_modules",
     "slots",
+    "walk",
 ]

@@ -9,6 +9,7 @@ from itertools import combinations
 from gradsurgeon.actions import MOMENTS, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
+from gradsurgeon.planning.breaks import breaks_of
 from gradsurgeon.planning.manifest import Manifest, Module, Param
 from gradsurgeon.planning.matching import Names, Thing, examples
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
@@ -48,7 +49,7 @@ def bind(rules: RuleSet, manifest: Manifest) -> Plan:
     if complaints:
         raise BindError(complaints)
     plan = Plan(rules, manifest, tuple(bindings), warnings)
-    return replace(plan, warnings=tuple(_overlaps(plan)))
+    return replace(plan, warnings=(*_overlaps(plan), *breaks_of(plan)))
 
 
 def _is_for(model: str, manifest: Manifest) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor
 from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
 
@@ -40,6 +41,8 @@ class Pass:
     own: dict[int, Tensor] = field(default_factory=dict)
     # It began on gradients that were there before: one more micro-batch of the same step.
     continued: bool = False
+    # What it has yet to reach; known only where the engine does not tell when it is through.
+    awaited: set[int] | None = None
 
     def followed_by(self, other: Pass) -> Pass:
         """Return both as one pass."""
@@ -75,24 +78,50 @@ class Passes:
         self._time = count()
         self._open: dict[int, Pass] = {}
         self._training: tuple[int, bool] = (-1, False)
+        # Handed over while it was still running; what comes after that is no pass of its own.
+        self._early: tuple[int, Pass] = (-1, Pass())
 
     def current(self) -> Pass:
         """Return the pass that is running, opening it if this is its first gradient."""
         task = _torch.graph_task()
         running = self._open.get(task)
         if running is None:
+            if self._early[0] == task:
+                return self._early[1]
+            self._hand_over_late()
             self._begins()
             while len(self._open) >= _MOST_OPEN:
                 del self._open[next(iter(self._open))]
             running = self._open[task] = Pass()
-            _torch.queue_callback(partial(self._ending, task))
+            if _torch.in_compiled_autograd():
+                running.awaited = set()
+            else:
+                _torch.queue_callback(partial(self._ending, task))
         return running
 
-    def arrived(self, tensor: int) -> None:
+    def arrived(self, tensor: int, state: State) -> None:
         """Note that a tensor has received its gradient."""
         running = self.current()
         running.order.append(tensor)
         running.times.append(next(self._time))
+        # Compiled autograd runs no callback at its end: the last gradient is the end.
+        if running.awaited is None:
+            return
+        if len(running.order) == 1:
+            params = ((i, state.targets.param(i)) for i in state.program.watched)
+            running.awaited.update(i for i, p in params if p is not None and _torch.awaits(p))
+        running.awaited.discard(tensor)
+        if not running.awaited:
+            task = _torch.graph_task()
+            self._early = (task, running)
+            self._ended(task)
+
+    def _hand_over_late(self) -> None:
+        """Hand over what has ended without a word, because a gradient that was due never came."""
+        now = _torch.graph_task()
+        for task, one in list(self._open.items()):
+            if one.awaited is not None and task != now:
+                self._ended(task)
 
     def is_training(self, param: Tensor) -> bool:
         """Tell a `backward()` from a `torch.autograd.grad()`; asked once per pass."""
@@ -101,11 +130,13 @@ class Passes:
             self._training = (task, _torch.accumulates(param))
         return self._training[1]
 
+    @in_backward
     def _ending(self, task: int) -> None:
         # Queued anew from inside a callback it runs after all others, such as that of DDP, which
         # copies the reduced gradients into place.
         _torch.queue_callback(partial(self._ended, task))
 
+    @in_backward
     def _ended(self, task: int) -> None:
         running = self._open.pop(task, None)
         if running is None:
@@ -119,6 +150,7 @@ class Passes:
 
     def settle(self) -> None:
         """Hand over what ended inside a pass that had nothing of its own to hand over."""
+        self._hand_over_late()
         if self._inner is not None:
             inner, self._inner = self._inner, None
             self._finished(inner)
@@ -148,15 +180,16 @@ class Hook:
 class PassHook(Hook):
     """Post-accumulate hook: notes the arrival of one gradient."""
 
+    @in_backward
     def __call__(self, param: Tensor) -> None:
         """Note the arrival, and under DDP what this rank has got before it is averaged."""
         if (live := self._live()) is None:
             return
         state, passes = live
-        passes.arrived(self._tensor)
         if self._tensor in state.trapped and param.grad is not None and state.ranks.averaging:
             with torch.no_grad():
                 passes.current().own[self._tensor] = _torch.norms([param.grad])[0]
+        passes.arrived(self._tensor, state)
 
 
 class TensorHook(Hook):
@@ -168,6 +201,7 @@ class TensorHook(Hook):
         super().__init__(state, passes, tensor, label)
         self._rules = rules
 
+    @in_backward
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return the edited contribution, ``None`` to leave it as it is."""
         live = self._live()

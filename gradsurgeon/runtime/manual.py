@@ -10,6 +10,7 @@ from torch import Tensor
 from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientError
 from gradsurgeon.runtime.backward import Hook, Pass, Passes
 from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.targets import Mark, mark
 from gradsurgeon.runtime.trap import Verdict
@@ -29,6 +30,7 @@ class GuardHook(Hook):
         super().__init__(state, passes, tensor, label)
         self._edited = edited
 
+    @in_backward
     def __call__(self, _grad: Tensor | None) -> None:
         """Refuse a second pass onto an edited gradient; note one onto an unedited gradient."""
         live = self._live()

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.actions import Rule, spelled
 from gradsurgeon.compiler import ModuleProgram
+from gradsurgeon.runtime.compiled import on_site
 from gradsurgeon.runtime.sites import Sites, is_numeric
 from gradsurgeon.runtime.structure import Path, describe, resolve, tensors_in, with_tensors
 
@@ -114,6 +115,7 @@ class ModuleHook:
 class InputHook(ModuleHook):
     """Forward pre-hook: rules on what a module takes."""
 
+    @on_site
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -141,6 +143,7 @@ class InputHook(ModuleHook):
 class OutputHook(ModuleHook):
     """Forward hook: rules on what a module returns."""
 
+    @on_site
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:

@@ -12,7 +12,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gradsurgeon import _torch
 from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime.compiled import at_update, on_site
 from gradsurgeon.runtime.scaling import watched
 from gradsurgeon.runtime.session import Session
 
@@ -20,6 +22,8 @@ from gradsurgeon.runtime.session import Session
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 # What is watched for all sessions together: steps of optimizers and uses of scalers.
 _watching: list[ExitStack] = []
+# The rules on tags of all sessions, by their ids.
+_on_tags: list[str] = []
 
 
 def find(model: nn.Module) -> Session | None:
@@ -55,6 +59,7 @@ def enter(model: nn.Module, session: Session) -> None:
     if old is not None:
         old.remove()
     _sessions[model] = session
+    _count_tags()
     if not _watching:
         hook = register_optimizer_step_pre_hook(_on_step)
         stack = ExitStack()
@@ -65,9 +70,23 @@ def enter(model: nn.Module, session: Session) -> None:
 
 def tag(tensor: Tensor, name: str) -> Tensor:
     """Show a tensor to the rules of all sessions; return the one to go on with."""
+    # Code that was compiled without rules on tags notices that this is no longer empty.
+    return _show(tensor, name) if _on_tags else tensor
+
+
+# Without rules on tags it is part of the graph of who calls it, but never a graph of its own.
+_torch.compile_apart(tag, allowed=False)
+
+
+@on_site
+def _show(tensor: Tensor, name: str) -> Tensor:
     for session in list(_sessions.values()):
         tensor = session.tag(tensor, name)
     return tensor
+
+
+def _count_tags() -> None:
+    _on_tags[:] = [rule.id for one in _live() for rule in one.tag_rules]
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
@@ -75,6 +94,7 @@ def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
     finalizer.detach()
     for model in [model for model, session in _sessions.items() if session.removed]:
         del _sessions[model]
+    _count_tags()
     if _watching and not _sessions:
         _watching.pop().close()
 
@@ -84,6 +104,7 @@ def _model_gone(session: weakref.ref[Session]) -> None:
         gone.model_gone()
 
 
+@at_update
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Introduce an optimizer to the sessions.
 
@@ -95,15 +116,18 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
         session.meet(optimizer)
 
 
+@at_update
 def _on_scale(scaler: GradScaler) -> None:
     for session in _live():
         session.scaler_scales(scaler)
 
 
+@at_update
 def _before_scaler_steps() -> dict[Session, int]:
     return {session: session.steps_begun for session in _live()}
 
 
+@at_update
 def _after_scaler_steps(
     _scaler: GradScaler, optimizer: Optimizer, begun: dict[Session, int]
 ) -> None:

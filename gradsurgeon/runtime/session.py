@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import GradSurgeonError, did_you_mean
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan, bind, from_model
 from gradsurgeon.runtime.captures import CaptureKey
 from gradsurgeon.runtime.clock import Clocks
+from gradsurgeon.runtime.compiled import Compiled
 from gradsurgeon.runtime.engine import Engine, refuse_scaling
 from gradsurgeon.runtime.journal import Journal
 from gradsurgeon.runtime.recorder import Recorder
@@ -68,6 +70,7 @@ class Session:
         )
         if scaler is not None and scaler.is_enabled():
             refuse_scaling(program)
+        self._compiled = Compiled(program, journal, model)
         self._engine = Engine(
             model,
             self._state,
@@ -83,6 +86,12 @@ class Session:
     def attach(self, removed: Callable[[], None]) -> None:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
         self._engine.attach()
+        try:
+            self._compiled.attach(self.step)
+        except BaseException:
+            self._compiled.detach(None)
+            self._engine.detach()
+            raise
         self._when_removed = removed
 
     def __enter__(self) -> Self:
@@ -109,12 +118,14 @@ class Session:
                     )
                 text += " until the end"
                 self._state.journal.emit("never-fired", text, rule=rule, step=self.step)
+            self._compiled.detach(self.step)
             self._close()
 
     def model_gone(self) -> None:
         """Let go of everything that belonged to the model."""
         if not self._removed:
             self._removed = True
+            self._compiled.detach(None)
             self._close()
 
     def _close(self) -> None:
@@ -194,6 +205,11 @@ class Session:
             hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
             raise KeyError(f"no capture rule {rule!r}; {hint}")
         return self._state.captures.of(rule)
+
+    @property
+    def tag_rules(self) -> tuple[Rule, ...]:
+        """The rules on tensors that the script tags."""
+        return self._state.program.tags
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         """Run the rules on tags on a tensor that the script has tagged."""

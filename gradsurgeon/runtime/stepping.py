@@ -24,6 +24,7 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import BindError
 from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.compiled import at_update
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.trap import Verdict
 
@@ -228,6 +229,7 @@ class Steps:
                 handle.remove()
         self._owners.clear()
 
+    @at_update
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -308,6 +310,7 @@ class Steps:
         optimizer.state.clear()
         optimizer.state.update(copy.deepcopy(state, {id(p): p for p in _params(optimizer)}))
 
+    @at_update
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args, kwargs
         running = self._running

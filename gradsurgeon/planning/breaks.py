@@ -1,0 +1,61 @@
+"""What rules on modules and tags cost under `torch.compile`: the calls that leave the graph. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradsurgeon.planning.manifest import ROOT, Module
+from gradsurgeon.planning.plan import Plan
+
+# They hold modules and are never called themselves.
+_HOLDERS = {"ModuleList", "ModuleDict"}
+
+
+def graph_breaks(plan: Plan) -> tuple[int, int]:
+    """Return how many modules with rules, and how many around them, cannot be called in a graph.
+
+    The root is none of them: what compiles the model begins inside it.
+    """
+    ruled = {
+        binding.name
+        for rule in plan.rules.rules
+        if rule.target == "modules"
+        for binding in plan.of(rule.id)
+    }
+    own = [one for one in plan.manifest.modules if one.name in ruled and one.name != ROOT]
+    # A break in a module that would have been part of the graph around it breaks that one as well.
+    paths = {path for one in own for name in one.names for path in _around(name)}
+    around = [one for one in plan.manifest.modules if _is_called(one, paths) and one not in own]
+    return len(own), len(around)
+
+
+def _around(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    yield from (".".join(parts[:depth]) for depth in range(1, len(parts)))
+
+
+def _is_called(module: Module, paths: set[str]) -> bool:
+    return not paths.isdisjoint(module.names) and _HOLDERS.isdisjoint(module.module_type)
+
+
+def breaks_of(plan: Plan) -> Iterator[str]:
+    """Yield what a reader of the plan must know who compiles the model."""
+    targets = {rule.target for rule in plan.rules.rules if plan.of(rule.id)}
+    own, around = graph_breaks(plan)
+    causes = []
+    if own:
+        causes.append(f"each call of the {own} module{'' if own == 1 else 's'} with rules")
+    if around:
+        causes.append(f"each call of the {around} module{'' if around == 1 else 's'} around them")
+    if "tensors" in targets:
+        causes.append("each call of gradsurgeon.tag()")
+    if causes:
+        yield (
+            f"under torch.compile {' and '.join(causes)} is a graph break: numerics may differ, and "
+            "`fullgraph=True` cannot be had"
+        )
+    elif "modules" in targets:
+        yield (
+            "under torch.compile the model is compiled apart from what calls it: numerics may differ, "
+            "and `fullgraph=True` cannot be had"
+        )

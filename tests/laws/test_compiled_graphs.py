@@ -1,0 +1,307 @@
+"""What becomes of graphs under `torch.compile`: breaks, one whole graph, code from before and after."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from torch import Tensor, nn
+
+import gradsurgeon
+from gradsurgeon import BindError, GradSurgeonWarning
+from gradsurgeon.planning import graph_breaks
+
+# As in the tests of rules on modules: torch warns about its own doing.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.lin(x.tanh()).sigmoid()
+        return out
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x + self.inner(x))
+        return out
+
+
+class Net(nn.Module):
+    """Every module is called once, and none in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.outer = Outer()
+        self.parts = nn.ModuleList([nn.Linear(6, 5), nn.Linear(5, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = gradsurgeon.tag(self.outer(self.first(x).relu()) * 2, "hidden") + 1
+        out: Tensor = self.parts[1](self.parts[0](h).relu())
+        return out * 3
+
+
+def on(modules: Any, **options: Any) -> dict[str, Any]:
+    return {
+        "id": "it", "action": "scale", "factor": 0.5, "modules": modules, "tensor": "output", **options
+    }  # fmt: skip
+
+
+def only(*rules: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "rules": list(rules)}
+
+
+TAGGED = {"id": "tagged", "action": "scale", "factor": 0.0, "tensors": "hidden", "tensor": "value"}
+PARAMS = {"id": "params", "action": "clamp", "params": "*", "at": "backward", "max": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def broken() -> int:
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize(
+    ("modules", "stated"),
+    [
+        ("first", (1, 0)),
+        ("outer", (1, 0)),
+        ("outer.inner", (1, 1)),
+        ("outer.inner.lin", (1, 2)),
+        (["outer.inner.lin", "outer.norm"], (2, 2)),
+        (["outer", "outer.inner.lin"], (2, 1)),
+        (["parts.0", "parts.1"], (2, 0)),
+        (["*"], (8, 0)),
+        (".", (0, 0)),
+    ],
+)
+def test_the_plan_counts_the_graph_breaks(modules: Any, stated: tuple[int, int]) -> None:
+    model = Net()
+    plan = gradsurgeon.plan(model, only(on(modules)))
+    assert graph_breaks(plan) == stated
+    assert "numerics may differ" in plan.warnings[0]
+    compiled: Any = torch.compile(model, backend="eager")
+    with gradsurgeon.apply(model, plan.rules):
+        compiled(data(0, 5, 4))
+    # A list of modules matches `*` like any other, but nobody calls it.
+    never_called = modules == ["*"]
+    assert broken() == sum(stated) - never_called
+
+
+def test_a_tag_is_a_graph_break_where_a_rule_is_on_tags() -> None:
+    model = Net()
+    compiled: Any = torch.compile(model, backend="eager")
+    assert "each call of gradsurgeon.tag()" in gradsurgeon.plan(model, only(TAGGED)).warnings[0]
+    with gradsurgeon.apply(model, only(TAGGED)):
+        compiled(data(0, 5, 4))
+    assert broken() == 1
+
+
+def test_rules_on_parameters_break_no_graph() -> None:
+    model = Net()
+    assert gradsurgeon.plan(model, only(PARAMS)).warnings == ()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with gradsurgeon.apply(model, only(PARAMS)) as session:
+        compiled(data(0, 5, 4)).sum().backward()
+        assert session.status()["params"].fired == len(list(model.parameters()))
+    assert (broken(), graphs()) == (0, 1)
+
+
+def compile_whole(model: Net, where: str) -> Any:
+    if where == "the model":
+        return torch.compile(model, backend="eager", fullgraph=True)
+    if where == "a submodule":
+        model.outer = torch.compile(model.outer, backend="eager", fullgraph=True)  # type: ignore[assignment]
+    elif where == "in place":
+        model.compile(backend="eager", fullgraph=True)
+    elif where == "a submodule in place":
+        model.outer.compile(backend="eager", fullgraph=True)
+    return model
+
+
+WHOLE = ["the model", "a submodule", "in place", "a submodule in place"]
+
+
+@pytest.mark.parametrize("where", WHOLE)
+def test_a_rule_inside_one_whole_graph_is_refused(where: str) -> None:
+    model = compile_whole(Net(), where)
+    place = "the model" if "submodule" not in where else "module outer"
+    with pytest.raises(BindError, match=rf"rule it: {place} is compiled with `fullgraph=True`"):
+        gradsurgeon.apply(model, only(on("outer.inner")))
+    # Nothing stays behind: the model can still be called.
+    model(data(0, 5, 4)).sum().backward()
+    with pytest.raises(BindError, match=f"rule it: {place}"):
+        gradsurgeon.apply(model, only(on("outer" if place != "the model" else ".")))
+
+
+@pytest.mark.parametrize("where", ["a submodule", "a submodule in place"])
+def test_a_rule_outside_one_whole_graph_is_not(where: str) -> None:
+    model = compile_whole(Net(), where)
+    with gradsurgeon.apply(model, only(on("first"))) as session:
+        model(data(0, 5, 4)).sum().backward()
+        assert session.status()["it"].fired == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "named"), [(on("outer.norm"), "it"), (TAGGED, "tagged")], ids=["module", "tag"]
+)
+@pytest.mark.parametrize("when", ["after apply", "around the model"])
+def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
+    when: str, rule: dict[str, Any], named: str
+) -> None:
+    model = Net()
+    with gradsurgeon.apply(model, only(rule, PARAMS)) as session:
+        called = model if when == "after apply" else functools.partial(model)
+        whole: Any = torch.compile(called, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+            whole(data(0, 5, 4))
+        assert rf"gradsurgeon acts here with its rules on modules and tags ({named})" in str(
+            caught.value
+        )
+        session.pause()
+
+
+@pytest.mark.parametrize(
+    "way", ["the model", "in place", "the step function", "an earlier session"]
+)
+def test_rules_that_come_after_the_first_call_act_and_say_what_it_costs(way: str) -> None:
+    model = Net()
+    called: Any = model
+    if way == "in place":
+        model.compile(backend="eager")
+    elif way == "the step function":
+        called = torch.compile(functools.partial(model), backend="eager")
+    else:
+        called = torch.compile(model, backend="eager")
+    earlier = gradsurgeon.apply(model, only(PARAMS)) if way == "an earlier session" else None
+    bare = called(data(0, 5, 4))
+    with pytest.warns(GradSurgeonWarning, match=r"rules on modules \(it\) came after the first"):
+        session = gradsurgeon.apply(
+            model, only(on("parts.1", factor=0.0)), replace=earlier is not None
+        )
+    assert [event.kind for event in session.events] == ["notice"]
+    with session:
+        assert not called(data(0, 5, 4)).any()
+    assert torch.equal(called(data(0, 5, 4)), bare)
+
+
+@pytest.mark.parametrize("rules", [only(PARAMS), only(TAGGED)], ids=["parameters", "tags"])
+def test_compiled_code_stays_where_guards_see_the_rules(rules: dict[str, Any]) -> None:
+    model = Net()
+    compiled: Any = torch.compile(model, backend="eager")
+    bare = compiled(data(0, 5, 4))
+    with gradsurgeon.apply(model, rules) as session:
+        compiled(data(0, 5, 4)).sum().backward()
+        assert session.status()[rules["rules"][0]["id"]].fired > 0
+        # A warning on dropped code would have been an error.
+        assert not any("torch.compile" in event.message for event in session.events)
+    assert torch.equal(compiled(data(0, 5, 4)), bare)
+
+
+def test_nothing_is_dropped_where_nothing_was_compiled() -> None:
+    with gradsurgeon.apply(Net(), only(on("first"))) as session:
+        pass
+    assert session.events == []
+
+
+@pytest.mark.parametrize("modules", ["outer.norm", "*"])
+def test_removed_rules_leave_no_graph_break_behind(modules: str) -> None:
+    model = Net()
+    compiled: Any = torch.compile(model, backend="eager")
+    with gradsurgeon.apply(model, only(on(modules))) as session:
+        compiled(data(0, 5, 4))
+        assert broken() > 0
+    assert [event.kind for event in session.events] == ["notice"]
+    torch._dynamo.utils.counters.clear()
+    compiled(data(0, 5, 4))
+    assert (broken(), graphs()) == (0, 1)
+
+
+class Many(nn.Module):
+    """More shapes than torch makes graphs of one function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for width in range(12):
+            setattr(self, f"l{width}", nn.Linear(4 + width, 5 + width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one: Any = self
+        x = one.l3(one.l2(one.l1(one.l0(x).relu()).relu()).relu()).relu()
+        x = one.l7(one.l6(one.l5(one.l4(x).relu()).relu()).relu()).relu()
+        out: Tensor = one.l11(one.l10(one.l9(one.l8(x).relu()).relu()).relu())
+        return out
+
+
+def test_many_shapes_do_not_exhaust_the_limit_of_graphs() -> None:
+    model = Many()
+    compiled: Any = torch.compile(model, backend="eager")
+    seen = []
+    with gradsurgeon.apply(model, only({**on("*"), "tensor": "output.grad"})) as session:
+        for step in range(3):
+            compiled(data(step, 3, 4)).sum().backward()
+            seen.append(graphs())
+        assert session.status()["it"].fired == 3 * 12
+    assert seen[0] == seen[-1] > 0
+    assert not [text for text in torch._dynamo.utils.counters["unimplemented"] if "limit" in text]
+    assert broken() == 12
+
+
+@pytest.mark.parametrize("order", ["before ours", "after ours"])
+def test_hooks_of_the_script_run_once_and_in_their_order(order: str) -> None:
+    model = Net()
+    compiled: Any = torch.compile(model, backend="eager")
+    seen: list[Tensor] = []
+
+    def look(module: nn.Module, args: Any, output: Tensor) -> None:
+        seen.append(output.detach().clone())
+
+    if order == "before ours":
+        model.first.register_forward_hook(look)
+    with gradsurgeon.apply(model, only(on("first", factor=0.0))):
+        if order == "after ours":
+            model.first.register_forward_hook(look)
+        for step in range(3):
+            compiled(data(step, 5, 4))
+    assert len(seen) == 3
+    assert all(bool(one.any()) is (order == "before ours") for one in seen)
+
+
+def test_who_compiles_nothing_does_not_pay_for_the_compiler() -> None:
+    script = """
+import sys, torch, gradsurgeon
+before = "torch._dynamo" in sys.modules
+model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+rules = [{"id": "a", "action": "scale", "factor": 0.5, "modules": "0", "tensor": "output.grad"}]
+with gradsurgeon.apply(model, {"version": 1, "rules": rules}) as session:
+    model(gradsurgeon.tag(torch.ones(1, 2), "x")).sum().backward()
+    assert session.status()["a"].fired == 1
+print(before, "torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["False", "False"]
