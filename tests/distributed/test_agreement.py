@@ -85,6 +85,14 @@ def test_ranks_that_do_not_reduce_wait_for_nobody(ranks: list[dict[str, Any]]) -
     ]
 
 
+@pytest.mark.cell(
+    "DDP under `Join`",
+    "backward",
+    "accumulated",
+    "step",
+    "modules",
+    refused="ranks that take different numbers of steps cannot agree: give every rank as many batches",
+)
 def test_uneven_inputs_are_refused(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["uneven"]["text"].startswith("the model trains under `Join`")

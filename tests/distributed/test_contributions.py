@@ -23,6 +23,12 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(worker, tmp_path_factory.mktemp("contributions") / "seen")
 
 
+@pytest.mark.cell(
+    "DDP", "backward", "modules", differs="this rank's own share, before the reduction"
+)
+@pytest.mark.cell(
+    "FSDP2 (`fully_shard`)", "modules", differs="this rank's own share, before the reduction"
+)
 @pytest.mark.parametrize(("kind", "what"), CELLS, ids=[" ".join(cell) for cell in CELLS])
 def test_rules_do_what_hooks_do(ranks: list[dict[str, Any]], kind: str, what: str) -> None:
     for rank in ranks:

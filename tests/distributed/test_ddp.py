@@ -41,6 +41,7 @@ def test_all_ranks_decide_alike(ranks: list[dict[str, Any]], setup: str) -> None
         assert seen == [["trap", 2, "2.bias"], ["skipped-step", 2, "2.bias"]]
 
 
+@pytest.mark.cell("DDP", "accumulated")
 @pytest.mark.parametrize("setup", SETUPS)
 def test_records_are_taken_after_the_reduction(ranks: list[dict[str, Any]], setup: str) -> None:
     wanted = ranks[0]["one process"]["norms"]

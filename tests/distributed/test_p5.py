@@ -26,6 +26,14 @@ def largest_difference(left: Weights, right: Weights) -> float:
     return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
 
 
+@pytest.mark.cell("one process", "step")
+@pytest.mark.cell("one process, fused optimizer", "step")
+@pytest.mark.cell("accumulation", "step")
+@pytest.mark.cell("GradScaler", "step")
+@pytest.mark.cell("GradScaler, fused optimizer", "step")
+@pytest.mark.cell("GradScaler and accumulation", "step")
+@pytest.mark.cell("DDP", "step")
+@pytest.mark.cell("FSDP2 (`fully_shard`)", "step")
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("process", PROCESSES)

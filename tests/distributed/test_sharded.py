@@ -18,6 +18,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(worker, tmp_path_factory.mktemp("sharded") / "seen")
 
 
+@pytest.mark.cell("FSDP2 (`fully_shard`)", "accumulated", "step")
 @pytest.mark.parametrize("stat", STATS)
 @pytest.mark.parametrize("point", ["accumulated", "step"])
 def test_fsdp2_records_are_of_the_whole_gradient(
@@ -61,6 +62,11 @@ def test_sharding_after_apply_is_repaired_with_one_warning(ranks: list[dict[str,
         assert late["norms"][0][1] == pytest.approx(wanted[0], rel=1e-5)
 
 
+@pytest.mark.cell(
+    "FSDP2 (`fully_shard`)",
+    "backward",
+    refused="autograd hands no hook what one pass contributes to a sharded parameter: use `at: step`, or `at: accumulated` for what only looks",
+)
 @pytest.mark.parametrize(
     ("action", "remedy"),
     [("clamp", "use `at: step`"), ("norm-log", "use `at: accumulated`"), ("sanitize", "`exclude`")],
@@ -84,6 +90,14 @@ def test_sharding_after_apply_is_refused_where_contributions_were_meant(
         assert "rule early: 4 parameters are sharded by fully_shard" in refused["text"]
 
 
+@pytest.mark.cell(
+    "FSDP1 (`FullyShardedDataParallel`)",
+    "backward",
+    "accumulated",
+    "step",
+    "modules",
+    refused="its flat parameters pass no hook and have no whole norms: shard with `fully_shard`",
+)
 @pytest.mark.parametrize(
     "how", ["FSDP1", "FSDP1 modules", "FSDP1 later, True", "FSDP1 later, False"]
 )
@@ -94,6 +108,8 @@ def test_flat_parameters_are_refused(ranks: list[dict[str, Any]], how: str) -> N
         assert "torch.distributed.fsdp.fully_shard" in refused["text"]
 
 
+@pytest.mark.cell("tensor parallel", "accumulated", "step")
+@pytest.mark.cell("tensor parallel", "backward")
 @pytest.mark.parametrize("point", ["step", "backward"])
 def test_tensor_parallel_rules_mean_the_whole_parameter(
     ranks: list[dict[str, Any]], point: str
@@ -106,6 +122,11 @@ def test_tensor_parallel_rules_mean_the_whole_parameter(
             assert divided["told"][key] == pytest.approx(values, rel=1e-4, abs=1e-6), key
 
 
+@pytest.mark.cell(
+    "tensor parallel",
+    "backward",
+    refused="norms and statistics, and bounds on what is still to be summed over ranks: use `at: step`",
+)
 def test_tensor_parallel_contributions_are_refused_where_ranks_would_have_to_meet(
     ranks: list[dict[str, Any]],
 ) -> None:
@@ -118,6 +139,7 @@ def test_tensor_parallel_contributions_are_refused_where_ranks_would_have_to_mee
         )
 
 
+@pytest.mark.cell("`ZeroRedundancyOptimizer`", "accumulated", "step")
 @pytest.mark.parametrize("how", ["named", "found"])
 def test_an_optimizer_inside_an_optimizer_acts_once(ranks: list[dict[str, Any]], how: str) -> None:
     for rank in ranks:

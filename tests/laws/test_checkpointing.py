@@ -83,6 +83,12 @@ def run(reentrant: bool | None, *, whole: bool, fault: int = -1) -> tuple[Any, g
     return model, session
 
 
+@pytest.mark.cell(
+    "activation checkpointing, not reentrant", "backward", "accumulated", "step", "modules"
+)
+@pytest.mark.cell(
+    "activation checkpointing, reentrant", "backward", "accumulated", "step", "modules"
+)
 @pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole model"])
 @pytest.mark.parametrize("reentrant", [True, False], ids=IDS[1:])
 def test_the_same_as_without_checkpointing(reentrant: bool, whole: bool) -> None:

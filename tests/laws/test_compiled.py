@@ -60,6 +60,8 @@ def run(way: str, rules: Any = RULES) -> tuple[list[Tensor], list[tuple[int, flo
 
 
 # Tracing a submodule, torch looks at the gradient of its input, and warns about its own doing.
+@pytest.mark.cell("`torch.compile`, rules first", "backward", "accumulated", "step")
+@pytest.mark.cell("`torch.compile`, rules after the first call", "backward", "accumulated", "step")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("way", WAYS[1:])
 def test_rules_on_parameters_act_as_without_compilation(way: str) -> None:

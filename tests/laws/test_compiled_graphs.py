@@ -145,6 +145,11 @@ def compile_whole(model: Net, where: str) -> Any:
 WHOLE = ["the model", "a submodule", "in place", "a submodule in place"]
 
 
+@pytest.mark.cell(
+    "`torch.compile`, rules first",
+    "modules",
+    refused="inside `fullgraph=True`: a rule on a module is a graph break",
+)
 @pytest.mark.parametrize("where", WHOLE)
 def test_a_rule_inside_one_whole_graph_is_refused(where: str) -> None:
     model = compile_whole(Net(), where)
@@ -184,6 +189,11 @@ def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
         session.pause()
 
 
+@pytest.mark.cell(
+    "`torch.compile`, rules after the first call",
+    "modules",
+    differs="all compiled code of the process is dropped and made anew, with one warning",
+)
 @pytest.mark.parametrize(
     "way", ["the model", "in place", "the step function", "an earlier session"]
 )

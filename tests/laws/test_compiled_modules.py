@@ -158,6 +158,11 @@ def run(setup: str, backend: str = "eager", *, acting: bool = True) -> Outcome:
         )
 
 
+@pytest.mark.cell(
+    "`torch.compile`, rules first",
+    "modules",
+    differs="each call of a module with rules is a graph break; the plan counts them",
+)
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("where", SITES)
 @pytest.mark.parametrize("setup", SETUPS)

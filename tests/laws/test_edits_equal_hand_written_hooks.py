@@ -82,6 +82,7 @@ def rules(options: dict[str, object], at: str, pattern: str = "*") -> dict[str, 
 BOUNDS = "ignore:rule it. bounds the contribution:gradsurgeon.GradSurgeonWarning"
 
 
+@pytest.mark.cell("one process", "backward", "step")
 @pytest.mark.filterwarnings(BOUNDS)
 @pytest.mark.parametrize("at", ["backward", "step"])
 @pytest.mark.parametrize("edit", EDITS)

@@ -89,6 +89,8 @@ def test_the_same_rule_does_the_same_with_and_without_a_scaler(
     assert max((a - b).abs().max().item() for a, b in zip(ends[0], without, strict=True)) > 1e-3
 
 
+@pytest.mark.cell("GradScaler", "backward", "accumulated", "step")
+@pytest.mark.cell("GradScaler, fused optimizer", "backward", "accumulated", "step")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("at", ["backward", "accumulated", "step"])
 def test_records_and_captures_are_in_true_units(at: str, kind: str) -> None:
@@ -105,6 +107,7 @@ def test_records_and_captures_are_in_true_units(at: str, kind: str) -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
+@pytest.mark.cell("GradScaler", "modules")
 def test_module_gradients_are_in_true_units() -> None:
     ends = []
     for scaler in (None, GradScaler("cpu", init_scale=1024.0)):
@@ -191,6 +194,7 @@ def test_a_scale_below_one_is_a_trap_at_once() -> None:
             scaler.step(optimizer)
 
 
+@pytest.mark.cell("GradScaler", "backward", refused="`sanitize`: the scaler must see its overflow")
 def test_sanitize_is_refused_where_a_scaler_must_see_its_overflow() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu")

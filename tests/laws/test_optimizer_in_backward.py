@@ -64,6 +64,9 @@ def outside(rules: list[dict[str, Any]]) -> tuple[list[Tensor], gradsurgeon.Sess
     return [param.detach() for param in model.parameters()], session
 
 
+@pytest.mark.cell(
+    "an optimizer per parameter, stepped inside backward", "backward", "accumulated", "step"
+)
 @pytest.mark.parametrize("order", ["apply first", "apply last"])
 def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> None:
     wanted, other = outside([*RULES, LOG])
@@ -79,6 +82,11 @@ def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> N
         assert session.history(name) == other.history(name)
 
 
+@pytest.mark.cell(
+    "an optimizer per parameter, stepped inside backward",
+    "step",
+    refused="`nan-trap`, `freeze` and `per: rule` need all gradients at once: step after backward",
+)
 @pytest.mark.parametrize("order", ["apply first", "apply last"])
 @pytest.mark.parametrize(
     ("rule", "needs"),

@@ -47,6 +47,12 @@ def sgd(model: nn.Module, lr: float = 1.0) -> torch.optim.SGD:
 # --- accumulation ---------------------------------------------------------------------------------
 
 
+@pytest.mark.cell(
+    "accumulation",
+    "backward",
+    differs="bounds the contribution of each backward pass, not their sum; one warning says so. `scale` and `zero` mean the same as at `step`",
+)
+@pytest.mark.cell("accumulation", "step")
 @pytest.mark.parametrize(
     ("at", "moved"),
     [("step", 1.0), ("backward", 1.5)],  # the bound of the sum, and the sum of bounded parts
@@ -64,6 +70,7 @@ def test_the_same_bound_at_both_points_under_accumulation(at: str, moved: float)
     assert said == ([("notice", "bound")] if at == "backward" else [])
 
 
+@pytest.mark.cell("accumulation", "step")
 @pytest.mark.parametrize("action", ["scale", "zero"])
 def test_linear_rules_at_both_points_agree_with_one_big_batch(action: str) -> None:
     ends = []
@@ -82,6 +89,10 @@ def test_linear_rules_at_both_points_agree_with_one_big_batch(action: str) -> No
     assert ends == [3.5 if action == "scale" else 0.0] * 4
 
 
+@pytest.mark.cell(
+    "accumulation", "accumulated", differs="the record of a step is that of its last pass"
+)
+@pytest.mark.cell("one process", "accumulated")
 def test_accumulated_records_the_last_pass_and_backward_each() -> None:
     model = Weight()
     optimizer = sgd(model)
@@ -153,6 +164,7 @@ def test_a_closure_by_keyword_and_a_dummy_closure() -> None:
     assert session.step == 2
 
 
+@pytest.mark.cell("closures (LBFGS)", "step")
 def test_lbfgs_sees_edited_gradients_in_every_evaluation_and_counts_one_step() -> None:
     def run(edit_by_hand: bool) -> tuple[list[float], int]:
         torch.manual_seed(1)
@@ -385,6 +397,11 @@ def update_by_hand(model: nn.Module, *, in_place: bool) -> None:
                 param.grad = None
 
 
+@pytest.mark.cell(
+    "updates written by hand",
+    "step",
+    differs="the end of a backward pass that began on empty gradients is the step, unless `session.tick()` marks the steps; `freeze` is refused",
+)
 @pytest.mark.parametrize("in_place", [True, False], ids=["zeroed in place", "set to None"])
 def test_hand_written_updates(in_place: bool) -> None:
     model = Weight()
@@ -400,6 +417,11 @@ def test_hand_written_updates(in_place: bool) -> None:
     assert "no torch optimizer owns the parameters" in notices[0].message
 
 
+@pytest.mark.cell(
+    "updates written by hand",
+    "step",
+    refused="a second pass onto an edited gradient, without ticks: the edit would compound",
+)
 def test_a_second_pass_onto_an_edited_gradient_is_an_error() -> None:
     model = Weight()
     with gradsurgeon.apply(model, rules(HALF)):

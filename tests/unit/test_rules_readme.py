@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+import setups
 
 import gradsurgeon
 from gradsurgeon import packs, schema, source
@@ -22,12 +23,19 @@ README, SCHEMA = FOLDER / "README.md", FOLDER / "rules.schema.json"
 MARK = "do not edit below this line. -->\n"
 TEXT = README.read_text(encoding="utf-8")
 GUIDE = TEXT.partition(MARK)[0]
+SETUPS = """
+## Set-ups
+
+What rules do where training is more than one process and one backward pass per step. This table is made of the tests
+that back it.
+
+"""
 REMEDY = "run `python tests/unit/test_rules_readme.py`"
 
 
 def generated() -> dict[Path, str]:
     return {
-        README: f"{GUIDE}{MARK}\n{reference()}",
+        README: f"{GUIDE}{MARK}\n{reference()}{SETUPS}{setups.table(setups.collected())}",
         SCHEMA: json.dumps(document_schema(), indent=2, ensure_ascii=False) + "\n",
     }
 
@@ -180,6 +188,16 @@ class TestOnModels:
             assert (grads[0] >= 0).all()
             model.eval()
             torch.testing.assert_close(model(x), plain)
+
+
+@pytest.mark.parametrize("point", setups.POINTS)
+def test_no_set_up_of_the_table_is_without_tests(point: str) -> None:
+    rows = TEXT.partition("## Set-ups")[2].partition("\n\n1. ")[0].splitlines()
+    cells = {row.split(" | ")[0].strip("| "): row.split(" | ")[1:] for row in rows if "|" in row}
+    assert set(setups.SETUPS) <= set(cells)
+    number = setups.POINTS.index(point)
+    bare = [setup for setup in setups.SETUPS if "not tested" in cells[setup][number]]
+    assert bare == setups.UNTESTED.get(point, [])
 
 
 if __name__ == "__main__":
