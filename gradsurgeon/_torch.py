@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 
@@ -230,6 +231,23 @@ def rank() -> int:
     if distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
     return 0
+
+
+def stepping(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer whose step torch shows to hooks: of a wrapper, the one inside it.
+
+    Trainers wrap optimizers in objects that are torch optimizers by type. Some skip the constructor
+    and so have no table of hooks, some share the table of what they wrap; the step that moves
+    weights is that of the wrapped one either way. ``None`` where a wrapper hides it.
+    """
+    table = vars(optimizer).get("_optimizer_step_pre_hooks")
+    for inner in vars(optimizer).values():
+        # The type is asked, not the object: proxies claim to be what they stand for.
+        if issubclass(type(inner), Optimizer) and inner is not optimizer:
+            theirs = vars(inner).get("_optimizer_step_pre_hooks")
+            if table is None or theirs is table:
+                return stepping(inner)
+    return None if table is None else optimizer
 
 
 def reinstall_hooks(param: Tensor) -> None:

@@ -25,7 +25,7 @@ from gradsurgeon.runtime.manual import Manual
 from gradsurgeon.runtime.modules import attach
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.stepping import Steps
+from gradsurgeon.runtime.stepping import Steps, why_not_met
 from gradsurgeon.runtime.trap import Traps, Verdict
 
 
@@ -77,9 +77,7 @@ class Engine:
             self._module_hooks = attach(self.sites, named_modules(self._model()))
             for optimizer in self._given:
                 if self.steps.meet(optimizer) is None:
-                    kind = type(optimizer).__name__
-                    text = f"the optimizer {kind} holds no parameter of the model"
-                    self._state.journal.emit("notice", text, warn=True)
+                    self._state.journal.emit("notice", why_not_met(optimizer), warn=True)
         except BaseException:
             self.detach()
             raise

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gradsurgeon import _torch
 from gradsurgeon.errors import BindError
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.state import State
@@ -108,6 +109,7 @@ class Steps:
                 found
                 for found in optimizers
                 if any(id(param) in wanted for param in _params(found))
+                and _torch.stepping(found) is not None
             ]
 
         found = candidates()
@@ -124,6 +126,11 @@ class Steps:
         """Make an optimizer known; it is the owner from now on of what it holds."""
         size = _size(optimizer)
         owner = self._owners.get(optimizer)
+        if owner is None:
+            # A wrapper and what it wraps are one optimizer, with one clock.
+            inner = _torch.stepping(optimizer)
+            if inner is not optimizer:
+                return None if inner is None else self.meet(inner)
         if owner is not None and owner.params == size:
             return owner
         if owner is None and self._foreign.get(optimizer) == size:
@@ -280,6 +287,17 @@ class Steps:
             if param.grad is None:
                 param.grad = grad
         running.hidden.clear()
+
+
+def why_not_met(optimizer: Optimizer) -> str:
+    """Return why an optimizer that the caller has named is of no use."""
+    kind = type(optimizer).__name__
+    if _torch.stepping(optimizer) is None:
+        return (
+            f"the optimizer {kind} skips the constructor of torch.optim.Optimizer, so that torch calls no "
+            "hook when it steps: name the optimizer that it wraps, or call super().__init__() in it"
+        )
+    return f"the optimizer {kind} holds no parameter of the model"
 
 
 def _is_below(frame: FrameType | None, outer: FrameType) -> bool:
