@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,39 @@ def accumulates(param: Tensor) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Tell whether a tensor stands for a whole batch of them, under `vmap` and what is made with it.
+
+    Such a tensor must not outlive the call, and nothing can be read from it.
+    """
+    functorch = torch._C._functorch  # noqa: SLF001
+    if functorch.is_legacy_batchedtensor(tensor):
+        return True
+    # Transforms inside one another wrap in layers.
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+@contextmanager
+def aside(tensor: Tensor) -> Iterator[Tensor]:
+    """Give the numbers of a tensor for work that is no part of a `torch.func` transform.
+
+    Inside one, torch refuses to write to what was there before, such as a counter, and whatever is
+    made there is dead once it is over.
+    """
+    functorch = torch._C._functorch  # noqa: SLF001
+    if functorch.peek_interpreter_stack() is None:
+        yield tensor
+        return
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    with torch._C._DisableFuncTorch():  # noqa: SLF001
+        yield tensor
 
 
 def is_host(tensor: Tensor) -> bool:

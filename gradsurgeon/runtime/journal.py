@@ -91,6 +91,10 @@ class Journal:
             self._said.add((topic, rule))
             self.emit("notice", message, rule=rule, step=step, warn=warn)
 
+    def said(self, topic: str, rule: str = "") -> bool:
+        """Tell whether the topic has come up."""
+        return (topic, rule) in self._said
+
     def later(self, flag: Tensor, message: str, *, rule: str, step: int) -> None:
         """Note a notice if ``flag`` is set, which is read at once only where that waits for nothing."""
         self._doubts.append((flag, message, rule, step))
