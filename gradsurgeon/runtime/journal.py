@@ -119,7 +119,10 @@ class Journal:
         counts = self._tallies[rule].altered
         counter = counts.get(flag.device)
         if counter is None:
-            counter = counts[flag.device] = torch.zeros((), dtype=torch.int64, device=flag.device)
+            # What is made in inference mode, where validation may come first, is no use outside.
+            with torch.inference_mode(mode=False):
+                counter = torch.zeros((), dtype=torch.int64, device=flag.device)
+            counts[flag.device] = counter
         with torch.no_grad():
             counter.add_(flag)
 

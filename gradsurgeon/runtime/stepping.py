@@ -124,6 +124,7 @@ class Steps:
 
     def meet(self, optimizer: Optimizer) -> Owner | None:
         """Make an optimizer known; it is the owner from now on of what it holds."""
+        self._forget_failed()
         size = _size(optimizer)
         owner = self._owners.get(optimizer)
         if owner is None:
@@ -281,6 +282,12 @@ class Steps:
             self._scaled_away(running.clock)
         else:
             self._finished(running.clock, took_place=took_place)
+
+    def _forget_failed(self) -> None:
+        """Let go of a step that raised: its frame keeps alive whatever the script had at hand."""
+        running = self._running
+        if running is not None and not _is_below(sys._getframe(), running.frame):  # noqa: SLF001
+            self._end(running, took_place=False)
 
     def _restore(self, running: Running) -> None:
         for param, grad in running.hidden:
