@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -71,6 +73,39 @@ def awaits(param: Tensor) -> bool:
         return False
     node = torch.autograd.graph.get_gradient_edge(param).node
     return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Tell whether a tensor stands for a whole batch of them, under `vmap` and what is made with it.
+
+    Such a tensor must not outlive the call, and nothing can be read from it.
+    """
+    functorch = torch._C._functorch  # noqa: SLF001
+    if functorch.is_legacy_batchedtensor(tensor):
+        return True
+    # Transforms inside one another wrap in layers.
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if functorch.is_batchedtensor(tensor):
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+@contextmanager
+def aside(tensor: Tensor) -> Iterator[Tensor]:
+    """Give the numbers of a tensor for work that is no part of a `torch.func` transform.
+
+    Inside one, torch refuses to write to what was there before, such as a counter, and whatever is
+    made there is dead once it is over.
+    """
+    functorch = torch._C._functorch  # noqa: SLF001
+    if functorch.peek_interpreter_stack() is None:
+        yield tensor
+        return
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    with torch._C._DisableFuncTorch():  # noqa: SLF001
+        yield tensor
 
 
 def is_host(tensor: Tensor) -> bool:
@@ -242,6 +277,23 @@ _STATISTICS: dict[str, Callable[[Tensor, int], Tensor]] = {
 def to_bytes(tensor: Tensor) -> bytes:
     """Return a contiguous float32 CPU tensor as bytes, without numpy, which torch does not need."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def stepping(optimizer: Optimizer) -> Optimizer | None:
+    """Return the optimizer whose step torch shows to hooks: of a wrapper, the one inside it.
+
+    Trainers wrap optimizers in objects that are torch optimizers by type. Some skip the constructor
+    and so have no table of hooks, some share the table of what they wrap; the step that moves
+    weights is that of the wrapped one either way. ``None`` where a wrapper hides it.
+    """
+    table = vars(optimizer).get("_optimizer_step_pre_hooks")
+    for inner in vars(optimizer).values():
+        # The type is asked, not the object: proxies claim to be what they stand for.
+        if issubclass(type(inner), Optimizer) and inner is not optimizer:
+            theirs = vars(inner).get("_optimizer_step_pre_hooks")
+            if table is None or theirs is table:
+                return stepping(inner)
+    return None if table is None else optimizer
 
 
 def reinstall_hooks(param: Tensor) -> None:

@@ -24,7 +24,7 @@ from gradsurgeon.runtime.manual import Manual
 from gradsurgeon.runtime.modules import attach
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.stepping import Steps
+from gradsurgeon.runtime.stepping import Steps, why_not_met
 from gradsurgeon.runtime.trap import Traps, Verdict
 from gradsurgeon.runtime.upkeep import Upkeep
 
@@ -74,7 +74,7 @@ class Engine:
         self._clock_places = _first_params(state.program)
         self._search_on = optimizers is None
         # Whether backward passes came and no update has followed yet.
-        self.unstepped = False
+        self.unstepped = self._stepped = False
         # Named optimizers are met when the hooks go on; then they are held weakly.
         self._given = list(optimizers or ())
 
@@ -85,9 +85,7 @@ class Engine:
             self._module_hooks = attach(self.sites, named_modules(self._model()))
             for optimizer in self._given:
                 if self.steps.meet(optimizer) is None:
-                    kind = type(optimizer).__name__
-                    text = f"the optimizer {kind} holds no parameter of the model"
-                    self._state.journal.emit("notice", text, warn=True)
+                    self._state.journal.emit("notice", why_not_met(optimizer), warn=True)
         except BaseException:
             self.detach()
             raise
@@ -111,10 +109,10 @@ class Engine:
     def _backward_ended(self, done: Pass) -> None:
         if self._state.paused:
             return
-        self.unstepped = True
+        self.unstepped |= bool(done.order)
         self._upkeep.arrived(done.order)
         # Whose step this pass feeds decides which clock its records go by.
-        by_hand = self.manual.active or not (self.steps.owned or self._optimizers_known())
+        by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
         with self.manual.step_of(done):
             for clock, look in after_pass(self._state, done).items():
                 self._traps.saw(clock, look)
@@ -130,6 +128,25 @@ class Engine:
             finally:
                 if done.continued:
                     self._traps.done(self._state.clocks.common)
+
+    def _is_by_hand(self) -> bool:
+        return self.manual.active or not (self.steps.owned or self._optimizers_known())
+
+    def _feeds_a_parameter(self, done: Pass) -> bool:
+        """Tell whether an update can follow a pass; of one by hand, say once that it cannot."""
+        params = self._state.targets.params()
+        if done.order or not any(param is not None and param.requires_grad for param in params):
+            return True
+        journal = self._state.journal
+        # Asked once: to look for optimizers after each of many passes would be slow.
+        if not (self.manual.declared or journal.said("no parameter")) and self._is_by_hand():
+            text = (
+                "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call "
+                "with other tensors, inputs=): it counts as no step; call session.tick() right before "
+                "each update if the script updates other tensors in their place"
+            )
+            journal.once("no parameter", text, step=self._state.clocks.latest)
+        return False
 
     def _mention_accumulation(self, done: Pass) -> None:
         """Say once that a bound on contributions is no bound on their sum, where there is a sum."""
@@ -234,6 +251,7 @@ class Engine:
         self._edits.forget()
         clock.tick()
         self.unstepped = False
+        self._stepped = True
         self._state.recorder.end_step()
         common = self._state.clocks.common
         if clock is common:
@@ -255,7 +273,7 @@ class Engine:
                     state.journal.passed(lane.rule.id, clock.step, cause)
         for rule, owner in self._state.program.site_rules:
             if self._clock_of(owner) is clock and rule.steps.due(clock.step):
-                cause = partial(_why_no_tensor, rule)
+                cause = partial(self._why_no_tensor, rule)
                 state.journal.passed(rule.id, clock.step, cause)
 
     def _why_silent(self, tensors: Sequence[int]) -> str:
@@ -270,6 +288,25 @@ class Engine:
         if self.steps.owned and self._state.clocks[tensors[0]] is self._state.clocks.common:
             return "no optimizer that steps owns any parameter it matched"
         return "the gradients of its parameters did not pass through its hooks"
+
+    def _why_no_tensor(self, rule: Rule) -> str:
+        if self._state.journal.said("vmap", rule.id):
+            return "all tensors it matched were those of vmap"
+        if rule.target == "tensors":
+            return "the script tagged no tensor with such a name"
+        if rule.ref.grad:
+            return f"no gradient reached the {rule.ref.side} of any module it matched"
+        return "no forward pass went through any module it matched"
+
+    def why_never(self, *, due: bool) -> str:
+        """Return why a rule has never fired by the time the session ends."""
+        if due:
+            return "was due and never fired"
+        if self.unstepped:
+            return "never fired: gradients came, but no optimizer that owns them ever stepped"
+        if not self._stepped:
+            return "never fired: no gradient reached a parameter, and nothing was updated"
+        return "was never due"
 
 
 def refuse_scaling(program: Program) -> None:
@@ -289,14 +326,6 @@ def refuse_scaling(program: Program) -> None:
                 for rule in refused
             ]
         )
-
-
-def _why_no_tensor(rule: Rule) -> str:
-    if rule.target == "tensors":
-        return "the script tagged no tensor with such a name"
-    if rule.ref.grad:
-        return f"no gradient reached the {rule.ref.side} of any module it matched"
-    return "no forward pass went through any module it matched"
 
 
 def _first_params(program: Program) -> dict[str, int]:

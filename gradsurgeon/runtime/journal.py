@@ -95,6 +95,10 @@ class Journal:
             self._said.add((topic, rule))
             self.emit("notice", message, rule=rule, step=step, warn=warn)
 
+    def said(self, topic: str, rule: str = "") -> bool:
+        """Tell whether the topic has come up."""
+        return (topic, rule) in self._said
+
     def later(self, flag: Tensor, message: str, *, rule: str, step: int) -> None:
         """Note a notice if ``flag`` is set, which is read at once only where that waits for nothing."""
         self._doubts.append((flag, message, rule, step))
@@ -119,7 +123,10 @@ class Journal:
         counts = self._tallies[rule].altered
         counter = counts.get(flag.device)
         if counter is None:
-            counter = counts[flag.device] = torch.zeros((), dtype=torch.int64, device=flag.device)
+            # What is made in inference mode, where validation may come first, is no use outside.
+            with torch.inference_mode(mode=False):
+                counter = torch.zeros((), dtype=torch.int64, device=flag.device)
+            counts[flag.device] = counter
         with torch.no_grad():
             counter.add_(flag)
 

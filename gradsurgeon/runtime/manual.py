@@ -80,6 +80,11 @@ class Manual:
         self.active = declared
         self._full = set(state.targets.grads(range(len(state.targets)))[0])
 
+    @property
+    def declared(self) -> bool:
+        """Whether the script marks its steps."""
+        return self._declared
+
     def edited(self) -> list[int]:
         """Return the tensors that a rule at `step` edits: a second pass onto them would compound."""
         return sorted({i for stage in self._state.program.step_edits for i in stage.tensors})

@@ -111,12 +111,7 @@ class Session:
             self._removed = True
             self._state.flags.close()
             for rule, due in self._state.journal.never_fired():
-                text = "was due and never fired" if due else "was never due"
-                if not due and self._engine.unstepped:
-                    text = (
-                        "never fired: gradients came, but no optimizer that owns them ever stepped"
-                    )
-                text += " until the end"
+                text = f"{self._engine.why_never(due=due)} until the end"
                 self._state.journal.emit("never-fired", text, rule=rule, step=self.step)
             self._compiled.detach(self.step)
             self._close()

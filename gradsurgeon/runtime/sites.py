@@ -62,6 +62,8 @@ class Sites:
             tensor: of any shape and dtype.
             owner: the module whose clock counts.
         """
+        if self.batched(rules, tensor, owner):
+            return tensor
         # Checkpointing runs forward again inside backward: edits must repeat, records must not.
         again = _torch.graph_task() != -1
         out = tensor
@@ -78,8 +80,8 @@ class Sites:
             return tensor
         edit = self.state.edits[rule.id]
         if count:
-            with torch.no_grad():
-                self.state.journal.altered(rule.id, edit.alters(_torch.values(tensor)))
+            with torch.no_grad(), _torch.aside(tensor) as seen:
+                self.state.journal.altered(rule.id, edit.alters(_torch.values(seen)))
             self.state.journal.fired(rule.id, self.clock_of(owner).step)
         out = _torch.on_values(edit.apply, tensor)
         self._mark(rule, out)
@@ -90,7 +92,7 @@ class Sites:
     ) -> None:
         """Put one hook on a tensor that runs rules on its gradient."""
         mine = [rule for rule in rules if rule.role != "edit" or self._first(rule, tensor)]
-        if not mine:
+        if not mine or self.batched(mine, tensor, owner):
             return
         for rule in mine:
             self._mark(rule, tensor)
@@ -120,6 +122,20 @@ class Sites:
             self.gradient(grads, names, out, ROOT)
         return out
 
+    def batched(self, rules: Sequence[Rule], tensor: Tensor, owner: str) -> bool:
+        """Tell whether rules have to leave a tensor alone because it stands for many; say so once."""
+        if not rules or not _torch.is_batched(tensor):
+            return False
+        text = (
+            "left a tensor of vmap alone, which stands for a whole batch and cannot be looked into "
+            "(torch.func.vmap, jacrev, is_grads_batched): compute this part in a loop if the rule is "
+            "to act there"
+        )
+        for rule in rules:
+            step = self.clock_of(owner).step
+            self.state.journal.once("vmap", text, rule=rule.id, step=step, warn=True)
+        return True
+
     def missed(self, clock: Clock) -> None:
         """Say which gradients never came because their tensor was written in place."""
         for arrival in self._waiting:
@@ -142,8 +158,8 @@ class Sites:
         for rule in rules:
             if rule.role == "edit":
                 edit = self.state.edits[rule.id]
-                with torch.no_grad():
-                    true = _torch.values(unscaled(out, scale))
+                with torch.no_grad(), _torch.aside(out) as seen:
+                    true = _torch.values(unscaled(seen, scale))
                     self.state.journal.altered(rule.id, edit.alters(true))
                 self.state.journal.fired(rule.id, self.clock_of(owner).step)
                 out = _torch.on_values(in_true_units(edit.apply, scale), out)
@@ -154,13 +170,14 @@ class Sites:
     def _look(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
         state, clock = self.state, self.clock_of(owner)
         if rule.role == "capture":
-            state.captures.keep(rule, name, clock.step, tensor)
+            with _torch.aside(tensor) as seen:
+                state.captures.keep(rule, name, clock.step, seen)
         elif not is_numeric(tensor):
             return
         elif rule.role == "observe":
             for stat in getattr(rule, "stats", ()):
-                with torch.no_grad():
-                    value = _torch.statistic(stat, tensor.detach()).reshape(1)
+                with torch.no_grad(), _torch.aside(tensor) as seen:
+                    value = _torch.statistic(stat, seen.detach()).reshape(1)
                 key = Key(rule.id, stat, rule.point, (name,))
                 state.recorder.add(key, clock.step, [0], value, replace=False)
             state.journal.fired(rule.id, clock.step)
@@ -168,8 +185,8 @@ class Sites:
             self._flag(rule, name, tensor, owner)
 
     def _flag(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
-        with torch.no_grad():
-            count = _torch.nonfinite(tensor)
+        with torch.no_grad(), _torch.aside(tensor) as seen:
+            count = _torch.nonfinite(seen)
         gradient = rule.ref.grad
         flag = Flag(rule, name, str(rule.ref), partial(self.clock_of, owner), count, fed=gradient)
         self.state.flags.add(flag)
@@ -228,6 +245,8 @@ class GradHook:
         sites = self._sites()
         self._arrival.arrived = True
         if sites is None or grad is None or sites.state.paused:
+            return None
+        if sites.batched(self._rules, grad, self._owner):
             return None
         # A session without rules on parameters learns from this that a backward pass is running.
         sites.passes.current()

@@ -116,6 +116,7 @@ class Steps:
                 found
                 for found in optimizers
                 if any(id(param) in wanted for param in _params(found))
+                and _torch.stepping(found) is not None
             ]
 
         found = candidates()
@@ -130,8 +131,14 @@ class Steps:
 
     def meet(self, optimizer: Optimizer) -> Owner | None:
         """Make an optimizer known; it is the owner from now on of what it holds."""
+        self._forget_failed()
         size = _size(optimizer)
         owner = self._owners.get(optimizer)
+        if owner is None:
+            # A wrapper and what it wraps are one optimizer, with one clock.
+            inner = _torch.stepping(optimizer)
+            if inner is not optimizer:
+                return None if inner is None else self.meet(inner)
         if owner is not None and owner.params == size:
             return owner
         if owner is None and self._foreign.get(optimizer) == size:
@@ -329,6 +336,12 @@ class Steps:
         else:
             self._finished(running.clock, took_place=took_place, inside=running.inside)
 
+    def _forget_failed(self) -> None:
+        """Let go of a step that raised: its frame keeps alive whatever the script had at hand."""
+        running = self._running
+        if running is not None and not _is_below(sys._getframe(), running.frame):  # noqa: SLF001
+            self._end(running, took_place=False)
+
     def _restore(self, running: Running) -> None:
         for param, grad in running.hidden:
             if param.grad is None:
@@ -342,6 +355,17 @@ def _needs(rule: Rule) -> str:
     if rule.role == "freeze":
         return "a parameter could be hidden from the optimizer for one step of the model"
     return "all gradients of the rule are there"
+
+
+def why_not_met(optimizer: Optimizer) -> str:
+    """Return why an optimizer that the caller has named is of no use."""
+    kind = type(optimizer).__name__
+    if _torch.stepping(optimizer) is None:
+        return (
+            f"the optimizer {kind} skips the constructor of torch.optim.Optimizer, so that torch calls no "
+            "hook when it steps: name the optimizer that it wraps, or call super().__init__() in it"
+        )
+    return f"the optimizer {kind} holds no parameter of the model"
 
 
 def _is_below(frame: FrameType | None, outer: FrameType) -> bool:

@@ -360,6 +360,46 @@ def test_a_step_within_a_step_is_one_step() -> None:
     assert -model.w.item() == 4.0
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As trainers wrap optimizers: a torch optimizer by type, which skips the constructor."""
+
+    def __init__(self, inner: torch.optim.Optimizer, *, hidden: bool) -> None:
+        self.param_groups = inner.param_groups
+        self.inner: Any = [inner] if hidden else inner
+
+    def step(self, closure: Any = None) -> Any:
+        return (self.inner[0] if isinstance(self.inner, list) else self.inner).step(closure)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
+def test_a_wrapper_and_the_optimizer_inside_are_one(named: bool) -> None:
+    model = Weight()
+    optimizer = Wrapper(sgd(model), hidden=False)
+    with gradsurgeon.apply(model, rules(HALF), optimizer=optimizer if named else None) as session:
+        for _ in range(2):
+            model.zero_grad()
+            (model.w * 4.0).sum().backward()
+            optimizer.step()
+        assert session.step == 2
+    assert session.events == []
+    assert -model.w.item() == 4.0
+    assert not optimizer.inner._optimizer_step_pre_hooks
+
+
+def test_a_wrapper_that_hides_its_optimizer_does_not_stand_in_the_way() -> None:
+    model = Weight()
+    optimizer = Wrapper(sgd(model), hidden=True)
+    with gradsurgeon.apply(model, rules(HALF)) as session:
+        (model.w * 4.0).sum().backward()
+        optimizer.step()
+    assert (session.events, -model.w.item()) == ([], 2.0)
+    with (
+        pytest.warns(GradSurgeonWarning, match="name the optimizer that it wraps"),
+        gradsurgeon.apply(model, rules(HALF), optimizer=optimizer),
+    ):
+        pass
+
+
 def test_a_step_that_raises_is_an_attempt_and_the_next_one_acts() -> None:
     model = Weight()
     optimizer = sgd(model)

@@ -1,0 +1,353 @@
+"""P7 and the end of a session: copies carry nothing, and whatever was used is freed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from laws import spawned
+from models import data
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim.swa_utils import AveragedModel
+
+import gradsurgeon
+from gradsurgeon import NonFiniteGradientError
+
+PARAMS: list[dict[str, Any]] = [
+    {"id": "half", "action": "scale", "factor": 0.5, "params": "*"},
+    {"id": "bound", "action": "clamp", "at": "step", "min": -0.1, "max": 0.1, "params": "*"},
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "trap", "action": "nan-trap", "then": "skip-step", "params": "*"},
+]
+MODULES: list[dict[str, Any]] = [
+    {"id": "out", "action": "scale", "factor": 0.5, "modules": "0", "tensor": "output.grad"},
+    {"id": "value", "action": "clamp", "max": 0.1, "modules": "0", "tensor": "output"},
+    {"id": "in", "action": "norm-log", "modules": "2", "tensor": "input.grad"},
+    {"id": "kept", "action": "capture", "modules": "2", "tensor": "input"},
+]
+RULES = {"params": PARAMS, "modules": MODULES, "params and modules": [*PARAMS, *MODULES]}
+
+
+def rules(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"version": 1, "rules": entries}
+
+
+def make() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def train(model: Any, steps: int = 2) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(steps):
+        optimizer.zero_grad()
+        model(data(number, 5, 4)).square().mean().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def averaged(model: Any) -> Any:
+    def newest(_average: Tensor, weight: Tensor, _count: Tensor | int) -> Tensor:
+        return weight.clone()
+
+    average: Any = AveragedModel(model, avg_fn=newest)
+    for _ in range(2):
+        average.update_parameters(model)
+    return average
+
+
+def restored(model: Any) -> Any:
+    fresh = make()
+    fresh.load_state_dict(copy.deepcopy(model.state_dict()))
+    return fresh
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "deepcopy of a deepcopy": lambda model: copy.deepcopy(copy.deepcopy(model)),
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved,
+    "AveragedModel": averaged,
+    "state_dict": restored,
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_trains_as_if_there_were_no_rules(name: str, kind: str) -> None:
+    model = make()
+    with gradsurgeon.apply(model, rules(RULES[kind])) as session:
+        train(model)
+        before = {rule: one.fired for rule, one in session.status().items()}
+        made = COPIES[name](model)
+        plain = make()
+        plain.load_state_dict(model.state_dict())
+        found, wanted = train(made, steps=3), train(plain, steps=3)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+        assert {rule: one.fired for rule, one in session.status().items()} == before
+        assert session.step == 2
+        for param in made.parameters():
+            assert not param._backward_hooks
+            assert not param._post_accumulate_grad_hooks
+        # The original is as much under its rules as before.
+        train(model, steps=1)
+        assert all(one.fired > before[rule] for rule, one in session.status().items())
+    assert session.events == []
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_rules_can_be_applied_to_a_copy_by_themselves(kind: str) -> None:
+    model = make()
+    with gradsurgeon.apply(model, rules(RULES[kind])) as session:
+        made = copy.deepcopy(model)
+        with gradsurgeon.apply(made, rules(RULES[kind])) as other:
+            found = train(made)
+            assert all(one.fired > 0 for one in other.status().values())
+        assert all(one.fired == 0 for one in session.status().values())
+        wanted = train(model)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_a_state_dict_knows_nothing_of_rules() -> None:
+    model = make()
+    plain = make().state_dict()
+    with gradsurgeon.apply(model, rules(RULES["params and modules"])):
+        found = model.state_dict(keep_vars=True)
+        assert list(found) == list(plain)
+        assert b"gradsurgeon" not in pickle.dumps(found)
+        model.load_state_dict(plain)
+        assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+def norms_without_rules() -> list[float]:
+    model = make()
+    model(torch.ones(3, 4)).sum().backward()
+    return [round(param.grad.norm().item(), 5) for param in model.parameters()]
+
+
+def test_saved_models_load_where_gradsurgeon_is_not_installed(tmp_path: Path) -> None:
+    paths = [tmp_path / "model.pt", tmp_path / "model.pickle"]
+    model = make()
+    with gradsurgeon.apply(model, rules(RULES["params and modules"])):
+        torch.save(model, paths[0])
+        paths[1].write_bytes(pickle.dumps(model))
+    done = subprocess.run(
+        [sys.executable, "-c", spawned.SAVED, *map(str, paths)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [str(norms_without_rules())] * 2
+
+
+def test_a_model_as_argument_of_a_spawned_process_comes_without_rules() -> None:
+    model = make()
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    with gradsurgeon.apply(model, rules(RULES["params and modules"])) as session:
+        # torch would warn of each hook that stays behind, were ours not marked.
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            child = context.Process(target=spawned.report, args=(model, queue))
+            child.start()
+        found = queue.get()
+        child.join(60)
+        assert child.exitcode == 0
+        train(model, steps=1)
+        assert session.status()["half"].fired == 4
+    assert [str(one.message) for one in said if "hook" in str(one.message)] == []
+    assert found == (norms_without_rules(), False, False)
+
+
+# --- nothing is kept alive ------------------------------------------------------------------------
+
+
+def step(model: Any, optimizer: Any, x: Tensor | None = None) -> None:
+    optimizer.zero_grad()
+    model(data(0, 5, 4) if x is None else x).square().mean().backward()
+    optimizer.step()
+
+
+def sgd(model: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def by_training(model: Any, session: Any) -> None:
+    train(model)
+
+
+def by_removal(model: Any, session: Any) -> None:
+    train(model)
+    session.remove()
+
+
+def by_pausing(model: Any, session: Any) -> None:
+    session.pause()
+    train(model)
+
+
+def by_a_closure(model: Any, session: Any) -> None:
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(data(0, 5, 4)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def by_a_scaler(model: Any, session: Any) -> None:
+    scaler, optimizer = GradScaler("cpu"), sgd(model)
+    scaler.scale(model(data(0, 5, 4)).square().mean()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def by_ticks(model: Any, session: Any) -> None:
+    model(data(0, 5, 4)).square().mean().backward()
+    session.tick()
+
+
+def by_skipping(model: Any, session: Any) -> None:
+    step(model, sgd(model), data(0, 5, 4) * float("nan"))
+    assert any(event.kind == "skipped-step" for event in session.events)
+
+
+def by_asking(model: Any, session: Any) -> None:
+    torch.autograd.grad(model(data(0, 5, 4)).square().mean(), list(model.parameters()))
+
+
+def by_validation(model: Any, session: Any) -> None:
+    with torch.inference_mode():
+        model(data(0, 5, 4))
+    # A forward pass that no backward pass follows.
+    model(data(0, 5, 4))
+
+
+def by_a_graph_that_stays(model: Any, session: Any) -> None:
+    loss = model(data(0, 5, 4)).square().mean()
+    loss.backward(create_graph=True)
+    model.zero_grad()
+
+
+def by_copying(model: Any, session: Any) -> None:
+    train(copy.deepcopy(model))
+
+
+def by_looking(model: Any, session: Any) -> None:
+    train(model)
+    assert session.status()
+    assert session.records
+    assert str(session.plan)
+
+
+WAYS = [
+    by_training,
+    by_removal,
+    by_pausing,
+    by_a_closure,
+    by_a_scaler,
+    by_ticks,
+    by_skipping,
+    by_asking,
+    by_validation,
+    by_a_graph_that_stays,
+    by_copying,
+    by_looking,
+]
+
+
+def ends(way: Callable[[Any, Any], None], **options: Any) -> list[Any]:
+    """Use a model in some way; return weak references to it, its modules and its session."""
+    model = make()
+    session = gradsurgeon.apply(model, rules(RULES["params and modules"]), **options)
+    way(model, session)
+    return [weakref.ref(one) for one in (model, *model.modules(), *model.parameters(), session)]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.filterwarnings("ignore:rule trap. `then. skip-step` cannot hide")
+@pytest.mark.parametrize("way", WAYS, ids=[way.__name__.replace("_", " ") for way in WAYS])
+def test_model_and_session_are_freed_after_use(way: Callable[[Any, Any], None]) -> None:
+    gone = ends(way)
+    gc.collect()
+    assert [one() for one in gone] == [None] * len(gone)
+
+
+def test_a_run_directory_keeps_nothing_alive(tmp_path: Path) -> None:
+    gone = ends(by_training, record=tmp_path / "run")
+    gc.collect()
+    assert [one() for one in gone] == [None] * len(gone)
+    assert len(gradsurgeon.open_run(tmp_path / "run").history("0.weight", rule="norms")) == 2
+
+
+def test_an_optimizer_that_outlives_its_model_keeps_weights_and_nothing_else() -> None:
+    kept: list[Any] = []
+
+    def way(model: Any, session: Any) -> None:
+        kept.append(sgd(model))
+        step(model, kept[0])
+
+    gone = ends(way)
+    gc.collect()
+    assert sum(one() is not None for one in gone) == 4
+    assert not kept[0]._optimizer_step_pre_hooks
+    kept.clear()
+    gc.collect()
+    assert [one() for one in gone] == [None] * len(gone)
+
+
+def test_a_trap_that_stopped_the_run_keeps_nothing_alive_once_its_error_is_gone() -> None:
+    def way(model: Any, session: Any) -> None:
+        with pytest.raises(NonFiniteGradientError):
+            step(model, sgd(model), data(0, 5, 4) * float("nan"))
+
+    model = make()
+    session = gradsurgeon.apply(model, rules([{**PARAMS[3], "then": "raise"}]))
+    way(model, session)
+    gone = [weakref.ref(model), weakref.ref(session)]
+    del model, session
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+
+
+def test_a_step_that_failed_keeps_nothing_alive_once_another_model_trains() -> None:
+    def fault(*_: object) -> None:
+        raise MemoryError("no room")
+
+    def way(model: Any, session: Any) -> None:
+        optimizer = sgd(model)
+        step(model, optimizer)
+        optimizer.register_step_pre_hook(fault)
+        with pytest.raises(MemoryError):
+            step(model, optimizer)
+
+    gone = ends(way)
+    # Its size has been reduced, as people do when the memory is full.
+    model = make()
+    step(model, sgd(model))
+    gc.collect()
+    assert [one() for one in gone] == [None] * len(gone)

@@ -1,0 +1,507 @@
+"""Gradients that a script asks for without training on them, and hooks of the script's own.
+
+Rules on parameters act on training alone. Rules on modules act wherever a module runs and torch lets
+anybody look; where it does not, the script must work as if they were not there, and it is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from torch import Tensor, nn
+from torch.func import functional_call, grad, jacrev, vmap
+
+import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
+
+# torch's own: `torch.autograd.functional` and `torch.func` compile scripts when they are first used.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+
+Use = Callable[[nn.Module], Tensor]
+
+
+def make() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def rules(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "rules": [{"id": f"r{i}", **entry} for i, entry in enumerate(entries)]}
+
+
+def energy(model: nn.Module, params: dict[str, Tensor], x: Tensor) -> Tensor:
+    out: Tensor = functional_call(model, params, (x,))
+    return out.square().sum()
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters())
+
+
+X = data(0, 5, 4)
+
+
+def asked(model: nn.Module) -> Tensor:
+    return torch.autograd.grad(model(X).square().sum(), model.get_parameter("0.weight"))[0]
+
+
+def asked_with_graph(model: nn.Module) -> Tensor:
+    weight = model.get_parameter("0.weight")
+    (first,) = torch.autograd.grad(model(X).square().sum(), weight, create_graph=True)
+    return torch.autograd.grad(first.square().sum(), weight)[0]
+
+
+def in_batches(model: nn.Module) -> Tensor:
+    weight = model.get_parameter("0.weight")
+    ways = torch.eye(10).view(10, 5, 2)
+    return torch.autograd.grad(model(X), weight, ways, is_grads_batched=True)[0]
+
+
+def other_tensors(model: nn.Module) -> Tensor:
+    params = {name: param.detach().clone().requires_grad_() for name, param in named(model).items()}
+    energy(model, params, X).backward()
+    assert params["0.weight"].grad is not None
+    return params["0.weight"].grad
+
+
+def func_grad(model: nn.Module) -> Tensor:
+    found: Tensor = grad(lambda params: energy(model, params, X))(named(model))["0.weight"]
+    return found.clone()
+
+
+def per_sample(model: nn.Module) -> Tensor:
+    each = vmap(grad(lambda params, x: energy(model, params, x)), in_dims=(None, 0))
+    found: Tensor = each(named(model), X)["0.weight"]
+    return found.clone()
+
+
+def jacobian(model: nn.Module) -> Tensor:
+    found: Tensor = jacrev(lambda params: functional_call(model, params, (X,)))(named(model))[
+        "0.weight"
+    ]
+    return found.clone()
+
+
+def hessian(model: nn.Module) -> Tensor:
+    def loss(weight: Tensor) -> Tensor:
+        return energy(model, {"0.weight": weight}, X)
+
+    found: Tensor = torch.autograd.functional.hessian(
+        loss, model.get_parameter("0.weight").detach()
+    )
+    return found
+
+
+USES: dict[str, Use] = {
+    "autograd.grad": asked,
+    "autograd.grad create_graph": asked_with_graph,
+    "autograd.grad is_grads_batched": in_batches,
+    "functional_call with other tensors": other_tensors,
+    "func.grad": func_grad,
+    "vmap of func.grad": per_sample,
+    "func.jacrev": jacobian,
+    "autograd.functional.hessian": hessian,
+}
+POINTS: dict[str, dict[str, Any]] = {
+    "scale, backward": {"action": "scale", "factor": 0.5},
+    "clamp, backward": {"action": "clamp", "at": "backward", "min": -0.01, "max": 0.01},
+    "clip-norm, step": {"action": "clip-norm", "max_norm": 0.1, "per": "rule"},
+    "norm-log, backward": {"action": "norm-log", "at": "backward"},
+    "norm-log, accumulated": {"action": "norm-log"},
+    "nan-trap": {"action": "nan-trap"},
+}
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("use", USES)
+def test_rules_on_parameters_leave_alone_what_is_not_training(use: str, point: str) -> None:
+    wanted = USES[use](make())
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = {**POINTS[point], "params": "*", "steps": {"to": 1}}
+    with gradsurgeon.apply(model, rules(first)) as session:
+        for _ in range(3):
+            assert torch.equal(USES[use](model), wanted)
+        assert session.status()["r0"].fired == 0
+        notices = [event.message for event in session.events]
+        model.zero_grad()
+        model(X).square().sum().backward()
+        optimizer.step()
+        # Nothing of that was an update: the schedule has just begun.
+        assert session.step == 1
+        assert session.status()["r0"].fired > 0
+    if use.startswith("autograd.grad") and point.endswith("backward"):
+        assert notices == ["torch.autograd.grad() is not training: its results are left alone"]
+    else:
+        assert notices == []
+
+
+MODULES: dict[str, dict[str, Any]] = {
+    "scale output.grad": {"action": "scale", "factor": 0.5, "tensor": "output.grad"},
+    "clamp output.grad": {"action": "clamp", "min": -0.3, "max": 0.2, "tensor": "output.grad"},
+    "scale output": {"action": "scale", "factor": 0.5, "tensor": "output"},
+    "norm-log output.grad": {"action": "norm-log", "tensor": "output.grad"},
+    "norm-log output": {"action": "norm-log", "tensor": "output"},
+    "capture output.grad": {"action": "capture", "tensor": "output.grad"},
+    "nan-trap output": {"action": "nan-trap", "tensor": "output"},
+    "nan-trap output.grad": {"action": "nan-trap", "tensor": "output.grad"},
+}
+
+
+def by_hand(model: Any, name: str) -> None:
+    """The same as a hook of the script's own would be."""
+    edits: dict[str, Callable[[Tensor], Tensor]] = {
+        "scale output.grad": lambda g: g * 0.5,
+        "clamp output.grad": lambda g: g.clamp(-0.3, 0.2),
+    }
+    if name == "scale output":
+        model[0].register_forward_hook(lambda _m, _a, out: out * 0.5)
+    elif name in edits:
+
+        def hook(_module: Any, _args: Any, out: Tensor) -> None:
+            if out.requires_grad:
+                out.register_hook(edits[name])
+
+        model[0].register_forward_hook(hook)
+
+
+ACTING = ["autograd.grad", "autograd.grad create_graph", "functional_call with other tensors"]
+ACTING += ["func.grad", "autograd.functional.hessian"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("use", ACTING)
+def test_rules_on_modules_act_as_hooks_by_hand(use: str, name: str) -> None:
+    plain = make()
+    by_hand(plain, name)
+    wanted = USES[use](plain)
+    model = make()
+    with gradsurgeon.apply(model, rules({**MODULES[name], "modules": "0"})) as session:
+        for _ in range(2):  # what the first call leaves behind must not be in the way of the second
+            assert torch.equal(USES[use](model), wanted)
+        check_that_training_goes_on(model, session, name)
+    assert [event for event in session.events if event.kind != "notice"] == []
+
+
+def looks_back(use: str, name: str) -> bool:
+    """Tell whether the forward pass is one of single tensors, and only the way back is batched."""
+    return use in ("autograd.grad is_grads_batched", "func.jacrev") and name.split()[1] == "output"
+
+
+@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "use", ["autograd.grad is_grads_batched", "vmap of func.grad", "func.jacrev"]
+)
+def test_rules_on_modules_leave_batches_of_vmap_alone_and_say_so(use: str, name: str) -> None:
+    plain = make()
+    acts = looks_back(use, name)
+    if acts:
+        by_hand(plain, name)
+    wanted = USES[use](plain)
+    model = make()
+    with gradsurgeon.apply(model, rules({**MODULES[name], "modules": "0"})) as session:
+        with nullcontext() if acts else pytest.warns(GradSurgeonWarning, match="r0: left a tensor"):
+            assert torch.allclose(USES[use](model), wanted, atol=1e-6)
+        assert torch.allclose(USES[use](model), wanted, atol=1e-6)
+        said = [event.message for event in session.events if "vmap" in event.message]
+        assert len(said) == (0 if acts else 1)
+        check_that_training_goes_on(model, session, name)
+
+
+def check_that_training_goes_on(model: nn.Module, session: Any, name: str) -> None:
+    """Nothing of a transform may outlive it: counters, records and captures are read."""
+    fired = session.status()["r0"].fired
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.zero_grad()
+    model(X).square().sum().backward()
+    optimizer.step()
+    assert session.step == 1
+    assert session.status()["r0"].fired == fired + 1
+    if "norm-log" in name:
+        assert [value > 0 for _, value in session.history("0")] == [True] * (fired + 1)
+    if "capture" in name:
+        kept = list(session.captured("r0").values())
+        assert [one.abs().sum().item() > 0 for one in kept] == [True] * (fired + 1)
+
+
+def test_a_module_that_runs_under_vmap_alone_is_said_to() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        gradsurgeon.apply(model, rules({**MODULES["scale output"], "modules": "0"})) as session,
+        pytest.warns(GradSurgeonWarning) as warned,
+    ):
+        for _ in range(3):
+            optimizer.zero_grad()
+            for name, value in grad(lambda p: vmap(lambda x: energy(model, p, x))(X).sum())(
+                named(model)
+            ).items():
+                model.get_parameter(name).grad = value.detach()
+            optimizer.step()
+    texts = [str(one.message) for one in warned]
+    assert any(
+        text.endswith("never fired: all tensors it matched were those of vmap") for text in texts
+    )
+    assert sum("left a tensor of vmap alone" in text for text in texts) == 1
+    assert session.step == 3
+
+
+def test_a_script_that_updates_other_tensors_marks_its_steps() -> None:
+    model = make()
+    early = {**MODULES["scale output.grad"], "modules": "0", "steps": {"to": 2}}
+    with gradsurgeon.apply(model, rules(early)) as session:
+        for number in range(4):
+            other_tensors(model)
+            assert session.step == number
+            assert session.tick()
+    assert session.status()["r0"].fired == 2
+    (notice,) = [event.message for event in session.events]
+    assert "gave no gradient to any parameter" in notice
+
+
+def test_rules_on_parameters_of_a_script_that_never_trains_them() -> None:
+    model = make()
+    with gradsurgeon.apply(model, rules({**POINTS["scale, backward"], "params": "*"})) as session:
+        other_tensors(model)
+        func_grad(model)
+    (event,) = session.events
+    assert (event.kind, event.rule) == ("never-fired", "r0")
+    assert "no gradient reached a parameter, and nothing was updated" in event.message
+
+
+# --- second derivatives in training ---------------------------------------------------------------
+
+
+def penalised(model: nn.Module, number: int) -> Tensor:
+    """A critic with a gradient penalty: the gradient of a gradient."""
+    x = data(number, 5, 4).requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss: Tensor = out.mean() + (slope.norm(dim=1) - 1.0).square().mean()
+    return loss
+
+
+def edit_by_hand(model: nn.Module, name: str) -> Callable[[], None]:
+    """Do the same as a rule by hand; return what is to be called before the update."""
+    params = list(model.parameters())
+    if name.endswith("backward"):
+        for param in params:
+            param.register_hook(
+                (lambda g: g * 0.5) if name.startswith("scale") else lambda g: g.clamp(-0.01, 0.01)
+            )
+    return (
+        (lambda: None)
+        if name.endswith("backward")
+        else (lambda: void(torch.nn.utils.clip_grad_norm_(params, 0.1)))
+    )
+
+
+def void(_value: object) -> None:
+    """Take a value and forget it."""
+
+
+@pytest.mark.parametrize("point", ["scale, backward", "clamp, backward", "clip-norm, step"])
+def test_a_gradient_penalty_with_rules_on_parameters(point: str) -> None:
+    ends = []
+    for rule in (False, True):
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        entry = {**POINTS[point], "params": "*"}
+        session = gradsurgeon.apply(model, rules(entry)) if rule else None
+        before = (lambda: None) if rule else edit_by_hand(model, point)
+        for number in range(3):
+            optimizer.zero_grad()
+            penalised(model, number).backward()
+            before()
+            optimizer.step()
+        ends.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+        if session is not None:
+            # The inner gradients are those of the input: no parameter is concerned.
+            assert session.status()["r0"].fired == 3 * 4
+            session.remove()
+    assert torch.allclose(ends[0], ends[1], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["scale output.grad", "clamp output.grad", "scale output"])
+def test_a_gradient_penalty_with_rules_on_modules_equals_hooks_by_hand(name: str) -> None:
+    found = []
+    for rule in (False, True):
+        model = make()
+        if rule:
+            gradsurgeon.apply(model, rules({**MODULES[name], "modules": "0"}))
+        else:
+            by_hand(model, name)
+        penalised(model, 0).backward()
+        found.append([param.grad for param in model.parameters()])
+        gradsurgeon.remove(model)
+    for left, right in zip(*found, strict=True):
+        assert left is not None
+        assert right is not None
+        assert torch.equal(left, right)
+
+
+# --- two losses over one graph --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["backward", "step"])
+def test_two_losses_over_one_graph(at: str) -> None:
+    plain, model = make(), make()
+    parts = []
+    for factor in (1.0, -0.3):
+        plain.zero_grad()
+        (plain(X).square().sum() * factor).backward()
+        parts.append(plain[0].weight.grad.clone())
+    clamp = {"action": "clamp", "at": at, "min": -0.5, "max": 0.4, "params": "0.weight"}
+    log = {"action": "norm-log", "at": "backward", "params": "0.weight"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules(log, clamp)) as session:
+        loss = model(X).square().sum()
+        loss.backward(retain_graph=True)
+        with pytest.warns(GradSurgeonWarning) if at == "backward" else nullcontext():
+            (loss * -0.3).backward()
+        optimizer.step()
+    bounded = [part.clamp(-0.5, 0.4) for part in parts]
+    wanted = bounded[0] + bounded[1] if at == "backward" else (parts[0] + parts[1]).clamp(-0.5, 0.4)
+    assert torch.allclose(model[0].weight.grad, wanted, atol=1e-6)
+    assert [v for _, v in session.history("0.weight")] == pytest.approx(
+        [part.norm().item() for part in parts], rel=1e-5
+    )
+    assert session.step == 1
+
+
+def test_two_losses_over_one_graph_pass_a_module_twice() -> None:
+    plain, model = make(), make()
+    by_hand(plain, "clamp output.grad")
+    found = []
+    rule = {**MODULES["clamp output.grad"], "modules": "0"}
+    with gradsurgeon.apply(model, rules(rule)) as session:
+        for one in (plain, model):
+            loss = one(X).square().sum()
+            loss.backward(retain_graph=True)
+            (loss * -0.3).backward()
+            found.append(one[0].weight.grad)
+        assert session.status()["r0"].fired == 2
+    assert torch.equal(*found)
+
+
+def test_backward_to_some_parameters_runs_the_rules_of_these() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    entries = [{**POINTS[name], "params": "*"} for name in POINTS if "norm" not in name]
+    log = {"action": "norm-log", "params": "*"}
+    with gradsurgeon.apply(model, rules(log, *entries)) as session:
+        weight = model[2].weight
+        model(X).square().sum().backward(inputs=[weight])
+        optimizer.step()
+        assert [one.fired for one in session.status().values()] == [1, 1, 1, 1]
+        assert session.latest("2.weight") == pytest.approx(weight.grad.norm().item())
+        assert session.status()["r0"].fired == 1
+        with pytest.raises(gradsurgeon.RecordError, match=r"0\.weight has not been recorded"):
+            session.latest("0.weight")
+        assert session.step == 1
+    assert session.events == []
+
+
+# --- hooks of the script's own --------------------------------------------------------------------
+
+
+def test_hooks_on_a_parameter_run_in_the_order_of_their_coming() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    model = nn.Module()
+    model.w = weight
+    seen: list[float] = []
+
+    def see(value: Tensor) -> None:
+        seen.append(value.item())
+
+    weight.register_hook(lambda g: g + 1.0)
+    weight.register_hook(see)
+    with gradsurgeon.apply(model, rules({**POINTS["scale, backward"], "params": "*"})):
+        weight.register_hook(see)
+        weight.register_hook(lambda g: g + 100.0)
+        (weight * 3.0).sum().backward()
+    assert seen == [4.0, 2.0]
+    assert weight.grad is not None
+    assert weight.grad.item() == 102.0
+
+
+def test_hooks_on_a_module_run_in_the_order_of_their_coming() -> None:
+    model = nn.Sequential(nn.Identity())
+    entries = [
+        {"action": "scale", "factor": 10.0, "modules": "0", "tensor": t}
+        for t in ("input", "output")
+    ]
+    model[0].register_forward_pre_hook(lambda _m, args: (args[0] + 1.0,))
+    model[0].register_forward_hook(lambda _m, _a, out: out + 1.0)
+    with gradsurgeon.apply(model, rules(*entries)):
+        model[0].register_forward_pre_hook(lambda _m, args: (args[0] + 2.0,))
+        model[0].register_forward_hook(lambda _m, _a, out: out + 2.0)
+        assert model(torch.ones(1)).item() == (((1 + 1) * 10 + 2) + 1) * 10 + 2
+
+
+def test_hooks_on_the_gradient_of_an_output_run_in_the_order_of_their_coming() -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    seen: list[float] = []
+
+    def hook(_module: Any, _args: Any, out: Tensor) -> None:
+        out.register_hook(lambda g: seen.append(g.item()))
+
+    model[0].register_forward_hook(hook)
+    with gradsurgeon.apply(model, rules({**MODULES["scale output.grad"], "modules": "0"})):
+        model[0].register_forward_hook(hook)
+        model(torch.ones(1)).backward()
+    assert seen == [1.0, 0.5]
+
+
+def test_hooks_on_the_step_of_a_named_optimizer_run_in_the_order_of_their_coming() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    model = nn.Module()
+    model.w = weight
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    seen: list[float] = []
+
+    def see(*_: object) -> None:
+        assert weight.grad is not None
+        seen.append(weight.grad.item())
+
+    optimizer.register_step_pre_hook(see)
+    half = {"action": "scale", "factor": 0.5, "at": "step", "params": "*"}
+    with gradsurgeon.apply(model, rules(half), optimizer=optimizer):
+        optimizer.register_step_pre_hook(see)
+        weight.sum().backward()
+        optimizer.step()
+    assert seen == [1.0, 0.5]
+
+
+# --- validation between steps ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", [*MODULES, "scale input.grad", "scale input"])
+def test_validation_between_steps_changes_nothing(name: str, mode: Callable[[], Any]) -> None:
+    rule = MODULES.get(name) or {"action": "scale", "factor": 0.5, "tensor": name.split()[1]}
+    ends = []
+    for validates in (False, True):
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        wanted = rules({**rule, "modules": "2"})
+        with gradsurgeon.apply(model, wanted, optimizer=optimizer) as session:
+            for number in range(3):
+                optimizer.zero_grad()
+                model(data(number, 5, 4)).square().mean().backward()
+                if validates:
+                    with mode():
+                        model(data(99, 5, 4))
+                optimizer.step()
+                if validates:
+                    with mode():
+                        model(data(99, 5, 4))
+            assert session.step == 3
+        assert session.events == []
+        ends.append(torch.cat([param.detach().flatten() for param in model.parameters()]))
+    assert torch.equal(*ends)

@@ -1,0 +1,156 @@
+"""accelerate's `Accelerator`: its wrapped optimizer is one optimizer, and every rule acts once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from models import data
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.utils.data import DataLoader
+from trainers import by_hand
+from trainers.by_hand import CLIP, PARTS, RULES, Fault, Hand
+
+import gradsurgeon
+from gradsurgeon import NonFiniteGradientError
+
+STEPS = 4
+TABLE = by_hand.table("2.*")
+LOGGED = "0.weight"
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def make() -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2, bias=False)
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+
+
+def batches() -> Any:
+    return data(5, STEPS * PARTS, 3, 4)
+
+
+def loss(x: Tensor, model: nn.Module) -> Tensor:
+    found: Tensor = (model(x) - 1.0).square().mean() * 3
+    return found
+
+
+def hand_written(hand: Hand, **options: Any) -> by_hand.End:
+    model, optimizer = make()
+    # accelerate divides each loss by the number of micro-batches.
+    steps = [[partial(_part, x) for x in step] for step in batches().split(PARTS)]
+    return by_hand.train(model, optimizer, steps, hand, **options)
+
+
+def _part(x: Tensor, model: nn.Module) -> Tensor:
+    return loss(x, model) / PARTS
+
+
+def accelerated(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    precision: str = "no",
+    scaler: GradScaler | None = None,
+) -> None:
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=PARTS, mixed_precision=precision
+    )
+    accelerator.scaler = scaler
+    loader: Any = DataLoader(batches(), batch_size=None)
+    wrapped, stepping, loader = accelerator.prepare(model, optimizer, loader)
+    for x in loader:
+        with accelerator.accumulate(wrapped):
+            accelerator.backward(loss(x, wrapped))
+            if accelerator.sync_gradients:
+                if scaler is not None:
+                    # accelerate has a scaler, and does this by itself, for fp16 on a GPU only.
+                    scaler.unscale_(optimizer)
+                accelerator.clip_grad_norm_(wrapped.parameters(), CLIP)
+            stepping.step()
+            stepping.zero_grad()
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["no scaler", "GradScaler"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, scaled: bool) -> None:
+    hand = TABLE[name]
+    wanted = hand_written(hand, logged=LOGGED)
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=256.0) if scaled else None
+    with gradsurgeon.apply(model, hand.rules()) as session:
+        accelerated(model, optimizer, scaler=scaler)
+        assert session.step == STEPS
+    assert session.events == []
+    wanted.check(model, session.history(LOGGED, rule="norms"))
+    if name != "no rule":
+        without = hand_written(TABLE["no rule"])
+        assert by_hand.distance(without.weights, wanted.weights) > 1e-4
+
+
+@pytest.mark.parametrize("micro", [0, 1], ids=["first micro-batch", "second micro-batch"])
+@pytest.mark.parametrize("then", ["skip-step", "raise"])
+def test_a_nan_is_stopped_and_named_before_clipping_smears_it(then: str, micro: int) -> None:
+    model, optimizer = make()
+    fault = Fault(model, "2", call=2 * PARTS + micro)
+    error = None
+    with gradsurgeon.apply(model, by_hand.trap(then)) as session:
+        if then == "raise":
+            with pytest.raises(NonFiniteGradientError) as caught:
+                accelerated(model, optimizer)
+            error = caught.value
+        else:
+            accelerated(model, optimizer)
+    assert fault.first == "2.bias"
+    fault.check(session, error, micro)
+    if then == "skip-step":
+        wanted = hand_written(TABLE["no rule"], skipped=2)
+        assert by_hand.distance(by_hand.weights(model), wanted.weights) < 1e-6
+    else:
+        assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+def test_a_wrapped_optimizer_that_is_named_is_the_one_inside() -> None:
+    model, optimizer = make()
+    accelerator = Accelerator(cpu=True)
+    model, wrapped = accelerator.prepare(model, optimizer)
+    half = {"id": "half", "action": "scale", "factor": 0.5, "at": "step", "params": "*"}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [half]}, optimizer=wrapped) as session:
+        for _ in range(2):
+            model(data(0, 3, 4)).sum().backward()
+            wrapped.step()
+            wrapped.zero_grad()
+        assert session.step == 2
+        assert session.status()["half"].fired == 2 * 5
+    assert session.events == []
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_bf16() -> None:
+    model, optimizer = make()
+    with gradsurgeon.apply(model, TABLE["clamp, step"].rules()) as session:
+        accelerated(model, optimizer, precision="bf16")
+        assert session.step == STEPS
+    assert session.events == []
+    assert session.status()["it"].fired == STEPS * 2
+    assert session.status()["it"].changed > 0
+    wanted = hand_written(TABLE["clamp, step"])
+    # Eight bits of mantissa, and bounds that most gradients exceed.
+    assert by_hand.distance(by_hand.weights(model), wanted.weights) < 0.05

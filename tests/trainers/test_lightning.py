@@ -1,0 +1,250 @@
+"""Lightning, automatic and manual: backward and clipping happen inside the step of the optimizer.
+
+In automatic optimization the trainer hands the optimizer a closure that clears gradients, runs the
+passes and clips; torch calls step hooks before it. The rules have to act after it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from models import data
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.utils.data import DataLoader
+from trainers import by_hand
+from trainers.by_hand import CLIP, PARTS, RULES, Fault, Hand
+
+import gradsurgeon
+from gradsurgeon import NonFiniteGradientError
+
+# Of Lightning's own making.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
+
+STEPS = 4
+TABLE = by_hand.table("net.2.*")
+LOGGED = "net.0.weight"
+MANUAL = pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+
+
+def batches() -> Any:
+    return data(5, STEPS * PARTS, 3, 4)
+
+
+class Net(lightning.LightningModule):
+    """Five layers, trained by either of the two ways."""
+
+    def __init__(self, *, manual: bool = False, kind: Any = torch.optim.SGD) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2, bias=False)
+        )
+        self.automatic_optimization = not manual
+        self._kind = kind
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        found = loss(batch, self)
+        if not self.automatic_optimization:
+            optimizer: Any = self.optimizers()
+            self.manual_backward(found / PARTS)
+            if index % PARTS == PARTS - 1:
+                self.clip_gradients(
+                    optimizer, gradient_clip_val=CLIP, gradient_clip_algorithm="norm"
+                )
+                optimizer.step()
+                optimizer.zero_grad()
+        return found
+
+    def configure_optimizers(self) -> Any:
+        return self._kind(self.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+
+
+def loss(x: Tensor, model: Any) -> Tensor:
+    found: Tensor = (model.net(x) - 1.0).square().mean() * 3
+    return found
+
+
+def fit(model: Any, path: Path, **options: Any) -> None:
+    automatic = {"accumulate_grad_batches": PARTS, "gradient_clip_val": CLIP}
+    trainer = lightning.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(path),
+        **(automatic if model.automatic_optimization else {}),
+        **options,
+    )
+    trainer.fit(model, DataLoader(batches(), batch_size=None))
+
+
+def hand_written(hand: Hand, **options: Any) -> by_hand.End:
+    model = Net()
+    optimizer = model.configure_optimizers()
+    steps = [[partial(_part, x) for x in step] for step in batches().split(PARTS)]
+    return by_hand.train(model, optimizer, steps, hand, **options)
+
+
+def _part(x: Tensor, model: Any) -> Tensor:
+    return loss(x, model) / PARTS
+
+
+@MANUAL
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(
+    name: str, manual: bool, tmp_path: Path
+) -> None:
+    hand = TABLE[name]
+    wanted = hand_written(hand, logged=LOGGED)
+    model = Net(manual=manual)
+    with gradsurgeon.apply(model, hand.rules()) as session:
+        fit(model, tmp_path)
+        assert session.step == STEPS
+        # Lightning's own optimizer object shares the hooks of the one it wraps: they are one.
+        assert [type(one) for one in session._engine.steps._owners] == [torch.optim.SGD]
+    assert session.events == []
+    wanted.check(model, session.history(LOGGED, rule="norms"))
+    if name != "no rule":
+        without = hand_written(TABLE["no rule"])
+        assert by_hand.distance(without.weights, wanted.weights) > 1e-4
+
+
+@MANUAL
+@pytest.mark.parametrize("micro", [0, 1], ids=["first micro-batch", "second micro-batch"])
+@pytest.mark.parametrize("then", ["skip-step", "raise"])
+def test_a_nan_is_stopped_and_named_before_clipping_smears_it(
+    then: str, micro: int, manual: bool, tmp_path: Path
+) -> None:
+    model = Net(manual=manual)
+    fault = Fault(model, "net.2", call=2 * PARTS + micro)
+    error = None
+    with gradsurgeon.apply(model, by_hand.trap(then)) as session:
+        if then == "raise":
+            with pytest.raises(NonFiniteGradientError) as caught:
+                fit(model, tmp_path)
+            error = caught.value
+        else:
+            fit(model, tmp_path)
+    assert fault.first == "net.2.bias"
+    fault.check(session, error, micro)
+    if then == "skip-step":
+        wanted = hand_written(TABLE["no rule"], skipped=2)
+        assert by_hand.distance(by_hand.weights(model), wanted.weights) < 1e-6
+    else:
+        assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+class Recording(torch.optim.Optimizer):
+    """Gradient descent that is no optimizer of torch's, and keeps what it consumed."""
+
+    def __init__(self, params: Any, lr: float, **_: Any) -> None:
+        super().__init__(params, {"lr": lr})
+        self.consumed: list[float] = []
+
+    def step(self, closure: Any = None) -> Any:
+        result = closure() if closure is not None else None
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.sub_(param.grad * group["lr"])
+        self.consumed.append(self.param_groups[0]["params"][0].grad.norm().item())
+        return result
+
+
+@MANUAL
+def test_an_optimizer_of_the_scripts_own_consumes_what_the_rules_left(
+    manual: bool, tmp_path: Path
+) -> None:
+    made: list[Recording] = []
+
+    def make(params: Any, **options: Any) -> Recording:
+        made.append(Recording(params, **options))
+        return made[-1]
+
+    clip = {"id": "clip", "action": "clip-norm", "max_norm": 0.03, "params": LOGGED}
+    after = {"id": "after", "action": "norm-log", "at": "step", "params": LOGGED}
+    model = Net(manual=manual, kind=make)
+    with gradsurgeon.apply(model, {"version": 1, "rules": [clip, after]}) as session:
+        fit(model, tmp_path)
+    assert session.events == []
+    assert made[0].consumed == pytest.approx([0.03] * STEPS, rel=1e-4)
+    assert [norm for _, norm in session.history(LOGGED)] == pytest.approx(made[0].consumed)
+
+
+@MANUAL
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16(precision: str, manual: bool, tmp_path: Path) -> None:
+    model = Net(manual=manual)
+    with gradsurgeon.apply(model, TABLE["clamp, step"].rules()) as session:
+        fit(model, tmp_path, precision=precision)
+        assert session.step == STEPS
+    assert session.events == []
+    assert session.status()["it"].fired == STEPS * 2
+    wanted = hand_written(TABLE["clamp, step"])
+    ends = {name: weight.float() for name, weight in by_hand.weights(model).items()}
+    # Eight bits of mantissa, and bounds that most gradients exceed.
+    assert by_hand.distance(ends, wanted.weights) < 0.05
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_scaler(name: str, tmp_path: Path) -> None:
+    hand = TABLE[name]
+    wanted = hand_written(hand, logged=LOGGED)
+    model = Net()
+
+    class Unrounded(MixedPrecision):
+        """The scaler alone: float16 would hide a small mistake."""
+
+        def autocast_context_manager(self) -> Any:
+            return torch.autocast("cpu", enabled=False)
+
+    plugin = Unrounded("16-mixed", "cpu", GradScaler("cpu", init_scale=256.0))
+    with gradsurgeon.apply(model, hand.rules()) as session:
+        fit(model, tmp_path, plugins=[plugin])
+        assert session.step == STEPS
+    assert session.events == []
+    wanted.check(model, session.history(LOGGED, rule="norms"))
+
+
+class Gan(lightning.LightningModule):
+    """Two optimizers; the second steps twice as often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.g = nn.Linear(4, 4)
+        self.d = nn.Linear(4, 1)
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        generator, critic = self.optimizers()
+        for own in [generator, critic] if index % 2 == 0 else [critic]:
+            own.zero_grad()
+            self.manual_backward(self.d(self.g(batch)).mean())
+            own.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.g, self.d)]
+
+
+def test_two_optimizers_have_two_clocks(tmp_path: Path) -> None:
+    norms = {"id": "norms", "action": "norm-log", "at": "step", "params": "*"}
+    model = Gan()
+    with gradsurgeon.apply(model, {"version": 1, "rules": [norms]}) as session:
+        fit(model, tmp_path)
+        assert session.step == STEPS * PARTS
+    assert [step for step, _ in session.history("d.weight")] == list(range(8))
+    assert [step for step, _ in session.history("g.weight")] == list(range(4))
+    assert session.events == []
