@@ -117,6 +117,13 @@ POINTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.cell(
+    "`torch.autograd.grad`, `torch.func`",
+    "backward",
+    "accumulated",
+    "step",
+    differs="is not training: its results are left alone, with one notice",
+)
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("use", USES)
 def test_rules_on_parameters_leave_alone_what_is_not_training(use: str, point: str) -> None:
@@ -174,6 +181,7 @@ ACTING = ["autograd.grad", "autograd.grad create_graph", "functional_call with o
 ACTING += ["func.grad", "autograd.functional.hessian"]
 
 
+@pytest.mark.cell("`torch.autograd.grad`, `torch.func`", "modules")
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("use", ACTING)
 def test_rules_on_modules_act_as_hooks_by_hand(use: str, name: str) -> None:
@@ -193,6 +201,11 @@ def looks_back(use: str, name: str) -> bool:
     return use in ("autograd.grad is_grads_batched", "func.jacrev") and name.split()[1] == "output"
 
 
+@pytest.mark.cell(
+    "`torch.autograd.grad`, `torch.func`",
+    "modules",
+    differs="batches of `vmap` are left alone, with one notice",
+)
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize(
     "use", ["autograd.grad is_grads_batched", "vmap of func.grad", "func.jacrev"]

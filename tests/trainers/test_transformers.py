@@ -95,6 +95,7 @@ def hand_written(hand: Hand, **options: Any) -> by_hand.End:
     return by_hand.train(model, optimizer, losses(), hand, **options)
 
 
+@pytest.mark.cell("Hugging Face `Trainer`", "backward", "accumulated", "step")
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, tmp_path: Path) -> None:
     hand = TABLE[name]
