@@ -47,9 +47,9 @@ on_site = _torch.uncompiled(
 )
 in_backward = _torch.uncompiled(
     _Reason(
-        _on_params,
-        "gradsurgeon looks at a gradient here (rules on parameters: {rules}), which cannot be part of "
-        "a graph: let compiled autograd compile without fullgraph=True, or do without it",
+        lambda program: [*_on_params(program), *_on_sites(program)],
+        "gradsurgeon looks at a gradient here (rules: {rules}), which cannot be part of a graph: let "
+        "compiled autograd compile without fullgraph=True, or do without it",
     )
 )
 at_update = _torch.uncompiled(

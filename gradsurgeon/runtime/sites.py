@@ -16,7 +16,7 @@ from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.backward import Passes
 from gradsurgeon.runtime.clock import Clock
-from gradsurgeon.runtime.compiled import on_site
+from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
@@ -193,7 +193,7 @@ class Sites:
         self.state.journal.fired(rule.id, self.clock_of(owner).step)
         if not gradient and tensor.requires_grad and torch.is_grad_enabled():
 
-            @on_site
+            @in_backward
             def feeds(_grad: Tensor) -> None:
                 flag.fed = True
 
@@ -239,7 +239,7 @@ class GradHook:
         self._arrival = arrival
         self.__name__ = f"{'+'.join(rule.id for rule in rules)}:{owner}"
 
-    @on_site
+    @in_backward
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return the edited gradient, ``None`` to leave it as it is."""
         sites = self._sites()
