@@ -65,6 +65,13 @@ class Arming:
         self._arm(tensor)
         return self._state.targets.param(tensor) is not None
 
+    def carried(self, param: Tensor) -> int | None:
+        """Return the tensor whose hooks a parameter carries, if it does."""
+        for hook in _torch.post_accumulate_hooks(param):
+            if isinstance(hook, PassHook) and hook.belongs_to(self._state):
+                return hook.tensor
+        return None
+
     def bypassed(self, arrived: set[int], clock: Clock) -> list[int]:
         """Return the tensors of a clock with a new gradient that did not come through their hooks.
 

@@ -136,6 +136,15 @@ class Hook:
 class PassHook(Hook):
     """Post-accumulate hook: notes the arrival of one gradient."""
 
+    @property
+    def tensor(self) -> int:
+        """The index of the parameter."""
+        return self._tensor
+
+    def belongs_to(self, state: State) -> bool:
+        """Tell whether it is a hook of this session."""
+        return self._state() is state
+
     def __call__(self, _param: Tensor) -> None:
         """Note the arrival."""
         if (live := self._live()) is not None:

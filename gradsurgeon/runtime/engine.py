@@ -9,20 +9,20 @@ from functools import partial
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
 from gradsurgeon.events import EventKind
-from gradsurgeon.planning import ROOT, named_modules
+from gradsurgeon.planning import ROOT, Plan, named_modules
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.backward import Pass, Passes
+from gradsurgeon.runtime.changes import Changes
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.edits import StepEdits
 from gradsurgeon.runtime.look import after_pass
 from gradsurgeon.runtime.manual import Manual
-from gradsurgeon.runtime.modules import attach
+from gradsurgeon.runtime.modules import ModuleHooks
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.stepping import Steps, why_not_met
@@ -35,12 +35,17 @@ class Engine:
     Args:
         model: reached weakly.
         state: what the parts share.
+        plan: what the program was made of.
         optimizers: those the caller has named, ``None`` to look for them, empty where weights are
             updated by hand.
     """
 
     def __init__(
-        self, model: nn.Module, state: State, optimizers: Sequence[Optimizer] | None
+        self,
+        model: nn.Module,
+        state: State,
+        plan: Plan,
+        optimizers: Sequence[Optimizer] | None,
     ) -> None:
         self._model = weakref.ref(model)
         self._state = state
@@ -54,13 +59,15 @@ class Engine:
             judge=self._judge,
             finished=self._finished,
             first_owner=self._optimizer_appeared,
+            new_params=self._look_at_model,
             scaled_away=self._scaled_away,
         )
         declared = optimizers is not None and not optimizers
         self.manual = Manual(state, self._judge, self._finished, declared=declared)
         self._arming = Arming(state, self._passes)
         self.sites = Sites(state, self._passes, self._clock_of)
-        self._module_hooks: list[RemovableHandle] = []
+        self._module_hooks = ModuleHooks(self.sites)
+        self._changes = Changes(model, state, plan, self._arming, self._module_hooks)
         self._clock_places = _first_params(state.program)
         self._search_on = optimizers is None
         # Whether backward passes came and no update has followed yet.
@@ -74,7 +81,7 @@ class Engine:
         """Put the hooks on; on failure nothing stays."""
         try:
             self._arming.arm()
-            self._module_hooks = attach(self.sites, named_modules(self._model()))
+            self._module_hooks.attach(named_modules(self._model()))
             for optimizer in self._given:
                 if self.steps.meet(optimizer) is None:
                     self._state.journal.emit("notice", why_not_met(optimizer), warn=True)
@@ -86,9 +93,7 @@ class Engine:
     def detach(self) -> None:
         """Take all hooks off."""
         self.steps.close()
-        for handle in self._module_hooks:
-            handle.remove()
-        self._module_hooks.clear()
+        self._module_hooks.detach()
         self._arming.disarm()
         self._state.targets.forget()
         self._state.paused = True
@@ -278,21 +283,41 @@ class Engine:
     def _look_after_hooks(self, clock: Clock) -> None:
         bypassed = self._arming.bypassed(self._arrived, clock)
         self._arrived -= {tensor for tensor in self._arrived if self._state.clocks[tensor] is clock}
-        replaced = self._arming.replaced()
-        for tensor in replaced:
-            name = self._state.program.names[tensor]
-            kind: EventKind = "hook-rearmed"
-            text = f"{name} was replaced by another parameter: its hooks were put on the new one"
-            if not self._arming.rearm(tensor):
-                kind = "hook-lost"
-                text = (
-                    f"{name} is gone from its module: rules on it no longer act; apply them again "
-                    "after the model has its final form"
-                )
-            self._state.journal.emit(kind, text, step=clock.step, name=name, warn=True)
+        self._changes.stepped()
+        if set(bypassed) - self._revived:
+            # They may belong to a part of the model that was exchanged.
+            self._changes.look()
+        replaced = self._rearm(clock.step)
         for tensor in bypassed:
             if tensor not in replaced:
                 self._revive(tensor, clock)
+
+    def _look_at_model(self) -> None:
+        """Find the parameters of the program again, where there is reason to believe they moved."""
+        if self._model() is None:
+            return
+        self._changes.look()
+        # What has reached them so far came before their hooks; that has been said.
+        self._arrived.update(self._rearm(self._state.clocks.latest))
+
+    def say_what_changed(self) -> None:
+        """Note what of the model went unnoticed until the session ends."""
+        self._changes.look(closing=True)
+
+    def _rearm(self, step: int) -> list[int]:
+        """Put hooks on parameters that stand where others did; return these."""
+        if self._arming.replaced():
+            self._changes.look()  # they may have moved
+        replaced = self._arming.replaced()
+        for tensor in replaced:
+            name = self._state.program.names[tensor]
+            there = self._arming.rearm(tensor)
+            kind: EventKind = "hook-rearmed" if there else "hook-lost"
+            text = f"{name} was replaced by another parameter: its hooks were put on the new one"
+            if not there:
+                text = self._changes.why_gone(tensor)
+            self._state.journal.emit(kind, text, step=step, name=name, warn=True)
+        return replaced
 
     def _revive(self, tensor: int, clock: Clock) -> None:
         self._arming.revive(tensor)

@@ -68,7 +68,7 @@ class Session:
         )
         if scaler is not None and scaler.is_enabled():
             refuse_scaling(program)
-        self._engine = Engine(model, self._state, optimizers)
+        self._engine = Engine(model, self._state, plan, optimizers)
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
         }
@@ -96,6 +96,7 @@ class Session:
         if not self._removed:
             self._removed = True
             self._state.flags.close()
+            self._engine.say_what_changed()
             for rule, due in self._state.journal.never_fired():
                 text = f"{self._engine.why_never(due=due)} until the end"
                 self._state.journal.emit("never-fired", text, rule=rule, step=self.step)

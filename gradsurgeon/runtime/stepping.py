@@ -74,12 +74,14 @@ class Steps:
         judge: Callable[[Clock], Verdict],
         finished: Callable[..., None],
         first_owner: Callable[[], None],
+        new_params: Callable[[], None],
         scaled_away: Callable[[Clock], None],
     ) -> None:
         self._state = state
         self._judge = judge
         self._finished = finished
         self._first_owner = first_owner
+        self._new_params = new_params
         self._scaled_away = scaled_away
         # How often an optimizer of ours has begun a step; a scaler that skips one leaves it as it is.
         self.begun = 0
@@ -137,6 +139,10 @@ class Steps:
         if owner is None and self._foreign.get(optimizer) == size:
             return None
         tensors = self._state.targets.owned(_params(optimizer))
+        if len(tensors) < size:
+            # Of another model, or of this one, but unknown.
+            self._new_params()
+            tensors = self._state.targets.owned(_params(optimizer))
         if not tensors:
             self._foreign[optimizer] = size
             return None
