@@ -314,6 +314,11 @@ def forget_empty_hooks(param: Tensor) -> None:
             setattr(param, table, None)
 
 
+def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
+    """Return the hooks that run once ``.grad`` of a leaf holds a contribution."""
+    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+
+
 def register_hook(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Register a tensor hook; a tensor it returns takes the place of the gradient."""
     handle: RemovableHandle = param.register_hook(hook)  # type: ignore[no-untyped-call]

@@ -82,6 +82,15 @@ def apply(
 ) -> Session:
     """Attach rules to a model. A call that fails changes nothing.
 
+    The rules stay bound to what the plan shows. A parameter or module that is replaced under its name
+    or that gets another name keeps its rules, with a warning; where something comes later that a rule
+    would match, the warning says so, and ``replace=True`` binds it. Lazy modules must have seen an
+    input. Copies of the model, saved ones included, carry no rules.
+
+    Rules on parameters act on training alone: the results of `torch.autograd.grad` and `torch.func` are
+    left as they are. Rules on modules act wherever these run, but for the tensors of
+    `torch.func.vmap`, which are left alone with a warning.
+
     Args:
         model: the module whose parameters the rules name.
         rules: as `load` takes them.

@@ -46,13 +46,15 @@ class Arming:
             if (param := self._state.targets.param(tensor)) is not None:
                 self._handles.setdefault(tensor, []).append(self._put_guard(tensor, param))
 
-    def replaced(self, clock: Clock) -> list[int]:
-        """Return the tensors of a clock whose parameter is not the one that carries the hooks.
+    def replaced(self, clock: Clock | None = None) -> list[int]:
+        """Return the tensors, of a clock or of all, whose parameter is not the one with the hooks.
 
         A parameter that is gone from the model is in no optimizer's care.
         """
         found = []
-        for tensor in sorted({*clock.tensors, *self._state.clocks.common.tensors}):
+        common = self._state.clocks.common
+        wanted = self._armed if clock is None else sorted({*clock.tensors, *common.tensors})
+        for tensor in wanted:
             if tensor not in self._is_armed:
                 continue
             param = self._state.targets.param(tensor)
@@ -70,6 +72,13 @@ class Arming:
             handle.remove()
         self._arm(tensor)
         return self._state.targets.param(tensor) is not None
+
+    def carried(self, param: Tensor) -> int | None:
+        """Return the tensor whose hooks a parameter carries, if it does."""
+        for hook in _torch.post_accumulate_hooks(param):
+            if isinstance(hook, PassHook) and hook.belongs_to(self._state):
+                return hook.tensor
+        return None
 
     def bypassed(self, arrived: set[int], clock: Clock) -> list[int]:
         """Return the tensors of a clock with a new gradient that did not come through their hooks.

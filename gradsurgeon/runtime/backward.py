@@ -180,6 +180,15 @@ class Hook:
 class PassHook(Hook):
     """Post-accumulate hook: notes the arrival of one gradient."""
 
+    @property
+    def tensor(self) -> int:
+        """The index of the parameter."""
+        return self._tensor
+
+    def belongs_to(self, state: State) -> bool:
+        """Tell whether it is a hook of this session."""
+        return self._state() is state
+
     @in_backward
     def __call__(self, param: Tensor) -> None:
         """Note the arrival, and under DDP what this rank has got before it is averaged."""

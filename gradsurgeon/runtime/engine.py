@@ -9,22 +9,23 @@ from functools import partial
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
-from gradsurgeon.planning import ROOT, named_modules
+from gradsurgeon.planning import ROOT, Plan, named_modules
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.backward import Pass, Passes
+from gradsurgeon.runtime.changes import Changes
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.edits import StepEdits
 from gradsurgeon.runtime.look import after_pass
 from gradsurgeon.runtime.manual import Manual
-from gradsurgeon.runtime.modules import attach
+from gradsurgeon.runtime.modules import ModuleHooks
+from gradsurgeon.runtime.optimizers import why_not_met
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.stepping import Steps, why_not_met
+from gradsurgeon.runtime.stepping import Steps
 from gradsurgeon.runtime.trap import Traps, Verdict
 from gradsurgeon.runtime.upkeep import Upkeep
 
@@ -35,6 +36,7 @@ class Engine:
     Args:
         model: reached weakly.
         state: what the parts share.
+        plan: what the program was made of.
         rebind: binds the rules to the model as it is now, and raises where they cannot act.
         optimizers: those the caller has named, ``None`` to look for them, empty where weights are
             updated by hand.
@@ -44,6 +46,7 @@ class Engine:
         self,
         model: nn.Module,
         state: State,
+        plan: Plan,
         rebind: Callable[[nn.Module], object],
         optimizers: Sequence[Optimizer] | None,
     ) -> None:
@@ -62,15 +65,17 @@ class Engine:
             judge=self._judge,
             finished=self._finished,
             first_owner=self._optimizer_appeared,
+            new_params=self._look_at_model,
             scaled_away=self._scaled_away,
             recheck=self._check,
         )
         declared = optimizers is not None and not optimizers
         self.manual = Manual(state, self._judge, self._finished, declared=declared)
         self._arming = Arming(state, self._passes)
-        self._upkeep = Upkeep(state, self._arming, self._check)
         self.sites = Sites(state, self._passes, self._clock_of)
-        self._module_hooks: list[RemovableHandle] = []
+        self._module_hooks = ModuleHooks(self.sites)
+        self._changes = Changes(model, state, plan, self._arming, self._module_hooks)
+        self._upkeep = Upkeep(state, self._arming, self._changes, self._check)
         self._clock_places = _first_params(state.program)
         self._search_on = optimizers is None
         # Whether backward passes came and no update has followed yet.
@@ -82,7 +87,7 @@ class Engine:
         """Put the hooks on; on failure nothing stays."""
         try:
             self._arming.arm()
-            self._module_hooks = attach(self.sites, named_modules(self._model()))
+            self._module_hooks.attach(named_modules(self._model()))
             for optimizer in self._given:
                 if self.steps.meet(optimizer) is None:
                     self._state.journal.emit("notice", why_not_met(optimizer), warn=True)
@@ -94,9 +99,7 @@ class Engine:
     def detach(self) -> None:
         """Take all hooks off."""
         self.steps.close()
-        for handle in self._module_hooks:
-            handle.remove()
-        self._module_hooks.clear()
+        self._module_hooks.detach()
         self._arming.disarm()
         self._state.targets.forget()
         self._state.paused = True
@@ -307,6 +310,15 @@ class Engine:
         if not self._stepped:
             return "never fired: no gradient reached a parameter, and nothing was updated"
         return "was never due"
+
+    def _look_at_model(self) -> None:
+        """Find the parameters of the program again, where there is reason to believe they moved."""
+        if self._model() is not None:
+            self._upkeep.find_again()
+
+    def say_what_changed(self) -> None:
+        """Note what of the model went unnoticed until the session ends."""
+        self._changes.look(closing=True)
 
 
 def refuse_scaling(program: Program) -> None:

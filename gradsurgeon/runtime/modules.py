@@ -205,20 +205,55 @@ def _lies_in(path: Path, chosen: Path | None) -> bool:
     return chosen is not None and path[: len(chosen)] == chosen
 
 
-def attach(sites: Sites, modules: Mapping[str, nn.Module]) -> list[RemovableHandle]:
-    """Put the hooks of a program on the modules of a model; on failure none stays."""
-    handles: list[RemovableHandle] = []
-    try:
-        for program in sites.state.program.modules:
-            module = modules[program.name]
-            if program.on_input:
-                before = InputHook(sites, program)
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            if program.on_output:
-                after = OutputHook(sites, program)
-                handles.append(module.register_forward_hook(after, with_kwargs=True))
-    except BaseException:
+class ModuleHooks:
+    """The hooks of one session on the modules of its model."""
+
+    def __init__(self, sites: Sites) -> None:
+        self._sites = sites
+        self._on: dict[str, tuple[weakref.ref[nn.Module], list[RemovableHandle]]] = {}
+
+    def attach(self, modules: Mapping[str, nn.Module]) -> None:
+        """Put the hooks of the program on modules by name; on failure none stays."""
+        try:
+            for program in self._sites.state.program.modules:
+                self._put(program, modules[program.name])
+        except BaseException:
+            self.detach()
+            raise
+
+    def refresh(self, modules: Mapping[str, nn.Module]) -> list[tuple[str, bool]]:
+        """Put the hooks on the modules that now stand under the names.
+
+        Returns:
+            The names of those that were exchanged, and whether there is one in their place.
+        """
+        found = []
+        for program in self._sites.state.program.modules:
+            module = modules.get(program.name)
+            hooked = self._on.get(program.name)
+            if (None if hooked is None else hooked[0]()) is not module:
+                self._take_off(program.name)
+                if module is not None:
+                    self._put(program, module)
+                found.append((program.name, module is not None))
+        return found
+
+    def detach(self) -> None:
+        """Take all hooks off."""
+        for name in list(self._on):
+            self._take_off(name)
+
+    def _put(self, program: ModuleProgram, module: nn.Module) -> None:
+        handles: list[RemovableHandle] = []
+        self._on[program.name] = (weakref.ref(module), handles)
+        if program.on_input:
+            before = InputHook(self._sites, program)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if program.on_output:
+            after = OutputHook(self._sites, program)
+            handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def _take_off(self, name: str) -> None:
+        _, handles = self._on.pop(name, (None, []))
         for handle in handles:
             handle.remove()
-        raise
-    return handles

@@ -74,6 +74,7 @@ class Session:
         self._engine = Engine(
             model,
             self._state,
+            plan,
             lambda now: bind(plan.rules, from_model(now)),
             optimizers,
         )
@@ -110,6 +111,7 @@ class Session:
         if not self._removed:
             self._removed = True
             self._state.flags.close()
+            self._engine.say_what_changed()
             for rule, due in self._state.journal.never_fired():
                 text = f"{self._engine.why_never(due=due)} until the end"
                 self._state.journal.emit("never-fired", text, rule=rule, step=self.step)

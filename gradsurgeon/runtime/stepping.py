@@ -6,8 +6,6 @@ the closure is wrapped and the rules act when it returns.
 
 from __future__ import annotations
 
-import copy
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,16 +13,15 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.actions import Rule
-from gradsurgeon.errors import BindError
+from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import at_update
+from gradsurgeon.runtime.optimizers import Snapshot
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.trap import Verdict
 
@@ -47,25 +44,11 @@ class Running:
     frame: FrameType
     clock: Clock
     hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    snapshot: tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]] | None = None
+    snapshot: Snapshot | None = None
     # It runs inside a backward pass, on what that pass has finished so far.
     inside: bool = False
     skipped: bool = False
     scaled_away: bool = False
-
-
-def _all_kinds(kind: type[Optimizer]) -> set[type[Optimizer]]:
-    return {kind}.union(*(_all_kinds(one) for one in kind.__subclasses__()))
-
-
-def _size(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in getattr(optimizer, "param_groups", ()))
-
-
-def _params(optimizer: Optimizer) -> list[Tensor]:
-    # Wrappers that skip the constructor of their base may have no groups of their own.
-    groups = getattr(optimizer, "param_groups", ())
-    return [param for group in groups for param in group["params"]]
 
 
 class Steps:
@@ -78,6 +61,7 @@ class Steps:
         judge: Callable[..., Verdict],
         finished: Callable[..., None],
         first_owner: Callable[[], None],
+        new_params: Callable[[], None],
         scaled_away: Callable[[Clock], None],
         recheck: Callable[[], None],
     ) -> None:
@@ -85,6 +69,7 @@ class Steps:
         self._judge = judge
         self._finished = finished
         self._first_owner = first_owner
+        self._new_params = new_params
         self._scaled_away = scaled_away
         # Raises where the rules cannot act on what has become of the model.
         self._recheck = recheck
@@ -105,26 +90,7 @@ class Steps:
         Returns:
             Whether there is one, be its parameters matched by a rule or not.
         """
-        wanted = {id(param) for param in model_params}
-
-        # The type is asked, not the object: proxies claim to be what they stand for.
-        kinds = _all_kinds(Optimizer)
-
-        def candidates() -> list[Optimizer]:
-            optimizers = [found for found in gc.get_objects() if type(found) in kinds]
-            return [
-                found
-                for found in optimizers
-                if any(id(param) in wanted for param in _params(found))
-                and _torch.stepping(found) is not None
-            ]
-
-        found = candidates()
-        if found:
-            # One that only waits to be collected must not pass for the owner.
-            del found
-            gc.collect()
-            found = candidates()
+        found = optimizers.owning(model_params)
         for optimizer in found:
             self.meet(optimizer)
         return bool(found)
@@ -132,7 +98,7 @@ class Steps:
     def meet(self, optimizer: Optimizer) -> Owner | None:
         """Make an optimizer known; it is the owner from now on of what it holds."""
         self._forget_failed()
-        size = _size(optimizer)
+        size = optimizers.size_of(optimizer)
         owner = self._owners.get(optimizer)
         if owner is None:
             # A wrapper and what it wraps are one optimizer, with one clock.
@@ -143,10 +109,7 @@ class Steps:
             return owner
         if owner is None and self._foreign.get(optimizer) == size:
             return None
-        params = _params(optimizer)
-        if any(_dist.is_flattened(param) for param in params):
-            self._recheck()
-        tensors = self._state.targets.owned(params)
+        tensors = self._held(optimizer, size)
         if not tensors:
             self._foreign[optimizer] = size
             return None
@@ -166,6 +129,18 @@ class Steps:
         self._claim(owner)
         return owner
 
+    def _held(self, optimizer: Optimizer, size: int) -> list[int]:
+        """Return the tensors of the session that an optimizer holds."""
+        params = optimizers.params_of(optimizer)
+        if any(_dist.is_flattened(param) for param in params):
+            self._recheck()
+        tensors = self._state.targets.owned(params)
+        if len(tensors) < size:
+            # Of another model, or of this one, but unknown.
+            self._new_params()
+            tensors = self._state.targets.owned(params)
+        return tensors
+
     def _is_inner(self, tensors: Iterable[int]) -> bool:
         """Tell whether an optimizer is stepped by one that owns its parameters and is stepping now.
 
@@ -184,14 +159,7 @@ class Steps:
         """
         own = set(tensors)
         rules = [stage.rule for stage in self._state.program.freezes if own & set(stage.tensors)]
-        if rules and isinstance(optimizer, LBFGS):
-            raise BindError(
-                [
-                    f"rule {rule.id}: LBFGS moves all parameters together, so that `freeze` cannot "
-                    "hide one from it; make requires_grad false in the script, or use `zero`"
-                    for rule in rules
-                ]
-            )
+        optimizers.refuse_freeze(optimizer, rules)
 
     def _refuse_inside(self, owner: Owner) -> None:
         """Refuse what needs all gradients together, where each is consumed as soon as it is there.
@@ -209,15 +177,7 @@ class Steps:
             and (stage.rule.role in ("trap", "freeze") or getattr(stage.rule, "per", "") == "rule")
         ]
         refused += [rule for rule, _ in program.site_rules if rule.role == "trap"]
-        if refused:
-            raise BindError(
-                [
-                    f"rule {rule.id}: an optimizer steps inside backward, parameter by parameter, so "
-                    f"that there is no moment at which {_needs(rule)}; step it after backward, or leave "
-                    "the rule out"
-                    for rule in refused
-                ]
-            )
+        optimizers.refuse_inside_backward(refused)
 
     def _claim(self, owner: Owner) -> None:
         """Give the tensors of an optimizer to its clock, where another one has taken them since."""
@@ -258,8 +218,8 @@ class Steps:
         if closure is None:
             self._act(optimizer, running)
             return None
-        if not _evaluates_before_moving(optimizer):
-            running.snapshot = _snapshot(optimizer)
+        if not optimizers.evaluates_before_moving(optimizer):
+            running.snapshot = optimizers.snapshot(optimizer)
         wrapped = self._wrapped(closure, optimizer, running)
         if len(args) > 1:
             return (args[0], wrapped, *args[2:]), kwargs
@@ -296,7 +256,7 @@ class Steps:
             self._undo(optimizer, running)
             # A gradient of zero would still decay the weight and feed the moments; none at all is
             # what optimizers leave alone.
-            self._hide(running, _params(optimizer))
+            self._hide(running, optimizers.params_of(optimizer))
         elif verdict.frozen:
             self._hide(running, [self._state.targets.param(i) for i in verdict.frozen])
 
@@ -310,12 +270,7 @@ class Steps:
         """Take back what an optimizer did in this step before the trap could see its gradients."""
         if running.snapshot is None:
             return
-        weights, state = running.snapshot
-        with torch.no_grad():
-            for param, value in weights:
-                param.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(copy.deepcopy(state, {id(p): p for p in _params(optimizer)}))
+        optimizers.restore(optimizer, running.snapshot)
 
     @at_update
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -349,25 +304,6 @@ class Steps:
         running.hidden.clear()
 
 
-def _needs(rule: Rule) -> str:
-    if rule.role == "trap":
-        return "a trap could still hold back the whole update"
-    if rule.role == "freeze":
-        return "a parameter could be hidden from the optimizer for one step of the model"
-    return "all gradients of the rule are there"
-
-
-def why_not_met(optimizer: Optimizer) -> str:
-    """Return why an optimizer that the caller has named is of no use."""
-    kind = type(optimizer).__name__
-    if _torch.stepping(optimizer) is None:
-        return (
-            f"the optimizer {kind} skips the constructor of torch.optim.Optimizer, so that torch calls no "
-            "hook when it steps: name the optimizer that it wraps, or call super().__init__() in it"
-        )
-    return f"the optimizer {kind} holds no parameter of the model"
-
-
 def _is_below(frame: FrameType | None, outer: FrameType) -> bool:
     """Tell whether ``outer`` is still running, somewhere below ``frame`` on the stack."""
     while frame is not None:
@@ -375,21 +311,3 @@ def _is_below(frame: FrameType | None, outer: FrameType) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _evaluates_before_moving(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer calls its closure once and moves its weights only then.
-
-    Torch's own do, but for LBFGS. Of others it is not known.
-    """
-    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
-        optimizer, LBFGS
-    )
-
-
-def _snapshot(optimizer: Optimizer) -> tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]]:
-    """Copy weights and state, for an optimizer that moves weights between evaluations."""
-    params = _params(optimizer)
-    weights = [(param, param.detach().clone()) for param in params]
-    # The keys of the state are the parameters themselves and must stay these.
-    return weights, copy.deepcopy(dict(optimizer.state), {id(param): param for param in params})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,8 +53,14 @@ class Targets:
 
     def owned(self, params: Iterable[Tensor]) -> list[int]:
         """Return the tensors that are among ``params``."""
-        index = {id(param): tensor for tensor, param in enumerate(self.params())}
-        return sorted({index[id(param)] for param in params if id(param) in index})
+        wanted = {id(param) for param in params}
+        return [tensor for tensor, param in enumerate(self.params()) if id(param) in wanted]
+
+    def move(self, places: Mapping[int, tuple[dict[str, Any], str]]) -> None:
+        """Look tensors up elsewhere from now on; those that are not named are gone."""
+        self._places = [
+            places.get(tensor, ({}, key)) for tensor, (_, key) in enumerate(self._places)
+        ]
 
     def forget(self) -> None:
         """Let go of everything, once the model is gone or the session removed."""

@@ -1,0 +1,200 @@
+"""What has become of the model since the rules were bound: names that moved, left or came.
+
+The rules stay bound to the names that the plan has. Whatever else the model has by now is said, with
+the remedy: a session that bound itself anew would do what nobody has read in a plan.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from gradsurgeon.errors import printable
+from gradsurgeon.events import EventKind
+from gradsurgeon.planning import Plan, from_model, named_modules, slots
+from gradsurgeon.planning.matching import Names, examples
+from gradsurgeon.runtime.arming import Arming
+from gradsurgeon.runtime.modules import ModuleHooks
+from gradsurgeon.runtime.state import State
+
+# A walk over the model is too much for every step. The first one comes when a rule that has not fired
+# is mentioned as well; later ones ever more seldom, so that they cost nothing in the long run.
+_FIRST_LOOK = 3
+
+Place = tuple[dict[str, Any], str]
+
+
+class Changes:
+    """Compares the model with the plan, whenever there is reason to, and now and then.
+
+    Args:
+        model: reached weakly.
+        state: what the parts share.
+        plan: what the rules were bound to.
+        arming: the hooks on parameters.
+        hooks: the hooks on modules.
+    """
+
+    def __init__(
+        self, model: nn.Module, state: State, plan: Plan, arming: Arming, hooks: ModuleHooks
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._state = state
+        self._plan = plan
+        self._arming = arming
+        self._hooks = hooks
+        manifest = plan.manifest
+        self._known = {
+            "params": {name for param in manifest.params for name in param.names},
+            "modules": {name for module in manifest.modules for name in module.names},
+        }
+        # Names that stand for the parameter of another name.
+        self._alias_of = {alias: param.name for param in manifest.params for alias in param.aliases}
+        self._tied: dict[int, int] = {}
+        self._warned: set[str] = set()
+        self._steps = 0
+        self._next = _FIRST_LOOK
+
+    def stepped(self) -> None:
+        """Count a step, and look where it is time to."""
+        self._steps += 1
+        if self._steps >= self._next:
+            self._next = 2 * self._steps
+            self.look()
+
+    def look(self, *, closing: bool = False) -> None:
+        """Find the parameters and modules of the plan in the model as it is now.
+
+        Args:
+            closing: the session ends: say what went unnoticed, and leave it at that.
+        """
+        model = self._model()
+        if model is None:
+            return
+        self._follow_params(model, closing=closing)
+        for name, there in self._hooks.refresh(named_modules(model)):
+            what = "was replaced by another module" if there else "is gone from the model"
+            after = (
+                ": its hooks were put on the new one" if there else ": rules on it no longer act"
+            )
+            self._say(
+                "hook-lost" if closing or not there else "hook-rearmed",
+                f"module {printable(name)} {what}{'' if closing else after}",
+                name=name,
+                warn=not closing,
+            )
+        self._mention_new(model, warn=not closing)
+
+    def why_gone(self, tensor: int) -> str:
+        """Return what has become of a parameter that is no longer there under its name."""
+        name = printable(self._state.program.names[tensor])
+        if tensor in self._tied:
+            other = printable(self._state.program.names[self._tied[tensor]])
+            return (
+                f"{name} was tied to {other} and is the same parameter now: only the rules on {other} act "
+                "on it; apply them again to bind both names"
+            )
+        return (
+            f"{name} is gone from its module: rules on it no longer act; apply them again after the model "
+            "has its final form"
+        )
+
+    def _follow_params(self, model: nn.Module, *, closing: bool) -> None:
+        names = {name: tensor for tensor, name in enumerate(self._state.program.names)}
+        places: dict[int, Place] = {}
+        renamed: dict[int, str] = {}
+        moved: dict[int, Place] = {}
+        self._tied.clear()
+        for slot in slots(model):
+            place = (slot.owner._parameters, slot.key)  # noqa: SLF001 # where modules keep them
+            param = place[0][place[1]]
+            # A parameter that carries a hook of ours has been there before, maybe elsewhere.
+            carried = self._arming.carried(param)
+            tensor = names.get(slot.name)
+            if tensor is None:
+                if carried is not None and slot.name not in self._alias_of:
+                    renamed.setdefault(carried, slot.name)
+                    moved.setdefault(carried, place)
+            elif carried in (None, tensor):
+                places.setdefault(tensor, place)
+            else:
+                self._tied[tensor] = carried
+        self._find_untied(model, places)
+        self._state.targets.move({**moved, **places})
+        self._mention_renamed(
+            {i: n for i, n in renamed.items() if i not in places}, closing=closing
+        )
+        for tensor in self._arming.replaced() if closing else ():
+            name = self._state.program.names[tensor]
+            text = f"{printable(name)} was replaced or taken out: no rule has acted on it since"
+            self._say("hook-lost", text, name=name)
+
+    def _find_untied(self, model: nn.Module, places: Mapping[int, Place]) -> None:
+        """Let names that stood for the parameter of another name pass for new ones once they do not."""
+        owned = {self._state.program.names[i]: place for i, place in places.items()}
+        for slot in slots(model) if self._alias_of else ():
+            first = owned.get(self._alias_of.get(slot.name, ""))
+            if first and first[0][first[1]] is not slot.owner._parameters[slot.key]:  # noqa: SLF001
+                del self._alias_of[slot.name]
+                self._known["params"].discard(slot.name)
+
+    def _mention_renamed(self, renamed: Mapping[int, str], *, closing: bool) -> None:
+        new = {i: name for i, name in renamed.items() if name not in self._known["params"]}
+        if not new:
+            return
+        self._known["params"].update(new.values())
+        first = next(iter(new))
+        old = self._state.program.names[first]
+        many = len(new) > 1
+        text = (
+            f"{len(new)} parameter{'s have new names' if many else ' has a new name'} "
+            f"({printable(old)} is now {printable(new[first])}{', ...' if many else ''})"
+        )
+        if not closing:
+            text += (
+                f": the rules on {'them' if many else 'it'} go on acting, under the old name; one step "
+                "may have passed without them. Call gradsurgeon.apply(..., replace=True) to bind them by the names of now"
+            )
+        self._say("notice" if closing else "hook-rearmed", text, name=old, warn=not closing)
+
+    def _mention_new(self, model: nn.Module, *, warn: bool) -> None:
+        """Say which rules would match what has come since."""
+        now = {
+            "params": {slot.name for slot in slots(model)},
+            "modules": set(named_modules(model)),
+        }
+        new = {kind: names - self._known[kind] for kind, names in now.items()}
+        if not any(new.values()):
+            return
+        manifest = from_model(model)
+        found = {
+            "params": Names("parameter", manifest.params),
+            "modules": Names("module", manifest.modules),
+        }
+        for rule in self._plan.rules.rules:
+            if rule.target in found and new[rule.target] and self._plan.of(rule.id):
+                matched = found[rule.target].match(rule)[0]
+                gained = [one for one in matched if new[rule.target].issuperset(one.names)]
+                self._mention_gained(rule.id, found[rule.target].noun, gained, warn=warn)
+        for kind, names in new.items():
+            self._known[kind] |= names
+
+    def _mention_gained(self, rule: str, noun: str, gained: Sequence[Any], *, warn: bool) -> None:
+        if not gained:
+            return
+        plural = "s that came" if len(gained) > 1 else " that came"
+        text = (
+            f"matches {len(gained)} {noun}{plural} after the rules were applied{examples(gained)}, and "
+            "does not act there: call gradsurgeon.apply(..., replace=True) once the model has its form"
+        )
+        self._say("notice", text, rule=rule, warn=warn and rule not in self._warned)
+        self._warned.add(rule)
+
+    def _say(
+        self, kind: EventKind, text: str, *, rule: str = "", name: str = "", warn: bool = False
+    ) -> None:
+        step = self._state.clocks.latest
+        self._state.journal.emit(kind, text, rule=rule, step=step, name=name, warn=warn)

@@ -1,0 +1,140 @@
+"""What there is to know of optimizers: which own what, what they hold, what they cannot do."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from gradsurgeon import _torch
+from gradsurgeon.actions import Rule
+from gradsurgeon.errors import BindError
+
+# Weights and state, to be put back.
+Snapshot = tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]]
+
+
+def owning(params: Iterable[Tensor]) -> list[Optimizer]:
+    """Return the optimizers, among all live objects, that hold some of these parameters."""
+    wanted = {id(param) for param in params}
+
+    # The type is asked, not the object: proxies claim to be what they stand for.
+    kinds = _all_kinds(Optimizer)
+
+    def candidates() -> list[Optimizer]:
+        optimizers = [found for found in gc.get_objects() if type(found) in kinds]
+        return [
+            found
+            for found in optimizers
+            if any(id(param) in wanted for param in params_of(found))
+            and _torch.stepping(found) is not None
+        ]
+
+    found = candidates()
+    if found:
+        # One that only waits to be collected must not pass for the owner.
+        del found
+        gc.collect()
+        found = candidates()
+    return found
+
+
+def _all_kinds(kind: type[Optimizer]) -> set[type[Optimizer]]:
+    return {kind}.union(*(_all_kinds(one) for one in kind.__subclasses__()))
+
+
+def size_of(optimizer: Optimizer) -> int:
+    """Return how many parameters an optimizer holds."""
+    return sum(len(group["params"]) for group in getattr(optimizer, "param_groups", ()))
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that an optimizer holds, over all groups."""
+    # Wrappers that skip the constructor of their base may have no groups of their own.
+    groups = getattr(optimizer, "param_groups", ())
+    return [param for group in groups for param in group["params"]]
+
+
+def evaluates_before_moving(optimizer: Optimizer) -> bool:
+    """Tell whether an optimizer calls its closure once and moves its weights only then.
+
+    Torch's own do, but for LBFGS. Of others it is not known.
+    """
+    return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
+        optimizer, LBFGS
+    )
+
+
+def snapshot(optimizer: Optimizer) -> Snapshot:
+    """Copy weights and state, for an optimizer that moves weights between evaluations."""
+    params = params_of(optimizer)
+    weights = [(param, param.detach().clone()) for param in params]
+    # The keys of the state are the parameters themselves and must stay these.
+    return weights, copy.deepcopy(dict(optimizer.state), {id(param): param for param in params})
+
+
+def restore(optimizer: Optimizer, kept: Snapshot) -> None:
+    """Put back the weights and the state that `snapshot` has copied."""
+    weights, state = kept
+    with torch.no_grad():
+        for param, value in weights:
+            param.copy_(value)
+    optimizer.state.clear()
+    optimizer.state.update(copy.deepcopy(state, {id(p): p for p in params_of(optimizer)}))
+
+
+def why_not_met(optimizer: Optimizer) -> str:
+    """Return why an optimizer that the caller has named is of no use."""
+    kind = type(optimizer).__name__
+    if _torch.stepping(optimizer) is None:
+        return (
+            f"the optimizer {kind} skips the constructor of torch.optim.Optimizer, so that torch calls no "
+            "hook when it steps: name the optimizer that it wraps, or call super().__init__() in it"
+        )
+    return f"the optimizer {kind} holds no parameter of the model"
+
+
+def refuse_freeze(optimizer: Optimizer, rules: Sequence[Rule]) -> None:
+    """Refuse to freeze what no gradient can be hidden from.
+
+    Raises:
+        BindError: naming the rules.
+    """
+    if rules and isinstance(optimizer, LBFGS):
+        raise BindError(
+            [
+                f"rule {rule.id}: LBFGS moves all parameters together, so that `freeze` cannot "
+                "hide one from it; make requires_grad false in the script, or use `zero`"
+                for rule in rules
+            ]
+        )
+
+
+def refuse_inside_backward(rules: Sequence[Rule]) -> None:
+    """Refuse what needs all gradients together, where each is consumed as soon as it is there.
+
+    Raises:
+        BindError: naming the rules.
+    """
+    if rules:
+        raise BindError(
+            [
+                f"rule {rule.id}: an optimizer steps inside backward, parameter by parameter, so "
+                f"that there is no moment at which {_needs(rule)}; step it after backward, or leave "
+                "the rule out"
+                for rule in rules
+            ]
+        )
+
+
+def _needs(rule: Rule) -> str:
+    if rule.role == "trap":
+        return "a trap could still hold back the whole update"
+    if rule.role == "freeze":
+        return "a parameter could be hidden from the optimizer for one step of the model"
+    return "all gradients of the rule are there"

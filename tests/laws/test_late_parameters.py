@@ -1,0 +1,452 @@
+"""Parameters and modules that come, go, thaw, or change name and form after `apply`: never silently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+import gradsurgeon
+from gradsurgeon import BindError, GradSurgeonWarning
+
+POINTS: dict[str, dict[str, Any]] = {
+    "zero, backward": {"action": "zero"},
+    "zero, step": {"action": "zero", "at": "step"},
+    "norm-log, backward": {"action": "norm-log", "at": "backward"},
+    "norm-log, accumulated": {"action": "norm-log"},
+    "norm-log, step": {"action": "norm-log", "at": "step"},
+    "freeze, step": {"action": "freeze"},
+    "nan-trap": {"action": "nan-trap"},
+}
+POINT = pytest.mark.parametrize("point", POINTS)
+
+
+def rules(point: str, params: str = "*", **more: Any) -> dict[str, Any]:
+    return {"version": 1, "rules": [{"id": "it", "params": params, **POINTS[point], **more}]}
+
+
+def make() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    dtype = next(model.parameters()).dtype
+    model(data(0, 5, 4).to(dtype)).square().mean().backward()
+    optimizer.step()
+
+
+def told(session: Any, warned: Any) -> list[tuple[str, str, str]]:
+    """Return the events, and check that each was warned of, what happened to several at once once."""
+    texts = [str(one.message) for one in warned if one.category is GradSurgeonWarning]
+    assert all(any(e.message in t or e.name in t for t in texts) for e in session.events)
+    assert len(texts) == len(
+        {(e.kind, e.rule, e.message.replace(e.name, "")) for e in session.events}
+    )
+    return [(event.kind, event.rule, event.name) for event in session.events]
+
+
+def lengths(session: Any) -> dict[str, int]:
+    return {rule: one.fired for rule, one in session.status().items()}
+
+
+# --- lazy and frozen ------------------------------------------------------------------------------
+
+
+@POINT
+def test_lazy_modules_are_refused_and_bind_after_a_forward_pass(point: str) -> None:
+    model = nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.Linear(6, 2))
+    with pytest.raises(BindError, match=r"\(0\.weight, 0\.bias\).*run one forward pass before"):
+        gradsurgeon.apply(model, rules(point))
+    model(data(0, 5, 4))
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules(point)) as session:
+        step(model, optimizer)
+        assert lengths(session)["it"] == (1 if point == "nan-trap" else 4)
+    assert session.events == []
+
+
+def same_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer
+
+
+def one_more_group(model: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    optimizer.add_param_group({"params": [p for p in model.parameters() if id(p) not in owned]})
+    return optimizer
+
+
+def exchanged_in_place(model: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    optimizer.param_groups[0]["params"][:] = list(model.parameters())
+    return optimizer
+
+
+def a_new_optimizer(model: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return sgd(model)
+
+
+Goes = Callable[[Any, torch.optim.Optimizer], torch.optim.Optimizer]
+
+
+@pytest.mark.parametrize("goes_on", [same_optimizer, one_more_group, a_new_optimizer])
+@POINT
+def test_parameters_that_are_thawed_come_under_their_rules(point: str, goes_on: Goes) -> None:
+    model = make()
+    model[0].requires_grad_(False)
+    optimizer: torch.optim.Optimizer = sgd(model)
+    if goes_on is one_more_group:
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules(point, "0.*", steps={"from": 1})) as session:
+        for _ in range(2):
+            step(model, optimizer)
+        assert lengths(session)["it"] == 0
+        model[0].requires_grad_(True)
+        optimizer = goes_on(model, optimizer)
+        for _ in range(2):
+            before = model[0].weight.detach().clone()
+            step(model, optimizer)
+        if point in ("zero, backward", "zero, step", "freeze, step"):
+            assert torch.equal(before, model[0].weight)
+        assert lengths(session)["it"] == (2 if point == "nan-trap" else 4)
+        assert session.step == 4
+    assert session.events == []
+
+
+# --- another form, the same parameters ------------------------------------------------------------
+
+
+def pruned(model: Any) -> None:
+    prune.l1_unstructured(model[0], "weight", amount=0.3)
+
+
+def parametrized(model: Any) -> None:
+    parametrize.register_parametrization(model[0], "weight", nn.Identity())
+
+
+def spectral(model: Any) -> None:
+    parametrizations.spectral_norm(model[0])
+
+
+@pytest.mark.parametrize("change", [pruned, parametrized, spectral])
+@POINT
+def test_a_parameter_that_is_renamed_keeps_its_rules(point: str, change: Any) -> None:
+    model = make()
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules(point, "0.weight")) as session:
+        step(model, optimizer)
+        change(model)
+        with pytest.warns(GradSurgeonWarning, match=r"0\.weight is now 0\.") as warned:
+            step(model, optimizer)
+        assert told(session, warned) == [("hook-rearmed", "", "0.weight")]
+        fired = lengths(session)["it"]
+        for number in range(1, 4):
+            step(model, optimizer)
+            assert lengths(session)["it"] == fired + number
+    assert len(session.events) == 1
+
+
+def test_weight_norm_makes_parameters_of_its_own() -> None:
+    model = make()
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules("zero, backward", "0.*weight*")) as session:
+        step(model, optimizer)
+        parametrizations.weight_norm(model[0])
+        optimizer = sgd(model)
+        with pytest.warns(GradSurgeonWarning) as warned:
+            for _ in range(4):
+                step(model, optimizer)
+        assert told(session, warned) == [("notice", "it", ""), ("hook-lost", "", "0.weight")]
+    assert session.events[0].message.startswith("matches 2 parameters that came after")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@POINT
+def test_another_dtype_is_no_news(point: str, dtype: torch.dtype) -> None:
+    model = make()
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules(point)) as session:
+        step(model, optimizer)
+        fired = lengths(session)["it"]
+        model.to(dtype)
+        for number in range(2, 5):
+            step(model, optimizer)
+            assert lengths(session)["it"] == number * fired
+    assert session.events == []
+
+
+# --- a head of another shape ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("goes_on", [one_more_group, exchanged_in_place, a_new_optimizer])
+@POINT
+def test_a_replaced_head_comes_under_the_rules_on_its_name(point: str, goes_on: Goes) -> None:
+    model = make()
+    optimizer: torch.optim.Optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules(point, "2.*")) as session:
+        step(model, optimizer)
+        model[2] = nn.Linear(6, 5)
+        optimizer = goes_on(model, optimizer)
+        with pytest.warns(GradSurgeonWarning, match="was replaced by another") as warned:
+            for _ in range(3):
+                step(model, optimizer)
+        assert told(session, warned) == [
+            ("hook-rearmed", "", "2.weight"),
+            ("hook-rearmed", "", "2.bias"),
+        ]
+        fired = lengths(session)["it"]
+        before = model[2].weight.detach().clone()
+        for _ in range(3):
+            step(model, optimizer)
+        assert lengths(session)["it"] - fired == (3 if point == "nan-trap" else 6)
+        if point in ("zero, backward", "zero, step", "freeze, step"):
+            assert torch.equal(before, model[2].weight)
+        assert session.step == 7
+    assert len(session.events) == 2
+
+
+def test_a_replaced_head_of_a_hand_written_loop() -> None:
+    model = make()
+    with gradsurgeon.apply(model, rules("zero, backward", "2.*"), optimizer=[]) as session:
+
+        def update() -> None:
+            model(data(0, 5, 4)).square().mean().backward()
+            session.tick()
+
+        update()
+        model[2] = nn.Linear(6, 5)
+        with pytest.warns(GradSurgeonWarning, match="was replaced by another"):
+            for _ in range(2):
+                update()
+        model.zero_grad()
+        update()
+        assert not model[2].weight.grad.any()
+
+
+def test_what_is_taken_out_is_lost() -> None:
+    model = make()
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules("norm-log, accumulated")) as session:
+        step(model, optimizer)
+        del model[2]
+        optimizer = sgd(model)
+        with pytest.warns(GradSurgeonWarning, match="is gone from its module") as warned:
+            for _ in range(3):
+                step(model, optimizer)
+        assert told(session, warned) == [
+            ("hook-lost", "", "2.weight"),
+            ("hook-lost", "", "2.bias"),
+        ]
+    assert len(session.events) == 2
+
+
+# --- new names ------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter beside it, as fine-tuning libraries make them."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, 4))
+        self.up = nn.Parameter(torch.randn(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + x @ self.down.T @ self.up.T
+        return out
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["base frozen", "base trained"])
+@pytest.mark.parametrize("goes_on", [one_more_group, a_new_optimizer])
+@POINT
+def test_adapters_are_said_not_to_be_under_the_rules(
+    point: str, goes_on: Goes, frozen: bool
+) -> None:
+    model = make()
+    optimizer: torch.optim.Optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules(point)) as session:
+        step(model, optimizer)
+        fired = lengths(session)["it"]
+        model[0].requires_grad_(not frozen)
+        model[0] = Adapted(model[0])
+        optimizer = goes_on(model, optimizer)
+        with pytest.warns(GradSurgeonWarning) as warned:
+            step(model, optimizer)
+        assert told(session, warned) == [("hook-rearmed", "", "0.weight"), ("notice", "it", "")]
+        assert "2 parameters have new names (0.weight is now 0.base.weight, ...)" in (
+            session.events[0].message
+        )
+        assert "matches 2 parameters that came after the rules were applied (0.down, 0.up)" in (
+            session.events[1].message
+        )
+        assert "replace=True" in session.events[1].message
+        for _ in range(3):
+            step(model, optimizer)
+        share = 1 if point == "nan-trap" or not frozen else 0.5
+        assert lengths(session)["it"] == fired + 4 * fired * share
+    assert len(session.events) == 2
+
+
+def test_applying_again_takes_the_new_ones_in() -> None:
+    model = make()
+    gradsurgeon.apply(model, rules("zero, backward"))
+    model.append(nn.Linear(2, 2))
+    with gradsurgeon.apply(model, rules("zero, backward"), replace=True) as session:
+        step(model, sgd(model))
+        assert lengths(session)["it"] == 6
+    assert session.events == []
+
+
+def test_new_names_that_no_rule_matches_are_no_news() -> None:
+    model = make()
+    with gradsurgeon.apply(model, rules("zero, backward", "0.*")) as session:
+        model.append(nn.Linear(2, 2))
+        optimizer = sgd(model)
+        for _ in range(4):
+            step(model, optimizer)
+    assert session.events == []
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_what_no_step_has_shown_is_noted_in_the_end(steps: int) -> None:
+    model = make()
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, rules("zero, backward")) as session:
+        for _ in range(4):
+            step(model, optimizer)
+        model.append(nn.Linear(2, 2))
+        model[2] = nn.Linear(6, 2)
+        for _ in range(steps):
+            step(model, optimizer)
+        assert session.events == []
+    found = [(event.kind, event.rule, event.name) for event in session.events]
+    assert found == [
+        ("hook-lost", "", "2.weight"),
+        ("hook-lost", "", "2.bias"),
+        ("notice", "it", ""),
+    ]
+    assert "3.weight, 3.bias" in session.events[2].message
+
+
+def test_a_rule_whose_parameters_are_gone_before_it_fired_is_mentioned_twice() -> None:
+    model = make()
+    with gradsurgeon.apply(model, rules("zero, backward", "2.*", steps={"from": 1})) as session:
+        model[2] = nn.Identity()
+        optimizer = sgd(model)
+        with pytest.warns(GradSurgeonWarning):
+            for _ in range(5):
+                step(model, optimizer)
+    said = [event.message for event in session.events if event.kind == "never-fired"]
+    assert said[0].endswith("never fired: the parameters it matched are gone from the model")
+    assert said[1] == "was due and never fired until the end"
+
+
+# --- tying and untying ----------------------------------------------------------------------------
+
+
+class Embedded(nn.Module):
+    """An embedding and a head that can share their weight."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.emb.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.emb((x.abs() * 2).long().clamp(max=5)))
+        return out
+
+
+@pytest.mark.parametrize("at", ["backward", "step"])
+def test_a_weight_that_is_tied_later_is_edited_once(at: str) -> None:
+    half = {"id": "it", "action": "scale", "factor": 0.5, "at": at, "params": "*"}
+    plain, model = Embedded(tied=True), Embedded(tied=False)
+    with gradsurgeon.apply(model, {"version": 1, "rules": [half]}) as session:
+        step(model, sgd(model))
+        model.head.weight = model.emb.weight
+        optimizer = sgd(model)
+        with pytest.warns(
+            GradSurgeonWarning, match=r"head\.weight was tied to emb\.weight"
+        ) as said:
+            step(model, optimizer)
+        assert told(session, said) == [("hook-lost", "", "head.weight")]
+        plain.load_state_dict(model.state_dict())
+        step(model, optimizer)
+        step(plain, sgd(plain))
+        assert model.emb.weight.grad is not None
+        assert plain.emb.weight.grad is not None
+        assert torch.allclose(model.emb.weight.grad, plain.emb.weight.grad * 0.5)
+    assert len(session.events) == 1
+
+
+def test_a_weight_that_is_untied_later_is_said_to_be_new() -> None:
+    model = Embedded(tied=True)
+    with gradsurgeon.apply(model, rules("zero, backward")) as session:
+        step(model, sgd(model))
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+        optimizer = sgd(model)
+        with pytest.warns(GradSurgeonWarning) as warned:
+            for _ in range(4):
+                step(model, optimizer)
+        assert told(session, warned) == [("notice", "it", "")]
+    assert "matches 1 parameter that came after the rules were applied (head.weight)" in (
+        session.events[0].message
+    )
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+SITES: dict[str, dict[str, Any]] = {
+    "zero output.grad": {"action": "zero", "tensor": "output.grad"},
+    "zero input.grad": {"action": "zero", "tensor": "input.grad"},
+    "norm-log output": {"action": "norm-log", "tensor": "output"},
+    "nan-trap input": {"action": "nan-trap", "tensor": "input"},
+}
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_hooks_on_a_module_that_is_replaced_come_back(site: str) -> None:
+    model = make()
+    rule = {"id": "it", "modules": "2", **SITES[site]}
+    optimizer = sgd(model)
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+        step(model, optimizer)
+        old = model[2]
+        model[2] = nn.Linear(6, 5)
+        optimizer = sgd(model)
+        with pytest.warns(GradSurgeonWarning) as warned:
+            step(model, optimizer)
+        assert ("hook-rearmed", "", "2") in told(session, warned)
+        assert not old._forward_hooks
+        assert not old._forward_pre_hooks
+        fired = lengths(session)["it"]
+        for number in range(1, 4):
+            step(model, optimizer)
+            assert lengths(session)["it"] == fired + number
+    assert not model[2]._forward_hooks
+    assert not model[2]._forward_pre_hooks
+
+
+def test_modules_that_come_later_are_said_not_to_be_under_the_rules() -> None:
+    model = make()
+    rule = {"id": "it", "modules": "*", **SITES["norm-log output"]}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+        model.append(nn.Linear(2, 2))
+        optimizer = sgd(model)
+        with pytest.warns(GradSurgeonWarning, match=r"1 module that came after .* \(3\)") as warned:
+            for _ in range(3):
+                step(model, optimizer)
+        assert told(session, warned) == [("notice", "it", "")]
+    assert len(session.events) == 1
