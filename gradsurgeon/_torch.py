@@ -65,6 +65,13 @@ def in_compiled_autograd() -> bool:
     return module is not None and bool(module.in_compiled_autograd_region)
 
 
+def is_capturing() -> bool:
+    """Tell whether the operations of this stream go into a CUDA graph instead of being run."""
+    # Builds without CUDA have the question, but no answer.
+    cuda: Any = torch.cuda  # has no types
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
+
+
 def awaits(param: Tensor) -> bool:
     """Tell, inside a backward pass, whether ``param`` gets a gradient from it."""
     if not param.requires_grad:

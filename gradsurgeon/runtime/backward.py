@@ -20,6 +20,7 @@ from torch import Tensor
 from gradsurgeon import _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
@@ -172,6 +173,7 @@ class PassHook(Hook):
     def __call__(self, _param: Tensor) -> None:
         """Note the arrival."""
         if (live := self._live()) is not None:
+            check_capture(live[0])
             live[1].arrived(self._tensor, live[0])
 
 
@@ -201,6 +203,7 @@ class TensorHook(Hook):
             text = "torch.autograd.grad() is not training: its results are left alone"
             state.journal.once("autograd.grad", text, step=clock.step)
             return None
+        check_capture(state)
         out = grad
         for rule in due:
             out = self._one(state, passes, rule, out)

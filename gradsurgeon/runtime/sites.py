@@ -15,6 +15,7 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.backward import Passes
+from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.flags import Flag
@@ -48,6 +49,7 @@ class Sites:
 
     def due(self, rules: Sequence[Rule], owner: str, *, training: bool) -> list[Rule]:
         """Return the rules that act now on a module, or on the root for what has no module."""
+        check_capture(self.state)
         step = self.clock_of(owner).step
         return [one for one in rules if one.steps.due(step) and (training or one.when is None)]
 

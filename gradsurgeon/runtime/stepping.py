@@ -21,6 +21,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.errors import BindError
+from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import at_update
 from gradsurgeon.runtime.state import State
@@ -222,6 +223,7 @@ class Steps:
     def _act(self, optimizer: Optimizer, running: Running) -> None:
         if self._state.paused:
             return
+        check_capture(self._state)
         # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
         self._state.scaling.at_step = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)
