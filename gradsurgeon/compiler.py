@@ -51,6 +51,13 @@ class Program:
     tags: tuple[Rule, ...] = ()
 
     @property
+    def rules(self) -> list[Rule]:
+        """All rules that bind something, each once."""
+        found = {rule.id: rule for own in self.per_tensor.values() for rule in own}
+        found |= {stage.rule.id: stage.rule for stage in (*self.after_backward, *self.at_step)}
+        return [*(found | {rule.id: rule for rule, _ in self.site_rules}).values()]
+
+    @property
     def watched(self) -> Sequence[int]:
         """The parameters that carry hooks; rules on modules alone must learn of passes as well."""
         return self.armed or range(len(self.names))

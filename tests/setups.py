@@ -46,8 +46,6 @@ SETUPS = (
     "Lightning, automatic optimization",
     "Lightning, manual optimization",
 )
-# What no test has been written for, by point; the table says so.
-UNTESTED: dict[str, list[str]] = {}
 _OUT = "CELLS_OF_THE_TABLE"
 _ROOT = Path(__file__).parents[1]
 

@@ -105,7 +105,7 @@ class ClipNorm(Rule):
         """Return the clip as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
-        from gradsurgeon import _torch  # noqa: PLC0415 # the same
+        from gradsurgeon import _numbers  # noqa: PLC0415 # the same
 
         order, max_norm = float(self.norm_type), self.max_norm
 
@@ -115,7 +115,7 @@ class ClipNorm(Rule):
             return torch.where(norm.isfinite(), clipped, torch.ones_like(clipped))
 
         def norm(grad: Tensor) -> Tensor:
-            return _torch.norms([grad], order)[0]
+            return _numbers.norms([grad], order)[0]
 
         def apply(grad: Tensor) -> Tensor:
             # Two 0-dim tensors promote to the wider dtype, a gradient must keep its own.

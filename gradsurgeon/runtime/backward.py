@@ -17,9 +17,10 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
@@ -195,9 +196,10 @@ class PassHook(Hook):
         if (live := self._live()) is None:
             return
         state, passes = live
+        check_capture(state)
         if self._tensor in state.trapped and param.grad is not None and state.ranks.averaging:
             with torch.no_grad():
-                passes.current().own[self._tensor] = _torch.norms([param.grad])[0]
+                passes.current().own[self._tensor] = _numbers.norms([param.grad])[0]
         passes.arrived(self._tensor, state)
 
 
@@ -227,6 +229,7 @@ class TensorHook(Hook):
             text = "torch.autograd.grad() is not training: its results are left alone"
             state.journal.once("autograd.grad", text, step=clock.step)
             return None
+        check_capture(state)
         out = grad
         for rule in due:
             out = self._one(state, passes, rule, out)
@@ -244,7 +247,7 @@ class TensorHook(Hook):
             return grad
         with torch.no_grad():
             true = unscaled(grad, state.scaling.scale)
-            found = {stat: _torch.statistic(stat, true) for stat in getattr(rule, "stats", ())}
+            found = {stat: _numbers.statistic(stat, true) for stat in getattr(rule, "stats", ())}
         passes.current().logged.setdefault(rule.id, {})[self._tensor] = found
         return grad
 
@@ -257,9 +260,9 @@ class TensorHook(Hook):
         part = _dist.local(grad)
         with torch.no_grad():
             true = unscaled(part, scale)
-            state.journal.altered(rule.id, edit.alters(_torch.values(true)))
+            state.journal.altered(rule.id, edit.alters(_numbers.values(true)))
             mention_giving_up(state, rule, true, state.clocks[self._tensor].step)
-        out = _torch.on_values(in_true_units(edit.apply, scale), part)
+        out = _numbers.on_values(in_true_units(edit.apply, scale), part)
         return _dist.like(out, grad) if _dist.is_sharded(grad) else out
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import ByNorm, Edit
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.backward import LEFT_ALONE, check_layout
@@ -122,7 +122,7 @@ class StepEdits:
             return
         parts = [_dist.local(grad) for grad in grads.values()]
         for part in parts:
-            state.journal.altered(rule.id, edit.alters(_torch.values(part)))
+            state.journal.altered(rule.id, edit.alters(_numbers.values(part)))
         _apply(edit, parts)
 
     def _by_norm(self, lane: Lane, edit: ByNorm, grads: dict[int, Tensor]) -> None:
@@ -183,4 +183,4 @@ def _apply(edit: Edit, grads: list[Tensor]) -> None:
     for grad in grads:
         if grad.layout != torch.strided:
             # In place for the outside: the optimizer and the script keep seeing the same tensor.
-            grad.copy_(_torch.on_values(edit.apply, grad))
+            grad.copy_(_numbers.on_values(edit.apply, grad))

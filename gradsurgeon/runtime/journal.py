@@ -101,6 +101,8 @@ class Journal:
 
     def later(self, flag: Tensor, message: str, *, rule: str, step: int) -> None:
         """Note a notice if ``flag`` is set, which is read at once only where that waits for nothing."""
+        if _torch.is_capturing():
+            return  # The flag has no value yet, and belongs to the graph.
         self._doubts.append((flag, message, rule, step))
         if _torch.is_host(flag) or len(self._doubts) >= _DOUBTS:
             self.settle()
@@ -120,6 +122,8 @@ class Journal:
 
     def altered(self, rule: str, flag: Tensor) -> None:
         """Count a firing that altered something, without reading the flag."""
+        if _torch.is_capturing():
+            return  # Every replay would begin to count from zero.
         counts = self._tallies[rule].altered
         counter = counts.get(flag.device)
         if counter is None:

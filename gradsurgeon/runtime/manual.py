@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from gradsurgeon import _torch
 from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientError
 from gradsurgeon.runtime.backward import Hook, Pass, Passes
 from gradsurgeon.runtime.clock import Clock
@@ -40,6 +41,12 @@ class GuardHook(Hook):
         param = state.targets.param(self._tensor)
         if param is None or param.grad is None or not passes.is_training(param):
             return
+        if _torch.is_capturing():
+            raise GradSurgeonError(
+                "a CUDA graph is being captured and no torch optimizer owns the parameters: whether a "
+                "backward pass is a step of its own would have to be read from the device; pass "
+                "optimizer=[] to apply() and call session.tick() before each update"
+            )
         # Scripts that zero in place keep the tensor. Reading it is the price of not guessing.
         if not bool((param.grad != 0).any()):
             return

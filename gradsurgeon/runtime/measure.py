@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _dist, _numbers
 
 Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
 
@@ -50,7 +50,7 @@ def norms(tensors: Sequence[int], grads: Sequence[Tensor], order: float = 2.0) -
 
 
 def _norms(grads: Sequence[Tensor], order: float) -> Tensor:
-    found = _torch.norms([_dist.local(grad) for grad in grads], order)
+    found = _numbers.norms([_dist.local(grad) for grad in grads], order)
     if not any(_dist.is_sharded(grad) for grad in grads):
         return found
     if math.isinf(order):
@@ -94,7 +94,7 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
         return torch.cat([statistics(stat, [grad]).cpu() for grad in grads])
     with torch.no_grad():
         if not any(_dist.is_sharded(grad) for grad in grads):
-            return torch.stack([_torch.statistic(stat, grad) for grad in grads])
+            return torch.stack([_numbers.statistic(stat, grad) for grad in grads])
         grads = [_dist.settled(grad) for grad in grads]
         return _of_shards(stat, grads, [_dist.local(grad) for grad in grads]).float()
 
@@ -122,7 +122,7 @@ def _each(stat: str, parts: Sequence[Tensor], *, empty: float) -> Tensor:
     """Return a statistic of every part, and what changes nothing for a part without elements."""
     return torch.stack(
         [
-            _torch.statistic(stat, part)
+            _numbers.statistic(stat, part)
             if part.numel()
             else torch.full((), empty, device=part.device)
             for part in parts
@@ -136,7 +136,7 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, Count]:
     plain = {tensor: grad for tensor, grad in grads.items() if not _dist.spread(grad)}
     found: dict[int, Count] = {}
     for tensor, grad in plain.items():
-        kind, number = _torch.first_nonfinite(_dist.local(grad))
+        kind, number = _numbers.first_nonfinite(_dist.local(grad))
         if number:
             found[tensor] = Count(kind, number)
     found.update(_sharded_counts({i: grad for i, grad in grads.items() if i not in plain}))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradsurgeon import _torch
+from gradsurgeon import _numbers
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import Key, Records
 
@@ -125,7 +125,7 @@ class Recorder:
         for key, step, values, absent, replace in waiting:
             start = offsets[values.device]
             offsets[values.device] = stop = start + values.numel()
-            part = _torch.to_bytes(hosts[values.device][start:stop])
+            part = _numbers.to_bytes(hosts[values.device][start:stop])
             self.records.add(key, step, part, absent, replace=replace)
             parts.append(part)
         # Memory has all of it before anything can go wrong with the file.

@@ -10,11 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon import _torch
+from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.backward import Passes
+from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.flags import Flag
@@ -48,6 +49,7 @@ class Sites:
 
     def due(self, rules: Sequence[Rule], owner: str, *, training: bool) -> list[Rule]:
         """Return the rules that act now on a module, or on the root for what has no module."""
+        check_capture(self.state)
         step = self.clock_of(owner).step
         return [one for one in rules if one.steps.due(step) and (training or one.when is None)]
 
@@ -81,9 +83,9 @@ class Sites:
         edit = self.state.edits[rule.id]
         if count:
             with torch.no_grad(), _torch.aside(tensor) as seen:
-                self.state.journal.altered(rule.id, edit.alters(_torch.values(seen)))
+                self.state.journal.altered(rule.id, edit.alters(_numbers.values(seen)))
             self.state.journal.fired(rule.id, self.clock_of(owner).step)
-        out = _torch.on_values(edit.apply, tensor)
+        out = _numbers.on_values(edit.apply, tensor)
         self._mark(rule, out)
         return out
 
@@ -159,10 +161,10 @@ class Sites:
             if rule.role == "edit":
                 edit = self.state.edits[rule.id]
                 with torch.no_grad(), _torch.aside(out) as seen:
-                    true = _torch.values(unscaled(seen, scale))
+                    true = _numbers.values(unscaled(seen, scale))
                     self.state.journal.altered(rule.id, edit.alters(true))
                 self.state.journal.fired(rule.id, self.clock_of(owner).step)
-                out = _torch.on_values(in_true_units(edit.apply, scale), out)
+                out = _numbers.on_values(in_true_units(edit.apply, scale), out)
             else:
                 self._look(rule, names[rule.id], unscaled(out, scale), owner)
         return out if self.state.mode == "act" else grad
@@ -177,7 +179,7 @@ class Sites:
         elif rule.role == "observe":
             for stat in getattr(rule, "stats", ()):
                 with torch.no_grad(), _torch.aside(tensor) as seen:
-                    value = _torch.statistic(stat, seen.detach()).reshape(1)
+                    value = _numbers.statistic(stat, seen.detach()).reshape(1)
                 key = Key(rule.id, stat, rule.point, (name,))
                 state.recorder.add(key, clock.step, [0], value, replace=False)
             state.journal.fired(rule.id, clock.step)
@@ -186,7 +188,7 @@ class Sites:
 
     def _flag(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
         with torch.no_grad(), _torch.aside(tensor) as seen:
-            count = _torch.nonfinite(seen)
+            count = _numbers.nonfinite(seen)
         gradient = rule.ref.grad
         flag = Flag(rule, name, str(rule.ref), partial(self.clock_of, owner), count, fed=gradient)
         self.state.flags.add(flag)

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime import optimizers
+from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import at_update
 from gradsurgeon.runtime.optimizers import Snapshot
@@ -240,6 +241,7 @@ class Steps:
     def _act(self, optimizer: Optimizer, running: Running) -> None:
         if self._state.paused:
             return
+        check_capture(self._state)
         # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
         self._state.scaling.at_step = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)

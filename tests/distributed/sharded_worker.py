@@ -236,6 +236,16 @@ def tensor_parallel() -> dict[str, Any]:
             {"id": "half", "action": "scale", "at": "backward", "params": "*", "factor": 0.5},
             {"id": "low", "action": "clamp", "at": "backward", "params": "up.*", "max": 0.001},
         ),
+        "modules": rules(
+            {
+                "id": "out",
+                "action": "clamp",
+                "modules": "up",
+                "tensor": "output.grad",
+                "max": 0.002,
+            },
+        ),
+        "nothing": rules({**LOG, "id": "only"}),
     }
     found: dict[str, Any] = {}
     for name, text in given.items():
@@ -256,7 +266,7 @@ def tensor_parallel() -> dict[str, Any]:
                     optimizer.step()
                 found[f"{name} {kind}"] = {
                     "weights": [whole(param) for param in model.parameters()],
-                    "told": told(session) if name == "step" else {},
+                    "told": told(session) if name in ("step", "nothing") else {},
                 }
     model = parallelize_module(Block(), mesh, plan)
     clip = {"id": "c", "action": "clip-norm", "at": "backward", "params": "*", "max_norm": 1.0}
@@ -271,6 +281,8 @@ def tensor_parallel() -> dict[str, Any]:
 def redundancy() -> dict[str, Any]:
     """Halve gradients under an optimizer that has another one inside."""
     half = {"id": "half", "action": "scale", "at": "step", "params": "*", "factor": 0.5}
+    early = {"id": "early", "action": "clamp", "at": "backward", "params": "0.*", "max": 0.02}
+    out = {"id": "out", "action": "scale", "modules": "0", "tensor": "output.grad", "factor": 0.5}
     # Importing it warns, so that whoever only wants a name from this file must not.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -286,7 +298,7 @@ def redundancy() -> dict[str, Any]:
         session = None
         if kind != "without":
             given = optimizer if kind == "named" else None
-            session = gradsurgeon.apply(model, rules(half, LOG), optimizer=given)
+            session = gradsurgeon.apply(model, rules(half, early, out, LOG), optimizer=given)
         for step in range(3):
             optimizer.zero_grad()
             model(mine(step)).square().mean().backward()

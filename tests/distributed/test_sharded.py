@@ -108,9 +108,9 @@ def test_flat_parameters_are_refused(ranks: list[dict[str, Any]], how: str) -> N
         assert "torch.distributed.fsdp.fully_shard" in refused["text"]
 
 
-@pytest.mark.cell("tensor parallel", "accumulated", "step")
+@pytest.mark.cell("tensor parallel", "accumulated", "step", "modules")
 @pytest.mark.cell("tensor parallel", "backward")
-@pytest.mark.parametrize("point", ["step", "backward"])
+@pytest.mark.parametrize("point", ["step", "backward", "modules"])
 def test_tensor_parallel_rules_mean_the_whole_parameter(
     ranks: list[dict[str, Any]], point: str
 ) -> None:
@@ -118,6 +118,13 @@ def test_tensor_parallel_rules_mean_the_whole_parameter(
         whole, divided = (rank["tensor_parallel"][f"{point} {k}"] for k in ("whole", "divided"))
         for one, other in zip(whole["weights"], divided["weights"], strict=True):
             assert other == pytest.approx(one, abs=1e-6)
+        bare = rank["tensor_parallel"]["nothing whole"]["weights"]
+        gaps = [
+            abs(a - b)
+            for x, y in zip(whole["weights"], bare, strict=True)
+            for a, b in zip(x, y, strict=True)
+        ]
+        assert max(gaps) > 1e-4
         for key, values in whole["told"].items():
             assert divided["told"][key] == pytest.approx(values, rel=1e-4, abs=1e-6), key
 
@@ -139,7 +146,7 @@ def test_tensor_parallel_contributions_are_refused_where_ranks_would_have_to_mee
         )
 
 
-@pytest.mark.cell("`ZeroRedundancyOptimizer`", "accumulated", "step")
+@pytest.mark.cell("`ZeroRedundancyOptimizer`", "backward", "accumulated", "step", "modules")
 @pytest.mark.parametrize("how", ["named", "found"])
 def test_an_optimizer_inside_an_optimizer_acts_once(ranks: list[dict[str, Any]], how: str) -> None:
     for rank in ranks:

@@ -135,6 +135,7 @@ def run(way: str, micro: int = 1, kept: str = "") -> Outcome:
         )
 
 
+@pytest.mark.cell("compiled autograd", "backward", "accumulated", "step", "modules")
 @pytest.mark.parametrize("rule", IDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rule_acts_as_without_it(way: str, rule: str) -> None:

@@ -15,6 +15,13 @@ from gradsurgeon import BindError
 STEPS = 3
 RULES: list[dict[str, Any]] = [
     {"id": "early", "action": "scale", "params": "0.*", "at": "backward", "factor": 3.0},
+    {
+        "id": "half",
+        "action": "scale",
+        "modules": "0",
+        "tensor": "output.grad",
+        "factor": 0.5,
+    },
     {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01},
     {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 0.02},
 ]
@@ -65,7 +72,11 @@ def outside(rules: list[dict[str, Any]]) -> tuple[list[Tensor], gradsurgeon.Sess
 
 
 @pytest.mark.cell(
-    "an optimizer per parameter, stepped inside backward", "backward", "accumulated", "step"
+    "an optimizer per parameter, stepped inside backward",
+    "backward",
+    "accumulated",
+    "step",
+    "modules",
 )
 @pytest.mark.parametrize("order", ["apply first", "apply last"])
 def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> None:

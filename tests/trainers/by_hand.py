@@ -6,7 +6,7 @@ before the clipping, or on another gradient than the one that the optimizer cons
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,8 @@ class Hand:
     rule: dict[str, Any]
     # On the contribution of one backward pass, by a hook of torch.
     contribution: Callable[[Tensor], Tensor] | None = None
+    # On the gradient of the output of the module that holds the parameters.
+    output: Callable[[Tensor], Tensor] | None = None
     # On the final gradients, in place, right before the optimizer is called.
     final: Callable[[Grads], None] | None = None
     frozen: Callable[[int], bool] = lambda _: False
@@ -66,8 +68,8 @@ def _halved(grads: Grads) -> None:
         grad.mul_(0.5)
 
 
-def table(part: str) -> dict[str, Hand]:
-    """Return the rules; ``part`` is a pattern for some parameters of the model."""
+def table(part: str, module: str = "") -> dict[str, Hand]:
+    """Return the rules; ``part`` is a pattern for some parameters of the model, of ``module``."""
     window = {"from": 1, "to": 3}
     clamp = {"action": "clamp", "min": -0.004, "max": 0.006, "at": "step", "params": part}
     clip = {"action": "clip-norm", "max_norm": 0.05, "per": "rule", "params": part}
@@ -78,13 +80,22 @@ def table(part: str) -> dict[str, Hand]:
         "clip-norm per rule, step": Hand(clip, final=_clipped),
         "scale, step": Hand({**half, "at": "step"}, final=_halved),
         "scale, backward": Hand({**half, "at": "backward"}, contribution=lambda g: g * 0.5),
+        "scale, modules": Hand(
+            {
+                "action": "scale",
+                "factor": 0.5,
+                "modules": module or part.removesuffix(".*"),
+                "tensor": "output.grad",
+            },
+            output=lambda g: g * 0.5,
+        ),
         "freeze, step": Hand(
             {"action": "freeze", "params": part, "steps": window}, frozen=lambda step: 1 <= step < 3
         ),
     }
 
 
-RULES = list(table(""))
+RULES = list(table("*"))
 
 
 @dataclass(frozen=True)
@@ -124,13 +135,11 @@ def train(
         skipped: the number of a step at which nothing is to be updated.
     """
     params = dict(model.named_parameters())
-    prefix = hand.rule["params"].removesuffix("*")
+    prefix = hand.rule.get("params", hand.rule.get("modules", "") + ".*").removesuffix("*")
     mine = {name: param for name, param in params.items() if name.startswith(prefix)}
     assert mine
     assert len(mine) < len(params)
-    if hand.contribution is not None:
-        for param in mine.values():
-            param.register_hook(hand.contribution)
+    _hook(hand, mine.values(), model.get_submodule(prefix.removesuffix(".")))
     norms = []
     for number, micros in enumerate(steps):
         for micro in micros:
@@ -147,6 +156,21 @@ def train(
             optimizer.step()
         optimizer.zero_grad()
     return End({name: param.detach().clone() for name, param in params.items()}, norms)
+
+
+def _hook(hand: Hand, params: Iterable[Tensor], module: nn.Module) -> None:
+    for param in params if hand.contribution is not None else ():
+        param.register_hook(hand.contribution)
+    if hand.output is not None:
+        module.register_forward_hook(_on_grad(hand.output))
+
+
+def _on_grad(edit: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        for tensor in output if isinstance(output, tuple) else [output]:
+            tensor.register_hook(edit)
+
+    return hook
 
 
 def _grad(param: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def accelerated(
             stepping.zero_grad()
 
 
-@pytest.mark.cell("`accelerate`", "backward", "accumulated", "step")
+@pytest.mark.cell("`accelerate`", "backward", "accumulated", "step", "modules")
 @pytest.mark.parametrize("scaled", [False, True], ids=["no scaler", "GradScaler"])
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, scaled: bool) -> None:

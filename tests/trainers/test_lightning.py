@@ -102,8 +102,8 @@ def _part(x: Tensor, model: Any) -> Tensor:
     return loss(x, model) / PARTS
 
 
-@pytest.mark.cell("Lightning, automatic optimization", "backward", "accumulated", "step")
-@pytest.mark.cell("Lightning, manual optimization", "backward", "accumulated", "step")
+@pytest.mark.cell("Lightning, automatic optimization", "backward", "accumulated", "step", "modules")
+@pytest.mark.cell("Lightning, manual optimization", "backward", "accumulated", "step", "modules")
 @MANUAL
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(

@@ -29,7 +29,7 @@ STEPS = 4
 LR = 0.5
 FIRST = torch.tensor([0])
 PART = "transformer.h.*"
-TABLE = by_hand.table(PART)
+TABLE = by_hand.table(PART, "transformer.h.0")
 LOGGED = "transformer.wte.weight"
 
 
@@ -95,7 +95,7 @@ def hand_written(hand: Hand, **options: Any) -> by_hand.End:
     return by_hand.train(model, optimizer, losses(), hand, **options)
 
 
-@pytest.mark.cell("Hugging Face `Trainer`", "backward", "accumulated", "step")
+@pytest.mark.cell("Hugging Face `Trainer`", "backward", "accumulated", "step", "modules")
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(name: str, tmp_path: Path) -> None:
     hand = TABLE[name]

@@ -1,0 +1,41 @@
+"""CUDA graphs: Python runs while a graph is captured, and never when it is replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradsurgeon import _torch
+from gradsurgeon.compiler import Program
+from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime.state import State
+
+_NOTICE = (
+    "a CUDA graph is being captured: its replays repeat the edits of the rules, but count no step, no "
+    "firing and no change, and tell of no norm that is not finite"
+)
+
+
+def silenced(program: Program) -> Iterator[tuple[str, str]]:
+    """Yield the rules that a replay would silence, each with the reason."""
+    for rule in program.rules:
+        schedule = rule.steps
+        if rule.role not in ("edit", "freeze"):
+            yield rule.id, f"`{rule.action}` has to look at each step from Python"
+        elif (schedule.from_, schedule.to, schedule.every) != (0, None, 1):
+            yield rule.id, "its `steps` are decided in Python"
+
+
+def check_capture(state: State) -> None:
+    """Refuse to be captured with rules that the replays of the graph would silence.
+
+    Raises:
+        GradSurgeonError: naming the first of them.
+    """
+    if not _torch.is_capturing():
+        return
+    for rule, reason in silenced(state.program):
+        raise GradSurgeonError(
+            f"rule {rule}: a CUDA graph is being captured, whose replays run no Python, and {reason}: "
+            "capture without the rule (session.pause() or remove()), or train without the graph"
+        )
+    state.journal.once("cuda-graph", _NOTICE, step=state.clocks.latest)
