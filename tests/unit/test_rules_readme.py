@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
-import setups
 
 import gradsurgeon
 from gradsurgeon import packs, schema, source
@@ -34,6 +34,8 @@ REMEDY = "run `python tests/unit/test_rules_readme.py`"
 
 
 def generated() -> dict[Path, str]:
+    import setups
+
     return {
         README: f"{GUIDE}{MARK}\n{reference()}{SETUPS}{setups.table(setups.collected())}",
         SCHEMA: json.dumps(document_schema(), indent=2, ensure_ascii=False) + "\n",
@@ -191,11 +193,14 @@ class TestOnModels:
 
 
 def test_no_cell_of_the_table_of_set_ups_is_without_a_test() -> None:
+    import setups
+
     rows = TEXT.partition("## Set-ups")[2].partition("\n\n1. ")[0]
     assert [setup for setup in setups.SETUPS if f"| {setup} | " not in rows] == []
     assert "not tested" not in rows
 
 
 if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1]))
     for path, text in generated().items():
         path.write_text(text, encoding="utf-8")
