@@ -1,0 +1,297 @@
+"""Scripts that nobody edits: watched they do the same to the last bit, and rules act in all of them.
+
+Each script of `tests/scripts` runs plain and under `gradsurgeon run`; a run serves several tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from launching import (
+    OBSERVE,
+    TORCHRUN,
+    Case,
+    Outcome,
+    Runs,
+    Trained,
+    call,
+    states,
+    trained,
+    warnings_of,
+)
+from matrix import CASES
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    pool = ThreadPoolExecutor(os.cpu_count())
+    yield Runs(tmp_path_factory.mktemp("runs"), pool)
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ahead(request: pytest.FixtureRequest, runs: Runs) -> None:
+    # What the selected tests will ask for, so that no core is idle while one of them waits.
+    for item in request.session.items:
+        name = getattr(getattr(item, "callspec", None), "params", {}).get("name")
+        if item.path == request.path and name in CASES:
+            runs.plain(CASES[name])
+            runs.launched(CASES[name])
+
+
+def both(runs: Runs, name: str) -> tuple[Outcome, Outcome]:
+    before, after = runs.plain(CASES[name]), runs.launched(CASES[name])
+    return before.result(), after.result()
+
+
+def shown(outcome: Outcome) -> str:
+    return f"exit {outcome.code}\n{outcome.stdout.decode()}\n{outcome.stderr}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_watched_script_does_the_same(name: str, runs: Runs) -> None:
+    case = CASES[name]
+    before, after = both(runs, name)
+    assert before.code == case.code, shown(before)
+    assert b"weights" in before.stdout
+    assert after.code == case.code, shown(after)
+    assert after.stdout == before.stdout, shown(after)
+    if not case.noisy:
+        assert before.stderr in after.stderr, shown(after)
+        rest = after.stderr.replace(before.stderr, "", 1) if before.stderr else after.stderr
+        assert "Traceback" not in rest, shown(after)
+        assert "Warning" not in rest, shown(after)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_of_every_model_has_a_record(name: str, runs: Runs) -> None:
+    case = CASES[name]
+    _, after = both(runs, name)
+    found = trained(after.record)
+    if case.killed:
+        # What the last second brought is lost with the process.
+        assert [(one.origin, one.first) for one in found] == [
+            (one.origin, one.first) for one in case.models
+        ]
+        assert states(after.record) == {"stopped"}
+        return
+    assert found == sorted(case.models), shown(after)
+    assert states(after.record) == {"finished"}
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.killed])
+def test_each_model_has_one_header_and_one_summary(name: str, runs: Runs) -> None:
+    case = CASES[name]
+    _, after = both(runs, name)
+    lines = [
+        line for line in after.stderr.replace("\r", "\n").split("\n") if "gradsurgeon: " in line
+    ]
+    steps = [line for line in lines if " step" in line.rpartition(",")[2]]
+    headers = [line for line in lines if " parameters, " in line]
+    assert len(headers) == len(case.models), shown(after)
+    assert len(steps) == len(case.models), shown(after)
+
+
+EVENTFUL = {"no optimizer", "phases", "scaler"}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if not case.killed and name not in EVENTFUL]
+)
+def test_nothing_is_worth_an_event(name: str, runs: Runs) -> None:
+    _, after = both(runs, name)
+    assert warnings_of(after.record) == []
+
+
+def test_a_scaler_that_skips_is_an_event(runs: Runs) -> None:
+    _, after = both(runs, "scaler")
+    assert [text.partition(":")[0] for text in warnings_of(after.record)] == ["scaler-skip"]
+
+
+def test_updates_by_hand_are_told_once(runs: Runs) -> None:
+    _, after = both(runs, "no optimizer")
+    (notice,) = warnings_of(after.record)
+    assert notice.startswith("notice: ")
+    assert "Student" in after.stderr
+
+
+@pytest.mark.parametrize("name", ["exception", "progress bar", "exit message"])
+def test_quiet_leaves_stderr_alone_too(name: str, runs: Runs) -> None:
+    before = runs.plain(CASES[name]).result()
+    after = runs.launched(CASES[name], OBSERVE, "--quiet").result()
+    assert (after.code, after.stdout) == (before.code, before.stdout)
+    assert after.stderr == before.stderr
+    assert trained(after.record) == sorted(CASES[name].models)
+
+
+def test_an_error_in_forward_still_shows_the_lines_of_the_script(runs: Runs) -> None:
+    def own(stderr: str) -> list[str]:
+        lines = stderr.splitlines()
+        places = [i for i, line in enumerate(lines) if "endings.py" in line]
+        last = [line for line in lines if line.startswith("RuntimeError")]
+        return [lines[i + more] for i in places for more in (0, 1)] + last
+
+    before, after = both(runs, "exception in forward")
+    assert len(own(before.stderr)) == 5
+    assert own(after.stderr) == own(before.stderr)
+    assert "/gradsurgeon/launcher/" not in after.stderr
+
+
+def test_the_switch_turns_everything_off(runs: Runs) -> None:
+    case = CASES["exception"]
+    before = runs.plain(case).result()
+    off = (("GRADSURGEON_DISABLE", "1"),)
+    after = runs.launched(case, OBSERVE, env=off).result()
+    assert (after.code, after.stdout, after.stderr) == (before.code, before.stdout, before.stderr)
+    assert not after.record.exists()
+
+
+def test_warnings_as_errors_stay_those_of_the_script(runs: Runs) -> None:
+    strict = (("PYTHONWARNINGS", "error"),)
+    for name in ("plain loop", "no optimizer"):
+        before = runs.plain(CASES[name]).result()
+        after = runs.launched(CASES[name], OBSERVE, env=strict).result()
+        assert (after.code, after.stdout) == (0, before.stdout), shown(after)
+
+
+UNMATCHED = """\
+version: 1
+rules:
+  - {id: norms, action: norm-log, params: "*"}
+  - {id: nowhere, action: zero, params: "decoder.*"}
+"""
+
+
+@pytest.mark.parametrize("name", ["plain loop", "LBFGS", "no optimizer"])
+def test_a_rule_that_matches_nothing_stops_the_first_step(name: str, runs: Runs) -> None:
+    after = runs.launched(CASES[name], UNMATCHED).result()
+    assert after.code == 1, shown(after)
+    assert after.stdout == b"", "no weight may have moved"
+    assert "nowhere" in after.stderr
+    assert "decoder.*" in after.stderr
+    assert "norms" not in after.stderr.partition("BindError")[2]
+
+
+ONE_OF_TWO = """\
+version: 1
+rules:
+  - {id: norms, action: norm-log, params: "logits.*"}
+"""
+
+
+def test_a_rule_may_match_in_one_of_two_models(runs: Runs) -> None:
+    case = CASES["actor and critic"]
+    before = runs.plain(case).result()
+    after = runs.launched(case, ONE_OF_TWO).result()
+    assert (after.code, after.stdout) == (0, before.stdout), shown(after)
+    assert Trained("Actor", "body.weight", 5) in trained(after.record)
+
+
+NO_TORCH = "no_torch.py"
+
+
+def test_a_script_without_torch_pays_for_no_import(runs: Runs, tmp_path: Path) -> None:
+    cases = [Case((NO_TORCH, str(tmp_path / how))) for how in ("plain", "launched")]
+    before, after = runs.plain(cases[0]), runs.launched(cases[1])
+    assert after.result().code == 0
+    assert after.result().stdout == before.result().stdout
+    assert after.result().stderr == ""
+    plain, launched = (
+        set(json.loads((tmp_path / how).read_text())) for how in ("plain", "launched")
+    )
+    added = launched - plain
+    heavy = {"torch", "numpy", "pydantic", "yaml", "sqlite3", "inspect", "typing", "argparse"}
+    assert not added & heavy
+    assert len(added) < 25, sorted(added)
+    assert not after.result().record.exists()
+
+
+def test_flags_of_the_interpreter_are_passed_on(runs: Runs, tmp_path: Path) -> None:
+    case = Case((NO_TORCH, str(tmp_path / "modules")))
+    (tmp_path / "rules.yaml").write_text(OBSERVE)
+    command = ("-O", "-m", "gradsurgeon", "run", "--rules", str(tmp_path / "rules.yaml"))
+    after = runs.plain(Case((*command, *case.words))).result()
+    assert after.code == 0, shown(after)
+    assert b"optimised 1 assertions False arguments 2" in after.stdout
+
+
+def test_a_sitecustomize_of_the_user_still_runs(runs: Runs, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('customised')\n")
+    case = Case((NO_TORCH, str(tmp_path / "modules")))
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    after = runs.launched(case, OBSERVE, env=(("PYTHONPATH", path),)).result()
+    # Once in the launcher itself, once in the script.
+    assert after.stdout.count(b"customised") == 2, shown(after)
+    assert after.stdout.count(b"optimised 0") == 1
+
+
+CLIP = 'id: clip, action: clip-norm, params: "*", max_norm: 0.05, at: step, per: rule'
+EDIT = f"version: 1\nrules:\n  - {{{CLIP}}}\n"
+SHRINK = f"""\
+version: 1
+rules:
+  - {{{CLIP}}}
+  - {{id: slow-generator, action: scale, params: "*", at: step, factor: 0.5, model: Generator}}
+"""
+
+
+def attach(model: str, rules: str = EDIT) -> str:
+    return f"import gradsurgeon\ngradsurgeon.apply({model}, {rules!r})"
+
+
+EDITED = {
+    "plain loop": (EDIT, "labels = torch.randint(3, (24,))", attach("model")),
+    "gan": (
+        SHRINK,
+        "ones, zeros = torch.ones(16, 1), torch.zeros(16, 1)",
+        f"{attach('generator', SHRINK)}\n{attach('discriminator')}",
+    ),
+    "LBFGS": (EDIT, "evaluations = 0", attach("model")),
+    "no optimizer": (EDIT, "average = copy.deepcopy(student).eval()", attach("student")),
+    "distillation": (EDIT, "teacher.requires_grad_(False)", attach("student")),
+    "scaler": (
+        EDIT,
+        'scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)',
+        attach("model"),
+    ),
+    "Trainer": (EDIT, "model = GPT2LMHeadModel(config)", attach("model")),
+    "Lightning": (EDIT, "model = Regression()", attach("model")),
+    "accelerate": (
+        EDIT,
+        "model = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2))",
+        attach("model"),
+    ),
+    "compiled": (EDIT, 'compiled = torch.compile(model, backend="aot_eager")', attach("model")),
+    "DDP": (EDIT, "model = DistributedDataParallel(Net())", attach("model")),
+}
+
+
+@pytest.mark.parametrize("edited", EDITED)
+def test_rules_put_on_from_outside_do_what_they_do_from_inside(edited: str, runs: Runs) -> None:
+    case = CASES[edited]
+    rules, anchor, code = EDITED[edited]
+    futures = runs.launched(case, rules), runs.written(case, anchor, code), runs.plain(case)
+    outside, inside, without = (future.result() for future in futures)
+    assert inside.code == 0, shown(inside)
+    assert outside.code == 0, shown(outside)
+    assert outside.stdout == inside.stdout, shown(outside)
+    assert outside.stdout.splitlines()[-1] != without.stdout.splitlines()[-1], (
+        "the rule did nothing"
+    )
+
+
+def test_a_command_of_its_own_carries_the_rules_to_its_ranks(runs: Runs, tmp_path: Path) -> None:
+    case = CASES["DDP"]
+    # `gradsurgeon run -- python -m torch.distributed.run ...`: the ranks are grandchildren.
+    whole = Case(("--", sys.executable, *TORCHRUN, *case.words), case.models)
+    place = tmp_path / "command"
+    place.mkdir()
+    after = call(whole, place, rules=OBSERVE)
+    assert (after.code, after.stdout) == (0, runs.plain(case).result().stdout), shown(after)
+    assert trained(after.record) == list(case.models)

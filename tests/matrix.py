@@ -1,0 +1,84 @@
+"""The scripts of `tests/scripts`: how each is called, and what training it does."""
+
+from __future__ import annotations
+
+from launching import Case, Trained
+
+NUMBERS = "1 2.5\n2 3.5\n3 7\n"
+SEQUENTIAL = Trained("Sequential", "0.weight", steps=3)
+
+
+def ending(how: str, code: int, *, killed: bool = False, noisy: bool = False) -> Case:
+    return Case(("endings.py", how), (SEQUENTIAL,), code=code, killed=killed, noisy=noisy)
+
+
+CASES = {
+    "plain loop": Case(
+        ("plain.py", "--lr", "0.05", "--rules", "of its own"), (Trained("Net", "fc1.weight", 6),)
+    ),
+    "package": Case(
+        ("-m", "classifier.train", "2"), (Trained("Classifier", "conv.0.weight", steps=8),)
+    ),
+    "gan": Case(
+        ("gan.py",),
+        (Trained("Discriminator", "net.0.weight", 8), Trained("Generator", "net.0.weight", 4)),
+    ),
+    "actor and critic": Case(
+        ("actor_critic.py",),
+        (Trained("Actor", "body.weight", 5), Trained("Critic", "body.weight", 5)),
+    ),
+    "LBFGS": Case(("lbfgs.py",), (Trained("Sequential", "0.weight", 5),)),
+    "no optimizer": Case(("by_hand.py",), (Trained("Student", "layers.0.weight", 6),)),
+    "distillation": Case(("distill.py",), (Trained("Encoder", "embed.weight", 6),)),
+    "own optimizer, thread": Case(("lion.py",), (Trained("Sequential", "0.weight", 5),)),
+    "configured by exec": Case(
+        ("configured.py", "config/small.py", "--max_iters=4"),
+        (Trained("Sequential", "0.weight", 4),),
+    ),
+    "changes directory, resumes": Case(
+        ("moving.py",), (Trained("Sequential", "0.weight", 2), Trained("Sequential", "0.weight", 3))
+    ),
+    "forked loader": Case(
+        ("loader.py", "--start", "fork"), (Trained("Sequential", "0.weight", 8),)
+    ),
+    "spawned loader": Case(
+        ("loader.py", "--start", "spawn"), (Trained("Sequential", "0.weight", 8),)
+    ),
+    "spawned ranks": Case(
+        ("spawned.py", "3"), (Trained("Net", "first.weight", 3, ranks=2),), noisy=True
+    ),
+    "sweep of processes": Case(("sweep.py",), (Trained("Linear", "weight", 3),) * 2),
+    "pickle and stdin": Case(("pickled.py",), (Trained("Line", "slope", 4),), stdin=NUMBERS),
+    "phases": Case(("rebuilt.py",), (Trained("Net", "backbone.weight", 7),), noisy=True),
+    "compiled": Case(("compiled.py",), (Trained("Sequential", "0.weight", 4),)),
+    "scaler": Case(("scaled.py",), (Trained("Sequential", "0.weight", 6),)),
+    "progress bar": Case(("progress.py",), (Trained("Sequential", "0.weight", 5),), noisy=True),
+    "Trainer": Case(
+        ("hf_trainer.py",), (Trained("GPT2LMHeadModel", "transformer.wte.weight", 4),), noisy=True
+    ),
+    "Lightning": Case(
+        ("lightning_auto.py",), (Trained("Regression", "net.0.weight", 4),), noisy=True
+    ),
+    "accelerate": Case(("accumulate.py",), (Trained("Sequential", "0.weight", 5),)),
+    "exit code": ending("code", 3),
+    "exit message": ending("message", 1),
+    "exception": ending("exception", 1),
+    # Hooks make torch's own frames other lines.
+    "exception in forward": ending("forward", 1, noisy=True),
+    "SIGTERM": ending("terminated", -15, killed=True),
+    "KeyboardInterrupt": ending("interrupted", -2),
+    "os._exit": ending("at once", 7, killed=True),
+    "atexit": ending("atexit", 0),
+    "DDP": Case(
+        ("ddp.py", "3"),
+        (Trained("Net", "body.0.weight", 3, ranks=2),),
+        distributed=True,
+        noisy=True,
+    ),
+    "FSDP2": Case(
+        ("fsdp2.py",),
+        (Trained("Stack", "blocks.0.norm.weight", 4, ranks=2),),
+        distributed=True,
+        noisy=True,
+    ),
+}
