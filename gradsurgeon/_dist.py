@@ -8,6 +8,7 @@ parts and puts the results together with `reduce`.
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -20,8 +21,12 @@ Groups = tuple[Any, ...]
 
 
 def rank() -> int:
-    """Return the rank of this process, 0 where torch.distributed is not in use."""
-    return int(torch.distributed.get_rank()) if _initialized() else 0
+    """Return the rank of this process, 0 where there is but one."""
+    if _initialized():
+        return int(torch.distributed.get_rank())
+    # What torchrun has told the process, before or without a process group.
+    told = os.environ.get("RANK", "")
+    return int(told) if told.isdecimal() else 0
 
 
 def world() -> int:

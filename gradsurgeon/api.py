@@ -113,10 +113,53 @@ def apply(
         GradSurgeonError: the model has a session already, or torch is missing.
     """
     _check_options(scaler, mode, start_step)
-    runtime = _runtime()
     optimizers = _optimizers(optimizer)
+    _runtime()  # without torch there is nothing to bind to
     bound = plan(model, rules)
-    runtime.check_free(model, replace=replace)
+    return attach(
+        model,
+        bound,
+        optimizers=optimizers,
+        scaler=scaler,
+        record=record,
+        mode=mode,
+        start_step=start_step,
+        replace=replace,
+    )
+
+
+def attach(
+    model: nn.Module,
+    bound: Plan,
+    *,
+    optimizers: Sequence[Optimizer] | None = None,
+    scaler: GradScaler | None = None,
+    record: str | os.PathLike[str] | None = None,
+    mode: Literal["act", "observe"] = "act",
+    start_step: int = 0,
+    replace: bool = False,
+    beside: bool = False,
+) -> Session:
+    """Attach a plan to the model it was made for, as `apply` does once it has bound the rules.
+
+    Args:
+        model: the module.
+        bound: the plan.
+        optimizers: those that update it; ``None`` to look for them.
+        scaler: as for `apply`.
+        record: as for `apply`.
+        mode: as for `apply`.
+        start_step: as for `apply`.
+        replace: as for `apply`.
+        beside: do not count as the session of the model, and act after it.
+
+    Raises:
+        RecordError: the run directory cannot be written, or holds a run already.
+        GradSurgeonError: the model has a session already.
+    """
+    runtime = _runtime()
+    if not beside:
+        runtime.check_free(model, replace=replace)
     writer = None if record is None else _writer(record, bound, mode, start_step)
     try:
         made = runtime.Session(
@@ -128,7 +171,7 @@ def apply(
             writer=writer,
             scaler=scaler,
         )
-        runtime.enter(model, made)
+        runtime.enter(model, made, beside=beside)
     except BaseException:
         if writer is not None:
             writer.discard()

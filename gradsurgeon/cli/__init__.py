@@ -16,8 +16,8 @@ from importlib import import_module
 
 from gradsurgeon.errors import did_you_mean, printable
 
-_COMMANDS = ("lint", "plan", "report", "export", "explain", "schema")
-_NOT_YET = ("run", "diff", "params", "replay")
+_COMMANDS = ("run", "lint", "plan", "report", "export", "explain", "schema")
+_NOT_YET = ("diff", "params", "replay")
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
@@ -69,6 +69,11 @@ def _dispatch(argv: Sequence[str]) -> int:
         from gradsurgeon.schema import VERSION  # noqa: PLC0415 # as above
 
         return fail(f"`{word}` is not there yet in gradsurgeon {VERSION}")
+    if word == "run":
+        # What follows belongs to the script, once the script is named.
+        from gradsurgeon.launcher import command  # noqa: PLC0415 # the others do not need it
+
+        return command.main(argv[1:])
     if word not in _COMMANDS and not word.startswith("-"):
         hint = did_you_mean(word, _COMMANDS) or f"known: {', '.join(_COMMANDS)}"
         return fail(f"unknown command `{printable(word[:60])}` ({hint})")
@@ -89,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, summary: str) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
 
+    command("run", "Run a training script with rules on it, without editing it.")
     lint = command("lint", "Check rule files: every problem, with its place and a remedy.")
     lint.add_argument("files", nargs="+", metavar="FILE", help="a rule file")
     lint.add_argument(

@@ -1,6 +1,6 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
-from gradsurgeon.planning.binding import bind
+from gradsurgeon.planning.binding import bind, shortfalls
 from gradsurgeon.planning.breaks import graph_breaks
 from gradsurgeon.planning.manifest import (
     ROOT,
@@ -28,6 +28,7 @@ __all__ = [
     "graph_breaks",
     "hook_of",
     "named_modules",
+    "shortfalls",
     "slots",
     "walk",
 ]

@@ -16,17 +16,20 @@ from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.schema import RuleSet
 
 
-def bind(rules: RuleSet, manifest: Manifest) -> Plan:
+def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     """Bind rules to the parameters and modules of a manifest.
+
+    Args:
+        rules: in file order.
+        manifest: of one model.
+        alone: the rules are meant for this model and no other. Else a rule that matches nothing here
+            may match elsewhere; `shortfalls` tells once all models are known.
 
     Raises:
         BindError: all rules that match nothing, that break their `expect`, or that cannot act on what
             they match, at once.
     """
-    names = {
-        "params": Names("parameter", manifest.params),
-        "modules": Names("module", manifest.modules),
-    }
+    names = _names(manifest)
     complaints: list[str] = []
     bindings: list[Binding] = []
     warnings: dict[str, tuple[str, ...]] = {}
@@ -42,14 +45,43 @@ def bind(rules: RuleSet, manifest: Manifest) -> Plan:
         known = names[rule.target]
         matched, doubts = known.match(rule)
         place = f"{rules.place(rule.id)}: rule {rule.id}: "
-        complaints += [place + text for text in _complaints(rule, matched, known)]
+        if alone:
+            complaints += [place + text for text in _shortfall(rule, matched, known)]
+        complaints += [place + text for text in _complaints(rule, matched)]
         complaints += [place + text for text in _unreachable(rule, matched, manifest)]
-        warnings[rule.id] = (*doubts, *_doubts(rule, matched), *rule.notes)
+        elsewhere = () if alone or matched else ("matches nothing in this model",)
+        warnings[rule.id] = (*doubts, *elsewhere, *_doubts(rule, matched), *rule.notes)
         bindings += [_bound(rule, thing) for thing in matched]
     if complaints:
         raise BindError(complaints)
     plan = Plan(rules, manifest, tuple(bindings), warnings)
     return replace(plan, warnings=(*_overlaps(plan), *breaks_of(plan)))
+
+
+def shortfalls(rules: RuleSet, manifests: Sequence[Manifest]) -> list[str]:
+    """Return what is wrong with rules that match too little in several models together."""
+    found = []
+    for rule in rules.rules:
+        if rule.target == "tensors":
+            continue
+        own = [one for one in manifests if rule.model is None or _is_for(rule.model, one)]
+        whole = Manifest(
+            origin=", ".join(one.origin for one in own),
+            params=tuple(param for one in own for param in one.params),
+            modules=tuple(module for one in own for module in one.modules),
+        )
+        known = _names(whole)[rule.target]
+        matched = [thing for one in own for thing in _names(one)[rule.target].match(rule)[0]]
+        place = f"{rules.place(rule.id)}: rule {rule.id}: "
+        found += [place + text for text in _shortfall(rule, matched, known)]
+    return found
+
+
+def _names(manifest: Manifest) -> dict[str, Names]:
+    return {
+        "params": Names("parameter", manifest.params),
+        "modules": Names("module", manifest.modules),
+    }
 
 
 def _is_for(model: str, manifest: Manifest) -> bool:
@@ -89,7 +121,7 @@ def _doubts(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
         yield "acts in every forward, evaluation included; `when: train` limits it to training"
 
 
-def _complaints(rule: Rule, matched: Sequence[Thing], names: Names) -> Iterator[str]:
+def _shortfall(rule: Rule, matched: Sequence[Thing], names: Names) -> Iterator[str]:
     if not matched and not rule.optional:
         yield names.no_match(rule)
     if rule.expect is not None and rule.expect.params != len(matched):
@@ -97,6 +129,9 @@ def _complaints(rule: Rule, matched: Sequence[Thing], names: Names) -> Iterator[
             f"expected {rule.expect.params} parameters, matched {len(matched)}"
             f"{examples(matched)}; correct the pattern or the `expect`"
         )
+
+
+def _complaints(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     params = [thing for thing in matched if isinstance(thing, Param)]
     lazy = [param for param in params if param.shape is None]
     if lazy:

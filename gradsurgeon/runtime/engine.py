@@ -80,6 +80,8 @@ class Engine:
         self._search_on = optimizers is None
         # Whether backward passes came and no update has followed yet.
         self.unstepped = self._stepped = False
+        # Whether any gradient has been looked at yet.
+        self._looked = False
         # Named optimizers are met when the hooks go on; then they are held weakly.
         self._given = list(optimizers or ())
 
@@ -113,6 +115,7 @@ class Engine:
         if self._state.paused:
             return
         self.unstepped |= bool(done.order)
+        self._looked = True
         self._upkeep.arrived(done.order)
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
@@ -209,13 +212,17 @@ class Engine:
         return verdict
 
     def _catch_up(self, clock: Clock) -> None:
-        """Look at gradients that came while the hooks were on parameters that are no longer there.
+        """Look at gradients that came before the hooks.
 
-        Sharding a model after `apply` replaces all of them.
+        Sharding a model after `apply` replaces all of its parameters; and a session can begin between
+        a backward pass and the update that it feeds.
         """
-        if clock.passes or self.manual.active or not self._upkeep.rearm(clock):
+        if clock.passes or self.manual.active:
+            return
+        if not self._upkeep.rearm(clock) and self._looked:
             return
         having, _ = self._state.targets.grads(clock.tensors)
+        self._looked = True
         for owner, look in after_pass(self._state, Pass(order=having)).items():
             self._traps.saw(owner, look)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _torch
 from gradsurgeon.errors import GradSurgeonError
@@ -20,8 +21,11 @@ from gradsurgeon.runtime.session import Session
 
 # Values are strong: a session lives as long as its model, even if the caller drops it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+# Sessions of the launcher, beside those that the script itself has asked for.
+_beside: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
 # What is watched for all sessions together: steps of optimizers and uses of scalers.
 _watching: list[ExitStack] = []
+_watching_steps: list[RemovableHandle] = []
 # The rules on tags of all sessions, by their ids.
 _on_tags: list[str] = []
 
@@ -45,9 +49,26 @@ def check_free(model: nn.Module, *, replace: bool) -> None:
         )
 
 
-def enter(model: nn.Module, session: Session) -> None:
-    """Attach a session to its model, in the place of one that is there already."""
-    old = find(model)
+def watch_steps() -> None:
+    """Take notice of every step of an optimizer, before there is a session and after the last one.
+
+    Whoever attaches a session from within a step must have called this before: torch does not allow
+    the table of its hooks to grow while it goes through it.
+    """
+    if not _watching_steps:
+        _watching_steps.append(register_optimizer_step_pre_hook(_on_step))
+
+
+def enter(model: nn.Module, session: Session, *, beside: bool = False) -> None:
+    """Attach a session to its model, in the place of one that is there already.
+
+    Args:
+        model: reached weakly.
+        session: not attached yet.
+        beside: leave alone the session that the script has asked for, and act after it.
+    """
+    sessions = _beside if beside else _sessions
+    old = sessions.get(model)
     # The finalizer is what notices a model that goes away; it must not keep the model itself.
     finalizer = weakref.finalize(model, _model_gone, weakref.ref(session))
     finalizer.atexit = False
@@ -80,7 +101,7 @@ _torch.compile_apart(tag, allowed=False)
 
 @on_site
 def _show(tensor: Tensor, name: str) -> Tensor:
-    for session in list(_sessions.values()):
+    for session in _live():
         tensor = session.tag(tensor, name)
     return tensor
 
@@ -137,4 +158,9 @@ def _after_scaler_steps(
 
 
 def _live() -> list[Session]:
-    return [session for session in _sessions.values() if not session.removed]
+    return [
+        session
+        for sessions in (_sessions, _beside)
+        for session in list(sessions.values())
+        if not session.removed
+    ]

@@ -1,0 +1,55 @@
+"""Python imports this before any script, where `gradsurgeon run` has put its folder on the path.
+
+It must be quick, and must not fail: it runs in every process below the one that was launched, in
+those that have nothing to do with training as well.
+"""
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+
+_HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 # pathlib takes longer
+_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))  # noqa: PTH120 # as above
+
+
+def _leave_the_path() -> None:
+    # Scripts find `sys.path` as without the launcher; their children get it by the environment.
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]  # noqa: PTH100
+
+
+def _run_the_hidden_one() -> None:
+    """Import the `sitecustomize` that this one has taken the place of, if there is one."""
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+def _make_importable() -> None:
+    """Let the package be found from where this file lies, also where it is not installed."""
+    if importlib.util.find_spec("gradsurgeon") is None:
+        folder = os.path.join(_ROOT, "gradsurgeon")  # noqa: PTH118 # as above
+        spec = importlib.util.spec_from_file_location(
+            "gradsurgeon",
+            os.path.join(folder, "__init__.py"),  # noqa: PTH118 # as above
+            submodule_search_locations=[folder],
+        )
+        if spec is not None and spec.loader is not None:
+            module = importlib.util.module_from_spec(spec)
+            sys.modules["gradsurgeon"] = module
+            spec.loader.exec_module(module)
+
+
+_leave_the_path()
+try:
+    _make_importable()
+    from gradsurgeon.launcher.importing import start
+except Exception as error:  # noqa: BLE001 # whatever it is, the script is to run
+    print(f"gradsurgeon: the script runs without rules: {error}", file=sys.stderr)  # noqa: T201
+    if os.environ.get("GRADSURGEON_STRICT"):
+        raise SystemExit(2) from None
+else:
+    start()
+_run_the_hidden_one()

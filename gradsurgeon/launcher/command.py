@@ -1,0 +1,149 @@
+"""`gradsurgeon run ...`: from the command line to plain Python, with the rules in the environment.
+
+The process is replaced, not wrapped: arguments, exit code, signals, tracebacks and `__main__` are those
+of plain Python, and children of all kinds inherit the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradsurgeon.errors import printable
+from gradsurgeon.launcher.settings import RULES, Settings
+
+_USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
+_WITH_VALUE = ("--rules", "--record", "--start-step")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Replace this process by the script; return only where that cannot be done.
+
+    Args:
+        argv: what follows the word `run`.
+    """
+    own, target = split(argv)
+    arguments = _parser().parse_args(own)
+    if not arguments.print_env and not target:
+        return _fail(f"no script is given\nusage: {_USAGE}")
+    rules = arguments.rules or os.environ.get(RULES, "")
+    if not rules:
+        return _fail(f"no rules are given: pass `--rules FILE`, or set {RULES}")
+    path = Path(rules).absolute()
+    if not path.is_file():
+        return _fail(f"{printable(rules)}: there is no such rule file")
+    settings = Settings(
+        rules=str(path),
+        record=str(Path(arguments.record).absolute()) if arguments.record else "",
+        dry_run=str(Path.cwd() / "params.json") if arguments.dry_run else "",
+        start_step=arguments.start_step,
+        observe=arguments.observe,
+        pdb=arguments.pdb,
+        quiet=arguments.quiet,
+        strict=arguments.strict,
+    )
+    environment = settings.environment(os.environ)
+    if arguments.print_env:
+        _print_difference(environment)
+        return 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return _become(command_of(target), environment)
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Cut a command line into the launcher's own options and what is to be run.
+
+    The first word that is no option begins the script: `--lr` behind it is none of ours.
+    """
+    words = list(argv)
+    place = 0
+    while place < len(words):
+        word = words[place]
+        if word in ("--", "-m") or not word.startswith("-") or word == "-":
+            break
+        place += 2 if word in _WITH_VALUE else 1
+    return words[:place], words[place:]
+
+
+def command_of(target: Sequence[str]) -> list[str]:
+    """Return the command that runs a target as plain Python would, with the flags of this one."""
+    if target[0] == "--":
+        return list(target[1:])
+    return [sys.executable, *_flags(), *target]
+
+
+def _flags() -> list[str]:
+    # What `subprocess` and `multiprocessing` themselves hand on: -O, -W, -X and the like.
+    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined,no-any-return] # noqa: SLF001
+
+
+def _become(command: list[str], environment: dict[str, str]) -> int:
+    if not command:
+        return _fail("nothing follows `--`: a command is expected, such as torchrun")
+    program = command[0] if os.path.isabs(command[0]) else shutil.which(command[0])  # noqa: PTH117
+    if program is None:
+        return _fail(f"{printable(command[0])}: there is no such command")
+    if os.name == "nt":
+        # There `execve` starts another process and ends this one before it.
+        return subprocess.run(command, env=environment, check=False).returncode  # noqa: S603
+    try:
+        os.execve(program, command, environment)  # noqa: S606 # that is what was asked for
+    except OSError as error:
+        return _fail(f"{printable(program)}: {error.strerror}")
+
+
+def _print_difference(environment: dict[str, str]) -> None:
+    for key, value in environment.items():
+        if os.environ.get(key) != value:
+            print(f"export {key}={shlex.quote(value)}")  # noqa: T201 # for the shell to read
+
+
+def _fail(text: str) -> int:
+    print(f"gradsurgeon run: {text}", file=sys.stderr)  # noqa: T201 # a command line prints
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradsurgeon run",
+        usage=_USAGE,
+        description="Run a training script with rules on it, without editing it.",
+        epilog="The exit code is that of the script. GRADSURGEON_DISABLE=1 turns everything off.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--rules", metavar="FILE", help=f"the rule file; {RULES} if not given")
+    add("--record", metavar="DIR", help="write records to this run directory")
+    add("--start-step", metavar="N", type=_step, default=0, help="number of the first update")
+    add(
+        "--observe",
+        action="store_true",
+        help="arm every rule, edit nothing, count what it would do",
+    )
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the plan at the first step, write params.json, stop",
+    )
+    add("--pdb", action="store_true", help="open the debugger where a trap stops the update")
+    add("--quiet", action="store_true", help="neither header nor summary")
+    add("--strict", action="store_true", help="stop where the rules cannot be put on the script")
+    add(
+        "--print-env",
+        action="store_true",
+        help="print the environment for a shell to read, and stop",
+    )
+    return parser
+
+
+def _step(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of steps, 0 or more")
+    return int(text)

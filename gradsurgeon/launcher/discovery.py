@@ -1,0 +1,88 @@
+"""From parameters that are trained to the models they belong to, among all live objects."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+# A graph with more nodes than this is not walked to its end.
+_MOST_NODES = 1_000_000
+
+
+def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
+    """Return the models that parameters belong to: the owners that are nobody's child.
+
+    Parameters are found under their full names that way, also where the optimizer has only some of
+    them. Losses that hold the model they train are passed over.
+    """
+    wanted = {id(param) for param in params}
+    # What only waits to be collected must not pass for a model.
+    gc.collect()
+    # The type is asked, not the object: proxies claim to be what they stand for.
+    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        if not _is_loss(module):
+            for child in module._modules.values():  # noqa: SLF001 # `children` hides shared ones
+                parents.setdefault(id(child), []).append(module)
+    found: dict[int, nn.Module] = {}
+    for module in modules:
+        if any(id(param) in wanted for param in module._parameters.values()):  # noqa: SLF001 # as above
+            for root in _climb(module, parents):
+                found[id(root)] = root
+    return _without_repetition(list(found.values()), wanted)
+
+
+def _is_loss(module: nn.Module) -> bool:
+    losses = nn.modules.loss._Loss  # noqa: SLF001 # the base of all of torch's
+    return isinstance(module, losses) or type(module).__name__.endswith(("Loss", "Criterion"))
+
+
+def _climb(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Module]:
+    tops: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    waiting = [module]
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        above = parents.get(id(one), [])
+        if not above:
+            tops[id(one)] = one
+        waiting += above
+    return list(tops.values())
+
+
+def _without_repetition(roots: list[nn.Module], wanted: set[int]) -> list[nn.Module]:
+    """Leave out roots whose trained parameters another one has as well: no gradient is edited twice."""
+    chosen: list[nn.Module] = []
+    covered: set[int] = set()
+    held = {id(root): {id(param) for param in root.parameters()} for root in roots}
+    # The one that covers most; of several that cover as much, the one that holds least besides.
+    order = sorted(roots, key=lambda r: (-len(held[id(r)] & wanted), len(held[id(r)])))
+    for root in order:
+        if not (held[id(root)] & wanted) <= covered:
+            chosen.append(root)
+            covered |= held[id(root)]
+    return chosen
+
+
+def leaves_of(tensors: Any) -> list[Tensor]:
+    """Return the leaves that a backward pass from some tensors would reach."""
+    roots: Iterable[Any] = [tensors] if isinstance(tensors, Tensor) else tensors
+    waiting = [root.grad_fn for root in roots if isinstance(root, Tensor)]
+    seen: set[Any] = set()
+    found: dict[int, Tensor] = {}
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found[id(leaf)] = leaf
+        waiting += [above for above, _ in node.next_functions]
+    return list(found.values())

@@ -1,0 +1,91 @@
+"""Sees to it that a launched script ends as it would, with the summary and complete records."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import warnings
+from pathlib import Path
+from types import FrameType
+
+from gradsurgeon import _dist
+from gradsurgeon.errors import GradSurgeonWarning
+from gradsurgeon.launcher import telling
+from gradsurgeon.launcher.debugger import install
+from gradsurgeon.launcher.importing import say
+from gradsurgeon.launcher.models import Models
+from gradsurgeon.launcher.settings import Settings
+from gradsurgeon.planning import manifest_file
+
+
+class Ending:
+    """What is left to do when the process ends; in a process that never trained, nothing."""
+
+    def __init__(self, settings: Settings, models: Models) -> None:
+        self._settings = settings
+        self._models = models
+        self._pid = os.getpid()
+        self._expected = self._done = False
+
+    def expect(self) -> None:
+        """Prepare for the end: something is going to be trained."""
+        if self._expected:
+            return
+        self._expected = True
+        atexit.register(self._finish)
+        # A script that handles the signal itself, now or later, is left to it.
+        free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        if free and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._terminated)
+        if self._settings.pdb:
+            install()
+
+    def dry_run(self) -> None:
+        """Print the plans, write the manifest and stop, where that is what was asked for.
+
+        Raises:
+            SystemExit: with 0.
+        """
+        if not self._settings.dry_run or not self._models.attached:
+            return
+        self._done = True
+        if _dist.rank() == 0:
+            for number, one in enumerate(self._models.attached):
+                print(f"{one.title}\n{one.plan}", flush=True)  # noqa: T201 # it is the product
+                path = Path(self._settings.dry_run)
+                if number:
+                    path = path.with_name(f"{path.stem}.{one.title}{path.suffix}")
+                text = json.dumps(manifest_file.to_dict(one.plan.manifest), indent=1) + "\n"
+                path.write_text(text, encoding="utf-8")
+                say(f"dry run: wrote {path}")
+        sys.exit(0)
+
+    def _finish(self) -> None:
+        """Take the rules off and say what they did."""
+        if self._done or os.getpid() != self._pid:
+            return  # A forked child ends its own way: the records are its parent's.
+        self._done = True
+        with warnings.catch_warnings():
+            # What there is to warn of at the end is in the summary.
+            warnings.simplefilter("ignore", GradSurgeonWarning)
+            for one in self._models.attached:
+                one.session.remove()
+        if self._settings.quiet:
+            return
+        for one in self._models.attached:
+            telling.summary(one)
+        if self._models.attached:
+            telling.write(f"gradsurgeon: {text}" for text in self._models.shortfalls())
+
+    def _terminated(self, number: int, frame: FrameType | None) -> None:
+        """Say the last word, and die of the signal as if nobody had handled it."""
+        del frame
+        signal.signal(number, signal.SIG_DFL)
+        try:
+            self._finish()
+        finally:
+            os.kill(os.getpid(), number)

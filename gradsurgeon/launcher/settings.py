@@ -1,0 +1,93 @@
+"""What the launcher tells the processes it starts, through their environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+BOOTSTRAP = Path(__file__).with_name("bootstrap")
+RULES, DISABLE = "GRADSURGEON_RULES", "GRADSURGEON_DISABLE"
+# The interpreter that the package is installed for; others on the way are left alone.
+PREFIX = "GRADSURGEON_PREFIX"
+RECORD, START_STEP = "GRADSURGEON_RECORD", "GRADSURGEON_START_STEP"
+DRY_RUN = "GRADSURGEON_DRY_RUN"
+_SWITCHES = {
+    "observe": "GRADSURGEON_OBSERVE",
+    "pdb": "GRADSURGEON_PDB",
+    "quiet": "GRADSURGEON_QUIET",
+    "strict": "GRADSURGEON_STRICT",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How rules are to be put on a script.
+
+    Attributes:
+        rules: absolute path of the rule file.
+        record: absolute path of the run directory, empty for none.
+        dry_run: where to write the manifest before stopping at the first step, empty to train.
+        start_step: number of the first update.
+        observe: arm every rule, edit nothing.
+        pdb: open the debugger at a trap.
+        quiet: print neither header nor summary.
+        strict: stop where the launcher cannot do its work, instead of running without rules.
+    """
+
+    rules: str
+    record: str = ""
+    dry_run: str = ""
+    start_step: int = 0
+    observe: bool = False
+    pdb: bool = False
+    quiet: bool = False
+    strict: bool = False
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Return an environment in which Python puts the rules on every script."""
+        found = {key: value for key, value in base.items() if key not in _ALL}
+        found |= {RULES: self.rules, PREFIX: sys.prefix}
+        values = {RECORD: self.record, DRY_RUN: self.dry_run}
+        if self.start_step:
+            values[START_STEP] = str(self.start_step)
+        found |= {key: value for key, value in values.items() if value}
+        found |= {key: "1" for name, key in _SWITCHES.items() if getattr(self, name)}
+        paths = [entry for entry in found.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        paths = [str(BOOTSTRAP), *(entry for entry in paths if entry != str(BOOTSTRAP))]
+        found["PYTHONPATH"] = os.pathsep.join(paths)
+        return found
+
+
+_ALL = {RULES, PREFIX, RECORD, START_STEP, DRY_RUN, *_SWITCHES.values()}
+
+
+def is_on(value: str) -> bool:
+    """Tell whether a switch in the environment is on."""
+    return value.strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def from_environment(environment: Mapping[str, str]) -> Settings | None:
+    """Return what this process was told, ``None`` where it was told nothing or to keep out.
+
+    Raises:
+        ValueError: a variable has a value that means nothing.
+    """
+    rules = environment.get(RULES, "")
+    if not rules or is_on(environment.get(DISABLE, "")):
+        return None
+    if environment.get(PREFIX, sys.prefix) != sys.prefix:
+        return None
+    step = environment.get(START_STEP, "0")
+    if not step.isdecimal():
+        raise ValueError(f"{START_STEP} is a number of steps, 0 or more, not {step!r}")
+    switches = {name: is_on(environment.get(key, "")) for name, key in _SWITCHES.items()}
+    return Settings(
+        rules=str(Path(rules).absolute()),
+        record=environment.get(RECORD, ""),
+        dry_run=environment.get(DRY_RUN, ""),
+        start_step=int(step),
+        **switches,
+    )

@@ -1,0 +1,107 @@
+"""The header and the summary of a launched script: on stderr, by one rank, never inside a progress bar."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from gradsurgeon import _dist
+from gradsurgeon.errors import printable
+from gradsurgeon.events import Event
+from gradsurgeon.schema import RuleSet
+
+if TYPE_CHECKING:
+    from gradsurgeon.launcher.models import Attached
+
+_MOST_EVENTS = 5
+
+
+def write(lines: Iterable[str]) -> None:
+    """Write lines to stderr, on the first rank only."""
+    if _dist.rank() == 0:
+        with _beside_progress_bars():
+            print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 # stdout is the script's
+
+
+def _beside_progress_bars() -> Any:
+    """Take progress bars off the terminal for the moment, and draw them again after it."""
+    bars: Any = sys.modules.get("tqdm.std")
+    if bars is None or not getattr(bars.tqdm, "_instances", ()):
+        return nullcontext()
+    return bars.tqdm.external_write_mode(file=sys.stderr)
+
+
+def header(made: Attached, rules: RuleSet, optimizer: Optimizer | None) -> None:
+    """Say which model was found and what each rule has bound to in it."""
+    manifest = made.plan.manifest
+    by = f", updated by {type(optimizer).__name__}" if optimizer is not None else ""
+    first = (
+        f"gradsurgeon: {printable(rules.file)} on {made.title} "
+        f"({len(manifest.params)} parameters, {manifest.elements:,} elements{by})"
+    )
+    rows = []
+    for rule in rules.rules:
+        bound = made.plan.of(rule.id)
+        kind = {"params": "parameters", "modules": "modules", "tensors": "tags"}[rule.target]
+        what = f"{len(bound)} {kind}" if bound else "nothing in this model"
+        rows.append((printable(rule.id), rule.action, f"at {rule.point}", what))
+    lines = [first, *_columns(rows)]
+    own = [f"{rule}: {text}" for rule, texts in made.plan.rule_warnings.items() for text in texts]
+    lines += [f"  note: {printable(text)}" for text in (*made.plan.warnings, *own)]
+    if made.observing:
+        lines.append("  observing only: nothing is edited")
+    if made.record:
+        lines.append(f"  records: {printable(made.record)}")
+    write(lines)
+
+
+def summary(made: Attached) -> None:
+    """Say what the rules did, and what happened."""
+    session = made.session
+    steps = session.step
+    lines = [f"gradsurgeon: {made.title}, {steps} step{'' if steps == 1 else 's'}"]
+    statuses = session.status()
+    rows = []
+    for rule in made.plan.rules.rules:
+        if not made.plan.of(rule.id):
+            continue
+        status = statuses[rule.id]
+        changed = f"changed {status.changed:.0%}" if rule.role == "edit" else ""
+        last = "" if status.last_step is None else f"last at step {status.last_step}"
+        rows.append((printable(rule.id), rule.action, f"fired {status.fired:,}", changed, last))
+    lines += _columns(rows)
+    lines += _events(session.events)
+    if made.record:
+        lines.append(f"  gradsurgeon report {printable(made.record)}")
+    write(lines)
+
+
+def _events(events: Sequence[Event]) -> list[str]:
+    """Return the events that matter: the last ones in full, the others counted."""
+    telling = [event for event in events if event.kind != "notice"]
+    lines = []
+    if len(telling) > _MOST_EVENTS:
+        counts = Counter(event.kind for event in telling[:-_MOST_EVENTS])
+        before = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        lines.append(f"  earlier: {before}")
+    for event in telling[-_MOST_EVENTS:]:
+        rule = f" {printable(event.rule)}:" if event.rule else ""
+        text = printable(event.message.partition("\n")[0])
+        lines.append(f"  step {event.step} {event.kind}:{rule} {text}")
+    return lines
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

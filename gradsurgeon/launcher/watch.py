@@ -1,0 +1,131 @@
+"""Waits for something to be trained: an optimizer that is built, or a first backward pass without."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradsurgeon import api
+from gradsurgeon.errors import GradSurgeonError, RuleFileError
+from gradsurgeon.launcher.discovery import leaves_of, roots_of
+from gradsurgeon.launcher.ending import Ending
+from gradsurgeon.launcher.importing import give_way, say
+from gradsurgeon.launcher.models import Models
+from gradsurgeon.launcher.settings import Settings
+from gradsurgeon.runtime import registry
+
+
+def activate(settings: Settings) -> None:
+    """Put the rules on whatever this process is going to train.
+
+    Raises:
+        SystemExit: the rule file is not valid. Hours of training without rules would not be what
+            was asked for.
+    """
+    try:
+        rules = api.load(settings.rules)
+    except RuleFileError as error:
+        print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
+        raise SystemExit(2) from None
+    models = Models(settings, rules)
+    ending = Ending(settings, models)
+    Watch(settings, models, ending).begin()
+
+
+class Watch:
+    """Looks at every optimizer once, and finds the models whose parameters it owns."""
+
+    def __init__(self, settings: Settings, models: Models, ending: Ending) -> None:
+        self._settings = settings
+        self._models = models
+        self._ending = ending
+        # How many parameters each held when it was last looked at.
+        self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._backward: Any = None
+        self._checked = self._broken = False
+
+    def begin(self) -> None:
+        """Start waiting."""
+        construct = Optimizer.__init__
+
+        @functools.wraps(construct)
+        def constructed(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            construct(optimizer, *args, **kwargs)
+            self._born(optimizer)
+
+        Optimizer.__init__ = constructed  # type: ignore[assignment,method-assign]
+        # Before the hook of the sessions, which is to find those that come during a step.
+        register_optimizer_step_pre_hook(self._on_step)
+        registry.watch_steps()
+        self._wait_for_backward()
+
+    def _wait_for_backward(self) -> None:
+        """Wait for a first backward pass, as long as there is no optimizer."""
+        original = self._backward = torch.autograd.backward
+
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            self._stop_waiting()
+            self._guarded(lambda: self._find_without_optimizer(tensors))
+            original(tensors, *args, **kwargs)
+
+        torch.autograd.backward = backward
+
+    def _stop_waiting(self) -> None:
+        if self._backward is not None:
+            torch.autograd.backward, self._backward = self._backward, None
+
+    def _born(self, optimizer: Optimizer) -> None:
+        """Find the models of an optimizer that is new, or has got new parameters."""
+        # Wrappers that skip the constructor of their base may have no groups of their own.
+        size = sum(len(group["params"]) for group in getattr(optimizer, "param_groups", ()))
+        if self._known.get(optimizer) != size:
+            self._known[optimizer] = size
+            self._stop_waiting()
+            self._guarded(lambda: self._find(optimizer))
+
+    def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
+        del args, kwargs
+        # One that was copied or loaded has not been built.
+        self._born(optimizer)
+        if not self._checked:
+            self._checked = True
+            self._models.check()
+            self._guarded(self._ending.dry_run)
+
+    def _find(self, optimizer: Optimizer) -> None:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not self._models.cover(params):
+            self._models.attach(roots_of(params), params, optimizer)
+            self._ending.expect()
+
+    def _find_without_optimizer(self, tensors: Any) -> None:
+        params = leaves_of(tensors)
+        self._models.attach(roots_of(params), params, None)
+        self._ending.expect()
+        self._checked = True
+        self._models.check()
+        self._ending.dry_run()
+
+    def _guarded(self, work: Any) -> None:
+        """Do the launcher's work; whatever goes wrong with it, the script goes on.
+
+        Raises:
+            GradSurgeonError: the rules cannot be put on the model: that is the script's user's business.
+        """
+        if self._broken:
+            return
+        try:
+            work()
+        except GradSurgeonError:
+            raise
+        except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
+            self._broken = True
+            say(f"internal error, please report it: {type(error).__name__}")
+            give_way(self._settings, error)
