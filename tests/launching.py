@@ -21,7 +21,7 @@ OBSERVE = """\
 version: 1
 rules:
   - {id: norms, action: norm-log, params: "*"}
-  - {id: trap, action: nan-trap, params: "*", forensics: false}
+  - {id: trap, action: nan-trap, params: "*"}
 """
 TIMEOUT = 120
 
