@@ -40,6 +40,7 @@ def header(made: Attached, rules: RuleSet, optimizer: Optimizer | None) -> None:
     """Say which model was found and what each rule has bound to in it."""
     manifest = made.plan.manifest
     by = f", updated by {type(optimizer).__name__}" if optimizer is not None else ""
+    by += f", from step {made.session.step}" if made.session.step else ""
     first = (
         f"gradsurgeon: {printable(rules.file)} on {made.title} "
         f"({len(manifest.params)} parameters, {manifest.elements:,} elements{by})"
