@@ -38,6 +38,12 @@ def main(argv: Sequence[str]) -> int:
     path = Path(rules).absolute()
     if not path.is_file():
         return _fail(f"{printable(rules)}: there is no such rule file")
+    # Of several ranks another one may have begun already; it has looked before it did.
+    alone = "RANK" not in os.environ
+    if arguments.record and alone and (Path(arguments.record) / "run.json").exists():
+        return _fail(
+            f"{printable(arguments.record)} holds a run already: name another directory, or remove it"
+        )
     settings = Settings(
         rules=str(path),
         record=str(Path(arguments.record).absolute()) if arguments.record else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import warnings
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from gradsurgeon import _dist
 from gradsurgeon.errors import GradSurgeonWarning
@@ -37,12 +39,26 @@ class Ending:
             return
         self._expected = True
         atexit.register(self._finish)
+        self._before_exit()
         # A script that handles the signal itself, now or later, is left to it.
         free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if free and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._terminated)
         if self._settings.pdb:
             install()
+
+    def _before_exit(self) -> None:
+        """Keep the records where the script leaves by `os._exit`, which runs nothing else."""
+        leave = os._exit
+
+        @functools.wraps(leave)
+        def left(status: int) -> NoReturn:
+            try:
+                self._finish()
+            finally:
+                leave(status)
+
+        os._exit = left
 
     def dry_run(self) -> None:
         """Print the plans, write the manifest and stop, where that is what was asked for.
@@ -55,7 +71,7 @@ class Ending:
         self._done = True
         if _dist.rank() == 0:
             for number, one in enumerate(self._models.attached):
-                print(f"{one.title}\n{one.plan}", flush=True)  # noqa: T201 # it is the product
+                print(one.plan, flush=True)  # noqa: T201 # it is the product
                 path = Path(self._settings.dry_run)
                 if number:
                     path = path.with_name(f"{path.stem}.{one.title}{path.suffix}")
@@ -74,12 +90,14 @@ class Ending:
             warnings.simplefilter("ignore", GradSurgeonWarning)
             for one in self._models.attached:
                 one.session.remove()
-        if self._settings.quiet:
+        if self._settings.quiet or self._models.refused:
             return
         for one in self._models.attached:
             telling.summary(one)
         if self._models.attached:
-            telling.write(f"gradsurgeon: {text}" for text in self._models.shortfalls())
+            # Without an optimizer that steps nobody has said so yet.
+            for text in self._models.shortfalls():
+                telling.write([f"gradsurgeon: {text}"])
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """Say the last word, and die of the signal as if nobody had handled it."""

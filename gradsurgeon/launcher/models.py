@@ -48,6 +48,8 @@ class Models:
         self.settings = settings
         self.rules = rules
         self.attached: list[Attached] = []
+        # Nothing was trained: the rules fit no model.
+        self.refused = False
         # Optimizers whose parameters are in no module, by class name.
         self.homeless: dict[str, int] = {}
 
@@ -143,6 +145,7 @@ class Models:
             BindError: naming the rules and the nearest names.
         """
         if self.attached and (missing := self.shortfalls()):
+            self.refused = True
             raise BindError(missing)
 
     def shortfalls(self) -> list[str]:

@@ -85,9 +85,14 @@ def from_environment(environment: Mapping[str, str]) -> Settings | None:
         raise ValueError(f"{START_STEP} is a number of steps, 0 or more, not {step!r}")
     switches = {name: is_on(environment.get(key, "")) for name, key in _SWITCHES.items()}
     return Settings(
-        rules=str(Path(rules).absolute()),
-        record=environment.get(RECORD, ""),
+        rules=_absolute(rules),
+        record=_absolute(environment.get(RECORD, "")),
         dry_run=environment.get(DRY_RUN, ""),
         start_step=int(step),
         **switches,
     )
+
+
+def _absolute(path: str) -> str:
+    # The script may change directory before it gets there.
+    return str(Path(path).absolute()) if path else ""

@@ -40,6 +40,7 @@ def header(made: Attached, rules: RuleSet, optimizer: Optimizer | None) -> None:
     """Say which model was found and what each rule has bound to in it."""
     manifest = made.plan.manifest
     by = f", updated by {type(optimizer).__name__}" if optimizer is not None else ""
+    by += f", from step {made.session.step}" if made.session.step else ""
     first = (
         f"gradsurgeon: {printable(rules.file)} on {made.title} "
         f"({len(manifest.params)} parameters, {manifest.elements:,} elements{by})"
@@ -49,7 +50,8 @@ def header(made: Attached, rules: RuleSet, optimizer: Optimizer | None) -> None:
         bound = made.plan.of(rule.id)
         kind = {"params": "parameters", "modules": "modules", "tensors": "tags"}[rule.target]
         what = f"{len(bound)} {kind}" if bound else "nothing in this model"
-        rows.append((printable(rule.id), rule.action, f"at {rule.point}", what))
+        when = "before each update" if rule.role == "trap" else f"at {rule.point}"
+        rows.append((printable(rule.id), rule.action, when, what))
     lines = [first, *_columns(rows)]
     own = [f"{rule}: {text}" for rule, texts in made.plan.rule_warnings.items() for text in texts]
     lines += [f"  note: {printable(text)}" for text in (*made.plan.warnings, *own)]
@@ -90,9 +92,11 @@ def _events(events: Sequence[Event]) -> list[str]:
         before = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         lines.append(f"  earlier: {before}")
     for event in telling[-_MOST_EVENTS:]:
-        rule = f" {printable(event.rule)}:" if event.rule else ""
         text = printable(event.message.partition("\n")[0])
-        lines.append(f"  step {event.step} {event.kind}:{rule} {text}")
+        rule = f", rule {printable(event.rule)}" if event.rule else ""
+        # Some messages begin with their place, because they are raised as well.
+        place = "" if text.startswith("step ") else f"step {event.step}{rule}: "
+        lines.append(f"  {event.kind}: {place}{text}")
     return lines
 
 

@@ -146,8 +146,9 @@ class Journal:
             self.emit("never-fired", text, rule=rule, step=step, warn=True)
 
     def never_fired(self) -> list[tuple[str, bool]]:
-        """Return the rules that never fired, and whether they were due."""
-        return [(rule, tally.due) for rule, tally in self._tallies.items() if not tally.fired]
+        """Return the rules that bound to something and never fired, and whether they were due."""
+        tallies = self._tallies.items()
+        return [(rule, tally.due) for rule, tally in tallies if tally.matched and not tally.fired]
 
     def status(self) -> dict[str, RuleStatus]:
         """Return what each rule has done. Waits for the device."""

@@ -77,14 +77,14 @@ def enter(model: nn.Module, session: Session, *, beside: bool = False) -> None:
     except BaseException:
         finalizer.detach()
         raise
-    if old is not None:
+    if old is not None and not old.removed:
         old.remove()
-    _sessions[model] = session
+    sessions[model] = session
     _count_tags()
     if not _watching:
-        hook = register_optimizer_step_pre_hook(_on_step)
         stack = ExitStack()
-        stack.callback(hook.remove)
+        if not _watching_steps:
+            stack.callback(register_optimizer_step_pre_hook(_on_step).remove)
         stack.enter_context(watched(_on_scale, _before_scaler_steps, _after_scaler_steps))
         _watching.append(stack)
 
@@ -113,10 +113,11 @@ def _count_tags() -> None:
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
     """Forget sessions that were removed, and take the global hook off with the last one."""
     finalizer.detach()
-    for model in [model for model, session in _sessions.items() if session.removed]:
-        del _sessions[model]
+    for sessions in (_sessions, _beside):
+        for model in [model for model, session in sessions.items() if session.removed]:
+            del sessions[model]
     _count_tags()
-    if _watching and not _sessions:
+    if _watching and not _sessions and not _beside:
         _watching.pop().close()
 
 
