@@ -35,12 +35,14 @@ class Trained:
         first: canonical name of its first parameter: another root would have another prefix.
         steps: how many steps have records.
         ranks: how many ranks wrote them.
+        start: the first of these steps.
     """
 
     origin: str
     first: str
     steps: int
     ranks: int = 1
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,11 +176,12 @@ def trained(record: Path) -> list[Trained]:
     found = []
     for file in sorted(record.rglob("run.json")):
         with gradsurgeon.open_run(file.parent) as run:
-            steps = {rank: _steps(run, rank) for rank in run.ranks}
-            for rank, own in steps.items():
-                assert own == list(range(len(own))), (file, rank, own)
-            (count,) = {len(own) for own in steps.values()}
-            found.append(Trained(run.meta["model"]["origin"], run.params[0], count, len(steps)))
+            ranks = [_steps(run, rank) for rank in run.ranks]
+            assert all(own == ranks[0] for own in ranks), (file, ranks)
+            start, count = min(ranks[0], default=0), len(ranks[0])
+            assert ranks[0] == list(range(start, start + count)), (file, ranks[0])
+            origin = run.meta["model"]["origin"]
+            found.append(Trained(origin, run.params[0], count, len(ranks), start))
     return sorted(found)
 
 

@@ -97,7 +97,7 @@ class Ending:
         if self._models.attached:
             # Without an optimizer that steps nobody has said so yet.
             for text in self._models.shortfalls():
-                telling.write([f"gradsurgeon: {text}"])
+                telling.write([f"gradsurgeon: {text}"], self._models.attached[0].rank)
 
     def _terminated(self, number: int, frame: FrameType | None) -> None:
         """Say the last word, and die of the signal as if nobody had handled it."""

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurgeon import api, planning
-from gradsurgeon.errors import BindError
+from gradsurgeon import _dist, api, planning
+from gradsurgeon.errors import BindError, RecordError
 from gradsurgeon.launcher import telling
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.planning import Plan
 from gradsurgeon.runtime import Session
 from gradsurgeon.schema import RuleSet
+from gradsurgeon.store.layout import database_name
 
 
 @dataclass(slots=True)
@@ -30,6 +32,7 @@ class Attached:
         plan: what the rules bound to.
         session: the rules at work.
         record: its run directory, empty for none.
+        rank: the rank of this process, kept for when its process group is gone.
         observing: nothing is edited.
     """
 
@@ -38,6 +41,7 @@ class Attached:
     plan: Plan
     session: Session
     record: str
+    rank: int
     observing: bool = False
 
 
@@ -48,6 +52,8 @@ class Models:
         self.settings = settings
         self.rules = rules
         self.attached: list[Attached] = []
+        # Where this process records its first model.
+        self._folder = Path()
         # Nothing was trained: the rules fit no model.
         self.refused = False
         # Optimizers whose parameters are in no module, by class name.
@@ -110,18 +116,27 @@ class Models:
         self, root: nn.Module, bound: Plan, optimizer: Optimizer | None, start: int
     ) -> None:
         title = self._title(bound.manifest.origin)
-        record = self._place(title)
-        session = api.attach(
-            root,
-            bound,
-            optimizers=None if optimizer is None else [optimizer],
-            record=record or None,
-            mode="observe" if self.settings.observe else "act",
-            start_step=start,
-            beside=True,
-        )
+        session = record = None
+        while session is None:
+            record = self._place(title)
+            with self._in_turn(record):
+                session = api.attach(
+                    root,
+                    bound,
+                    optimizers=None if optimizer is None else [optimizer],
+                    record=record,
+                    mode="observe" if self.settings.observe else "act",
+                    start_step=start,
+                    beside=True,
+                )
         made = Attached(
-            title, weakref.ref(root), bound, session, record, observing=self.settings.observe
+            title,
+            weakref.ref(root),
+            bound,
+            session,
+            str(record or ""),
+            _dist.rank(),
+            observing=self.settings.observe,
         )
         self.attached.append(made)
         if not self.settings.quiet and not self.settings.dry_run:
@@ -131,12 +146,32 @@ class Models:
         kin = sum(one.plan.manifest.origin == origin for one in self.attached)
         return origin if not kin else f"{origin}-{kin + 1}"
 
-    def _place(self, title: str) -> str:
-        """Return the run directory of a model: the one asked for, or one inside it for further models."""
-        base = self.settings.record
-        if not base or self.settings.dry_run:
-            return ""
-        return base if not self.attached else str(Path(base) / title)
+    def _place(self, title: str) -> Path | None:
+        """Return the run directory of a model: the one asked for, or one inside it for further models.
+
+        Processes of one script that are no ranks of one group, such as those of a sweep, have
+        directories of their own; so have ranks that are started once more.
+        """
+        if not self.settings.record or self.settings.dry_run:
+            return None
+        if self.attached:
+            return self._folder / title
+        base = self._folder = Path(self.settings.record)
+        number = 1
+        # Ranks go by their own files: they come to the same number without asking each other.
+        while (self._folder / database_name(_dist.rank())).exists():
+            number += 1
+            self._folder = base / f"process-{number}"
+        return self._folder
+
+    @contextmanager
+    def _in_turn(self, record: Path | None) -> Iterator[None]:
+        """Let another process have a directory that it takes between our look and our claim."""
+        try:
+            yield
+        except RecordError:
+            if record is None or record != self._folder or record == self._place(""):
+                raise
 
     def check(self) -> None:
         """Refuse to train where a rule matches nothing in any model.
@@ -144,6 +179,9 @@ class Models:
         Raises:
             BindError: naming the rules and the nearest names.
         """
+        for one in self.attached:
+            # The process group may have come after the optimizer, and will be gone at the end.
+            one.rank = _dist.rank()
         if self.attached and (missing := self.shortfalls()):
             self.refused = True
             raise BindError(missing)

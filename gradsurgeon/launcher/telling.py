@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.schema import RuleSet
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
 _MOST_EVENTS = 5
 
 
-def write(lines: Iterable[str]) -> None:
+def write(lines: Iterable[str], rank: int) -> None:
     """Write lines to stderr, on the first rank only."""
-    if _dist.rank() == 0:
+    if rank == 0:
         with _beside_progress_bars():
             print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 # stdout is the script's
 
@@ -59,7 +58,7 @@ def header(made: Attached, rules: RuleSet, optimizer: Optimizer | None) -> None:
         lines.append("  observing only: nothing is edited")
     if made.record:
         lines.append(f"  records: {printable(made.record)}")
-    write(lines)
+    write(lines, made.rank)
 
 
 def summary(made: Attached) -> None:
@@ -80,7 +79,7 @@ def summary(made: Attached) -> None:
     lines += _events(session.events)
     if made.record:
         lines.append(f"  gradsurgeon report {printable(made.record)}")
-    write(lines)
+    write(lines, made.rank)
 
 
 def _events(events: Sequence[Event]) -> list[str]:

@@ -16,6 +16,7 @@ def fail(value):
 
 def end(how):
     if how == "code":
+        atexit.register(print, "last words")
         sys.exit(3)
     if how == "message":
         sys.exit("no more data")
@@ -28,12 +29,12 @@ def end(how):
         model(torch.zeros(1, 7))
     if how == "terminated":
         os.kill(os.getpid(), signal.SIGTERM)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
     if how == "interrupted":
         raise KeyboardInterrupt
     if how == "at once":
         os._exit(7)
-    if how == "atexit":
-        atexit.register(print, "last words")
 
 
 torch.manual_seed(19)
