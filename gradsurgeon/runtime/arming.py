@@ -73,6 +73,11 @@ class Arming:
         self._arm(tensor)
         return self._state.targets.param(tensor) is not None
 
+    def again(self) -> None:
+        """Take all hooks off and put them on anew: they now come after all others."""
+        for tensor in self._armed:
+            self.rearm(tensor)
+
     def carried(self, param: Tensor) -> int | None:
         """Return the tensor whose hooks a parameter carries, if it does."""
         for hook in _torch.post_accumulate_hooks(param):

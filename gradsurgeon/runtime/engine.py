@@ -98,6 +98,12 @@ class Engine:
             raise
         self._given.clear()
 
+    def go_last(self) -> None:
+        """Put the hooks on anew, so that they come after those of another session."""
+        self._arming.again()
+        self._module_hooks.detach()
+        self._module_hooks.attach(named_modules(self._model()))
+
     def detach(self) -> None:
         """Take all hooks off."""
         self.steps.close()

@@ -80,6 +80,8 @@ def enter(model: nn.Module, session: Session, *, beside: bool = False) -> None:
     if old is not None and not old.removed:
         old.remove()
     sessions[model] = session
+    if not beside and (other := _beside.get(model)) is not None and not other.removed:
+        other.go_last()
     _count_tags()
     if not _watching:
         stack = ExitStack()
@@ -136,6 +138,9 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     del args, kwargs
     for session in _live():
         session.meet(optimizer)
+    if _beside and _sessions:
+        for session in list(_beside.values()):
+            session.step_after(list(_sessions.values()), optimizer)
 
 
 @at_update

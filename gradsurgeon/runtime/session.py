@@ -278,3 +278,17 @@ class Session:
     def meet(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that is about to step."""
         self._engine.steps.meet(optimizer)
+
+    def go_last(self) -> None:
+        """Let the rules act after those of a session that came later."""
+        self._engine.go_last()
+
+    def newest_hook(self, optimizer: Optimizer) -> int:
+        """Return the number of the newest hook on an optimizer, -1 where there is none."""
+        return self._engine.steps.newest_hook(optimizer)
+
+    def step_after(self, others: Sequence[Session], optimizer: Optimizer) -> None:
+        """Let the rules at the step of an optimizer act after those of other sessions."""
+        own = self.newest_hook(optimizer)
+        if own >= 0 and any(other.newest_hook(optimizer) > own for other in others):
+            self._engine.steps.go_last(optimizer)

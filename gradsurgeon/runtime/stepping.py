@@ -120,15 +120,29 @@ class Steps:
             self._check(optimizer, tensors)
             if not self._owners:
                 self._first_owner()
-            handles = (
-                optimizer.register_step_pre_hook(self._before),
-                optimizer.register_step_post_hook(self._after),
-            )
-            owner = Owner(Clock(self._state.clocks.start), handles, size)
+            owner = Owner(Clock(self._state.clocks.start), self._hooks_on(optimizer), size)
             self._owners[optimizer] = owner
         owner.params, owner.tensors, owner.version = size, tuple(tensors), -1
         self._claim(owner)
         return owner
+
+    def _hooks_on(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
+        return (
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        )
+
+    def newest_hook(self, optimizer: Optimizer) -> int:
+        """Return the number of the newest hook on an optimizer, -1 where there is none."""
+        owner = self._owners.get(optimizer)
+        return -1 if owner is None else max(handle.id for handle in owner.handles)
+
+    def go_last(self, optimizer: Optimizer) -> None:
+        """Take the hooks on an optimizer off and put them on anew, after all others."""
+        if (owner := self._owners.get(optimizer)) is not None:
+            for handle in owner.handles:
+                handle.remove()
+            owner.handles = self._hooks_on(optimizer)
 
     def _held(self, optimizer: Optimizer, size: int) -> list[int]:
         """Return the tensors of the session that an optimizer holds."""

@@ -1,0 +1,223 @@
+"""What the options of `gradsurgeon run` do, each on a real script in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import gradsurgeon
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+
+def train(steps):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.ones(5, 4)).square().mean() * (float("nan") if step == 3 else 1.0)
+        loss.backward()
+        optimizer.step()
+    return sum(float(p.sum()) for p in model.parameters())
+
+print(train(int(sys.argv[1])))
+"""
+NORMS = "  - {id: norms, action: norm-log, params: '*'}\n"
+TRAP = "  - {id: trap, action: nan-trap, params: '*'}\n"
+CLAMP = "  - {id: bound, action: clamp, params: '*', at: step, max: -1.0}\n"
+
+
+@dataclass
+class Launched:
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Place:
+    """A folder with a script and rules."""
+
+    path: Path
+
+    def run(
+        self,
+        *options: str,
+        rules: str = NORMS,
+        script: str = SCRIPT,
+        args: str = "3",
+        stdin: str = "",
+    ) -> Launched:
+        (self.path / "train.py").write_text(script, encoding="utf-8")
+        (self.path / "rules.yaml").write_text(f"version: 1\nrules:\n{rules}", encoding="utf-8")
+        command = [sys.executable, "-m", "gradsurgeon", "run", "--rules", "rules.yaml", *options]
+        done = subprocess.run(
+            [*command, *self.launch, args],
+            cwd=self.path,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        return Launched(done.returncode, done.stdout, done.stderr)
+
+    launch: tuple[str, ...] = ("train.py",)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_a_dry_run_stops_at_the_first_step_and_writes_the_manifest(place: Place) -> None:
+    done = place.run("--dry-run", "--record", "run")
+    assert done.code == 0
+    assert done.out.startswith("plan: ")
+    assert "4 parameters: {0,2}.weight, {0,2}.bias" in done.out
+    assert not (place.path / "run").exists()
+    manifest = json.loads((place.path / "params.json").read_text(encoding="utf-8"))
+    assert manifest["origin"] == "Sequential"
+    assert [param["name"] for param in manifest["params"]][:2] == ["0.weight", "0.bias"]
+    assert manifest["params"][0]["shape"] == [3, 4]
+
+
+def test_observing_edits_nothing_and_says_what_it_would(place: Place) -> None:
+    plain = place.run(rules=NORMS)
+    edited = place.run(rules=CLAMP)
+    observed = place.run("--observe", rules=CLAMP)
+    assert observed.out == plain.out
+    assert edited.out != plain.out
+    assert "observing only: nothing is edited" in observed.err
+    assert "bound  clamp  fired 12  changed 100%" in observed.err
+
+
+def test_a_schedule_goes_on_where_an_earlier_run_ended(place: Place) -> None:
+    done = place.run("--start-step", "40", "--record", "run")
+    assert done.code == 0
+    with gradsurgeon.open_run(place.path / "run") as run:
+        assert [step for step, _ in run.history("0.weight")] == [40, 41, 42]
+    assert "from step 40" in done.err
+
+
+def test_the_debugger_opens_in_the_line_of_the_script(place: Place) -> None:
+    done = place.run("--pdb", rules=TRAP, args="6", stdin="p step, type(optimizer).__name__\nq\n")
+    assert done.code == 1
+    assert "(Pdb) (3, 'SGD')" in done.out
+    assert "-> optimizer.step()" in done.out
+    assert "NonFiniteGradientError: step 3, rule trap: 4 of 4 gradients" in done.err
+    assert "the debugger is in the line that took the step" in done.err
+
+
+def test_the_debugger_opens_on_the_rank_that_trapped_and_the_other_waits(place: Place) -> None:
+    place.launch = (
+        "--",
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+    )
+    script = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = DistributedDataParallel(nn.Linear(2, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.ones(3, 2)).sum().mul(float("nan") if (rank, step) == (1, 2) else 1.0).backward()
+    optimizer.step()
+"""
+    done = place.run("--pdb", rules=TRAP, script=script, stdin="p rank, step\nq\n")
+    assert done.code == 1
+    assert "(Pdb) (1, 2)" in done.out
+    assert "rank 0 waits: rank 1 trapped and is in the debugger" in done.err
+    assert "rank 1 trapped: the debugger is in the line that took the step" in done.err
+
+
+def test_a_rule_file_with_mistakes_stops_before_training(place: Place) -> None:
+    done = place.run(rules="  - {id: norms, action: norm-lag, params: '*'}\n")
+    assert done.code == 2
+    assert done.out == ""
+    assert "rules.yaml:3:25: error: unknown action `norm-lag`" in done.err
+    assert "did you mean `norm-log`?" in done.err
+
+
+def test_records_that_cannot_be_written_stop_before_training(place: Place) -> None:
+    (place.path / "file").write_text("", encoding="utf-8")
+    done = place.run("--record", "file")
+    assert done.code == 1
+    assert "RecordError" in done.err
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["as it is", "strict"])
+def test_where_the_launcher_fails_the_script_runs_on_unless_strict(
+    place: Place, strict: bool
+) -> None:
+    # Something in the way of what the launcher imports.
+    (place.path / "pydantic.py").write_text("raise RuntimeError('not this one')\n")
+    done = place.run(*(["--strict"] if strict else []))
+    said = "gradsurgeon: the script runs on without rules: not this one"
+    assert [line for line in done.err.splitlines() if "gradsurgeon" in line] == [said]
+    assert (done.code, bool(done.out)) == ((2, False) if strict else (0, True))
+
+
+def test_what_comes_to_a_model_later_is_bound_as_well(place: Place) -> None:
+    script = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    if step == 2:
+        model.append(nn.Linear(1, 1))
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+    optimizer.zero_grad()
+    model(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+"""
+    done = place.run("--record", "run", script=script)
+    assert done.code == 0, done.err
+    with gradsurgeon.open_run(place.path / "run") as run:
+        assert [step for step, _ in run.history("0.weight")] == [0, 1, 2]
+    with gradsurgeon.open_run(place.path / "run" / "Sequential-2") as run:
+        assert [step for step, _ in run.history("0.weight")] == [2, 3, 4]
+        assert [step for step, _ in run.history("2.weight")] == [2, 3, 4]
+    assert "on Sequential-2 (6 parameters, 15 elements, updated by SGD, from step 2)" in done.err
+
+
+def test_rules_of_the_script_act_before_those_from_outside(place: Place) -> None:
+    script = """
+import torch, gradsurgeon
+from torch import nn
+model = nn.Linear(2, 1, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+own = {"id": "own", "action": "scale", "params": "*", "factor": 3.0, "at": "step"}
+session = gradsurgeon.apply(model, {"version": 1, "rules": [own]})
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    print(model.weight.grad.flatten().tolist())
+gradsurgeon.remove(model)
+print(session.status()["own"].fired)
+"""
+    bound = "  - {id: outside, action: clamp, params: '*', at: step, max: 2.0}\n"
+    done = place.run(rules=bound, script=script)
+    assert done.code == 0, done.err
+    # First times 3, then at most 2: the other way round it would be 3.
+    assert done.out.splitlines() == ["[2.0, 2.0]"] * 3 + ["3"]
+    assert "outside  clamp  fired 3  changed 100%" in done.err
