@@ -28,8 +28,10 @@ CASES = {
     ),
     "gan": Case(
         ("gan.py",),
-        (# The last pass of the generator reaches it too, and feeds a step that never comes.
-            Trained("Discriminator", "net.0.weight", 8 + 1), Trained("Generator", "net.0.weight", 4)),
+        (  # The last pass of the generator reaches it too, and feeds a step that never comes.
+            Trained("Discriminator", "net.0.weight", 8 + 1),
+            Trained("Generator", "net.0.weight", 4),
+        ),
     ),
     "actor and critic": Case(
         ("actor_critic.py",),
