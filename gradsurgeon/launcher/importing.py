@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from gradsurgeon.launcher.settings import Settings, from_environment
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:
+    # The import system asks for no base class, and these would import compression, random numbers and more.
+    Loader = MetaPathFinder = object
 
 
 def start() -> None:
