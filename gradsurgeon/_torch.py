@@ -6,9 +6,11 @@ is known; the tests hold every one of them against the installed torch.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -248,22 +250,34 @@ def is_compiled_whole(module: Any) -> bool:
     return any(getattr(context, "fullgraph", False) is True for context in contexts)
 
 
-def forget_compiled_code() -> bool:
-    """Let `torch.compile` compile anew what it has compiled so far; tell whether there was any.
+_TYPE_GUARD = re.compile(r"___check_type_id\((.+?), (\d+)\)")
 
-    Compiled code does not notice hooks that modules have got since (`skip_nnmodule_hook_guards`).
-    Other than `torch.compiler.reset` this keeps everything that is not compiled code.
+
+def compiled_types() -> Iterator[tuple[CodeType, dict[str, int]]]:
+    """Yield each compiled frame with the classes that its guards ask for, as ids by source.
+
+    A source is an expression such as ``L['self']._modules['head']``. Each module that was traced has
+    such a guard: code is not valid for a module of another class.
     """
     # Where nothing was compiled, the compiler must not be imported to say so.
     convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
+    for reference in [] if convert_frame is None else list(convert_frame.input_codes.seen):
+        if (code := reference()) is None:
+            continue
+        for entry in torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code):  # noqa: SLF001
+            found = _TYPE_GUARD.findall(str(entry.guard_manager))
+            yield code, {source: int(kind) for source, kind in found}
+
+
+def forget_compiled_code() -> None:
+    """Let `torch.compile` compile anew what it has compiled so far, or has decided not to compile.
+
+    Other than `torch.compiler.reset` this keeps everything that is not compiled code.
+    """
+    convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
     if convert_frame is None:
-        return False
-    frames = torch._C._dynamo.eval_frame  # noqa: SLF001
-    found = False
+        return
     with convert_frame.compile_lock:
         for reference in list(convert_frame.input_codes.seen):
-            code = reference()
-            if code is not None and frames._debug_get_cache_entry_list(code):  # noqa: SLF001
-                frames.reset_code(code)
-                found = True
-    return found
+            if (code := reference()) is not None:
+                torch._C._dynamo.eval_frame.reset_code(code)  # noqa: SLF001

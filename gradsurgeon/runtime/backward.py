@@ -89,7 +89,6 @@ class Passes:
         if running is None:
             if self._early[0] == task:
                 return self._early[1]
-            self._hand_over_late()
             self._begins()
             while len(self._open) >= _MOST_OPEN:
                 del self._open[next(iter(self._open))]
@@ -105,10 +104,13 @@ class Passes:
         running = self.current()
         running.order.append(tensor)
         running.times.append(next(self._time))
+        first = len(running.order) == 1
+        if first:
+            check_capture(state)
         # Compiled autograd runs no callback at its end: the last gradient is the end.
         if running.awaited is None:
             return
-        if len(running.order) == 1:
+        if first:
             params = ((i, state.targets.param(i)) for i in state.program.watched)
             running.awaited.update(i for i, p in params if p is not None and _torch.awaits(p))
         running.awaited.discard(tensor)
@@ -116,13 +118,6 @@ class Passes:
             task = _torch.graph_task()
             self._early = (task, running)
             self._ended(task)
-
-    def _hand_over_late(self) -> None:
-        """Hand over what has ended without a word, because a gradient that was due never came."""
-        now = _torch.graph_task()
-        for task, one in list(self._open.items()):
-            if one.awaited is not None and task != now:
-                self._ended(task)
 
     def is_training(self, param: Tensor) -> bool:
         """Tell a `backward()` from a `torch.autograd.grad()`; asked once per pass."""
@@ -151,7 +146,6 @@ class Passes:
 
     def settle(self) -> None:
         """Hand over what ended inside a pass that had nothing of its own to hand over."""
-        self._hand_over_late()
         if self._inner is not None:
             inner, self._inner = self._inner, None
             self._finished(inner)
@@ -196,7 +190,6 @@ class PassHook(Hook):
         if (live := self._live()) is None:
             return
         state, passes = live
-        check_capture(state)
         if self._tensor in state.trapped and param.grad is not None and state.ranks.averaging:
             with torch.no_grad():
                 passes.current().own[self._tensor] = _numbers.norms([param.grad])[0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Iterable
-from types import FunctionType
+from collections.abc import Callable, Iterable, Mapping
+from types import CodeType, FunctionType
 
 from torch import nn
 
@@ -23,6 +24,8 @@ class _Reason:
         self._text = text
 
     def __str__(self) -> str:
+        for one in _attached:
+            one.broke = True
         rules = sorted({rule for one in _attached for rule in self._rules(one.program)})
         return self._text.format(rules=", ".join(rules) or "none")
 
@@ -72,17 +75,20 @@ class Compiled:
         _refuse_whole_graphs(program, model)
         self.program = program
         self._journal = journal
+        # Whether a graph broke at a hook of ours, whose code is no use without the hook.
+        self.broke = False
         found = named_modules(model)
+        hooked = [found[one.name] for one in program.modules]
+        self._places = Places(model, hooked)
         self.leaves = {
-            forward
-            for module in (found[one.name] for one in program.modules)
-            if (forward := _own_forward(module)) is not None
+            forward for module in hooked if (forward := _own_forward(module)) is not None
         }
 
     def attach(self, step: int) -> None:
         """Let code that was compiled before hooks went onto modules be compiled anew, and say so."""
         _attached.add(self)
-        if self.program.modules and _torch.forget_compiled_code():
+        if any(self._places.lie_in(code, kinds) for code, kinds in _torch.compiled_types()):
+            _torch.forget_compiled_code()
             rules = dict.fromkeys(
                 rule.id for one in self.program.modules for rule in (*one.on_input, *one.on_output)
             )
@@ -102,7 +108,8 @@ class Compiled:
             step: where the model lives on, the step at which its rules are taken off.
         """
         _attached.discard(self)
-        if step is not None and self.program.modules and _torch.forget_compiled_code():
+        if step is not None and self.broke:
+            _torch.forget_compiled_code()
             text = (
                 "the rules on modules are gone: all code that torch.compile has made in this process "
                 "was dropped and is compiled anew, without their graph breaks, when it is called"
@@ -111,6 +118,52 @@ class Compiled:
         for forward in self.leaves:
             _torch.compile_apart(forward, allowed=True)
         _settle_leaves()
+
+
+class Places:
+    """Where modules with rules stand in a model, to find them again in what guards ask for.
+
+    Not the modules themselves: compiled code holds none of them, and a session reaches its model weakly.
+    """
+
+    def __init__(self, model: nn.Module, hooked: Iterable[nn.Module]) -> None:
+        own = {id(module): type(module) for module in hooked}
+        self._kinds = {id(kind): _code(kind) for kind in own.values()}
+        self._root = id(type(model)) if id(model) in own else None
+        self._steps = {
+            (id(type(parent)), key, id(type(child)))
+            for parent in model.modules()
+            for key, child in parent._modules.items()  # noqa: SLF001 # hides no child
+            if child is not None and id(child) in own
+        }
+
+    def lie_in(self, code: CodeType, kinds: Mapping[str, int]) -> bool:
+        """Tell whether compiled code calls a module that may be one of them.
+
+        Args:
+            code: the frame that was compiled.
+            kinds: the ids of the classes that its guards ask for, by source.
+        """
+        return any(self._may_be(code, source, kinds) for source in kinds)
+
+    def _may_be(self, code: CodeType, source: str, kinds: Mapping[str, int]) -> bool:
+        kind = kinds[source]
+        if kind not in self._kinds:
+            return False
+        if self._kinds[kind] is code and source == f"L['{code.co_varnames[0]}']":
+            return False  # The frame of `forward` alone: its own hooks are called outside of it.
+        child = _CHILD.fullmatch(source)
+        if child is None or kind == self._root or child["parent"] not in kinds:
+            return True
+        return (kinds[child["parent"]], child["key"], kind) in self._steps
+
+
+_CHILD = re.compile(r"(?P<parent>.+)\._modules\['(?P<key>[^']*)'\]")
+
+
+def _code(kind: type[nn.Module]) -> CodeType | None:
+    code: CodeType | None = getattr(kind.forward, "__code__", None)
+    return code
 
 
 _attached: weakref.WeakSet[Compiled] = weakref.WeakSet()

@@ -58,7 +58,7 @@ class Engine:
         self._passes = Passes(
             self._backward_ended,
             waits=lambda: self.steps.owned or self._optimizers_known(),
-            begins=lambda: state.ranks.look_around(state.targets.params()),
+            begins=state.ranks.look_around,
         )
         self.steps = Steps(
             state,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,15 +31,24 @@ class Word:
 
 
 class Ranks:
-    """The ranks among which the gradients of one model are reduced or divided."""
+    """The ranks among which the gradients of one model are reduced or divided.
 
-    def __init__(self) -> None:
-        self._groups: _dist.Groups = ()
+    Process groups are asked for whenever they are needed and never kept: one that outlives its
+    destruction by the script brings the process down when it ends.
+
+    Args:
+        params: returns the parameters of the model as they are now.
+    """
+
+    def __init__(self, params: Callable[[], Sequence[Tensor | None]]) -> None:
+        self._params = params
         self._wrappers: list[weakref.ref[Any]] = []
+        # One parameter for every mesh that there is.
+        self._samples: tuple[int, ...] = ()
         self._known = False
         self._device = torch.device("cpu")
 
-    def look_around(self, params: Iterable[Tensor | None]) -> None:
+    def look_around(self) -> None:
         """Find out, when a backward pass begins, whether the model is trained by several ranks.
 
         Raises:
@@ -47,9 +56,8 @@ class Ranks:
         """
         if not self._known:
             self._known = True
-            there = [param for param in params if param is not None]
-            if _dist.world() > 1 and there:
-                self._find(there)
+            if _dist.world() > 1:
+                self._find()
         for wrapper in self._live():
             if _dist.is_joining(wrapper):
                 raise GradSurgeonError(
@@ -59,17 +67,27 @@ class Ranks:
                     "rules"
                 )
 
-    def _find(self, params: list[Tensor]) -> None:
-        self._device = _dist.local(params[0]).device
-        wrappers = _dist.data_parallel(params)
+    def _find(self) -> None:
+        params = [(place, one) for place, one in enumerate(self._params()) if one is not None]
+        wrappers = _dist.data_parallel([param for _, param in params])
         self._wrappers = [weakref.ref(wrapper) for wrapper in wrappers]
-        meshes = [_dist.mesh_groups(param) for param in params]
-        groups = [group for one in meshes for group in one]
-        groups += [wrapper.process_group for wrapper in wrappers]
-        self._groups = tuple(dict.fromkeys(groups))
+        meshes: dict[_dist.Groups, int] = {}
+        for place, param in params:
+            if groups := _dist.mesh_groups(param):
+                meshes.setdefault(groups, place)
+        self._samples = tuple(meshes.values())
+        if params:
+            self._device = _dist.local(params[0][1]).device
 
     def _live(self) -> list[Any]:
         return [wrapper for one in self._wrappers if (wrapper := one()) is not None]
+
+    def _groups(self) -> _dist.Groups:
+        params = self._params() if self._samples else ()
+        sharded = [param for place in self._samples if (param := params[place]) is not None]
+        groups = [group for param in sharded for group in _dist.mesh_groups(param)]
+        groups += [wrapper.process_group for wrapper in self._live()]
+        return tuple(dict.fromkeys(groups))
 
     @property
     def averaging(self) -> bool:
@@ -83,13 +101,13 @@ class Ranks:
     def together(self) -> bool:
         """Whether the step is one that all ranks take together."""
         live = self._live()
-        return bool(self._groups) and (not live or any(_dist.reduces(one) for one in live))
+        return bool(self._samples or live) and (not live or any(_dist.reduces(one) for one in live))
 
     def who(self, mine: bool) -> tuple[int, ...]:  # noqa: FBT001 # the only thing it is told
         """Return the ranks that say yes. A collective."""
         votes = torch.zeros(_dist.world(), dtype=torch.int64, device=self._device)
         votes[_dist.rank()] = int(mine)
-        return tuple(_dist.reduce(votes, self._groups).nonzero().flatten().tolist())
+        return tuple(_dist.reduce(votes, self._groups()).nonzero().flatten().tolist())
 
     def worst(self, severity: int) -> tuple[int, int]:
         """Return the largest severity among all ranks, and the first rank that has it.
@@ -98,10 +116,10 @@ class Ranks:
         """
         world = _dist.world()
         own = torch.tensor([severity * (world + 1) + world - _dist.rank()], device=self._device)
-        found, left = divmod(int(_dist.reduce(own, self._groups, "max")), world + 1)
+        found, left = divmod(int(_dist.reduce(own, self._groups(), "max")), world + 1)
         return found, world - left
 
     def hear(self, word: Word | None, source: int) -> Word:
         """Return the word of rank ``source`` on all ranks. A collective."""
         said = json.dumps(asdict(word)) if word is not None else ""
-        return Word(**json.loads(_dist.broadcast_text(said, source, self._groups)))
+        return Word(**json.loads(_dist.broadcast_text(said, source, self._groups())))

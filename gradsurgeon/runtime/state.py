@@ -45,7 +45,7 @@ class State:
     captures: Captures = field(init=False)
     flags: Flags = field(init=False)
     scaling: Scaling = field(default_factory=Scaling)
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: Ranks = field(init=False)
     trapped: frozenset[int] = field(init=False)
     stages: dict[str, Stage] = field(init=False)
     _lanes: dict[int, tuple[int, tuple[Lane, ...]]] = field(default_factory=dict)
@@ -53,6 +53,7 @@ class State:
     def __post_init__(self) -> None:
         self.captures = Captures(self.journal)
         self.flags = Flags(self.journal)
+        self.ranks = Ranks(self.targets.params)
         self.trapped = frozenset(i for stage in self.program.traps for i in stage.tensors)
         rules = {rule.id: rule for own in self.program.per_tensor.values() for rule in own}
         tensors: dict[str, list[int]] = {}

@@ -70,6 +70,21 @@ def test_a_pattern_that_matches_nothing(newcomer: Path) -> None:
     assert 'rules.yaml:3:9: rule no-bias: no parameter of the model matches "fc3.*"' in done.stderr
 
 
+def test_the_launcher_prints_the_header_that_is_shown(newcomer: Path) -> None:
+    # The same training, without a word about rules.
+    lines, inside = [], False
+    for line in (newcomer / "train.py").read_text(encoding="utf-8").splitlines():
+        inside = line.startswith("with ") or (inside and line.startswith("    "))
+        if "gradsurgeon" not in line and "session" not in line:
+            lines.append(line[4:] if inside else line)
+    script = "\n".join(lines)
+    (newcomer / "plain.py").write_text(script, encoding="utf-8")
+    done = run("-m", "gradsurgeon", "run", "--rules", "rules.yaml", "plain.py", cwd=newcomer)
+    assert done.returncode == 0, done.stderr
+    shown = next(block for block in blocks("") if "updated by SGD" in block)
+    assert shown.replace("/home/me", str(newcomer)) in done.stderr
+
+
 def test_every_action_is_in_the_table() -> None:
     rows = re.findall(r"^\| `([a-z-]+)` \|", README, re.MULTILINE)
     assert sorted(rows) == sorted(ACTIONS)

@@ -277,7 +277,7 @@ class Nothing(torch.autograd.Function):
         return grad, None
 
 
-def test_a_gradient_that_never_comes_does_not_keep_the_others() -> None:
+def test_a_gradient_that_is_none_does_not_keep_the_others() -> None:
     torch._dynamo.reset()
     model = Spare()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -322,3 +322,23 @@ def test_one_whole_graph_is_refused_by_torch(rule: str, text: str) -> None:
         with pytest.raises(torch._dynamo.exc.Unsupported, match=text), enabled(fullgraph=True):
             loss.backward()
         session.pause()
+
+
+def test_a_pass_that_was_cut_short_is_none() -> None:
+    def stop(_grad: Tensor) -> None:
+        raise ValueError("stop")
+
+    steps = []
+    for way in ["eager", "around backward"]:
+        model, go = made(), backward(way)
+        rule = {"id": "norms", "action": "norm-log", "params": "*"}
+        with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+            # Backward reaches it last.
+            handle = next(model.parameters()).register_hook(stop)
+            with pytest.raises(ValueError, match="stop"):
+                go(model(data(0, 5, 4)).square().mean())
+            handle.remove()
+            model.zero_grad()
+            go(model(data(1, 5, 4)).square().mean())
+            steps.append((session.step, [step for step, _ in session.history("2.weight")]))
+    assert steps == [(1, [0]), (1, [0])]

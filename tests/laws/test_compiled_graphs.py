@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import warnings
 from typing import Any
 
 import pytest
@@ -229,6 +230,70 @@ def test_compiled_code_stays_where_guards_see_the_rules(rules: dict[str, Any]) -
         # A warning on dropped code would have been an error.
         assert not any("torch.compile" in event.message for event in session.events)
     assert torch.equal(compiled(data(0, 5, 4)), bare)
+
+
+@pytest.mark.parametrize("way", ["the model", "in place", "the step function"])
+def test_rules_on_the_model_itself_after_the_first_call_act(way: str) -> None:
+    model = Net()
+    called: Any = model
+    if way == "in place":
+        model.compile(backend="eager")
+    elif way == "the step function":
+        called = torch.compile(functools.partial(model), backend="eager")
+    else:
+        called = torch.compile(model, backend="eager")
+    bare = called(data(0, 5, 4))
+    with warnings.catch_warnings():
+        # Where hooks of the model are called outside of its code, nothing need be dropped.
+        warnings.simplefilter("ignore", GradSurgeonWarning)
+        session = gradsurgeon.apply(model, only(on(".", factor=0.0)))
+    with session:
+        assert not called(data(0, 5, 4)).any()
+    assert torch.equal(called(data(0, 5, 4)), bare)
+
+
+class Other(nn.Module):
+    """Layers of the same classes under other names, and those of the same name in another place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 6)
+        self.first = nn.LayerNorm(6)
+        self.parts = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.parts(self.first(self.a(x)))
+        return out
+
+
+def test_code_that_has_nothing_to_do_with_the_model_is_kept() -> None:
+    others: list[Any] = [Other(), Other().double(), torch.exp]
+    compiled: list[Any] = [torch.compile(other, backend="eager") for other in others]
+    inputs = [data(0, 5, 4), data(0, 5, 4).double(), data(0, 5, 4)]
+    for one, x in zip(compiled, inputs, strict=True):
+        one(x)
+    made = graphs()
+    assert made == 3
+    model = Net()
+    with gradsurgeon.apply(model, only(on(["first", "outer.*", "parts.*"]))) as session:
+        model(data(0, 5, 4))
+        assert session.events == []
+    assert session.events == []
+    for one, x in zip(compiled, inputs, strict=True):
+        one(x)
+    assert graphs() == made
+
+
+def test_a_rule_on_a_part_that_another_model_calls() -> None:
+    whole = nn.Sequential(Net(), nn.Linear(2, 2))
+    compiled: Any = torch.compile(whole, backend="eager")
+    compiled(data(0, 5, 4))
+    part = whole[0]
+    with (
+        pytest.warns(GradSurgeonWarning, match="came after the first"),
+        gradsurgeon.apply(part, only(on(".", factor=0.0))),
+    ):
+        assert torch.equal(compiled(data(0, 5, 4)), compiled(data(1, 5, 4)))
 
 
 def test_nothing_is_dropped_where_nothing_was_compiled() -> None:
