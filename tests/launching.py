@@ -135,7 +135,7 @@ def call(
         edit: changes the text of the script.
     """
     words = list(case.words)
-    variables = {**environment(), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    variables = {**environment(), "OMP_NUM_THREADS": "1"}
     if edit is not None:
         script = place / words[0]
         script.write_text(edit((SCRIPTS / words[0]).read_text(encoding="utf-8")), encoding="utf-8")
@@ -199,7 +199,7 @@ def states(record: Path) -> set[Literal["running", "finished", "stopped"]]:
     return found
 
 
-def warnings_of(record: Path) -> list[str]:
+def events_of(record: Path) -> list[str]:
     """Return the messages of all events, notices included."""
     found = []
     for file in sorted(record.rglob("run.json")):
