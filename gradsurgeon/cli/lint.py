@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gradsurgeon import schema, source
-from gradsurgeon.errors import Problem, RuleFileError, printable
+from gradsurgeon import review
+from gradsurgeon.errors import Problem, printable
 
 if TYPE_CHECKING:
     import argparse
@@ -19,7 +19,7 @@ UNREADABLE = "unreadable-file"
 def run(arguments: argparse.Namespace) -> int:
     """Lint the files; 1 where one has errors, 2 where one cannot be read."""
     # A file that is named twice is one file.
-    found = {file: problems_of(file) for file in dict.fromkeys(arguments.files)}
+    found = {file: review.lint(file) for file in dict.fromkeys(arguments.files)}
     problems = _distinct(found)
     if arguments.format == "json":
         print(json.dumps({"version": 1, "problems": [one.to_dict() for one in problems]}, indent=2))
@@ -34,15 +34,6 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(problem.severity == "error" for problem in problems))
 
 
-def problems_of(file: str) -> list[Problem]:
-    """Return all problems of a file and its includes, that it cannot be read included."""
-    try:
-        document = source.read(file)
-    except RuleFileError as error:
-        return list(error.problems)
-    return schema.check(document)[1]
-
-
 def _distinct(found: dict[str, list[Problem]]) -> list[Problem]:
     """Return each problem once: files may share an include."""
     return list(dict.fromkeys(problem for group in found.values() for problem in group))
@@ -54,7 +45,7 @@ def _summary(found: dict[str, list[Problem]]) -> str:
     what = printable(next(iter(found))) if len(found) == 1 else f"{len(found)} files"
     if not problems:
         return f"{_count(len(found), 'file')} clean"
-    counts = [_severity(problems, "error"), _severity(problems, "warning")]
+    counts = [_severity(problems, one) for one in ("error", "warning", "note")]
     clean = sum(not group for group in found.values())
     return f"{what}: {', '.join(filter(None, counts))}" + (f" ({clean} clean)" if clean else "")
 
