@@ -110,8 +110,10 @@ def _parser() -> argparse.ArgumentParser:
         "train.net:build; the current folder is searched for it",
     )
     plan.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
-    explain = command("explain", "Show what an action does, its options and examples.")
-    explain.add_argument("action", nargs="?", metavar="ACTION", help="without it: all actions")
+    explain = command("explain", "Show what an action does, or what a check of lint means.")
+    explain.add_argument(
+        "action", nargs="?", metavar="NAME", help="an action or a check; without it: all of them"
+    )
     command("schema", "Print the JSON Schema of rule files, for editors.")
     report = command("report", "Show what a run looked like: norms, rules, events.")
     _add_run(report)
