@@ -127,7 +127,12 @@ def _checks_reference() -> Iterator[str]:
             yield from ("", lead, "", "```yaml", "version: 1", "rules:")
             yield from (f"  {line}" if line else "" for line in text.strip().splitlines())
             yield "```"
-    yield from ("", "### Checks of reading", "", "What is wrong with a file that cannot be used, and")
+    yield from (
+        "",
+        "### Checks of reading",
+        "",
+        "What is wrong with a file that cannot be used, and",
+    )
     yield from ("words that other readers take for something else.", "")
     yield from ("| check | severity | finds | what to do |", "|---|---|---|---|")
     for name, about in catalogue.CHECKS.items():

@@ -103,7 +103,9 @@ def _read(source: Located) -> Iterator[Suppression]:
         alone = not line[:begin].strip()
         scope = _below(lines, number) if alone else rules.get(number, (number, number))
         for at, name in _names(found):
-            yield Suppression(name, Place(source.file, number, at + 1, line, max(1, len(name))), scope)
+            yield Suppression(
+                name, Place(source.file, number, at + 1, line, max(1, len(name))), scope
+            )
 
 
 def _names(found: re.Match[str]) -> Iterator[tuple[int, str]]:

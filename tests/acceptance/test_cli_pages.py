@@ -26,7 +26,9 @@ class TestExplain:
         listed = [line.split()[0] for line in done.stdout.splitlines()]
         assert listed == [*ACTIONS, *sorted([*CHECKS, *catalogue.CHECKS])]
         assert re.search(r"^zero +Set a gradient to zero\.$", done.stdout, re.MULTILINE)
-        assert re.search(r"^scale-by-one +A factor of one does nothing\.$", done.stdout, re.MULTILINE)
+        assert re.search(
+            r"^scale-by-one +A factor of one does nothing\.$", done.stdout, re.MULTILINE
+        )
 
     def test_the_page_of_a_check(self, tmp_path: pathlib.Path) -> None:
         done = call("explain", "scale-by-zero", cwd=tmp_path, code=WITHOUT_TORCH)

@@ -27,6 +27,8 @@ def moot(case: Case, rule: Rule, by: Rule) -> str:
     if rule.role != "edit":
         return ""
     if first:
-        return f"does nothing: `{by.id}` has set all of it to zero before" if rule.keeps_zero else ""
+        return (
+            f"does nothing: `{by.id}` has set all of it to zero before" if rule.keeps_zero else ""
+        )
     # Of two that zero the same, the later one is superfluous, as the first branch says.
     return "" if rule.action == "zero" else f"has no effect: `{by.id}` sets all of it to zero later"

@@ -51,5 +51,9 @@ class ClampWithoutZero(Check):
             key = "min" if rule.min is not None and rule.min > 0 else "max"
             bound = getattr(rule, key)
             what = "below" if key == "min" else "above"
-            message = f"no element may be {what} {bound:g}, so that a gradient of 0 becomes {bound:g}"
-            yield Finding(rule, (key,), message, "let the bounds enclose 0: is a minus sign missing?")
+            message = (
+                f"no element may be {what} {bound:g}, so that a gradient of 0 becomes {bound:g}"
+            )
+            yield Finding(
+                rule, (key,), message, "let the bounds enclose 0: is a minus sign missing?"
+            )

@@ -45,4 +45,6 @@ class EverySkipsWindow(Check):
                     f"the rule acts in step {start} only: the next one, {start + every}, is not "
                     f"before `to` ({stop})"
                 )
-                yield Finding(rule, ("steps", "every"), message, "make `every` smaller or `to` larger")
+                yield Finding(
+                    rule, ("steps", "every"), message, "make `every` smaller or `to` larger"
+                )

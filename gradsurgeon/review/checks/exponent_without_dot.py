@@ -11,7 +11,9 @@ from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
 
 # What YAML 1.1 takes for a number with a fraction or an exponent.
-_YAML_1_1 = re.compile(r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9_]+(?:[eE][-+][0-9]+)?")
+_YAML_1_1 = re.compile(
+    r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9_]+(?:[eE][-+][0-9]+)?"
+)
 _PARTS = re.compile(r"([-+]?)([0-9]*)(\.?)([0-9]*)(?:[eE]([-+]?)([0-9]+))?")
 
 

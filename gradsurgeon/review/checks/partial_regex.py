@@ -67,4 +67,6 @@ def _partial(body: str, target: TargetKind) -> bool:
     if first == last or "|" in body:
         return False
     # Open at the other end: a repeat, a dot.
-    return not body.endswith(("*", "+", "}", ")")) if first else not body.startswith((".*", ".+", "("))
+    return (
+        not body.endswith(("*", "+", "}", ")")) if first else not body.startswith((".*", ".+", "("))
+    )

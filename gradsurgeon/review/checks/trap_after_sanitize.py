@@ -54,6 +54,8 @@ class TrapAfterSanitize(Check):
             )
             if met:
                 ids = listed([one.id for one in met])
-                message = f"the trap never sees a NaN: {ids} replace{'s' * (len(met) == 1)} it before"
+                message = (
+                    f"the trap never sees a NaN: {ids} replace{'s' * (len(met) == 1)} it before"
+                )
                 hint = "narrow that rule down, or remove the trap"
                 yield Finding(rule, ("action",), message, hint, met)

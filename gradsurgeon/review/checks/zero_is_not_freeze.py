@@ -44,4 +44,6 @@ class ZeroIsNotFreeze(Check):
             if rule.action != "zero" or rule.target != "params":
                 continue
             if not any(moot(case, rule, by) for by in case.compared):
-                yield Finding(rule, ("action",), message, "to keep a parameter as it is use `freeze`")
+                yield Finding(
+                    rule, ("action",), message, "to keep a parameter as it is use `freeze`"
+                )
