@@ -342,6 +342,7 @@ class TestProofs:
             ("layers.*", "bias"),
             ("layer[1-3].*", "layer4.*"),
             ("h{1..1}*", "h1{0..9}"),
+            ("h1{0..9}", "h1?"),  # no number begins behind a digit
         ],
     )
     def test_what_never_meets(self, one: str, other: str) -> None:
