@@ -81,7 +81,7 @@ def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
         yield command("notice", message, title="gradsurgeon")
 
 
-def annotations(error: GradSurgeonError, file: str, *, root: Path | None = None) -> str:
+def error_annotations(error: GradSurgeonError, file: str, *, root: Path | None = None) -> str:
     """Return an error of loading or binding rules as workflow commands.
 
     Args:

@@ -90,9 +90,9 @@ class TestGitHub:
         assert second.startswith("::error file=/elsewhere/r.yaml,")
 
     def test_rules_that_do_not_bind_are_annotated_one_by_one(self) -> None:
-        text = formats.annotations(BindError(["one\n  more", "two"]), "rules.yaml")
+        text = formats.error_annotations(BindError(["one\n  more", "two"]), "rules.yaml")
         assert text == "::error file=rules.yaml::one%0A  more\n::error file=rules.yaml::two\n"
-        text = formats.annotations(RuleFileError([problem()]), "other.yaml")
+        text = formats.error_annotations(RuleFileError([problem()]), "other.yaml")
         assert text == formats.write([problem()], "github")
 
 
