@@ -68,7 +68,7 @@ def _summary(found: dict[str, list[Problem]]) -> str:
     what = printable(next(iter(found))) if len(found) == 1 else f"{len(found)} files"
     if not problems:
         return f"{_count(len(found), 'file')} clean"
-    counts = [_severity(problems, "error"), _severity(problems, "warning")]
+    counts = [_severity(problems, one) for one in ("error", "warning", "note")]
     clean = sum(not group for group in found.values())
     return f"{what}: {', '.join(filter(None, counts))}" + (f" ({clean} clean)" if clean else "")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from gradsurgeon.errors import GradSurgeonError, Problem, RuleFileError, Severity, printable
+from gradsurgeon.errors import GradSurgeonError, Problem, RuleFileError, printable
 from gradsurgeon.review.catalogue import CHECKS, About
 from gradsurgeon.schema import VERSION
 
@@ -22,7 +22,12 @@ FORMATS = ("full", "concise", "json", "github", "sarif")
 
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _SHOWN = 10  # annotations of each kind that GitHub shows per step; it drops the rest in silence
-_COLOURS: Mapping[Severity, str] = {"error": "\033[1;31m", "warning": "\033[1;33m"}
+_WORDS: Mapping[str, str] = {"error": "error", "warning": "warning", "note": "notice"}
+_COLOURS: Mapping[str, str] = {
+    "error": "\033[1;31m",
+    "warning": "\033[1;33m",
+    "note": "\033[1;36m",
+}
 _RESET = "\033[0m"
 
 
@@ -65,19 +70,21 @@ def _json(problems: Sequence[Problem], _root: Path) -> Iterator[str]:
 def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
     """Yield workflow commands: the worst first, no more than are shown, and how many are left."""
     left = []
-    for severity in ("error", "warning"):
+    for severity, word in _WORDS.items():
+        # The notice at the end, on what is left, is one of those that are shown.
+        shown = _SHOWN - (word == "notice")
         group = [problem for problem in problems if problem.severity == severity]
-        for problem in group[:_SHOWN]:
+        for problem in group[:shown]:
             place = problem.place
             where: dict[str, object] = {"file": path_from(root, place.file)}
             if place.line:
                 end = place.col + max(1, place.width)
                 where |= {"line": place.line, "col": place.col, "endColumn": end}
-            yield command(severity, _told(problem), **where, title=problem.check)
-        if (more := len(group) - _SHOWN) > 0:
+            yield command(word, _told(problem), **where, title=problem.check)
+        if (more := len(group) - shown) > 0:
             left.append(f"{more} more {severity}{'' if more == 1 else 's'}")
     if left:
-        message = f"{' and '.join(left)} not shown here: `gradsurgeon lint` lists all"
+        message = f"{', '.join(left)} not shown here: `gradsurgeon lint` lists all"
         yield command("notice", message, title="gradsurgeon")
 
 

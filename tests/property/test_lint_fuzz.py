@@ -249,7 +249,7 @@ MISTAKES = [
     Mistake("3", "1", "key-type", at_key=True),
     Mistake("id", "r-0", "duplicate-key", at_key=True),
 ]
-NOISE = st.sampled_from(["", "# a comment", "  # 漢: [", "      # - {"])
+NOISE: st.SearchStrategy[str] = st.sampled_from(["", "# a comment", "  # 漢: [", "      # - {"])
 
 
 @SETTINGS
@@ -259,7 +259,7 @@ def test_a_mistake_is_found_at_its_line_and_column(
 ) -> None:
     flow, end, start = shape
     count = data.draw(st.integers(1, 8))
-    noise = data.draw(st.lists(NOISE, max_size=12))
+    noise: list[str] = data.draw(st.lists(NOISE, max_size=12))
     guilty = data.draw(st.integers(0, count - 1))
     lines = ["version: 1", "rules:"]
     where = (0, 0)

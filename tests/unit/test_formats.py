@@ -73,7 +73,7 @@ class TestGitHub:
         text = formats.write([problem(str(i), severity=s) for i, s in enumerate(kinds)], "github")
         words = [line.removeprefix("::").split(" ")[0] for line in text.splitlines()]
         assert words == ["error"] * 10 + ["warning"] * 10 + ["notice"]
-        assert "::3 more errors and 3 more warnings not shown" in text.splitlines()[-1]
+        assert "::3 more errors, 3 more warnings not shown" in text.splitlines()[-1]
         assert [line.rpartition("::")[2] for line in text.splitlines()[:2]] == [
             "1 (write 1)",
             "3 (write 1)",
