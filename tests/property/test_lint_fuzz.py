@@ -279,7 +279,7 @@ def test_a_mistake_is_found_at_its_line_and_column(
             assert heads[row][col:].startswith(text)
             where = (len(lines) + row + 1, col + 1)
         lines += heads
-        if noise and data.draw(st.booleans()):
+        if data.draw(st.booleans()) and noise:
             position = data.draw(st.integers(2, len(lines)))
             lines.insert(position, noise.pop())
             where = (where[0] + (position < where[0]), where[1])
