@@ -1,0 +1,17 @@
+"""Rules as they are reviewed: what is wrong with them, what they change, and how that is written."""
+
+from __future__ import annotations
+
+from gradsurgeon import schema, source
+from gradsurgeon.errors import Problem, RuleFileError
+
+__all__ = ["lint"]
+
+
+def lint(path: str) -> list[Problem]:
+    """Return all problems of a file and its includes, that it cannot be read included."""
+    try:
+        document = source.read(path)
+    except RuleFileError as error:
+        return list(error.problems)
+    return schema.check(document)[1]
