@@ -20,8 +20,8 @@ from gradsurgeon.schema._document import (
     tidy,
     top_level,
 )
+from gradsurgeon.schema._files import DISK, Files
 from gradsurgeon.schema._located import Built, Located
-from gradsurgeon.source import read
 
 # A hostile tree is read within seconds.
 MAX_DEPTH = 8
@@ -83,13 +83,13 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
     return RuleSet(tuple(rules), places)
 
 
-def validate(source: Located) -> RuleSet:
-    """Return the rules of a document and of all that it includes.
+def validate(source: Located, files: Files = DISK) -> RuleSet:
+    """Return the rules of a document and of all that it includes, out of the same files.
 
     Raises:
         RuleFileError: with every problem found, those of reading the text included.
     """
-    tree = _Tree(source)
+    tree = _Tree(source, files)
     problems = tree.problems
     if any(problem.severity == "error" for problem in problems):
         raise RuleFileError(problems)
@@ -103,26 +103,24 @@ def validate(source: Located) -> RuleSet:
     )
 
 
-def check(source: Located) -> tuple[list[Rule], list[Problem]]:
+def check(source: Located, files: Files = DISK) -> tuple[list[Rule], list[Problem]]:
     """Return the valid rules of a document and its includes, and all problems, file by file."""
-    tree = _Tree(source)
+    tree = _Tree(source, files)
     return [rule for rule, _ in tree.rules], tree.problems
 
 
 class _Tree:
     """The rules of a file and of all that it includes, in order, with all that is wrong."""
 
-    def __init__(self, source: Located) -> None:
+    def __init__(self, source: Located, files: Files) -> None:
+        self._from = files
         self.rules: list[tuple[Rule, Place]] = []
         self.files: list[tuple[str, str]] = []
         self._problems: list[list[Problem]] = []  # one list per file
         self._ids: dict[str, Place] = {}
         self._followed = 0  # entries
         self._reached: dict[pathlib.Path, Place] = {}  # by which entry
-        trail: tuple[packs.Included, ...] = ()
-        if source.folder is not None:
-            path = source.folder / pathlib.Path(source.file).name
-            trail = (packs.Included(source.file, path.resolve(), source.folder),)
+        trail = () if source.folder is None else (files.itself(source, source.folder),)
         self._take(source, source.folder, trail)
 
     @property
@@ -186,9 +184,10 @@ class _Tree:
                 yield Problem(place, "bad-include", message, "include fewer files")
             return
         try:
-            target = packs.locate(entry, folder)
+            target = packs.locate(entry, folder, self._from.find)
             self._admit(target, place, trail)
-            document = read(target.path, target.name)
+            # A pack has no folder, and comes with gradsurgeon.
+            document = (DISK if target.folder is None else self._from).read(target)
             target.check(document.text)
         except packs.IncludeError as error:
             yield Problem(place, "bad-include", error.message, error.hint)
