@@ -7,6 +7,7 @@ into: of them nothing is proved.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -135,7 +136,9 @@ def _representatives(sets: list[_Chars]) -> Iterator[str]:
     for _, ranges in sets:
         for low, high in ranges:
             yield low
-            yield from (chr(code) for code in (ord(low) - 1, ord(high) + 1) if 0 <= code < 0x110000)
+            yield from (
+                chr(code) for code in (ord(low) - 1, ord(high) + 1) if 0 <= code <= sys.maxunicode
+            )
 
 
 @dataclass(frozen=True, slots=True)
