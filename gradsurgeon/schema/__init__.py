@@ -1,17 +1,19 @@
 """Document -> RuleSet: every problem of a rule file in one pass, each at its place."""
 
 from gradsurgeon.schema._located import Built, Located
-from gradsurgeon.schema._tree import RuleSet, check, from_rules, validate
+from gradsurgeon.schema._tree import Inspection, RuleSet, check, from_rules, inspect, validate
 from gradsurgeon.schema._version import FORMAT, VERSION, meets
 
 __all__ = [
     "FORMAT",
     "VERSION",
     "Built",
+    "Inspection",
     "Located",
     "RuleSet",
     "check",
     "from_rules",
+    "inspect",
     "meets",
     "validate",
 ]
