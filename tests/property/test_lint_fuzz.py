@@ -50,20 +50,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 def answered(file: pathlib.Path) -> list[Problem]:
     """Return the problems of a file, which can be written in every form and stand in their lines."""
-    with within(SECONDS):
-        problems = lint(str(file))
-        for form in ("full", "concise"):
-            formats.write(problems, form, colour=True).encode()
-        assert len(json.loads(formats.write(problems, "json"))["problems"]) == len(problems)
-        for line in formats.write(problems, "github").encode().splitlines():
-            assert line.startswith((b"::error ", b"::warning ", b"::notice "))
-        (run,) = json.loads(formats.write(problems, "sarif").encode())["runs"]
-    assert len(run["results"]) == len(problems)
+    try:
+        with within(SECONDS):
+            problems = written(file)
+    except AssertionError:
+        # What takes long takes long again; collecting the garbage of a long test run does not.
+        with within(SECONDS):
+            problems = written(file)
     for problem in problems:
         assert problem.check in CHECKS
         shown = problem.full().replace("\n", "")
         # Controls, overrides of direction, surrogates, line separators: what shows something else.
         assert not {unicodedata.category(char) for char in shown} & HIDDEN, shown
+    return problems
+
+
+def written(file: pathlib.Path) -> list[Problem]:
+    """Return the problems of a file, which can be written in every form."""
+    problems = lint(str(file))
+    for form in ("full", "concise"):
+        formats.write(problems, form, colour=True).encode()
+    assert len(json.loads(formats.write(problems, "json"))["problems"]) == len(problems)
+    for line in formats.write(problems, "github").encode().splitlines():
+        assert line.startswith((b"::error ", b"::warning ", b"::notice "))
+    (run,) = json.loads(formats.write(problems, "sarif").encode())["runs"]
+    assert len(run["results"]) == len(problems)
     return problems
 
 
@@ -248,6 +259,11 @@ MISTAKES = [
     Mistake("yes", "1", "unknown-key", at_key=True),
     Mistake("3", "1", "key-type", at_key=True),
     Mistake("id", "r-0", "duplicate-key", at_key=True),
+    Mistake("fc.bias", "1", "unknown-key", at_key=True),
+    Mistake('"007"', "1", "unknown-key", at_key=True),
+    Mistake('"²"', "1", "unknown-key", at_key=True),
+    Mistake('""', "1", "unknown-key", at_key=True),
+    Mistake("where", "{a.b: 1}", "unknown-key"),
 ]
 NOISE: st.SearchStrategy[str] = st.sampled_from(["", "# a comment", "  # 漢: [", "      # - {"])
 
