@@ -98,8 +98,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_lint(command("lint", "Check rule files: every problem, with its place and a remedy."))
     _add_plan(command("plan", "Show what rules bind to in a model, touching nothing."))
     _add_params(command("params", "Write the names of a model, to plan rules without it."))
-    explain = command("explain", "Show what an action does, its options and examples.")
-    explain.add_argument("action", nargs="?", metavar="ACTION", help="without it: all actions")
+    explain = command("explain", "Show what an action does, or what a check of lint means.")
+    explain.add_argument(
+        "action", nargs="?", metavar="NAME", help="an action or a check; without it: all of them"
+    )
     command("schema", "Print the JSON Schema of rule files, for editors.")
     report = command("report", "Show what a run looked like: norms, rules, events.")
     _add_run(report)

@@ -1,4 +1,4 @@
-"""``gradsurgeon explain``: the page of an action, made from its class. Never imports torch."""
+"""``gradsurgeon explain``: the page of an action or a check, made from its class. Never imports torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, wri
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.schema import rule_schema
 from gradsurgeon.errors import did_you_mean, printable
+from gradsurgeon.review import catalogue
+from gradsurgeon.review.checking import severities
+from gradsurgeon.review.checks import CHECKS, Check
 
 if TYPE_CHECKING:
     import argparse
@@ -38,18 +41,44 @@ _TARGET_EXAMPLES: dict[TargetKind, dict[str, str]] = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the page of one action, or the list of all."""
+    """Print the page of one action or check, or the list of all."""
     name = arguments.action
+    checks = severities()
     if name is None:
-        width = max(map(len, ACTIONS))
+        width = max(map(len, (*ACTIONS, *checks)))
         for action, rule in ACTIONS.items():
             print(f"{action.ljust(width)}  {_summary(rule)}")
+        for check in sorted(checks):
+            print(f"{check.ljust(width)}  {_check_summary(check)}")
         return 0
-    if name not in ACTIONS:
-        hint = did_you_mean(name, ACTIONS) or f"known: {', '.join(ACTIONS)}"
-        return fail(f"unknown action `{printable(name[:60])}` ({hint})")
-    print("\n".join(page(ACTIONS[name])))
+    if name in ACTIONS:
+        print("\n".join(page(ACTIONS[name])))
+    elif name in checks:
+        print("\n".join(check_page(name)))
+    else:
+        hint = did_you_mean(name, (*ACTIONS, *checks))
+        near = hint.split("`")[1] if hint else ""
+        kind = ("action" if near in ACTIONS else "check") if near else "action or check"
+        hint = hint or f"known: {', '.join(ACTIONS)}; without a name the checks are listed, too"
+        return fail(f"unknown {kind} `{printable(name[:60])}` ({hint})")
     return 0
+
+
+def check_page(name: str) -> Iterator[str]:
+    """Yield the lines of the page of a check."""
+    yield f"{name} ({severities()[name]}): {_check_summary(name)}"
+    if name not in CHECKS:
+        yield from ("", *(f"  {line}" for line in _paragraphs(catalogue.CHECKS[name].help)))
+        return
+    check = CHECKS[name]
+    for heading, text in _sections(type(check)):
+        yield from _section(heading, _paragraphs(text))
+    yield from _section("Found", check.BAD.strip().splitlines())
+    yield from _section("Not found", check.GOOD.strip().splitlines())
+
+
+def _check_summary(name: str) -> str:
+    return _summary(type(CHECKS[name])) if name in CHECKS else catalogue.CHECKS[name].summary
 
 
 def page(rule: type[Rule]) -> Iterator[str]:
@@ -84,7 +113,31 @@ def reference() -> str:
         lines += ["", "```yaml", "version: 1", "rules:"]
         lines += [f"  {line}" if line else "" for line in _examples(rule)]
         lines += ["```"]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *_checks_reference()]) + "\n"
+
+
+def _checks_reference() -> Iterator[str]:
+    yield from ("### Checks", "", "What `lint` asks of rules that can be read.")
+    for name, check in CHECKS.items():
+        yield from ("", f"#### `{name}` ({check.severity})", "", _check_summary(name))
+        for heading, text in _sections(type(check)):
+            paragraphs = (" ".join(one.split()) for one in text.strip().split("\n\n"))
+            yield from ("", f"**{heading}.** " + "\n\n".join(paragraphs))
+        for lead, text in (("Found:", check.BAD), ("Not found:", check.GOOD)):
+            yield from ("", lead, "", "```yaml", "version: 1", "rules:")
+            yield from (f"  {line}" if line else "" for line in text.strip().splitlines())
+            yield "```"
+    yield from (
+        "",
+        "### Checks of reading",
+        "",
+        "What is wrong with a file that cannot be used, and",
+    )
+    yield from ("words that other readers take for something else.", "")
+    yield from ("| check | severity | finds | what to do |", "|---|---|---|---|")
+    for name, about in catalogue.CHECKS.items():
+        cells = (f"`{name}`", about.severity, about.summary, about.help)
+        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _acts_on(rule: type[Rule]) -> str:
@@ -111,15 +164,15 @@ def _keys(rule: type[Rule], *, shared: bool) -> list[str]:
     return [key for key in keys if (key in _SHARED) is shared]
 
 
-def _sections(rule: type[Rule]) -> Iterator[tuple[str, str]]:
-    """Yield heading and text of each part of the docstring of an action."""
+def _sections(rule: type[Rule | Check]) -> Iterator[tuple[str, str]]:
+    """Yield heading and text of each part of the docstring of an action or a check."""
     body = inspect.cleandoc(rule.__doc__ or "").partition("\n")[2]
     for section in re.split(r"^## ", body, flags=re.MULTILINE)[1:]:
         heading, _, text = section.partition("\n")
         yield heading, text
 
 
-def _summary(rule: type[Rule]) -> str:
+def _summary(rule: type[Rule | Check]) -> str:
     return (rule.__doc__ or "").partition("\n")[0]
 
 

@@ -124,7 +124,7 @@ class Case:
 
         Without names it is certain where what a pattern of one matches is matched by the other.
         """
-        if not _alike(one, other) or not _meet(one.steps, other.steps):
+        if not _alike(one, other) or not meet(one.steps, other.steps):
             return False
         names, others = self.selected(one), self.selected(other)
         if names is not None and others is not None:
@@ -138,7 +138,7 @@ class Case:
 
     def covers(self, wide: Rule, narrow: Rule) -> bool:
         """Tell whether it is certain that a rule acts on all that another acts on, whenever it does."""
-        if not _alike(wide, narrow) or not _within(narrow.steps, wide.steps):
+        if not _alike(wide, narrow) or not within(narrow.steps, wide.steps):
             return False
         if wide.when not in (None, narrow.when):
             return False
@@ -178,7 +178,7 @@ def _no_narrower(wide: Rule, narrow: Rule) -> bool:
     return given.items() <= own.items() and wide.model in (None, narrow.model)
 
 
-def _within(inner: Steps, outer: Steps) -> bool:
+def within(inner: Steps, outer: Steps) -> bool:
     """Tell whether all steps of one schedule are steps of another."""
     ends = outer.to is None or (inner.to is not None and inner.to <= outer.to)
     offset = inner.from_ - outer.from_
@@ -186,7 +186,7 @@ def _within(inner: Steps, outer: Steps) -> bool:
     return ends and offset >= 0 and in_time
 
 
-def _meet(one: Steps, other: Steps) -> bool:
+def meet(one: Steps, other: Steps) -> bool:
     """Tell whether two schedules share a step."""
     first, second = sorted((one, other), key=lambda steps: steps.from_)
     common = gcd(first.every, second.every)

@@ -6,6 +6,7 @@ Everything from a user's file is escaped for where it goes.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gradsurgeon.errors import GradSurgeonError, Problem, RuleFileError, printable
+from gradsurgeon.review import checks
 from gradsurgeon.review.catalogue import CHECKS, About
 from gradsurgeon.schema import VERSION
 
@@ -135,12 +137,29 @@ def _told(problem: Problem) -> str:
     return f"{problem.message} ({problem.hint})" if problem.hint else problem.message
 
 
+def listed() -> dict[str, About]:
+    """Return what every check of lint means: of reading a file, and of what its rules mean."""
+    pages = {name: inspect.cleandoc(type(one).__doc__ or "") for name, one in checks.CHECKS.items()}
+    return {
+        **CHECKS,
+        **{
+            name: About(
+                page.partition("\n")[0],
+                " ".join(page.partition("\n")[2].split()) or page,
+                checks.CHECKS[name].severity,
+            )
+            for name, page in pages.items()
+        },
+    }
+
+
 # -- SARIF ----------------------------------------------------------------------------------------
 
 
 def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
     """Yield one SARIF 2.1.0 log with one run."""
-    known = {**CHECKS, **{one.check: _unlisted(one) for one in problems if one.check not in CHECKS}}
+    known = listed()
+    known |= {one.check: _unlisted(one) for one in problems if one.check not in known}
     index = {check: number for number, check in enumerate(known)}
     seen: Counter[tuple[str, str]] = Counter()
     results = []

@@ -80,8 +80,8 @@ def _why(
         hint = did_you_mean(one.check, severities) or "`gradsurgeon explain` lists all checks"
         return f"there is no check `{shown}`", hint
     if severities[one.check] == "error" or one.check == CHECK:
-        what = "this" if one.check == CHECK else "an error"
-        return f"`{shown}` cannot be suppressed: it is {what}", "remove the comment"
+        why = "" if one.check == CHECK else ": it is an error"
+        return f"`{shown}` cannot be suppressed{why}", "remove the comment"
     if unused:
         return f"`{shown}` finds nothing here that could be suppressed", "remove the comment"
     return None

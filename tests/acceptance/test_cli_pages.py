@@ -8,18 +8,54 @@ import re
 from typing import Any, ClassVar
 
 import pytest
-from commands import call
+from commands import WITHOUT_TORCH, call
 
 from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS, TARGETS
 from gradsurgeon.actions._target import parse_tensor, target_flaws
+from gradsurgeon.review import catalogue
+from gradsurgeon.review.checks import CHECKS
 
 
 class TestExplain:
-    def test_without_a_name_it_lists_the_actions(self, tmp_path: pathlib.Path) -> None:
-        done = call("explain", cwd=tmp_path)
-        assert [line.split()[0] for line in done.stdout.splitlines()] == list(ACTIONS)
+    def test_without_a_name_it_lists_the_actions_and_then_the_checks(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        done = call("explain", cwd=tmp_path, code=WITHOUT_TORCH)
+        assert (done.returncode, done.stderr) == (0, "")
+        listed = [line.split()[0] for line in done.stdout.splitlines()]
+        assert listed == [*ACTIONS, *sorted([*CHECKS, *catalogue.CHECKS])]
         assert re.search(r"^zero +Set a gradient to zero\.$", done.stdout, re.MULTILINE)
+        assert re.search(
+            r"^scale-by-one +A factor of one does nothing\.$", done.stdout, re.MULTILINE
+        )
+
+    def test_the_page_of_a_check(self, tmp_path: pathlib.Path) -> None:
+        done = call("explain", "scale-by-zero", cwd=tmp_path, code=WITHOUT_TORCH)
+        assert (done.returncode, done.stderr) == (0, "")
+        lines = done.stdout.splitlines()
+        assert lines[0] == "scale-by-zero (warning): A factor of zero does not remove a NaN."
+        heads = [line for line in lines if line and not line.startswith(" ")][1:]
+        assert heads == ["What it finds", "Why it matters", "What to do", "Found", "Not found"]
+        assert "\nFound\n  - id: no-bias\n    action: scale\n" in done.stdout
+        assert max(map(len, lines)) <= 100
+
+    @pytest.mark.parametrize("check", sorted(catalogue.CHECKS))
+    def test_the_page_of_a_check_of_reading(
+        self, check: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["explain", check]) == 0
+        about = catalogue.CHECKS[check]
+        head, _, *rest = capsys.readouterr().out.splitlines()
+        assert head == f"{check} ({about.severity}): {about.summary}"
+        assert " ".join(line.strip() for line in rest) == about.help
+
+    def test_an_unknown_check(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert cli.main(["explain", "scale-by-zer"]) == 2
+        said = capsys.readouterr().err
+        assert said == "gradsurgeon: unknown check `scale-by-zer` (did you mean `scale-by-zero`?)\n"
+        assert cli.main(["explain", "qqqq"]) == 2
+        assert "unknown action or check `qqqq` (known: " in capsys.readouterr().err
 
     def test_the_page_of_an_action(self, tmp_path: pathlib.Path) -> None:
         done = call("explain", "clamp", cwd=tmp_path)

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from gradsurgeon.errors import Problem
 from gradsurgeon.review import formats, lint
-from gradsurgeon.review.catalogue import CHECKS
 
 CASES = pathlib.Path(__file__).parent.parent / "cases"
 INPUTS = int(os.environ.get("GRADSURGEON_FUZZ", "3000"))
@@ -58,7 +57,7 @@ def answered(file: pathlib.Path) -> list[Problem]:
         with within(SECONDS):
             problems = written(file)
     for problem in problems:
-        assert problem.check in CHECKS
+        assert problem.check in formats.listed()
         shown = problem.full().replace("\n", "")
         # Controls, overrides of direction, surrogates, line separators: what shows something else.
         assert not {unicodedata.category(char) for char in shown} & HIDDEN, shown

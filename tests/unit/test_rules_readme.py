@@ -113,6 +113,17 @@ def test_every_action_is_in_the_reference() -> None:
     assert re.findall(r"^### `(.*)`$", TEXT.partition(MARK)[2], re.MULTILINE) == list(ACTIONS)
 
 
+def test_every_check_is_in_the_reference() -> None:
+    from gradsurgeon.review import catalogue
+    from gradsurgeon.review.checks import CHECKS
+
+    reference = TEXT.partition(MARK)[2]
+    found = re.findall(r"^#### `(.*)` \((.*)\)$", reference, re.MULTILINE)
+    assert found == [(name, check.severity) for name, check in CHECKS.items()]
+    table = reference.partition("### Checks of reading")[2].partition("\n\n## ")[0]
+    assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(catalogue.CHECKS)
+
+
 def test_the_table_of_points_is_that_of_the_code() -> None:
     from gradsurgeon.actions import POINTS, TARGETS
 

@@ -17,7 +17,7 @@ _WORD = re.compile(r"[\w-]+")
 
 
 class PartialRegex(Check):
-    """A regular expression looks as if it were searched for, but must match the whole name.
+    """A regular expression matches the whole name, but looks like a part of it.
 
     ## What it finds
     Expressions of words only, as in `re:attn` for parameters, whose names have dots; and those with

@@ -1,0 +1,401 @@
+"""The checks of lint on what rules mean: every file under ``cases/lint``, and what no file can show.
+
+``bad`` files give exactly the lines of ``<name>.out``; ``good`` files give none, or those of theirs.
+A file named like a check is about that check. Files in folders are included by cases.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+import random
+import re
+import time
+
+import pytest
+
+from gradsurgeon import packs, review, schema, source
+from gradsurgeon.actions import Steps
+from gradsurgeon.errors import Problem
+from gradsurgeon.match import PatternError, compile_pattern
+from gradsurgeon.planning import Manifest, Module, Param
+from gradsurgeon.review import case as cases
+from gradsurgeon.review import catalogue
+from gradsurgeon.review.checks import CHECKS
+from gradsurgeon.review.globs import Prover
+
+ROOT = pathlib.Path(__file__).parents[2]
+CASES = ROOT / "tests" / "cases" / "lint"
+BAD = sorted(CASES.glob("bad/*.yaml"))
+GOOD = sorted(CASES.glob("good/*.yaml"))
+
+
+def text_of(problems: list[Problem]) -> str:
+    return "".join(f"{problem.concise()}\n" for problem in problems)
+
+
+def lint(folder: pathlib.Path, rules: str, manifest: Manifest | None = None) -> list[Problem]:
+    """Lint rules that are given as a text without the lines above them."""
+    path = folder / "rules.yaml"
+    path.write_text(f"version: 1\nrules:\n{rules}", encoding="utf-8")
+    return review.lint(str(path), manifest)
+
+
+def found(problems: list[Problem]) -> list[tuple[str, int, int]]:
+    return [(one.check, one.place.line, one.place.col) for one in problems]
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case.stem)
+def test_a_bad_file_shows_exactly_its_problems(
+    case: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(case.parent)
+    problems = review.lint(case.name)
+    assert problems
+    assert text_of(problems) == case.with_suffix(".out").read_text(encoding="utf-8")
+    assert {one.check for one in problems} <= {*CHECKS, *catalogue.CHECKS}
+
+
+@pytest.mark.parametrize("case", GOOD, ids=lambda case: case.stem)
+def test_a_good_file_is_clean(case: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(case.parent)
+    problems = review.lint(case.name)
+    out = case.with_suffix(".out")
+    assert text_of(problems) == (out.read_text(encoding="utf-8") if out.exists() else "")
+    assert case.stem not in {one.check for one in problems}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_every_check_has_a_bad_and_a_good_case(check: str) -> None:
+    assert CASES / "good" / f"{check}.yaml" in GOOD
+    assert f"[{check}]\n" in (CASES / "bad" / f"{check}.out").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_the_examples_of_a_page_show_what_it_says(check: str, tmp_path: pathlib.Path) -> None:
+    examples = CHECKS[check]
+    assert check in {one.check for one in lint(tmp_path, examples.BAD)}
+    assert check not in {one.check for one in lint(tmp_path, examples.GOOD)}
+    severities = {one.severity for one in lint(tmp_path, examples.BAD) if one.check == check}
+    assert severities == {examples.severity}
+    headings = re.findall(r"^ *## (.*)$", type(examples).__doc__ or "", re.MULTILINE)
+    assert headings == ["What it finds", "Why it matters", "What to do"]
+
+
+@pytest.mark.parametrize("case", BAD, ids=lambda case: case.stem)
+def test_every_place_lies_in_its_file(case: pathlib.Path) -> None:
+    for problem in review.lint(str(case)):
+        place = problem.place
+        lines = pathlib.Path(place.file).read_text(encoding="utf-8").split("\n")
+        assert place.line_text == lines[place.line - 1]
+        assert 1 <= place.col <= len(place.line_text)
+
+
+def test_no_name_is_that_of_two_checks() -> None:
+    assert not set(CHECKS) & set(catalogue.CHECKS)
+    assert all(re.fullmatch("[a-z]+(-[a-z]+)*", check) for check in CHECKS)
+
+
+class TestSensibleFiles:
+    @pytest.mark.parametrize("spec", sorted(packs.published()))
+    def test_packs_have_notes_at_most(self, spec: str, tmp_path: pathlib.Path) -> None:
+        path = packs.published()[spec].path
+        assert {one.severity for one in review.lint(str(path))} <= {"note"}
+        including = tmp_path / "rules.yaml"
+        including.write_text(f'version: 1\ninclude: ["{packs.PREFIX}{spec}"]\n')
+        assert review.lint(str(including)) == []  # nobody can change a pack
+
+    @pytest.mark.parametrize("page", ["README.md", "rules/README.md"])
+    def test_the_examples_of_the_guides(self, page: str, tmp_path: pathlib.Path) -> None:
+        text = (ROOT / page).read_text(encoding="utf-8").partition("do not edit below")[0]
+        shown = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        assert shown
+        for one in shown:
+            if name := re.match(r"# (\S+\.yaml)\n", one):
+                (tmp_path / name[1]).parent.mkdir(exist_ok=True)
+                (tmp_path / name[1]).write_text(one, encoding="utf-8")
+        for one in shown:
+            (tmp_path / "shown.yaml").write_text(one, encoding="utf-8")
+            warned = {
+                problem.check
+                for problem in review.lint(str(tmp_path / "shown.yaml"))
+                if problem.severity != "note"
+            }
+            # One of them shows what the check warns of: the order of effects.
+            assert warned == ({"effective-order"} if "# order.yaml" in one else set())
+
+
+def param(name: str, *aliases: str, ndim: int = 2) -> Param:
+    return Param(name, aliases, (2,) * ndim, "float32", requires_grad=True, module_type=("Linear",))
+
+
+def manifest(*params: Param, model_type: tuple[str, ...] = ("Net",)) -> Manifest:
+    modules = [Module(".", (), model_type), Module("layers", (), ("ModuleList",))]
+    return Manifest(origin="Net", params=params, modules=tuple(modules), model_type=model_type)
+
+
+LAYERS = [param(f"layers.{index}.weight") for index in range(12)]
+
+
+class TestWithNames:
+    """What is doubtful without names is known with them."""
+
+    def test_a_number_that_does_not_go_on(self, tmp_path: pathlib.Path) -> None:
+        rules = '  - {id: a, action: norm-log, params: "layers.1*"}\n'
+        assert found(lint(tmp_path, rules)) == [("number-prefix", 3, 39)]
+        assert found(lint(tmp_path, rules, manifest(*LAYERS))) == [("number-prefix", 3, 39)]
+        assert lint(tmp_path, rules, manifest(*LAYERS[:5])) == []
+
+    def test_an_expression_that_does_match(self, tmp_path: pathlib.Path) -> None:
+        rules = '  - {id: a, action: norm-log, params: "re:scale"}\n'
+        assert found(lint(tmp_path, rules, manifest(param("h.scale")))) == [
+            ("partial-regex", 3, 39)
+        ]
+        assert lint(tmp_path, rules, manifest(param("scale"))) == []
+
+    def test_overlaps_are_exact(self, tmp_path: pathlib.Path) -> None:
+        rules = (
+            '  - {id: a, action: scale, params: "*.weight", factor: 2}\n'
+            '  - {id: b, action: scale, params: "h.*", factor: 2}\n'
+        )
+        assert lint(tmp_path, rules) == []
+        names = [param("h.weight"), param("h.bias"), param("fc.weight")]
+        assert found(lint(tmp_path, rules, manifest(*names))) == [("overlapping-edits", 4, 36)]
+        assert lint(tmp_path, rules, manifest(*names[1:])) == []
+
+    def test_conditions_and_classes_of_models_count(self, tmp_path: pathlib.Path) -> None:
+        rules = (
+            '  - {id: a, action: scale, params: "*", factor: 2, where: {ndim: 2}}\n'
+            '  - {id: b, action: scale, params: "*", factor: 2, where: {ndim: 1}}\n'
+            '  - {id: c, action: scale, params: "*", factor: 2, model: "Other"}\n'
+        )
+        names = manifest(param("h.weight"), param("h.bias", ndim=1))
+        assert lint(tmp_path, rules, names) == []
+        other = manifest(param("h.weight"), param("h.bias", ndim=1), model_type=("Other",))
+        (problem,) = lint(tmp_path, rules, other)
+        assert (problem.check, problem.place.line) == ("overlapping-edits", 5)
+        assert "`a` and `b`" in problem.message
+
+    def test_a_rule_that_is_covered_in_this_model(self, tmp_path: pathlib.Path) -> None:
+        rules = (
+            '  - {id: a, action: freeze, params: "h.*"}\n'
+            '  - {id: b, action: scale, params: "*.weight", factor: 2}\n'
+        )
+        assert lint(tmp_path, rules, manifest(param("h.weight"), param("fc.weight"))) == []
+        assert found(lint(tmp_path, rules, manifest(param("h.weight"), param("fc.bias")))) == [
+            ("shadowed-rule", 4, 10)
+        ]
+
+    def test_an_exclude_by_the_other_name_of_a_tied_parameter(self, tmp_path: pathlib.Path) -> None:
+        rules = '  - {id: a, action: norm-log, params: "wte.*", exclude: "head.weight"}\n'
+        assert found(lint(tmp_path, rules)) == [("useless-exclude", 3, 57)]
+        assert lint(tmp_path, rules, manifest(param("wte.weight", "head.weight"))) == []
+        apart = manifest(param("wte.weight"), param("head.weight"))
+        assert found(lint(tmp_path, rules, apart)) == [("useless-exclude", 3, 57)]
+
+    def test_a_suppression_that_only_names_make_superfluous(self, tmp_path: pathlib.Path) -> None:
+        rules = (
+            '  - {id: a, action: norm-log, params: "layers.1*"}  '
+            "# gradsurgeon: ignore[number-prefix]\n"
+        )
+        assert lint(tmp_path, rules) == []
+        assert lint(tmp_path, rules, manifest(*LAYERS[:5])) == []
+
+
+class TestSuppression:
+    def test_no_comment_inside_a_text_counts(self, tmp_path: pathlib.Path) -> None:
+        rules = (
+            "  - id: a\n    action: scale\n"
+            '    model: "Net\n      # gradsurgeon: ignore[scale-by-one]"\n'
+            "    params: 'a # gradsurgeon: ignore[scale-by-one]'\n"
+            "    factor: 1\n"
+        )
+        assert found(lint(tmp_path, rules)) == [("scale-by-one", 8, 13)]
+        block = (
+            "  - id: a\n    action: scale\n    factor: 1\n    params: |-\n"
+            "      a # gradsurgeon: ignore[scale-by-one]\n"
+        )
+        assert found(lint(tmp_path, block)) == [("scale-by-one", 5, 13)]
+
+    def test_a_comment_behind_a_block_does_count(self, tmp_path: pathlib.Path) -> None:
+        rules = (
+            "  - id: a\n    action: scale\n    params: |-  # gradsurgeon: ignore[scale-by-one]\n"
+            "      a\n    # gradsurgeon: ignore[scale-by-one]\n    factor: 1\n"
+        )
+        # The first one counts for its own line only, where nothing is wrong.
+        assert found(lint(tmp_path, rules)) == [("unused-suppression", 5, 40)]
+
+    def test_line_ends_wide_characters_and_a_mark_at_the_beginning(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        path = tmp_path / "rules.yaml"
+        line = '  - {id: a, action: scale, params: "层", factor: 1}  # gradsurgeon: ignore[%s]'
+        for check, expected in (("scale-by-one", []), ("x", [("unused-suppression", 3, 75)])):
+            text = "\ufeffversion: 1\r\nrules:\r\n" + line % check + "\r\n"
+            path.write_text(text, encoding="utf-8", newline="")
+            problems = review.lint(str(path))
+            assert [one for one in found(problems) if one[0] == "unused-suppression"] == expected
+
+    def test_the_line_above_is_the_line_right_above(self, tmp_path: pathlib.Path) -> None:
+        rule = "  - id: a\n    action: scale\n    params: a\n{}    factor: 1\n"
+        comment = "    # gradsurgeon: ignore[scale-by-one]\n"
+        assert lint(tmp_path, rule.format(comment)) == []
+        assert lint(tmp_path, rule.format(comment + "    # why\n")) == []
+        assert found(lint(tmp_path, rule.format(comment + "\n"))) == [
+            ("unused-suppression", 6, 28),
+            ("scale-by-one", 8, 13),
+        ]
+
+    def test_behind_the_id_it_counts_for_that_rule_alone(self, tmp_path: pathlib.Path) -> None:
+        rule = "  - action: scale\n    params: {0}\n    id: {0}{1}\n    factor: 1\n"
+        comment = "  # gradsurgeon: ignore[scale-by-one]"
+        rules = rule.format("a", "") + rule.format("b", comment) + rule.format("c", "")
+        assert found(lint(tmp_path, rules)) == [("scale-by-one", 6, 13), ("scale-by-one", 14, 13)]
+
+    def test_what_a_pack_does_is_suppressed_where_it_is_included(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        path = tmp_path / "rules.yaml"
+        entries = '  - "gradsurgeon:clip@1"\n  - "gradsurgeon:gan@1"{}\n'
+        path.write_text("version: 1\ninclude:\n" + entries.format(""))
+        assert {one[1] for one in found(review.lint(str(path)))} == {4}
+        comment = "  # gradsurgeon: ignore[overlapping-edits, observed-order]"
+        path.write_text("version: 1\ninclude:\n" + entries.format(comment))
+        assert review.lint(str(path)) == []
+
+    def test_a_file_that_cannot_be_read_is_reported_as_ever(self, tmp_path: pathlib.Path) -> None:
+        (tmp_path / "no.yaml").write_text("# gradsurgeon: ignore[yaml-syntax]\nrules: [\n")
+        assert [one.check for one in review.lint(str(tmp_path / "no.yaml"))] == ["yaml-syntax"]
+        assert [one.check for one in review.lint(str(tmp_path / "gone.yaml"))] == [
+            "unreadable-file"
+        ]
+
+
+class TestProofs:
+    PIECES = (
+        "a",
+        "1",
+        "2",
+        ".",
+        "*",
+        "?",
+        "[1-2]",
+        "[!a]",
+        "{a,1}",
+        "{a.,*1}",
+        "{1..2}",
+        "{0..12}",
+    )
+    NAMES = tuple(
+        "".join(chars) for size in range(5) for chars in itertools.product("a12.", repeat=size)
+    )
+
+    def patterns(self) -> list[str]:
+        chosen = random.Random(0)
+        found = []
+        while len(found) < 80:
+            text = "".join(chosen.choices(self.PIECES, k=chosen.randint(1, 5)))
+            try:
+                compile_pattern(text)
+            except PatternError:
+                continue
+            found.append(text)
+        return found
+
+    def test_nothing_is_proved_that_is_wrong(self) -> None:
+        patterns = self.patterns()
+        matched = {
+            text: {name for name in self.NAMES if compile_pattern(text).matches(name)}
+            for text in patterns
+        }
+        contained = apart = 0
+        for one, other in itertools.product(patterns, patterns):
+            prover = Prover()
+            if prover.contains(one, other):
+                contained += one != other
+                assert matched[other] <= matched[one], (one, other)
+            if prover.disjoint(one, other):
+                apart += 1
+                assert not matched[one] & matched[other], (one, other)
+        assert contained > 100
+        assert apart > 1000
+
+    @pytest.mark.parametrize(
+        ("wide", "narrow"),
+        [
+            ("*", "re:x"),
+            ("h.*", "h.{0..5}.attn.*"),
+            ("h.{0..11}.*", "h.{3..5}.attn.*"),
+            ("*.{weight,bias}", "fc*.bias"),
+            ("layer?.*", "layer[1-3].*"),
+            ("re:h\\.\\d", "h.1"),
+        ],
+    )
+    def test_what_is_contained(self, wide: str, narrow: str) -> None:
+        assert Prover().contains(wide, narrow)
+        assert not Prover().contains(narrow, wide)
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            ("h.{0..5}.*", "h.{6..11}.*"),
+            ("*.bias", "*.weight"),
+            ("layers.*", "bias"),
+            ("layer[1-3].*", "layer4.*"),
+            ("h{1..1}*", "h1{0..9}"),
+        ],
+    )
+    def test_what_never_meets(self, one: str, other: str) -> None:
+        assert Prover().disjoint(one, other)
+        assert Prover().disjoint(other, one)
+
+    def test_without_a_budget_nothing_is_proved(self) -> None:
+        assert not Prover(0).contains("*.*s", "*.bias")
+        assert not Prover(3).disjoint("*.bias", "*.weight")
+
+    def test_schedules_that_share_a_step(self) -> None:
+        chosen = random.Random(0)
+        for _ in range(2000):
+            one, other = (
+                Steps.model_validate(
+                    {"from": (start := chosen.randint(0, 9)), "every": chosen.randint(1, 6)}
+                    | ({"to": start + chosen.randint(1, 20)} if chosen.random() < 0.7 else {})
+                )
+                for _ in range(2)
+            )
+            due, also = ({step for step in range(100) if it.due(step)} for it in (one, other))
+            assert cases.meet(one, other) == bool(due & also), (one, other)
+            if cases.within(one, other):
+                assert due <= also, (one, other)
+
+
+class TestHugeFiles:
+    def test_many_rules_are_compared_up_to_a_limit_which_is_said(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        rules = "".join(
+            f'  - {{id: r{index}, action: scale, params: "h.{index}.*.w{index}", factor: 2}}\n'
+            for index in range(cases.MAX_COMPARED + 5)
+        )
+        problems = lint(tmp_path, rules)
+        assert found(problems) == [("too-large", cases.MAX_COMPARED + 3, 10)]
+        assert problems[0].severity == "warning"
+
+    def test_many_doubts_are_shown_up_to_a_limit(self, tmp_path: pathlib.Path) -> None:
+        rules = "".join(
+            f'  - {{id: r{index}, action: scale, params: "h{index}", factor: 1}}\n'
+            for index in range(300)
+        )
+        problems = lint(tmp_path, rules)
+        assert [one.check for one in problems] == ["scale-by-one"] * 200 + ["too-large"]
+
+    def test_hostile_patterns_do_not_hold_up_the_reader(self, tmp_path: pathlib.Path) -> None:
+        texts = [f"*{'?' * index}a*{{0..99999}}*[!b]{'?' * 40}*" for index in range(30)]
+        rules = "".join(
+            f'  - {{id: r{index}, action: scale, params: "{text}", exclude: "{text}c", factor: 2}}\n'
+            for index, text in enumerate(texts)
+        )
+        schema.validate(source.parse(f"version: 1\nrules:\n{rules}"))
+        start = time.process_time()
+        lint(tmp_path, rules)
+        assert time.process_time() - start < 20  # seconds, where it would be hours
