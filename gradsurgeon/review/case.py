@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from math import gcd
@@ -16,6 +17,16 @@ from gradsurgeon.schema import Inspection, RuleSet
 
 # Rules are compared two by two, pattern by pattern: a file may hold thousands.
 MAX_COMPARED = 400
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is asked of a rule once per other rule."""
+
+    tensor: tuple[str, str]
+    when: tuple[int, int]  # moment, then position in the file
+    patterns: tuple[str, ...]
+    where: dict[str, object]
 
 
 class Case:
@@ -32,7 +43,16 @@ class Case:
         self.rules = rules.rules
         self._inspected, self._manifest = inspected, manifest
         self._prover = Prover()
-        self._position = {rule.id: index for index, rule in enumerate(self.rules)}
+        self._facts = {
+            rule.id: _Facts(
+                (rule.target, str(rule.ref)),
+                (MOMENTS.index(rule.point), index),
+                tuple(getattr(rule, rule.target)),
+                rule.where.model_dump(exclude_none=True),
+            )
+            for index, rule in enumerate(self.rules)
+        }
+        self._overlaps: dict[tuple[str, str], bool] = {}
         self._selected: dict[str, frozenset[str] | None] = {}
         total = 0
         small = []
@@ -106,52 +126,58 @@ class Case:
 
     def apart(self, rule: Rule, text: str) -> bool:
         """Tell whether it is certain that a pattern meets none of the patterns of a rule."""
-        if len(rule.exclude) + len(rule.patterns) > MAX_COMPARED:
+        if len(rule.exclude) + len(self._facts[rule.id].patterns) > MAX_COMPARED:
             return False
-        return all(self._prover.disjoint(one.text, text) for one in rule.patterns)
+        return all(self._prover.disjoint(one, text) for one in self._facts[rule.id].patterns)
 
     # -- two rules ----------------------------------------------------------------------------
 
     def acts_before(self, first: Rule, second: Rule) -> bool:
         """Tell whether a rule takes effect before another: by moment, then by file order."""
-        return self._when(first) < self._when(second)
-
-    def _when(self, rule: Rule) -> tuple[int, int]:
-        return MOMENTS.index(rule.point), self._position[rule.id]
+        return self._facts[first.id].when < self._facts[second.id].when
 
     def overlap(self, one: Rule, other: Rule) -> bool:
         """Tell whether it is certain that two rules meet on a tensor in some step.
 
         Without names it is certain where what a pattern of one matches is matched by the other.
         """
-        if not _alike(one, other) or not meet(one.steps, other.steps):
+        if self._facts[one.id].tensor != self._facts[other.id].tensor:
             return False
+        key = (one.id, other.id)
+        if key not in self._overlaps:
+            self._overlaps[key] = self._overlap(one, other)
+        return self._overlaps[key]
+
+    def _overlap(self, one: Rule, other: Rule) -> bool:
         names, others = self.selected(one), self.selected(other)
         if names is not None and others is not None:
-            return bool(names & others)
-        return self._takes_from(one, other) or self._takes_from(other, one)
+            return bool(names & others) and meet(one.steps, other.steps)
+        found = self._takes_from(one, other) or self._takes_from(other, one)
+        return found and meet(one.steps, other.steps)
 
     def _takes_from(self, wide: Rule, narrow: Rule) -> bool:
-        return _no_narrower(wide, narrow) and any(
-            self._takes(wide, narrow, one.text) for one in narrow.patterns
-        )
+        texts = self._facts[narrow.id].patterns
+        return any(self._takes(wide, narrow, text) for text in texts)
 
     def covers(self, wide: Rule, narrow: Rule) -> bool:
         """Tell whether it is certain that a rule acts on all that another acts on, whenever it does."""
-        if not _alike(wide, narrow) or not within(narrow.steps, wide.steps):
+        if self._facts[wide.id].tensor != self._facts[narrow.id].tensor:
             return False
-        if wide.when not in (None, narrow.when):
+        if wide.when not in (None, narrow.when) or not within(narrow.steps, wide.steps):
             return False
         names, wider = self.selected(narrow), self.selected(wide)
         if names is not None and wider is not None:
             return bool(names) and names <= wider
-        return _no_narrower(wide, narrow) and all(
-            self._takes(wide, narrow, one.text) for one in narrow.patterns
-        )
+        texts = self._facts[narrow.id].patterns
+        return all(self._takes(wide, narrow, text) for text in texts)
 
     def _takes(self, wide: Rule, narrow: Rule, text: str) -> bool:
         """Tell whether ``wide`` selects all that ``narrow`` selects by one of its patterns."""
-        if not any(self._contains(wide, one.text, text) for one in wide.patterns):
+        facts, own = self._facts[wide.id], self._facts[narrow.id]
+        if not any(self._contains(wide, one, text) for one in facts.patterns):
+            return False
+        # The conditions of the one hold wherever those of the other do.
+        if not facts.where.items() <= own.where.items() or wide.model not in (None, narrow.model):
             return False
         return all(
             any(self._contains(narrow, left, out) for left in narrow.exclude)
@@ -164,18 +190,6 @@ class Case:
         if rule.target == "modules" and ROOT in (wide, narrow):
             return wide == narrow
         return self._prover.contains(wide, narrow)
-
-
-def _alike(one: Rule, other: Rule) -> bool:
-    """Tell whether two rules mean the same tensor of the same kind of thing."""
-    return one.target == other.target and str(one.ref) == str(other.ref)
-
-
-def _no_narrower(wide: Rule, narrow: Rule) -> bool:
-    """Tell whether the conditions of a rule hold wherever those of another do."""
-    given = wide.where.model_dump(exclude_none=True)
-    own = narrow.where.model_dump(exclude_none=True)
-    return given.items() <= own.items() and wide.model in (None, narrow.model)
 
 
 def within(inner: Steps, outer: Steps) -> bool:

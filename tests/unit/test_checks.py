@@ -204,18 +204,14 @@ class TestWithNames:
 
 class TestSuppression:
     def test_no_comment_inside_a_text_counts(self, tmp_path: pathlib.Path) -> None:
-        rules = (
-            "  - id: a\n    action: scale\n"
-            '    model: "Net\n      # gradsurgeon: ignore[scale-by-one]"\n'
-            "    params: 'a # gradsurgeon: ignore[scale-by-one]'\n"
-            "    factor: 1\n"
-        )
-        assert found(lint(tmp_path, rules)) == [("scale-by-one", 8, 13)]
-        block = (
-            "  - id: a\n    action: scale\n    factor: 1\n    params: |-\n"
-            "      a # gradsurgeon: ignore[scale-by-one]\n"
-        )
-        assert found(lint(tmp_path, block)) == [("scale-by-one", 5, 13)]
+        text = "a # gradsurgeon: ignore[observed-order]"
+        clip = f"  - {{id: c, action: clip-norm, params: '{text}', max_norm: 1}}\n"
+        folded = text.replace(" #", "\n      #")
+        quoted = f'    params: "{folded}"\n'
+        block = f"    params: |-\n      {text}\n"
+        for params in (quoted, block):
+            rules = f"{clip}  - id: norms\n{params}    action: norm-log\n"
+            assert found(lint(tmp_path, rules)) == [("observed-order", 7, 13)]
 
     def test_a_comment_behind_a_block_does_count(self, tmp_path: pathlib.Path) -> None:
         rules = (
@@ -223,7 +219,7 @@ class TestSuppression:
             "      a\n    # gradsurgeon: ignore[scale-by-one]\n    factor: 1\n"
         )
         # The first one counts for its own line only, where nothing is wrong.
-        assert found(lint(tmp_path, rules)) == [("unused-suppression", 5, 40)]
+        assert found(lint(tmp_path, rules)) == [("unused-suppression", 5, 39)]
 
     def test_line_ends_wide_characters_and_a_mark_at_the_beginning(
         self, tmp_path: pathlib.Path
@@ -242,7 +238,7 @@ class TestSuppression:
         assert lint(tmp_path, rule.format(comment)) == []
         assert lint(tmp_path, rule.format(comment + "    # why\n")) == []
         assert found(lint(tmp_path, rule.format(comment + "\n"))) == [
-            ("unused-suppression", 6, 28),
+            ("unused-suppression", 6, 27),
             ("scale-by-one", 8, 13),
         ]
 
@@ -263,9 +259,12 @@ class TestSuppression:
         path.write_text("version: 1\ninclude:\n" + entries.format(comment))
         assert review.lint(str(path)) == []
 
-    def test_a_file_that_cannot_be_read_is_reported_as_ever(self, tmp_path: pathlib.Path) -> None:
+    def test_no_comment_helps_where_nothing_can_be_read(self, tmp_path: pathlib.Path) -> None:
         (tmp_path / "no.yaml").write_text("# gradsurgeon: ignore[yaml-syntax]\nrules: [\n")
-        assert [one.check for one in review.lint(str(tmp_path / "no.yaml"))] == ["yaml-syntax"]
+        assert [one.check for one in review.lint(str(tmp_path / "no.yaml"))] == [
+            "unused-suppression",
+            "yaml-syntax",
+        ]
         assert [one.check for one in review.lint(str(tmp_path / "gone.yaml"))] == [
             "unreadable-file"
         ]
@@ -292,7 +291,7 @@ class TestProofs:
 
     def patterns(self) -> list[str]:
         chosen = random.Random(0)
-        found = []
+        found: list[str] = []
         while len(found) < 80:
             text = "".join(chosen.choices(self.PIECES, k=chosen.randint(1, 5)))
             try:
@@ -343,6 +342,7 @@ class TestProofs:
             ("layers.*", "bias"),
             ("layer[1-3].*", "layer4.*"),
             ("h{1..1}*", "h1{0..9}"),
+            ("h1{0..9}", "h1?"),  # no number begins behind a digit
         ],
     )
     def test_what_never_meets(self, one: str, other: str) -> None:
