@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-Severity = Literal["error", "warning"]
+# A note is a fact to know about rules that may be just as they should.
+Severity = Literal["error", "warning", "note"]
 
 # Format characters such as the bidirectional overrides change how the *rest* of a line reads, so
 # they are shown as code points like control characters are.

@@ -147,9 +147,8 @@ def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None)
     file = os.fspath(path)
     try:
         if raw is None:
-            with pathlib.Path(file).open(
-                "rb"
-            ) as stream:  # gigabytes are refused like any long text
+            # A device or a file of gigabytes is refused like any long text.
+            with pathlib.Path(file).open("rb") as stream:
                 raw = stream.read(MAX_BYTES + 4)
         if b"\0" not in raw:
             errors = "strict" if len(raw) <= MAX_BYTES + 3 else "replace"

@@ -58,6 +58,7 @@ CASES = {
         ("spawned.py", "3"), (Trained("Net", "first.weight", 3, ranks=2),), noisy=True
     ),
     "sweep of processes": Case(("sweep.py",), (Trained("Linear", "weight", 3),) * 2),
+    "forked workers": Case(("hogwild.py",), (Trained("Linear", "weight", 3),) * 2),
     "pickle and stdin": Case(("pickled.py",), (Trained("Line", "slope", 4),), stdin=NUMBERS),
     "phases": Case(("rebuilt.py",), PHASES),
     "compiled": Case(("compiled.py",), (Trained("Sequential", "0.weight", 4),)),

@@ -95,11 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
 
     command("run", "Run a training script with rules on it, without editing it.")
-    lint = command("lint", "Check rule files: every problem, with its place and a remedy.")
-    lint.add_argument("files", nargs="+", metavar="FILE", help="a rule file")
-    lint.add_argument(
-        "--format", choices=("full", "concise", "json"), default="full", help="default: full"
-    )
+    _add_lint(command("lint", "Check rule files: every problem, with its place and a remedy."))
     _add_plan(command("plan", "Show what rules bind to in a model, touching nothing."))
     _add_params(command("params", "Write the names of a model, to plan rules without it."))
     explain = command("explain", "Show what an action does, its options and examples.")
@@ -128,6 +124,24 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stat", metavar="STAT", help="only this statistic, such as l2")
     parser.add_argument("--rule", metavar="RULE", help="only what this rule recorded")
     parser.add_argument("--name", metavar="PATTERN", help='only these tensors, such as "*.bias"')
+
+
+def _add_lint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a rule file")
+    parser.add_argument(
+        "--format",
+        choices=("full", "concise", "json", "github", "sarif"),
+        default="full",
+        help="full (the default) and concise are for people, json is documented and stable, github "
+        "annotates the lines of a pull request, sarif 2.1.0 is for code scanning",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+    parser.add_argument(
+        "--fail-on",
+        choices=("error", "warning", "never"),
+        default="error",
+        help="what makes the exit code 1, default: error; a file that cannot be read makes it 2",
+    )
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

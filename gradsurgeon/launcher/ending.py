@@ -29,7 +29,7 @@ class Ending:
     def __init__(self, settings: Settings, models: Models) -> None:
         self._settings = settings
         self._models = models
-        self._pid = os.getpid()
+        self._pid = 0
         self._expected = self._done = False
 
     def expect(self) -> None:
@@ -37,6 +37,8 @@ class Ending:
         if self._expected:
             return
         self._expected = True
+        # Of whoever trains: a forked worker may be the first to do so.
+        self._pid = os.getpid()
         atexit.register(self._finish)
         self._before_exit()
         # A script that handles the signal itself, now or later, is left to it.

@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -84,7 +85,10 @@ class Watch:
     def _born(self, optimizer: Optimizer) -> None:
         """Find the models of an optimizer that is new, or has got new parameters."""
         # Wrappers that skip the constructor of their base may have no groups of their own.
-        size = sum(len(group["params"]) for group in getattr(optimizer, "param_groups", ()))
+        groups = getattr(optimizer, "param_groups", ())
+        if any(is_lazy(param) for group in groups for param in group["params"]):
+            return  # The first backward pass finds them: they have a shape by then.
+        size = sum(len(group["params"]) for group in groups)
         if self._known.get(optimizer) != size:
             self._known[optimizer] = size
             self._stop_waiting()

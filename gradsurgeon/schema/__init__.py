@@ -2,7 +2,7 @@
 
 from gradsurgeon.schema._files import DISK, Files
 from gradsurgeon.schema._located import Built, Located
-from gradsurgeon.schema._tree import RuleSet, check, from_rules, validate
+from gradsurgeon.schema._tree import Inspection, RuleSet, check, from_rules, inspect, validate
 from gradsurgeon.schema._version import FORMAT, VERSION, meets
 
 __all__ = [
@@ -11,10 +11,12 @@ __all__ = [
     "VERSION",
     "Built",
     "Files",
+    "Inspection",
     "Located",
     "RuleSet",
     "check",
     "from_rules",
+    "inspect",
     "meets",
     "validate",
 ]

@@ -7,7 +7,7 @@ class Classifier(nn.Module):
         self.conv = nn.Sequential(
             nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
         )
-        self.head = nn.Linear(width, 4)
+        self.head = nn.LazyLinear(4)
 
     def forward(self, x):
         return self.head(self.conv(x).mean((2, 3)))
