@@ -125,7 +125,7 @@ def _items(
 
 
 def _size(item: dict[str, Any]) -> str:
-    return f" {item['dtype']} {item['shape']}" if "shape" in item else ""
+    return f" {item['dtype']} {item['shape']}" if "shape" in item else f" ({item['type'][0]})"
 
 
 def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -90,18 +90,19 @@ def _names(manifest: Manifest) -> dict[str, Names]:
 
 def _undecided(rule: Rule, manifest: Manifest) -> Iterator[str]:
     """Yield the conditions that go by what the source of the names does not tell."""
-    things: Sequence[Thing] = manifest.params if rule.target == "params" else manifest.modules
-    params = [thing for thing in things if isinstance(thing, Param)]
-    untyped = any(not thing.module_type for thing in things)
-    shapeless = any(_is_untold(param) for param in params)
+    params = manifest.params if rule.target == "params" else ()
+    things: Sequence[Thing] = params or manifest.modules
     where = rule.where
+    # All names are looked at for a condition that there is, and for no other.
     conditions = {
         "model": rule.model is not None
         and any(one.name == ROOT and not one.module_type for one in manifest.modules),
-        "where: module_type": where.module_type is not None and untyped,
-        "where: requires_grad": where.requires_grad is not None and bool(params) and untyped,
-        "where: ndim": where.ndim is not None and shapeless,
-        "where: numel": where.numel is not None and shapeless,
+        "where: module_type": where.module_type is not None
+        and any(not thing.module_type for thing in things),
+        "where: requires_grad": where.requires_grad is not None
+        and any(not param.module_type for param in params),
+        "where: ndim": where.ndim is not None and any(map(_is_untold, params)),
+        "where: numel": where.numel is not None and any(map(_is_untold, params)),
         "where: dtype": where.dtype is not None and any(not param.dtype for param in params),
     }
     for condition, undecided in conditions.items():

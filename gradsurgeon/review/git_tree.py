@@ -159,7 +159,7 @@ class GitTree:
         known = [name for name in names if name.endswith(_SUFFIXES)][:_MAX_NAMES]
         # The same name in another folder says more than a path of like letters.
         same = [name for name in known if posixpath.basename(name) == posixpath.basename(path)]
-        near = list(dict.fromkeys([*same, *get_close_matches(path, known, n=3, cutoff=0.5)]))[:3]
+        near = same[:3] or get_close_matches(path, known, n=3, cutoff=0.5)
         if not near:
             count = f"{len(known)} files of YAML or JSON" if known else "no file of YAML or JSON"
             return f"paths count from the top of the repository; it has {count}"
