@@ -21,8 +21,8 @@ from gradsurgeon.schema._document import (
     tidy,
     top_level,
 )
+from gradsurgeon.schema._files import DISK, Files
 from gradsurgeon.schema._located import Built, Located
-from gradsurgeon.source import read
 
 # A hostile tree is read within seconds.
 MAX_DEPTH = 8
@@ -84,22 +84,22 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
     return RuleSet(tuple(rules), places)
 
 
-def validate(source: Located) -> RuleSet:
-    """Return the rules of a document and of all that it includes.
+def validate(source: Located, files: Files = DISK) -> RuleSet:
+    """Return the rules of a document and of all that it includes, out of the same files.
 
     Raises:
         RuleFileError: with every problem found, those of reading the text included.
     """
-    tree = _Tree(source)
+    tree = _Tree(source, files)
     problems = tree.problems
     if any(problem.severity == "error" for problem in problems):
         raise RuleFileError(problems)
     return tree.rule_set(source)
 
 
-def check(source: Located) -> tuple[list[Rule], list[Problem]]:
+def check(source: Located, files: Files = DISK) -> tuple[list[Rule], list[Problem]]:
     """Return the valid rules of a document and its includes, and all problems, file by file."""
-    tree = _Tree(source)
+    tree = _Tree(source, files)
     return [rule for rule, _ in tree.rules], tree.problems
 
 
@@ -140,9 +140,9 @@ class Inspection:
         return source.place(("rules", index, *path))
 
 
-def inspect(source: Located) -> Inspection:
+def inspect(source: Located, files: Files = DISK) -> Inspection:
     """Return the rules of a document and its includes with all that is known of their places."""
-    tree = _Tree(source)
+    tree = _Tree(source, files)
     problems = tuple(tree.problems)
     return Inspection(
         None if any(one.severity == "error" for one in problems) else tree.rule_set(source),
@@ -156,7 +156,8 @@ def inspect(source: Located) -> Inspection:
 class _Tree:
     """The rules of a file and of all that it includes, in order, with all that is wrong."""
 
-    def __init__(self, source: Located) -> None:
+    def __init__(self, source: Located, files: Files) -> None:
+        self._from = files
         self.rules: list[tuple[Rule, Place]] = []
         self.files: list[tuple[str, str]] = []
         self.sources: list[Located] = []
@@ -166,10 +167,7 @@ class _Tree:
         self._ids: dict[str, Place] = {}
         self._followed = 0  # entries
         self._reached: dict[pathlib.Path, Place] = {}  # by which entry
-        trail: tuple[packs.Included, ...] = ()
-        if source.folder is not None:
-            path = source.folder / pathlib.Path(source.file).name
-            trail = (packs.Included(source.file, path.resolve(), source.folder),)
+        trail = () if source.folder is None else (files.itself(source, source.folder),)
         self._take(source, source.folder, trail)
 
     @property
@@ -246,9 +244,10 @@ class _Tree:
                 yield Problem(place, "bad-include", message, "include fewer files")
             return
         try:
-            target = packs.locate(entry, folder)
+            target = packs.locate(entry, folder, self._from.find)
             self._admit(target, place, trail)
-            document = read(target.path, target.name)
+            # A pack has no folder, and comes with gradsurgeon.
+            document = (DISK if target.folder is None else self._from).read(target)
             target.check(document.text)
             self.entries[document.file] = place
         except packs.IncludeError as error:

@@ -281,10 +281,10 @@ def test_a_command_of_its_own_carries_the_rules_to_its_ranks(runs: Runs) -> None
     case = CASES["DDP"]
     # `gradsurgeon run -- python -m torch.distributed.run ...`: the ranks are grandchildren.
     whole = Case(("--", sys.executable, *TORCHRUN, *case.words))
-    inside = attach("model")
+    inside = "    " + attach("model").replace("\n", "\n    ")
     futures = (
         runs.launched(whole, EDIT),
-        runs.written(case, "model = DistributedDataParallel(Net())", inside),
+        runs.written(case, "    model = DistributedDataParallel(Net())", inside),
         runs.plain(case),
     )
     outside, within, without = (future.result() for future in futures)

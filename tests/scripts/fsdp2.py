@@ -1,5 +1,7 @@
 """Run by torchrun: fully sharded parameters."""
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -31,27 +33,33 @@ class Stack(nn.Module):
         return self.out(x)
 
 
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-mesh = init_device_mesh("cpu", (world,))
-torch.manual_seed(22)
-model = Stack()
-for block in model.blocks:
-    fully_shard(block, mesh=mesh)
-fully_shard(model, mesh=mesh)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-for step in range(4):
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
-    loss = (model(x) - 1.0).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    dist.all_reduce(loss)
+def main():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(22)
+    model = Stack()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step)).chunk(world)[rank]
+        loss = (model(x) - 1.0).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(loss)
+        if rank == 0:
+            print(f"step {step} loss {loss.item():.9g}", flush=True)
+    options = StateDictOptions(full_state_dict=True)
+    whole = Stack()
+    whole.load_state_dict(get_model_state_dict(model, options=options) or whole.state_dict())
     if rank == 0:
-        print(f"step {step} loss {loss.item():.9g}", flush=True)
-options = StateDictOptions(full_state_dict=True)
-whole = Stack()
-whole.load_state_dict(get_model_state_dict(model, options=options) or whole.state_dict())
-if rank == 0:
-    print("weights", digest(whole))
+        print("weights", digest(whole))
+
+
+dist.init_process_group("gloo")
+main()
+# What holds process groups has to be gone by then, or the process may abort at its end.
+gc.collect()
 dist.destroy_process_group()

@@ -1,0 +1,275 @@
+"""`gradsurgeon params`, and `plan` on what it has written."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+
+import pytest
+from commands import WITHOUT_TORCH, call, write_rules
+
+NET = """
+import torch
+from torch import nn
+print("printed by the import")
+class Block(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.attn = nn.ModuleDict({k: nn.Linear(width, width, bias=False) for k in "qkvo"})
+        self.up, self.down = nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.act = nn.ReLU(inplace=True)
+class Transformer(nn.Module):
+    def __init__(self, layers, width, hidden, words):
+        super().__init__()
+        self.emb = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Block(width, hidden) for _ in range(layers))
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.emb.weight
+        self.norm = nn.LayerNorm(width)
+        self.norm.bias.requires_grad_(False)
+        self.twice = self.layers[0].norm
+def small():
+    return Transformer(2, 4, 8, 10)
+def huge():
+    return Transformer(80, 8192, 32768, 128256)
+def wider():
+    net = Transformer(3, 4, 8, 10)
+    net.layers[1].up = nn.Linear(4, 9, bias=False)
+    del net.twice
+    return net
+def fails():
+    raise OSError("no data")
+"""
+
+RULES = """version: 1
+rules:
+  - {id: norms, action: norm-log, params: "*"}
+  - {id: flat, action: clamp, params: "*", where: {module_type: Linear}, at: step, min: -1, max: 1}
+  - {id: tied, action: scale, params: "head.weight", factor: 0.5}
+  - {id: acts, action: norm-log, modules: "*.act", tensor: input.grad}
+  - {id: shared, action: norm-log, modules: "twice", tensor: output}
+  - {id: own, action: zero, params: "norm.bias", model: "Transf*", at: step}
+  - {id: tags, action: norm-log, tensors: "hidden"}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: pathlib.Path) -> pathlib.Path:
+    write_rules(tmp_path)
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "rules.yaml").write_text(RULES)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return what the command writes; it takes seconds to import torch."""
+    folder = tmp_path_factory.mktemp("params")
+    (folder / "net.py").write_text(NET)
+    done = call("params", "--model", "net:small", "-o", "params.json", cwd=folder)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert re.search(
+        r"^params.json: Transformer, 19 parameters, 320 elements, sha256:[0-9a-f]{64}$",
+        done.stderr,
+        re.MULTILINE,
+    )
+    assert sorted(path.name for path in folder.glob("params*")) == ["params.json"]
+    return (folder / "params.json").read_text()
+
+
+@pytest.fixture
+def written(here: pathlib.Path, once: str) -> pathlib.Path:
+    (here / "params.json").write_text(once)
+    return here
+
+
+class TestParams:
+    def test_stdout_holds_the_manifest_and_nothing_else(self, here: pathlib.Path) -> None:
+        done = call("params", "--model", "net:small", cwd=here)
+        found = json.loads(done.stdout)
+        assert list(found) == ["version", "origin", "hash", "params", "modules"]
+        assert found["params"][0] == {
+            "name": "emb.weight",
+            "aliases": ["head.weight"],
+            "shape": [10, 4],
+            "dtype": "float32",
+            "requires_grad": True,
+            "module_type": ["Embedding", "Module", "Linear"],
+        }
+        assert found["modules"][0] == {"name": ".", "type": ["Transformer", "Module"]}
+        assert "printed by the import" in done.stderr
+
+    def test_a_model_of_billions_costs_no_memory(self, here: pathlib.Path) -> None:
+        # 262 GB of weights: 2 GB of address space above that of torch would not hold one layer.
+        code = (
+            "import resource, sys, torch\n"
+            "before = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (before + (2 << 30),) * 2)\n"
+            "from gradsurgeon.cli import main\nsys.exit(main(sys.argv[1:]))"
+        )
+        done = call("params", "--model", "net:huge", "-o", "params.json", cwd=here, code=code)
+        assert done.returncode == 0, done.stderr
+        assert "643 parameters, 65,476,509,696 elements" in done.stderr
+
+    def test_a_file_that_cannot_be_written_leaves_nothing(self, here: pathlib.Path) -> None:
+        done = call("params", "--model", "net:small", "-o", "no/params.json", cwd=here)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "gradsurgeon: cannot write no/params.json: No such file" in done.stderr
+
+    def test_devices_are_written_to_and_not_replaced(self, here: pathlib.Path) -> None:
+        done = call("params", "--model", "net:small", "-o", "/dev/stdout", cwd=here)
+        assert json.loads(done.stdout)["origin"] == "Transformer"
+        assert pathlib.Path("/dev/stdout").is_symlink()
+
+    @pytest.mark.parametrize(
+        ("arguments", "reason"),
+        [
+            ((), "`params` needs `--model MODULE:NAME`, or `--check FILE`"),
+            (("--check", "a", "-o", "b"), "`--check` writes nothing"),
+            (("--check", f"sha256:{'0' * 64}"), "`--check` with a hash needs `--model"),
+            (("--check", "gone.json"), "gone.json: error: cannot read the file: No such file"),
+            (("--check", "rules.yaml"), "rules.yaml: error: not JSON: "),
+            (("--model", "net:fails"), "cannot build `net:fails`:\nTraceback"),
+        ],
+    )
+    def test_what_it_cannot_do(
+        self, here: pathlib.Path, arguments: tuple[str, ...], reason: str
+    ) -> None:
+        done = call("params", *arguments, cwd=here)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert reason in done.stderr
+        assert "gradsurgeon/" not in done.stderr
+
+
+class TestCheck:
+    def test_up_to_date(self, written: pathlib.Path) -> None:
+        done = call("params", "--check", "params.json", "--model", "net:small", cwd=written)
+        assert (done.returncode, done.stdout) == (0, "")
+        assert "params.json is up to date: Transformer, 19 parameters" in done.stderr
+
+    def test_stale(self, written: pathlib.Path) -> None:
+        done = call("params", "--check", "params.json", "--model", "net:wider", cwd=written)
+        assert done.returncode == 1
+        lines = done.stdout.splitlines()
+        assert lines[0] == "params.json is stale:"
+        assert "  + parameter layers.2.attn.q.weight float32 [4, 4]" in lines
+        assert "  ~ parameter layers.1.up.weight: shape [8, 4] -> [9, 4]" in lines
+        assert "  ~ parameter layers.0.norm.weight: aliases ['twice.weight'] -> []" in lines
+        assert "  + module layers.2 (Block)" in lines
+        assert "  ~ module layers.0.norm: aliases ['twice'] -> nothing" in lines
+        assert lines[-1] == "write it again: gradsurgeon params --model net:wider -o params.json"
+        back = call("params", "--model", "net:wider", "-o", "wider.json", cwd=written)
+        assert back.returncode == 0
+        done = call("params", "--check", "wider.json", "--model", "net:small", cwd=written)
+        assert "  - parameter layers.2.attn.q.weight float32 [4, 4]" in done.stdout.splitlines()
+
+    def test_another_order_is_stale(self, written: pathlib.Path) -> None:
+        data = json.loads((written / "params.json").read_text())
+        data["params"].reverse()
+        (written / "params.json").write_text(json.dumps(data))
+        done = call("params", "--check", "params.json", "--model", "net:small", cwd=written)
+        assert done.returncode == 1
+        assert "  ~ the order of the parameters" in done.stdout.splitlines()
+
+    def test_a_hash_alone(self, written: pathlib.Path) -> None:
+        own = json.loads((written / "params.json").read_text())["hash"]
+        done = call("params", "--check", own, "--model", "net:small", cwd=written)
+        assert (done.returncode, done.stdout) == (0, "")
+        done = call("params", "--check", own, "--model", "net:wider", cwd=written)
+        assert done.returncode == 1
+        assert re.match(f"stale: the hash of Transformer is sha256:.*, not {own}\n", done.stdout)
+
+    def test_a_file_against_its_own_hash_needs_no_torch(self, written: pathlib.Path) -> None:
+        done = call("params", "--check", "params.json", cwd=written, code=WITHOUT_TORCH)
+        assert (done.returncode, done.stdout) == (0, "")
+        text = (written / "params.json").read_text()
+        (written / "params.json").write_text(text.replace("[10, 4]", "[10, 5]"))
+        done = call("params", "--check", "params.json", cwd=written, code=WITHOUT_TORCH)
+        assert done.returncode == 1
+        assert "params.json was edited by hand, or merged" in done.stdout
+
+
+class TestPlan:
+    @pytest.mark.parametrize("form", ["json", "text"])
+    def test_it_is_the_plan_of_the_model_without_torch(
+        self, written: pathlib.Path, form: str
+    ) -> None:
+        end = ("--format", form)
+        known = call("plan", "rules.yaml", "--model", "net:small", *end, cwd=written)
+        done = call(
+            "plan", "rules.yaml", "--params", "params.json", *end, cwd=written, code=WITHOUT_TORCH
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == known.stdout
+        assert "layers.1.act" in done.stdout
+
+    def test_the_documented_form_of_json(self, written: pathlib.Path) -> None:
+        arguments = ("plan", "rules.yaml", "--params", "params.json", "--format", "json")
+        found = json.loads(call(*arguments, cwd=written).stdout)
+        assert list(found) == ["version", "model", "rules", "chains", "warnings"]
+        assert found["version"] == 1
+        assert found["model"] == {"params": 19, "elements": 320}
+        keys = [
+            "id",
+            "action",
+            "tensor",
+            "point",
+            "hook",
+            "params",
+            "modules",
+            "elements",
+            "warnings",
+        ]
+        assert all(list(rule) == keys for rule in found["rules"])
+        rules = {rule["id"]: rule for rule in found["rules"]}
+        assert rules["own"] == {
+            "id": "own",
+            "action": "zero",
+            "tensor": "grad",
+            "point": "step",
+            "hook": "step pre-hook",
+            "params": ["norm.bias"],
+            "modules": [],
+            "elements": 4,
+            "warnings": [
+                "all parameters it matches are frozen: it acts once they are not",
+                "zero is not freeze: weight decay and momentum still move the weight",
+            ],
+        }
+        assert rules["shared"]["modules"] == ["layers.0.norm"]
+        assert found["chains"]["norm.bias"] == ["norms", "own"]
+        assert found["chains"]["hidden grad"] == ["tags"]
+
+    def test_weights_name_parameters_as_well(self, written: pathlib.Path) -> None:
+        header = json.dumps({"fc.bias": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}})
+        raw = len(header).to_bytes(8, "little") + header.encode() + bytes(12)
+        (written / "model.safetensors").write_bytes(raw)
+        index = {"weight_map": {"fc.bias": "model.safetensors"}}
+        (written / "model.safetensors.index.json").write_text(json.dumps(index))
+        for name in ("model.safetensors", "model.safetensors.index.json"):
+            arguments = ("plan", "clean.yaml", "--params", name)
+            done = call(*arguments, cwd=written, code=WITHOUT_TORCH)
+            assert done.returncode == 0
+            head = f"plan: clean.yaml on {name}: 1 rule, 1 parameter, 3 elements"
+            assert done.stdout.startswith(head)
+            assert f"names come from {name}: it does not tell buffers" in done.stdout
+        done = call("plan", "rules.yaml", "--params", "model.safetensors", cwd=written)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "rule flat: `where: module_type` cannot be decided" in done.stderr
+        assert "rule own: `model` cannot be decided" in done.stderr
+
+    @pytest.mark.parametrize("sources", [(), ("--params", "params.json", "--model", "net:small")])
+    def test_one_source_of_names_exactly(
+        self, written: pathlib.Path, sources: tuple[str, ...]
+    ) -> None:
+        done = call("plan", "clean.yaml", *sources, cwd=written)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "--model" in done.stderr
+
+    def test_a_wrong_manifest_is_no_fault_of_the_rules(self, written: pathlib.Path) -> None:
+        (written / "params.json").write_text('{"version": 1, "params": 3}')
+        done = call("plan", "clean.yaml", "--params", "params.json", cwd=written)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "params.json params: error: expected a list, found the number 3" in done.stderr

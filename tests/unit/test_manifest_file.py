@@ -1,0 +1,413 @@
+"""Names of a model from files: what `params` writes, what safetensors holds, and what strangers send."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import models
+import pytest
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon import planning
+from gradsurgeon.errors import ManifestError
+from gradsurgeon.planning import Manifest, manifest_file
+
+
+class Shared(nn.Module):
+    """Everything that is written for few models only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.again = self.first
+        self.act = nn.ReLU(inplace=True)
+        self.table = nn.Embedding(4, 3, sparse=True)
+        self.lazy = nn.LazyLinear(2)
+
+
+ZOO = [models.Mlp, models.Tied, models.Frozen, Shared, nn.Identity]
+
+
+def manifest(*rows: tuple[str, str, list[int]]) -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "params": [
+            {
+                "name": name,
+                "aliases": [],
+                "shape": shape,
+                "dtype": dtype,
+                "requires_grad": True,
+                "module_type": ["Linear", "Module"],
+            }
+            for name, dtype, shape in rows
+        ],
+        "modules": [{"name": ".", "type": ["Net", "Module"]}],
+    }
+    return {"version": 1, "origin": "Net", "hash": manifest_file.digest(content), **content}
+
+
+GOOD = manifest(("fc.weight", "float32", [3, 4]), ("fc.bias", "float32", [3]))
+
+
+def refused(data: object, path: pathlib.Path) -> list[tuple[str, str]]:
+    """Return place inside the file and message of each problem."""
+    path.write_text(data if isinstance(data, str) else json.dumps(data), encoding="utf-8")
+    with pytest.raises(ManifestError, match=r"problems? in the names of the model") as caught:
+        manifest_file.read(path)
+    return [
+        (str(one.place).removeprefix(str(path)).strip(), one.message)
+        for one in caught.value.problems
+    ]
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path) -> pathlib.Path:
+    return tmp_path / "params.json"
+
+
+class TestRoundTrip:
+    @pytest.mark.parametrize("net", ZOO)
+    def test_nothing_is_lost(self, net: type[nn.Module], file: pathlib.Path) -> None:
+        own = planning.from_model(net())
+        file.write_text(manifest_file.dumps(own), encoding="utf-8")
+        assert manifest_file.read(file) == own
+        assert manifest_file.from_dict(manifest_file.to_dict(own)) == own
+
+    def test_the_documented_form(self) -> None:
+        assert manifest_file.to_dict(planning.from_model(nn.Sequential(nn.Linear(2, 1)))) == {
+            "version": 1,
+            "origin": "Sequential",
+            "hash": "sha256:160fa955e9cc6180addaa67b3eee5cc0a6f10070a6d319883af1c3eb3029cc05",
+            "params": [
+                {
+                    "name": "0.weight",
+                    "aliases": [],
+                    "shape": [1, 2],
+                    "dtype": "float32",
+                    "requires_grad": True,
+                    "module_type": ["Linear", "Module"],
+                },
+                {
+                    "name": "0.bias",
+                    "aliases": [],
+                    "shape": [1],
+                    "dtype": "float32",
+                    "requires_grad": True,
+                    "module_type": ["Linear", "Module"],
+                },
+            ],
+            "modules": [
+                {"name": ".", "type": ["Sequential", "Module"]},
+                {"name": "0", "type": ["Linear", "Module"]},
+            ],
+        }
+
+    def test_one_line_per_parameter(self) -> None:
+        text = manifest_file.dumps(planning.from_model(models.Tied()))
+        assert json.loads(text) == manifest_file.to_dict(planning.from_model(models.Tied()))
+        assert (
+            sum('"emb.weight"' in line and '"head.weight"' in line for line in text.splitlines())
+            == 1
+        )
+
+    def test_a_hand_that_edited_it_is_told(self, file: pathlib.Path) -> None:
+        file.write_text(json.dumps(GOOD).replace("[3, 4]", "[3, 5]"), encoding="utf-8")
+        found = manifest_file.read(file)
+        (note,) = found.notes
+        assert note.startswith(f"{file} was edited by hand, or merged: its hash is not that of")
+        assert found.params[0].shape == (3, 5)
+        rules = 'version: 1\nrules:\n  - {id: a, action: norm-log, params: "*"}\n'
+        assert gradsurgeon.plan(found, rules).warnings == (note,)
+
+
+class TestStrict:
+    def test_every_problem_at_once_with_its_place(self, file: pathlib.Path) -> None:
+        data = json.loads(json.dumps(GOOD))
+        data["params"][0] |= {"shape": [3, -1, True, "x"], "requires_grad": 1, "dtyp": "float32"}
+        del data["params"][0]["dtype"]
+        data["params"][1]["aliases"] = "fc.b"
+        data["modules"].append({"name": "", "type": [None]})
+        data["hash"] = "sha256:0"
+        data["origin"] = None
+        assert refused(data, file) == [
+            ("origin", "expected a text of 1 to 1000 characters, found nothing"),
+            ("hash", 'expected `sha256:` and 64 hexadecimal digits, found the text "sha256:0"'),
+            ("params[0].dtyp", "unknown key `dtyp`"),
+            ("params[0].shape[1]", "expected a whole number, 0 or more, found the number -1"),
+            ("params[0].shape[2]", "expected a whole number, 0 or more, found true"),
+            ("params[0].shape[3]", 'expected a whole number, 0 or more, found the text "x"'),
+            ("params[0]", "missing key `dtype`"),
+            ("params[0].requires_grad", "expected true or false, found the number 1"),
+            ("params[1].aliases", 'expected a list, found the text "fc.b"'),
+            ("modules[1].name", 'expected a text of 1 to 1000 characters, found the text ""'),
+            ("modules[1].type[0]", "expected a text of 1 to 1000 characters, found nothing"),
+        ]
+
+    def test_names_are_unique_aliases_included(self, file: pathlib.Path) -> None:
+        data = json.loads(json.dumps(GOOD))
+        data["params"][1]["aliases"] = ["tied", "fc.weight"]
+        data["modules"] *= 2
+        assert refused(data, file) == [
+            (
+                "params[1].aliases[1]",
+                "the parameter `fc.weight` stands twice, first at params[0].name",
+            ),
+            ("modules[1].name", "the module `.` stands twice, first at modules[0].name"),
+        ]
+
+    @pytest.mark.parametrize(
+        ("text", "place", "message"),
+        [
+            ("", "", "not JSON: Expecting value at line 1, column 1"),
+            ("[1, NaN]", "", "not JSON: NaN is no value of JSON"),
+            ("[" * 100_000, "", "not JSON: it is nested too deeply"),
+            (
+                "9" * 5000,
+                "",
+                "not JSON: Exceeds the limit (4300 digits) for integer string conversion",
+            ),
+            ("[" + "1," * 6_000_000 + "1]", "", "more than 6,000,000 values are not read"),
+            (" " * 100_000_001, "", "more than 100 MB of JSON are not read"),
+            ('{"version": 2}', "", "this is version 2 of the format, this gradsurgeon reads 1"),
+        ],
+        ids=["empty", "nan", "deep", "digits", "values", "bytes", "later"],
+    )
+    def test_hostile_texts(self, file: pathlib.Path, text: str, place: str, message: str) -> None:
+        ((where, found),) = refused(text, file)
+        assert (where, found[: len(message)]) == (place, message)
+
+    @pytest.mark.parametrize("value", [None, 1, "x", [], True, {"a": 1}])
+    def test_wrong_types_at_the_top(self, file: pathlib.Path, value: object) -> None:
+        assert refused(value, file)
+        assert refused({**GOOD, "params": value}, file) if value != [] else True
+        assert refused({**GOOD, "version": value}, file) if value != 1 else True
+
+    def test_a_key_that_stands_twice(self, file: pathlib.Path) -> None:
+        text = json.dumps(GOOD).replace('"dtype"', '"dtype": "float64", "dtype"', 1)
+        assert refused(text, file) == [("params[0].dtype", "the key `dtype` stands twice")]
+
+    def test_thousands_of_problems_come_to_an_end(self, file: pathlib.Path) -> None:
+        problems = refused({**GOOD, "params": [0] * 10_000}, file)
+        assert len(problems) == 201
+        assert problems[-1][1] == "over 200 problems, not read on"
+
+    def test_a_shape_of_a_million_dimensions(self, file: pathlib.Path) -> None:
+        problems = refused(manifest(("a", "float32", [1 << 62] * 1_000_000)), file)
+        assert problems == [("params[0].shape", "1000000 items, at most 64 are read")]
+
+    def test_control_codes_are_escaped(self, file: pathlib.Path) -> None:
+        file.write_text(json.dumps({**GOOD, "\x1b[2J": "\x1b[31m", "origin": ["\x1b"]}))
+        with pytest.raises(ManifestError) as caught:
+            manifest_file.read(file)
+        assert "\x1b" not in str(caught.value)
+
+    def test_bytes_that_are_no_text(self, file: pathlib.Path) -> None:
+        file.write_bytes(b'{"a": "\xff"}')
+        with pytest.raises(ManifestError, match="byte 8 is not UTF-8 text"):
+            manifest_file.read(file)
+
+    @pytest.mark.parametrize("name", ["gone.json", "gone.safetensors", "a\0b", "."])
+    def test_what_cannot_be_read(self, tmp_path: pathlib.Path, name: str) -> None:
+        with pytest.raises(ManifestError, match="cannot read the file") as caught:
+            manifest_file.read(f"{tmp_path}/{name}")
+        assert [one.check for one in caught.value.problems] == ["unreadable-file"]
+
+    def test_the_error_travels_between_processes(self, file: pathlib.Path) -> None:
+        with pytest.raises(ManifestError) as caught:
+            manifest_file.from_dict([], str(file))
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert again.problems == caught.value.problems
+
+
+def write_weights(
+    path: pathlib.Path, tensors: Mapping[str, tuple[object, list[int]]], metadata: object = None
+) -> None:
+    """Write a header without the tensors, which nothing may read."""
+    header: dict[str, Any] = {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
+        for name, (dtype, shape) in tensors.items()
+    }
+    if metadata is not None:
+        header["__metadata__"] = metadata
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+
+
+def bind(found: Manifest, *rules: str) -> gradsurgeon.Plan:
+    lines = [f"  - {{id: r{number}, {rule}}}\n" for number, rule in enumerate(rules)]
+    return gradsurgeon.plan(found, "version: 1\nrules:\n" + "".join(lines))
+
+
+class TestWeights:
+    @pytest.fixture
+    def found(self, tmp_path: pathlib.Path) -> Manifest:
+        path = tmp_path / "model.safetensors"
+        tensors = {
+            "h.10.fc.weight": ("BF16", [8, 2]),
+            "h.2.fc.weight": ("F32", [8, 2]),
+            "emb.weight": ("F16", [5, 2]),
+            "h.2.norm.num_batches_tracked": ("I64", []),
+        }
+        write_weights(path, tensors, {"format": "pt", "head.weight": "emb.weight"})
+        return manifest_file.read(path)
+
+    def test_names_shapes_dtypes_in_the_order_of_layers(self, found: Manifest) -> None:
+        assert [(one.name, one.aliases, one.shape, one.dtype) for one in found.params] == [
+            ("emb.weight", ("head.weight",), (5, 2), "float16"),
+            ("h.2.fc.weight", (), (8, 2), "float32"),
+            ("h.10.fc.weight", (), (8, 2), "bfloat16"),
+        ]
+        names = [".", "emb", "h", "h.2", "h.2.fc", "h.10", "h.10.fc", "head"]
+        assert [one.name for one in found.modules] == names
+        assert {one.module_type for one in found.params} | {
+            one.module_type for one in found.modules
+        } == {()}
+
+    def test_what_it_cannot_tell_is_a_warning_of_the_plan(self, found: Manifest) -> None:
+        plan = bind(
+            found,
+            'action: norm-log, params: "*"',
+            'action: norm-log, modules: "h.*.fc", tensor: output',
+        )
+        assert [one.name for one in plan.of("r1")] == ["h.2.fc", "h.10.fc"]
+        assert plan.manifest.elements == 42
+        assert any("does not tell buffers from parameters" in text for text in plan.warnings)
+        assert any(
+            "1 tensors of whole numbers are left out (such as h.2.norm.num" in text
+            for text in plan.warnings
+        )
+
+    @pytest.mark.parametrize(
+        ("rule", "condition"),
+        [
+            ('action: zero, params: "*", where: {module_type: "Linear"}', "where: module_type"),
+            (
+                'action: norm-log, modules: "*", tensor: output, where: {module_type: "Linear"}',
+                "where: module_type",
+            ),
+            ('action: zero, params: "*", where: {requires_grad: true}', "where: requires_grad"),
+            ('action: zero, params: "*", model: "Net"', "model"),
+            (
+                'action: zero, params: "*", where: {module_type: "Linear"}, optional: true',
+                "where: module_type",
+            ),
+        ],
+    )
+    def test_conditions_on_what_is_not_told_are_errors(
+        self, found: Manifest, rule: str, condition: str
+    ) -> None:
+        with pytest.raises(gradsurgeon.BindError) as caught:
+            bind(found, rule)
+        (complaint,) = caught.value.complaints
+        assert (
+            f"rule r0: `{condition}` cannot be decided: {found.origin} does not tell" in complaint
+        )
+
+    def test_conditions_on_shapes_and_dtypes_hold(self, found: Manifest) -> None:
+        plan = bind(
+            found,
+            'action: zero, params: "*", where: {ndim: 2, numel: {min: 11}, dtype: "bfloat16"}',
+        )
+        assert [one.name for one in plan.of("r0")] == ["h.10.fc.weight"]
+
+    def test_real_files_say_the_same_as_the_model(self, tmp_path: pathlib.Path) -> None:
+        save = pytest.importorskip("safetensors.torch").save_model
+        model = models.Tied()
+        save(model, str(tmp_path / "m.safetensors"))
+        found = manifest_file.read(tmp_path / "m.safetensors")
+        own = planning.from_model(model)
+        assert {(frozenset(one.names), one.shape, one.dtype) for one in found.params} == {
+            (frozenset(one.names), one.shape, one.dtype) for one in own.params
+        }
+
+    @pytest.mark.parametrize(
+        ("raw", "message"),
+        [
+            (b"", "its header does not fit in it"),
+            (b"\xff" * 20, "its header does not fit in it"),
+            (b"version https://git-lfs.github.com/spec/v1\noid", "this is a pointer of Git LFS"),
+            (b"\x02" + bytes(7) + b"[]", "its header is no JSON object"),
+            (b"\x09" + bytes(7) + b'{"a": NaN', "NaN is no value"),
+            (b"\x09" + bytes(7) + b'{"a": [] }', "not JSON"),
+        ],
+    )
+    def test_other_files(self, tmp_path: pathlib.Path, raw: bytes, message: str) -> None:
+        (tmp_path / "m.safetensors").write_bytes(raw)
+        with pytest.raises(ManifestError, match=message):
+            manifest_file.read(tmp_path / "m.safetensors")
+
+    def test_a_pipe_is_refused_and_not_waited_for(self, tmp_path: pathlib.Path) -> None:
+        os.mkfifo(tmp_path / "m.safetensors")
+        with pytest.raises(ManifestError, match="no regular file"):
+            manifest_file.read(tmp_path / "m.safetensors")
+
+    def test_every_tensor_that_is_wrong(self, tmp_path: pathlib.Path) -> None:
+        path = tmp_path / "m.safetensors"
+        write_weights(
+            path, {"a": ("F32", [-1]), "b": (3, [1]), "": ("F32", [1]), "c": ("F32", [1])}
+        )
+        with pytest.raises(ManifestError) as caught:
+            manifest_file.read(path)
+        places = [str(one.place).removeprefix(f"{path} ") for one in caught.value.problems]
+        assert places == ["a.shape[0]", "b.dtype", str(path)]
+
+
+class TestIndex:
+    @pytest.fixture
+    def file(self, tmp_path: pathlib.Path) -> pathlib.Path:
+        write_weights(tmp_path / "one.safetensors", {"a.weight": ("F32", [2, 3])})
+        write_weights(tmp_path / "two.safetensors", {"b.weight": ("F32", [4]), "n": ("I64", [])})
+        return self.index(tmp_path)
+
+    def index(self, folder: pathlib.Path, **more: object) -> pathlib.Path:
+        path = folder / "model.safetensors.index.json"
+        names = {
+            "a.weight": "one.safetensors",
+            "b.weight": "two.safetensors",
+            "n": "two.safetensors",
+        }
+        path.write_text(json.dumps({"metadata": {}, "weight_map": names | more}))
+        return path
+
+    def test_shapes_come_from_the_shards(self, file: pathlib.Path) -> None:
+        found = manifest_file.read(file)
+        assert [(one.name, one.shape) for one in found.params] == [
+            ("a.weight", (2, 3)),
+            ("b.weight", (4,)),
+        ]
+
+    def test_without_shards_there_are_names_alone(self, file: pathlib.Path) -> None:
+        (file.parent / "two.safetensors").unlink()
+        found = manifest_file.read(file)
+        shapes = [(one.name, one.shape, one.dtype) for one in found.params]
+        assert shapes == [
+            ("a.weight", (2, 3), "float32"),
+            ("b.weight", None, ""),
+            ("n", None, ""),
+        ]
+        plan = bind(found, 'action: zero, params: "b.*"')
+        assert [one.name for one in plan.bindings] == ["b.weight"]
+        assert any("1 of 2 files of weights are not there" in text for text in plan.warnings)
+        for where in ("ndim: 1", "numel: {min: 1}", 'dtype: "float32"'):
+            with pytest.raises(gradsurgeon.BindError, match="cannot be decided"):
+                bind(found, f'action: zero, params: "b.*", where: {{{where}}}')
+
+    def test_a_shard_of_another_model(self, file: pathlib.Path) -> None:
+        write_weights(file.parent / "one.safetensors", {"x": ("F32", [2, 3])})
+        with pytest.raises(
+            ManifestError, match=r"weight_map\.a\.weight: .*holds no tensor of this name"
+        ):
+            manifest_file.read(file)
+
+    @pytest.mark.parametrize(
+        "shard", ["../one.safetensors", "/etc/passwd", "a\\b", "..", "C:x", 3, ""]
+    )
+    def test_only_files_beside_it_are_read(self, tmp_path: pathlib.Path, shard: object) -> None:
+        with pytest.raises(ManifestError, match=r"index\.json weight_map\.c"):
+            manifest_file.read(self.index(tmp_path, c=shard))

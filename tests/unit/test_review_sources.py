@@ -1,0 +1,254 @@
+"""Rule files out of commits: as they were, with the includes as they were."""
+
+from __future__ import annotations
+
+import pathlib
+import subprocess
+
+import pytest
+
+import gradsurgeon
+from gradsurgeon.errors import ModelError
+from gradsurgeon.review import git_tree, sources
+
+
+def text(rule: str, *includes: str) -> str:
+    listed = f"include: {list(includes)}\n".replace("'", '"') if includes else ""
+    return f'version: 1\n{listed}rules:\n- {{id: {rule}, action: zero, params: "*"}}\n'
+
+
+class Repository:
+    """A real one, whose working tree is not what was committed."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.folder = folder
+        self.git("init", "-q", "-b", "main")
+
+    def git(self, *arguments: str) -> str:
+        identity = ("-c", "user.name=n", "-c", "user.email=e@x", "-c", "commit.gpgsign=false")
+        done = subprocess.run(
+            ["git", *identity, *arguments],
+            cwd=self.folder,
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return done.stdout.strip()
+
+    def write(self, path: str, content: str) -> None:
+        (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / path).write_text(content, encoding="utf-8")
+
+    def commit(self, **files: str) -> None:
+        for path, content in files.items():
+            self.write(path, content)
+        self.git("add", "-A")
+        self.git("commit", "-q", "-m", "x")
+
+
+@pytest.fixture
+def repository(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    found = Repository(tmp_path)
+    found.write("rules/part.yaml", text("old-part", "more/deep.yaml"))
+    found.write("rules/more/deep.yaml", text("old-deep"))
+    found.commit(**{"rules/r.yaml": text("old", "part.yaml", "gradsurgeon:nan-trap@1")})
+    found.write("rules/part.yaml", text("new-part"))
+    found.write("rules/r.yaml", text("new", "part.yaml"))
+    (tmp_path / "rules/more/deep.yaml").unlink()
+    return found
+
+
+def ids(spec: str) -> list[str]:
+    return [rule.id for rule in sources.rules_at(spec).rules]
+
+
+def problem(spec: str) -> tuple[str, str, str]:
+    with pytest.raises(gradsurgeon.RuleFileError) as caught:
+        sources.rules_at(spec)
+    (found,) = caught.value.problems
+    return str(found.place), found.message, found.hint
+
+
+class TestCommits:
+    def test_includes_are_those_of_the_commit(self, repository: Repository) -> None:
+        assert ids("rules/r.yaml") == ["new-part", "new"]
+        found = sources.rules_at("HEAD:rules/r.yaml")
+        assert [rule.id for rule in found.rules] == ["old-deep", "old-part", "nan-trap-all", "old"]
+        assert [name for name, _ in found.files] == [
+            "HEAD:rules/r.yaml",
+            "HEAD:rules/part.yaml",
+            "HEAD:rules/more/deep.yaml",
+            "gradsurgeon:nan-trap@1",
+        ]
+        assert str(found.place("old-deep")) == "HEAD:rules/more/deep.yaml:3:8"
+
+    def test_an_included_file_that_only_the_disk_has_is_not_there(
+        self, repository: Repository
+    ) -> None:
+        repository.commit(**{"top.yaml": text("top", "rules/late.yml")})
+        repository.write("rules/late.yml", text("late"))
+        assert ids("top.yaml") == ["late", "top"]
+        place, message, _ = problem("HEAD:top.yaml")
+        assert place == "HEAD:top.yaml:2:11"
+        assert message == "there is no file `rules/late.yml` in the folder of the including file"
+
+    @pytest.mark.parametrize(
+        "ref",
+        ["HEAD", "main", "refs/heads/main", "v1", "side/x", "HEAD~1", "main@{0}", "HEAD^{/one: x}"],
+    )
+    def test_whatever_git_takes_for_a_commit(self, repository: Repository, ref: str) -> None:
+        repository.git("checkout", "-q", "--", ".")
+        repository.git("commit", "-q", "--allow-empty", "-m", "one: x")
+        repository.git("tag", "v1")
+        repository.git("branch", "side/x")
+        assert ids(f"{ref}:rules/r.yaml")[-1] == "old"
+        assert ids(f"{repository.git('rev-parse', 'HEAD')[:12]}:rules/r.yaml")[-1] == "old"
+
+    def test_paths_count_from_the_top_or_from_here_after_a_dot(
+        self, repository: Repository, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(repository.folder / "rules")
+        assert ids("HEAD:rules/r.yaml") == ids("HEAD:./r.yaml") == ids("HEAD:../rules/r.yaml")
+        assert problem("HEAD:../../r.yaml")[1].endswith("the path leads out of the repository")
+        assert "did you mean `HEAD:rules/r.yaml`?" in problem("HEAD:r.yaml")[2]
+
+    def test_a_file_in_the_top_folder_is_the_one_that_its_includes_name(
+        self, repository: Repository
+    ) -> None:
+        repository.commit(**{"r.yaml": text("r", "s.yaml"), "s.yaml": text("s", "r.yaml")})
+        assert problem("HEAD:r.yaml")[1] == (
+            "the includes go round in a circle: HEAD:r.yaml -> HEAD:s.yaml -> HEAD:r.yaml"
+        )
+
+    def test_the_nearest_paths(self, repository: Repository) -> None:
+        _, message, hint = problem("HEAD:rules/prt.yaml")
+        assert message == "cannot read the file: `HEAD` has no such file"
+        assert "`HEAD:rules/part.yaml`" in hint
+        assert problem("HEAD:x/deep.yaml")[2].startswith(
+            "did you mean `HEAD:rules/more/deep.yaml`?"
+        )
+        assert "it has 3 files of YAML" in problem("HEAD:?????????????????????")[2]
+
+    @pytest.mark.parametrize(
+        ("entry", "message"),
+        [
+            ("../top.yaml", "leads out of the folder of the including file"),
+            ("more/../../top.yaml", "leads out of the folder of the including file"),
+            ("/etc/x.yaml", "is absolute"),
+            ("more", "is a folder"),
+            ("prt.yaml", "there is no file `prt.yaml`"),
+            ("link.yaml", "is a symbolic link"),
+            ("linked/deep.yaml", "is a symbolic link, or behind one"),
+            ("r.yaml", "the includes go round in a circle"),
+            ("binary.yaml", "it holds NUL bytes"),
+        ],
+    )
+    def test_includes_are_held_to_the_same_as_on_the_disk(
+        self, repository: Repository, entry: str, message: str
+    ) -> None:
+        repository.git("checkout", "-q", "--", ".")
+        (repository.folder / "rules/link.yaml").symlink_to("part.yaml")
+        (repository.folder / "rules/linked").symlink_to("more")
+        repository.commit(**{"top.yaml": text("top"), "rules/binary.yaml": "a\0b"})
+        repository.commit(**{"rules/r.yaml": text("r", entry)})
+        place, found, _ = problem("HEAD:rules/r.yaml")
+        assert place.startswith("HEAD:rules/r.yaml:2:")
+        assert message in found
+
+    def test_links_folders_and_large_files_are_no_rule_files(self, repository: Repository) -> None:
+        (repository.folder / "link.yaml").symlink_to("rules/r.yaml")
+        repository.commit(**{"large.yaml": "#" * (1 << 21)})
+        assert "it is a symbolic link" in problem("HEAD:link.yaml")[1]
+        assert "it is a folder" in problem("HEAD:rules")[1]
+        assert "over 1024 KiB" in problem("HEAD:large.yaml")[1]
+
+    def test_nothing_that_a_repository_brings_along_is_run(self, repository: Repository) -> None:
+        # `git show` would run this.
+        repository.git("config", "diff.evil.textconv", "touch ran; cat")
+        repository.commit(**{".gitattributes": "*.yaml diff=evil filter=evil\n"})
+        assert ids("HEAD:rules/r.yaml")[-1] == "new"
+        assert not (repository.folder / "ran").exists()
+
+
+class TestSpecs:
+    @pytest.mark.parametrize(
+        ("spec", "found"),
+        [
+            ("r.yaml", (None, "r.yaml")),
+            ("C:\\rules\\r.yaml", (None, "C:\\rules\\r.yaml")),
+            ("c:/rules/r.yaml", (None, "c:/rules/r.yaml")),
+            ("./a:b.yaml", (None, "./a:b.yaml")),
+            ("/x/a:b.yaml", (None, "/x/a:b.yaml")),
+            ("origin/main:rules/r.yaml", ("origin/main", "rules/r.yaml")),
+            ("C:rules.yaml", ("C", "rules.yaml")),
+            ("HEAD:a:b.yaml", ("HEAD", "a:b.yaml")),
+            ("main@{10:30}:r.yaml", ("main@{10:30}", "r.yaml")),
+        ],
+    )
+    def test_a_commit_or_a_file(self, spec: str, found: tuple[str | None, str]) -> None:
+        assert sources.split(spec) == found
+
+    def test_a_file_of_that_name_does_not_stand_for_the_commit(
+        self, repository: Repository
+    ) -> None:
+        repository.write("HEAD:rules/r.yaml", text("planted"))
+        assert ids("HEAD:rules/r.yaml")[-1] == "old"
+        assert ids("./HEAD:rules/r.yaml") == ["planted"]
+
+    @pytest.mark.parametrize(
+        ("spec", "message", "hint"),
+        [
+            (
+                "origin/main:rules/r.yaml",
+                "git says: fatal: Not a valid object name origin/main",
+                "`git fetch origin main`",
+            ),
+            ("--output=x:r.yaml", "`--output=x` names no commit", "is it fetched?"),
+            (":r.yaml", "there is no commit before the colon", "such as HEAD:rules.yaml"),
+            ("HEAD:", "there is no file behind the colon", "such as HEAD:rules.yaml"),
+            ("a\nb:r.yaml", "names no commit", "is it fetched?"),
+            ("HEAD:a\0b", "`HEAD` has no such file", ""),
+        ],
+    )
+    def test_what_git_said(
+        self, repository: Repository, spec: str, message: str, hint: str
+    ) -> None:
+        with pytest.raises(gradsurgeon.RuleFileError) as caught:
+            sources.rules_at(spec)
+        (found,) = caught.value.problems
+        assert found.check == "unreadable-file"
+        assert message in found.message
+        assert hint in found.hint
+        assert not list(repository.folder.glob("x*"))
+
+    def test_outside_a_repository(
+        self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+        monkeypatch.chdir(tmp_path)
+        _, message, hint = problem("HEAD:r.yaml")
+        assert "git says: fatal: not a git repository" in message
+        assert hint == "run it inside the repository, or name two files"
+
+    def test_without_git(self, repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("PATH", str(repository.folder))
+        assert problem("HEAD:rules/r.yaml")[1] == "cannot read the file: git is not installed"
+
+    def test_git_that_is_asked_for_nonsense_names_it(self, repository: Repository) -> None:
+        with pytest.raises(git_tree.GitError, match=r"git says: .*nonsense"):
+            git_tree._git("cat-file", "-t", "nonsense")
+
+
+class TestNames:
+    def test_one_source_exactly(self) -> None:
+        for params, model in ((None, None), ("a", "b")):
+            with pytest.raises(ValueError, match="not both"):
+                sources.manifest_of(params, model)
+
+    def test_a_model_that_is_not_there(self) -> None:
+        with pytest.raises(ModelError, match="cannot import `nosuch`"):
+            sources.manifest_of(model="nosuch:build")
