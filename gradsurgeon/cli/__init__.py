@@ -16,8 +16,8 @@ from importlib import import_module
 
 from gradsurgeon.errors import did_you_mean, printable
 
-_COMMANDS = ("run", "lint", "plan", "report", "export", "explain", "schema")
-_NOT_YET = ("diff", "params", "replay")
+_COMMANDS = ("run", "lint", "plan", "diff", "report", "export", "explain", "schema")
+_NOT_YET = ("params", "replay")
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         "train.net:build; the current folder is searched for it",
     )
     plan.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    _add_diff(command("diff", "Show what a change of a rule file does, on a model."))
     explain = command("explain", "Show what an action does, its options and examples.")
     explain.add_argument("action", nargs="?", metavar="ACTION", help="without it: all actions")
     command("schema", "Print the JSON Schema of rule files, for editors.")
@@ -136,3 +137,21 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stat", metavar="STAT", help="only this statistic, such as l2")
     parser.add_argument("--rule", metavar="RULE", help="only what this rule recorded")
     parser.add_argument("--name", metavar="PATTERN", help='only these tensors, such as "*.bias"')
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    for name in ("old", "new"):
+        what = "a rule file, or GIT-REF:PATH for one of a commit"
+        parser.add_argument(name, metavar=name.upper(), help=what)
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--params", metavar="FILE", help="the names of the model, as params.json")
+    model.add_argument("--model", metavar="MODULE:NAME", help="the model itself, as for `plan`")
+    parser.add_argument(
+        "--format",
+        choices=("text", "markdown", "json"),
+        default="text",
+        help="markdown is for a comment on a pull request; default: text",
+    )
+    parser.add_argument(
+        "--exit-code", action="store_true", help="exit with 1 where the effect differs"
+    )

@@ -34,7 +34,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     bindings: list[Binding] = []
     warnings: dict[str, tuple[str, ...]] = {}
     for rule in rules.rules:
-        if rule.model is not None and not _is_for(rule.model, manifest):
+        if rule.model is not None and not is_for(rule.model, manifest):
             text = f"is for a model of the class {rule.model}, this one is {manifest.origin}"
             warnings[rule.id] = (text,)
             continue
@@ -47,8 +47,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
         place = f"{rules.place(rule.id)}: rule {rule.id}: "
         if alone:
             complaints += [place + text for text in _shortfall(rule, matched, known)]
-        complaints += [place + text for text in _complaints(rule, matched)]
-        complaints += [place + text for text in _unreachable(rule, matched, manifest)]
+        complaints += [place + text for text in obstacles(rule, matched, manifest)]
         elsewhere = () if alone or matched else ("matches nothing in this model",)
         warnings[rule.id] = (*doubts, *elsewhere, *_doubts(rule, matched), *rule.notes)
         bindings += [_bound(rule, thing) for thing in matched]
@@ -64,7 +63,7 @@ def shortfalls(rules: RuleSet, manifests: Sequence[Manifest]) -> list[str]:
     for rule in rules.rules:
         if rule.target == "tensors":
             continue
-        own = [one for one in manifests if rule.model is None or _is_for(rule.model, one)]
+        own = [one for one in manifests if rule.model is None or is_for(rule.model, one)]
         whole = Manifest(
             origin=", ".join(one.origin for one in own),
             params=tuple(param for one in own for param in one.params),
@@ -84,7 +83,8 @@ def _names(manifest: Manifest) -> dict[str, Names]:
     }
 
 
-def _is_for(model: str, manifest: Manifest) -> bool:
+def is_for(model: str, manifest: Manifest) -> bool:
+    """Tell whether rules for a class of models are for this one."""
     pattern = compile_pattern(model)
     return any(pattern.matches(name) for name in manifest.model_type or (manifest.origin,))
 
@@ -178,6 +178,11 @@ def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> It
             "norm would need the other ranks in the middle of a backward pass; "
             f"{hint}"
         )
+
+
+def obstacles(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> list[str]:
+    """Return why a rule cannot act on what it matches; `bind` raises them."""
+    return [*_complaints(rule, matched), *_unreachable(rule, matched, manifest)]
 
 
 def _overlaps(plan: Plan) -> Iterator[str]:

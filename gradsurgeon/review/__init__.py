@@ -1,0 +1,1 @@
+"""Rules as they are reviewed: what is wrong with them, what they change, and how that is written."""
