@@ -2,6 +2,8 @@
 
 GradSurgeonError
 ├── RuleFileError            all problems of a rule file at once, each with its place
+├── ManifestError            all problems of a file that should name the parameters of a model
+├── ModelError               a model that cannot be imported or built
 ├── BindError                rules that cannot act on this model
 ├── NonFiniteGradientError   raised by a ``nan-trap`` rule
 └── RecordError              records that are missing or cannot be read
@@ -17,7 +19,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-Severity = Literal["error", "warning"]
+# A note is a fact to know about rules that may be just as they should.
+Severity = Literal["error", "warning", "note"]
 
 # Format characters such as the bidirectional overrides change how the *rest* of a line reads, so
 # they are shown as code points like control characters are.
@@ -152,6 +155,27 @@ class RuleFileError(GradSurgeonError):
 
     def __reduce__(self) -> tuple[type[RuleFileError], tuple[Sequence[Problem]]]:
         return type(self), (self.problems,)
+
+
+class ManifestError(GradSurgeonError):
+    """The names of a model cannot be read from a file. ``problems`` holds all that is wrong with it.
+
+    Args:
+        problems: all problems found, at least one.
+    """
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} in the names of the model"
+        super().__init__("\n".join([head, *(problem.full() for problem in self.problems)]))
+
+    def __reduce__(self) -> tuple[type[ManifestError], tuple[Sequence[Problem]]]:
+        return type(self), (self.problems,)
+
+
+class ModelError(GradSurgeonError):
+    """A model cannot be imported or built; the text says what was tried and why it failed."""
 
 
 class BindError(GradSurgeonError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -86,12 +86,15 @@ def _published(where: Path) -> dict[str, Included]:
         raise IncludeError(message, "install gradsurgeon again") from None
 
 
-def locate(entry: str, base: Path | None) -> Included:
+def locate(
+    entry: str, base: Path | None, find: Callable[[str, Path], Included] | None = None
+) -> Included:
     """Return what an entry of `include` names.
 
     Args:
         entry: ``gradsurgeon:NAME@N`` or a path.
         base: the folder of the including file; ``None`` where that is no file of the reader's own.
+        find: looks up a path, given with the folder; on the disk if not given.
 
     Raises:
         IncludeError: it names nothing, or something that must not be read.
@@ -100,7 +103,7 @@ def locate(entry: str, base: Path | None) -> Included:
         return _pack(entry[len(PREFIX) :])
     if base is None:
         raise _not_from_here(entry)
-    return _file(entry, base)
+    return (find or file_on_disk)(entry, base)
 
 
 def _pack(spec: str) -> Included:
@@ -155,10 +158,9 @@ def _not_from_here(entry: str) -> IncludeError:
     )
 
 
-def _file(entry: str, base: Path) -> Included:
+def file_on_disk(entry: str, base: Path) -> Included:
     """Return the file that an entry names, which has to lie in the folder ``base`` or below."""
-    if problem := _not_portable(entry):
-        raise problem
+    check_portable(entry)
     named = base / entry
     try:
         root, path = base.resolve(), named.resolve()
@@ -169,11 +171,7 @@ def _file(entry: str, base: Path) -> Included:
         cause = circle if isinstance(error, RuntimeError) else _cause(error)
         raise IncludeError(f"`{entry[:80]}` cannot be looked up: {cause}") from None
     if not inside:
-        how = "" if ".." in Path(entry).parts else " through a symbolic link"
-        raise IncludeError(
-            f"`{entry[:80]}` leads out of the folder of the including file{how}",
-            "a rule file reads inside its own folder only: put the file there",
-        )
+        raise leads_out(entry, "" if ".." in Path(entry).parts else " through a symbolic link")
     if not regular:
         raise _no_file(entry, path)
     return Included(str(named), path, named.parent)
@@ -183,37 +181,54 @@ def _cause(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
-def _not_portable(entry: str) -> IncludeError | None:
-    """Return why an entry cannot be a path that means the same to every reader."""
+def leads_out(entry: str, how: str = "") -> IncludeError:
+    """Return the error that an entry names something outside the folder of the including file."""
+    return IncludeError(
+        f"`{entry[:80]}` leads out of the folder of the including file{how}",
+        "a rule file reads inside its own folder only: put the file there",
+    )
+
+
+def check_portable(entry: str) -> None:
+    """Raise `IncludeError` if an entry cannot be a path that means the same to every reader."""
     if not entry.strip():
-        return IncludeError("an entry is empty", f"name a file, or a pack as {PREFIX}NAME@N")
+        raise IncludeError("an entry is empty", f"name a file, or a pack as {PREFIX}NAME@N")
     if "://" in entry:
-        return IncludeError(f"`{entry[:80]}` is an address: nothing is fetched", "copy the file")
+        raise IncludeError(f"`{entry[:80]}` is an address: nothing is fetched", "copy the file")
     if entry.startswith(("/", "\\")) or PureWindowsPath(entry).drive:
-        return IncludeError(
+        raise IncludeError(
             f"`{entry[:80]}` is absolute: a rule file reads inside its own folder only",
             "write the path relative to the including file",
         )
     if "\\" in entry:
-        return IncludeError(f"`{entry[:80]}` holds a backslash", "write paths with `/`")
-    return None
+        raise IncludeError(f"`{entry[:80]}` holds a backslash", "write paths with `/`")
 
 
 def _no_file(entry: str, path: Path) -> IncludeError:
     """Return why a path, which lies inside the tree, is not a file that can be read."""
     if path.is_dir():
-        names = sorted(one for one in _names(path) if one.endswith(_SUFFIXES))
-        hint = f"name its files, such as `{entry.rstrip('/')}/{names[0]}`" if names else ""
-        return IncludeError(f"`{entry[:80]}` is a folder", hint)
+        return is_folder(entry, _names(path))
     if path.exists():
         return IncludeError(f"`{entry[:80]}` is no regular file", "name a file of UTF-8 text")
+    return is_missing(entry, _names(path.parent))
+
+
+def is_folder(entry: str, inside: Iterable[str]) -> IncludeError:
+    """Return the error that an entry names a folder, which holds the files ``inside``."""
+    names = sorted(one for one in inside if one.endswith(_SUFFIXES))
+    hint = f"name its files, such as `{entry.rstrip('/')}/{names[0]}`" if names else ""
+    return IncludeError(f"`{entry[:80]}` is a folder", hint)
+
+
+def is_missing(entry: str, beside: Iterable[str]) -> IncludeError:
+    """Return the error that an entry names nothing; ``beside``: what stands in its folder."""
     hint = _like_a_pack(entry)
     if not hint and "*" in entry:
         hint = "patterns are not expanded here: name each file"
     if not hint:
         # Without the suffixes: that both are YAML makes no two names alike.
-        stems = {Path(name).stem: name for name in sorted(_names(path.parent))}
-        near = did_you_mean(path.stem, stems).split("`")[1:2]
+        stems = {Path(name).stem: name for name in sorted(beside)}
+        near = did_you_mean(Path(entry).stem, stems).split("`")[1:2]
         parent = entry.rpartition("/")[0]
         hint = f"did you mean `{parent}{'/' * bool(parent)}{stems[near[0]]}`?" if near else ""
     return IncludeError(

@@ -20,7 +20,7 @@ Path: TypeAlias = tuple[str | int, ...]
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # Without libyaml PyYAML is 30 times slower; hostile text is to be refused within a second there too.
-_MAX_BYTES, _MAX_BYTES_PURE = 1 << 20, 1 << 16
+MAX_BYTES, _MAX_BYTES_PURE = 1 << 20, 1 << 16
 _MAX_NODES, _MAX_DEPTH, _MAX_PROBLEMS = 100_000, 64, 200
 _MAX_INT = 64  # digits: far beyond any sensible bound, far below where Python raises
 
@@ -76,7 +76,7 @@ class _Text:
 
     def __init__(self, file: str, text: str) -> None:
         self.file, self.text = file, text.removeprefix("\ufeff")
-        self.lines = [line.removesuffix("\r") for line in self.text[:_MAX_BYTES].split("\n")]
+        self.lines = [line.removesuffix("\r") for line in self.text[:MAX_BYTES].split("\n")]
 
     def place(self, start: Any, end: Any = None) -> Place:
         """Return a place; as wide as start and end say, but no wider than the line."""
@@ -137,8 +137,8 @@ class Document:
         return node
 
 
-def read(path: str | os.PathLike[str], name: str = "") -> Document:
-    """Read a rule file; messages call it ``name``, or by its path.
+def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None) -> Document:
+    """Read a rule file; messages call it ``name``, or by its path. ``raw``: what it holds, if known.
 
     Raises:
         RuleFileError: there is no such file, or it cannot be read, or it is not UTF-8 text. What is
@@ -146,11 +146,12 @@ def read(path: str | os.PathLike[str], name: str = "") -> Document:
     """
     file = os.fspath(path)
     try:
-        # One read with an end: a device or a file of gigabytes is refused like any long text.
-        with pathlib.Path(file).open("rb") as stream:
-            raw = stream.read(_MAX_BYTES + 4)
+        if raw is None:
+            # A device or a file of gigabytes is refused like any long text.
+            with pathlib.Path(file).open("rb") as stream:
+                raw = stream.read(MAX_BYTES + 4)
         if b"\0" not in raw:
-            errors = "strict" if len(raw) <= _MAX_BYTES + 3 else "replace"
+            errors = "strict" if len(raw) <= MAX_BYTES + 3 else "replace"
             found = parse(raw.decode("utf-8-sig", errors), name or file)
             return replace(found, folder=pathlib.Path(file).parent)
         cause = "it holds NUL bytes, so it is binary or UTF-16"
@@ -158,8 +159,8 @@ def read(path: str | os.PathLike[str], name: str = "") -> Document:
         cause = f"byte {error.start + 1} is not UTF-8 text"
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path itself
         cause = getattr(error, "strerror", None) or str(error)
-    message, hint = f"cannot read the file: {cause}", "name a readable file of UTF-8 text"
-    raise RuleFileError([Problem(Place(file, 1, 1), "unreadable-file", message, hint)])
+    place, hint = Place(name or file, 1, 1), "name a readable file of UTF-8 text"
+    raise RuleFileError([Problem(place, "unreadable-file", f"cannot read the file: {cause}", hint)])
 
 
 def parse(text: str, file: str = "<text>") -> Document:
@@ -197,9 +198,9 @@ class _Reader:
     def check_text(self) -> None:
         """Refuse what must not reach the scanner."""
         text = self.source.text
-        limit = _MAX_BYTES_PURE if _LOADER is yaml.SafeLoader else _MAX_BYTES
+        limit = _MAX_BYTES_PURE if _LOADER is yaml.SafeLoader else MAX_BYTES
         if len(text.encode("utf-8", "surrogatepass")) > limit:
-            more = "" if limit == _MAX_BYTES else "; PyYAML with libyaml reads files of 1 MiB"
+            more = "" if limit == MAX_BYTES else "; PyYAML with libyaml reads files of 1 MiB"
             self.halt("too-large", f"over {limit // 1024} KiB of text", f"use `include`{more}")
         if found := _FORBIDDEN.search(text):
             start = found.start()

@@ -17,7 +17,7 @@ from gradsurgeon.actions._base import (
     Rule,
 )
 from gradsurgeon.actions._checking import check_rule, known_keys, nested
-from gradsurgeon.actions._fields import Flaw, found, written
+from gradsurgeon.actions._fields import Flaw, found, steps_of, written
 from gradsurgeon.actions._options import Expect, Numel, Options, Steps, Where
 from gradsurgeon.actions._target import TARGETS, TargetKind, TensorRef, spelled
 
@@ -46,6 +46,7 @@ __all__ = [
     "known_keys",
     "nested",
     "spelled",
+    "steps_of",
     "written",
 ]
 

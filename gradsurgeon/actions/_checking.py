@@ -16,7 +16,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from gradsurgeon.actions._base import Rule
-from gradsurgeon.actions._fields import Flaw, found, written
+from gradsurgeon.actions._fields import Flaw, as_step, found, written
 from gradsurgeon.actions._options import Options
 from gradsurgeon.actions._target import TARGETS
 from gradsurgeon.errors import did_you_mean
@@ -126,7 +126,7 @@ class _Walk:
         kept: dict[str, Any] = {}
         meant: dict[str, Any] = {}
         for key, value in given.items():
-            path = f"{at}{key}"
+            path = f"{at}{as_step(key) if isinstance(key, str) else key}"
             if key not in known:
                 if near := self.unknown(key, path, [one for one in known if one not in given]):
                     meant[near] = value
@@ -161,7 +161,7 @@ class _Walk:
             message = f"keys are texts, found {found(key)}"
             self.flaws.append(Flaw(path.rpartition(".")[0], message, check="key-type"))
             return ""
-        top = path == key
+        top = path == as_step(key)
         if top and key in _NOT_YET_KEYS:
             self.flaws.append(_not_yet(key, f"`{key}`", "remove it", key=True))
             return ""

@@ -16,6 +16,8 @@ from pydantic_core import PydanticCustomError
 from gradsurgeon.errors import did_you_mean
 from gradsurgeon.match import PatternError, compile_pattern
 
+_DOT, _EMPTY = "\0", "\1"  # no key that a rule may have holds these
+
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
@@ -36,6 +38,16 @@ class Flaw:
     missing: bool = False
     key: bool = False
     check: str = "bad-value"
+
+
+def as_step(key: str) -> str:
+    """Return any key as one step of `Flaw.at`, whatever it holds: ``fc.bias`` leads nowhere."""
+    return key.replace(".", _DOT) or _EMPTY
+
+
+def steps_of(at: str) -> list[str]:
+    """Return the keys and indices that `Flaw.at` leads along."""
+    return ["" if step == _EMPTY else step.replace(_DOT, ".") for step in at.split(".")]
 
 
 def flawed(*flaws: Flaw, together: bool = False) -> PydanticCustomError:

@@ -1,4 +1,4 @@
-"""The command line. Only `plan` imports torch; each command is imported when it is called.
+"""The command line. Only `--model` and `run` import torch; each command is imported when it is called.
 
 Exit codes: 0 clean, 1 something was found in the rules or in how they bind, 2 the command could not
 do its work (usage, an unreadable file, a model that cannot be built, a fault of ours).
@@ -16,8 +16,8 @@ from importlib import import_module
 
 from gradsurgeon.errors import did_you_mean, printable
 
-_COMMANDS = ("run", "lint", "plan", "diff", "report", "export", "explain", "schema")
-_NOT_YET = ("params", "replay")
+_COMMANDS = ("run", "lint", "plan", "diff", "params", "report", "export", "explain", "schema")
+_NOT_YET = ("replay",)
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
@@ -95,22 +95,10 @@ def _parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
 
     command("run", "Run a training script with rules on it, without editing it.")
-    lint = command("lint", "Check rule files: every problem, with its place and a remedy.")
-    lint.add_argument("files", nargs="+", metavar="FILE", help="a rule file")
-    lint.add_argument(
-        "--format", choices=("full", "concise", "json"), default="full", help="default: full"
-    )
-    plan = command("plan", "Show what rules bind to in a model, touching nothing.")
-    plan.add_argument("file", metavar="FILE", help="a rule file")
-    plan.add_argument(
-        "--model",
-        required=True,
-        metavar="MODULE:NAME",
-        help="a function or class that returns the model, or the model itself, such as "
-        "train.net:build; the current folder is searched for it",
-    )
-    plan.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
-    _add_diff(command("diff", "Show what a change of a rule file does, on a model."))
+    _add_lint(command("lint", "Check rule files: every problem, with its place and a remedy."))
+    _add_plan(command("plan", "Show what rules bind to in a model, touching nothing."))
+    _add_diff(command("diff", "Show what a change of a rule file does to a model."))
+    _add_params(command("params", "Write the names of a model, to plan rules without it."))
     explain = command("explain", "Show what an action does, its options and examples.")
     explain.add_argument("action", nargs="?", metavar="ACTION", help="without it: all actions")
     command("schema", "Print the JSON Schema of rule files, for editors.")
@@ -139,18 +127,72 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", metavar="PATTERN", help='only these tensors, such as "*.bias"')
 
 
+def _add_lint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("files", nargs="+", metavar="FILE", help="a rule file")
+    parser.add_argument(
+        "--format",
+        choices=("full", "concise", "json", "github", "sarif"),
+        default="full",
+        help="full (the default) and concise are for people, json is documented and stable, github "
+        "annotates the lines of a pull request, sarif 2.1.0 is for code scanning",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+    parser.add_argument(
+        "--fail-on",
+        choices=("error", "warning", "never"),
+        default="error",
+        help="what makes the exit code 1, default: error; a file that cannot be read makes it 2",
+    )
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="a rule file, or REF:FILE of a git commit")
+    add_names(parser)
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+
+
+def add_names(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where the names of the model come from: one of the two."""
+    group = parser.add_mutually_exclusive_group(required=True)
+    group.add_argument(
+        "--params",
+        metavar="FILE",
+        help="the names of the model: params.json as `gradsurgeon params` writes it, *.safetensors, or "
+        "*.index.json beside the weights; needs neither torch nor the model",
+    )
+    _add_model(group)
+
+
+def _add_model(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:NAME",
+        help="a function or class that returns the model, or the model itself, such as "
+        "train.net:build; the current folder is searched for it",
+    )
+
+
+def _add_params(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+    parser.add_argument(
+        "--check",
+        metavar="FILE",
+        help="write nothing: tell whether FILE, or a hash `sha256:...`, is that of the model; without "
+        "--model whether FILE is as it was written",
+    )
+
+
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     for name in ("old", "new"):
-        what = "a rule file, or GIT-REF:PATH for one of a commit"
+        what = "a rule file, or REF:FILE of a git commit"
         parser.add_argument(name, metavar=name.upper(), help=what)
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--params", metavar="FILE", help="the names of the model, as params.json")
-    model.add_argument("--model", metavar="MODULE:NAME", help="the model itself, as for `plan`")
+    add_names(parser)
     parser.add_argument(
         "--format",
         choices=("text", "markdown", "json"),
         default="text",
-        help="markdown is for a comment on a pull request; default: text",
+        help="markdown is for a comment on a pull request, json is documented and stable; default: text",
     )
     parser.add_argument(
         "--exit-code", action="store_true", help="exit with 1 where the effect differs"

@@ -6,10 +6,9 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from gradsurgeon.cli import _sources as sources
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import GradSurgeonError
-from gradsurgeon.review import difference, markdown, text
+from gradsurgeon.review import difference, markdown, sources, text
 
 if TYPE_CHECKING:
     import argparse

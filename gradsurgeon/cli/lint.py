@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
-from gradsurgeon import schema, source
-from gradsurgeon.errors import Problem, RuleFileError, printable
+from gradsurgeon import review
+from gradsurgeon.cli import fail
+from gradsurgeon.errors import Problem, printable
+from gradsurgeon.review import formats
 
 if TYPE_CHECKING:
     import argparse
 
 UNREADABLE = "unreadable-file"
 
+_FAILING = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
+
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lint the files; 1 where one has errors, 2 where one cannot be read."""
+    """Lint the files; 1 where one has what `--fail-on` names, 2 where one cannot be read."""
     # A file that is named twice is one file.
-    found = {file: problems_of(file) for file in dict.fromkeys(arguments.files)}
+    found = {file: review.lint(file) for file in dict.fromkeys(arguments.files)}
     problems = _distinct(found)
-    if arguments.format == "json":
-        print(json.dumps({"version": 1, "problems": [one.to_dict() for one in problems]}, indent=2))
+    colour = arguments.output is None and coloured(sys.stdout)
+    text = formats.write(problems, arguments.format, root=workspace(), colour=colour)
+    if arguments.output is not None:
+        try:
+            Path(arguments.output).write_text(text, encoding="utf-8", newline="\n")
+        except OSError as error:
+            return fail(f"cannot write {printable(arguments.output)}: {error.strerror or error}")
     else:
-        for problem in problems:
-            print(f"{problem.full()}\n" if arguments.format == "full" else problem.concise())
+        sys.stdout.write(text)
         # Otherwise the summary could overtake what it sums up.
         sys.stdout.flush()
+    # A program that reads the whole list from stdout has no use for it.
+    if arguments.output is not None or arguments.format not in ("json", "sarif"):
         print(_summary(found), file=sys.stderr)
     if any(problem.check == UNREADABLE for problem in problems):
         return 2
-    return int(any(problem.severity == "error" for problem in problems))
+    return int(any(problem.severity in _FAILING[arguments.fail_on] for problem in problems))
 
 
-def problems_of(file: str) -> list[Problem]:
-    """Return all problems of a file and its includes, that it cannot be read included."""
-    try:
-        document = source.read(file)
-    except RuleFileError as error:
-        return list(error.problems)
-    return schema.check(document)[1]
+def coloured(stream: TextIO) -> bool:
+    """Return whether to write colours: to a terminal that has them, unless the user has had enough."""
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return stream.isatty() and not plain
+
+
+def workspace() -> Path:
+    """Return the folder that GitHub takes paths from: the checkout, inside which a job may run."""
+    here, given = Path.cwd(), os.environ.get("GITHUB_WORKSPACE")
+    return Path(given) if given and here.is_relative_to(given) else here
 
 
 def _distinct(found: dict[str, list[Problem]]) -> list[Problem]:
@@ -54,7 +68,7 @@ def _summary(found: dict[str, list[Problem]]) -> str:
     what = printable(next(iter(found))) if len(found) == 1 else f"{len(found)} files"
     if not problems:
         return f"{_count(len(found), 'file')} clean"
-    counts = [_severity(problems, "error"), _severity(problems, "warning")]
+    counts = [_severity(problems, one) for one in ("error", "warning", "note")]
     clean = sum(not group for group in found.values())
     return f"{what}: {', '.join(filter(None, counts))}" + (f" ({clean} clean)" if clean else "")
 

@@ -1,142 +1,36 @@
-"""``gradsurgeon plan``: what rules bind to in a model. The only command that imports torch."""
+"""``gradsurgeon plan``: what rules bind to in a model. Imports torch for ``--model`` only."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gradsurgeon import api
+from gradsurgeon import planning
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.lint import UNREADABLE
-from gradsurgeon.errors import BindError, RuleFileError, printable
+from gradsurgeon.errors import BindError, ManifestError, ModelError, RuleFileError
+from gradsurgeon.review import sources
 
 if TYPE_CHECKING:
     import argparse
 
 
-class _ModelError(Exception):
-    """The model cannot be had; the text says what was tried and why it failed."""
-
-
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; 1 where rules are wrong or do not bind, 2 where there is no model."""
+    """Print the plan; 1 where rules are wrong or do not bind, 2 where there are no names to bind to."""
     try:
         # Before the model is built: that takes longer, and needs torch.
-        rules = api.load(os.fspath(arguments.file))
+        rules = sources.rules_at(arguments.file)
         for problem in rules.warnings:
             print(problem.concise(), file=sys.stderr)
-        with _stdout_kept_clean():
-            model = _model(arguments.model)
-        plan = api.plan(model, rules)
+        plan = planning.bind(rules, sources.manifest_of(arguments.params, arguments.model))
     except RuleFileError as error:
         print(error, file=sys.stderr)
         return 2 if any(problem.check == UNREADABLE for problem in error.problems) else 1
     except BindError as error:
         print(error, file=sys.stderr)
         return 1
-    except _ModelError as error:
+    except (ManifestError, ModelError) as error:
         return fail(str(error))
     print(json.dumps(plan.to_dict(), indent=2) if arguments.format == "json" else plan)
     return 0
-
-
-@contextmanager
-def _stdout_kept_clean() -> Iterator[None]:
-    """Send to stderr what the user's code prints, its compiled parts and child processes included."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        # Prints, too, or they would come out of the buffer later than the rest.
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _model(spec: str) -> Any:
-    """Return the module that ``pkg.mod:name`` names, built on the meta device where that works.
-
-    Raises:
-        _ModelError: it cannot be imported or built, or is no module.
-    """
-    torch = _torch()
-    target = _target(spec)
-    model = target if isinstance(target, torch.nn.Module) else _built(torch, spec, target)
-    if not isinstance(model, torch.nn.Module):
-        message = f"`{printable(spec)}` must give a torch.nn.Module, it gives"
-        raise _ModelError(f"{message} a value of the type {type(model).__name__}")
-    return model
-
-
-def _torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ModuleNotFoundError as error:
-        if error.name == "torch":
-            install = "pip install 'gradsurgeon[torch]'"
-            raise _ModelError(
-                f"`--model` needs PyTorch, which is not installed: {install}"
-            ) from None
-        raise _ModelError(_because("cannot import torch", error)) from None
-    except (ImportError, OSError) as error:  # a build that does not fit the machine
-        raise _ModelError(_because("cannot import torch", error)) from None
-
-
-def _target(spec: str) -> Any:
-    name, _, path = spec.partition(":")
-    if not name or not path:
-        example = "write MODULE:NAME, such as train.net:build"
-        raise _ModelError(f"`--model {printable(spec)}` names no model: {example}")
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 # an entry of sys.path is a text
-        sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
-        what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
-        raise _ModelError(_because(what, error)) from None
-    for step in path.split("."):
-        if not hasattr(found, step):
-            raise _ModelError(f"`{printable(name)}` has no `{printable(path)}`")
-        found = getattr(found, step)
-    return found
-
-
-def _built(torch: Any, spec: str, build: Any) -> Any:
-    if not callable(build):
-        kind = type(build).__name__
-        message = f"`{printable(spec)}` is neither a module nor something that builds one"
-        raise _ModelError(f"{message}, but a value of the type {kind}")
-    try:
-        with torch.device("meta"):
-            return build()
-    except Exception as error:  # noqa: BLE001 # anything may fail on a device without values
-        reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
-        print(f"not built on the meta device ({reason}): building it for real", file=sys.stderr)
-    except SystemExit as error:
-        raise _ModelError(_because(f"cannot build `{printable(spec)}`", error)) from None
-    try:
-        return build()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 # as above
-        raise _ModelError(_because(f"cannot build `{printable(spec)}`", error)) from None
-
-
-def _because(what: str, error: BaseException) -> str:
-    """Return the reason of a failure in the user's code, with its lines but without ours."""
-    trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    lines = traceback.format_exception(type(error), error, trace)
-    return f"{what}:\n{''.join(lines).rstrip()}"
-
-
-def _is_ours(file: str) -> bool:
-    return file in {__file__, importlib.__file__} or file.startswith("<frozen importlib")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
 import os
 import signal
 import sys
@@ -77,8 +76,7 @@ class Ending:
                 path = Path(self._settings.dry_run)
                 if number:
                     path = path.with_name(f"{path.stem}.{one.title}{path.suffix}")
-                text = json.dumps(manifest_file.to_dict(one.plan.manifest), indent=1) + "\n"
-                path.write_text(text, encoding="utf-8")
+                path.write_text(manifest_file.dumps(one.plan.manifest), encoding="utf-8")
                 say(f"dry run: wrote {path}")
         sys.exit(0)
 

@@ -1,6 +1,6 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
-from gradsurgeon.planning.binding import bind, is_for, obstacles, shortfalls
+from gradsurgeon.planning.binding import bind, is_for, obstacles, shortfalls, undecided
 from gradsurgeon.planning.breaks import graph_breaks
 from gradsurgeon.planning.manifest import (
     ROOT,
@@ -35,5 +35,6 @@ __all__ = [
     "obstacles",
     "shortfalls",
     "slots",
+    "undecided",
     "walk",
 ]

@@ -10,7 +10,7 @@ from gradsurgeon.actions import MOMENTS, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.breaks import breaks_of
-from gradsurgeon.planning.manifest import Manifest, Module, Param
+from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
 from gradsurgeon.planning.matching import Names, Thing, examples
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.schema import RuleSet
@@ -34,6 +34,9 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     bindings: list[Binding] = []
     warnings: dict[str, tuple[str, ...]] = {}
     for rule in rules.rules:
+        if texts := undecided(rule, manifest):
+            complaints += [f"{rules.place(rule.id)}: rule {rule.id}: {text}" for text in texts]
+            continue
         if rule.model is not None and not is_for(rule.model, manifest):
             text = f"is for a model of the class {rule.model}, this one is {manifest.origin}"
             warnings[rule.id] = (text,)
@@ -54,7 +57,8 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     if complaints:
         raise BindError(complaints)
     plan = Plan(rules, manifest, tuple(bindings), warnings)
-    return replace(plan, warnings=(*_overlaps(plan), *breaks_of(plan)))
+    notes = tuple(printable(note) for note in manifest.notes)
+    return replace(plan, warnings=(*_overlaps(plan), *breaks_of(plan), *notes))
 
 
 def shortfalls(rules: RuleSet, manifests: Sequence[Manifest]) -> list[str]:
@@ -81,6 +85,35 @@ def _names(manifest: Manifest) -> dict[str, Names]:
         "params": Names("parameter", manifest.params),
         "modules": Names("module", manifest.modules),
     }
+
+
+def undecided(rule: Rule, manifest: Manifest) -> list[str]:
+    """Return the conditions that go by what the source of the names does not tell."""
+    things: Sequence[Thing] = manifest.params if rule.target == "params" else manifest.modules
+    params = [thing for thing in things if isinstance(thing, Param)]
+    untyped = any(not thing.module_type for thing in things)
+    shapeless = any(_is_untold(param) for param in params)
+    where = rule.where
+    conditions = {
+        "model": rule.model is not None
+        and any(one.name == ROOT and not one.module_type for one in manifest.modules),
+        "where: module_type": where.module_type is not None and untyped,
+        "where: requires_grad": where.requires_grad is not None and bool(params) and untyped,
+        "where: ndim": where.ndim is not None and shapeless,
+        "where: numel": where.numel is not None and shapeless,
+        "where: dtype": where.dtype is not None and any(not param.dtype for param in params),
+    }
+    return [
+        f"`{condition}` cannot be decided: {printable(manifest.origin)} does not tell; plan with "
+        "`--model`, or with the params.json that `gradsurgeon params` writes"
+        for condition, is_open in conditions.items()
+        if is_open
+    ]
+
+
+def _is_untold(param: Param) -> bool:
+    """Tell a shape that the source of the names does not tell from one that nobody knows yet."""
+    return param.shape is None and not param.module_type
 
 
 def is_for(model: str, manifest: Manifest) -> bool:
@@ -133,7 +166,7 @@ def _shortfall(rule: Rule, matched: Sequence[Thing], names: Names) -> Iterator[s
 
 def _complaints(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     params = [thing for thing in matched if isinstance(thing, Param)]
-    lazy = [param for param in params if param.shape is None]
+    lazy = [param for param in params if param.shape is None and not _is_untold(param)]
     if lazy:
         yield (
             f"{len(lazy)} parameters have no shape yet{examples(lazy)}: hooks cannot be put on lazy "

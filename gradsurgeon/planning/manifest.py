@@ -85,13 +85,24 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All parameters and modules of a model, in the order of ``named_parameters``."""
+    """All parameters and modules of a model, in the order of ``named_parameters``.
+
+    Names that come from a file of weights have no class names (``module_type`` is empty), and where
+    the weights themselves are missing no dtype (an empty text) and no shape.
+
+    Attributes:
+        origin: class name of the root, or the file of weights.
+        params: the parameters.
+        modules: the modules, the root first.
+        model_type: class names of the root, most derived first: what `model:` in a rule goes by.
+        notes: what a reader of a plan must know about the names themselves.
+    """
 
     origin: str
     params: tuple[Param, ...]
     modules: tuple[Module, ...] = ()
-    # Class names of the root, most derived first: what `model:` in a rule goes by.
     model_type: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def elements(self) -> int:

@@ -1,1 +1,24 @@
 """Rules as they are reviewed: what is wrong with them, what they change, and how that is written."""
+
+from __future__ import annotations
+
+from gradsurgeon import schema, source
+from gradsurgeon.errors import Problem, RuleFileError
+from gradsurgeon.planning import Manifest
+from gradsurgeon.review import checking
+
+__all__ = ["lint"]
+
+
+def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
+    """Return all problems of a file and its includes, that it cannot be read included.
+
+    Args:
+        path: a rule file.
+        manifest: the names of a model, if they are known: some checks are exact then.
+    """
+    try:
+        document = source.read(path)
+    except RuleFileError as error:
+        return list(error.problems)
+    return checking.check(schema.inspect(document), manifest)

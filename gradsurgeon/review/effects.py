@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gradsurgeon.actions import MOMENTS, Rule
-from gradsurgeon.planning import Manifest, Names, Param, Thing, is_for, obstacles
+from gradsurgeon.planning import Manifest, Names, Param, Thing, is_for, obstacles, undecided
 from gradsurgeon.schema import RuleSet
 
 # What stands between a gradient and the weight; the others look on.
@@ -27,6 +27,7 @@ class Match:
         members: the same as a set.
         elements: number of elements of the parameters.
         is_for: whether the rule is for this model at all.
+        undecided: conditions on what the source of the names does not tell; then nothing is matched.
     """
 
     things: tuple[Thing, ...]
@@ -34,6 +35,12 @@ class Match:
     members: frozenset[str]
     elements: int
     is_for: bool = True
+    undecided: tuple[str, ...] = ()
+
+    @property
+    def decided(self) -> bool:
+        """Whether what is matched can be counted."""
+        return self.is_for and not self.undecided
 
 
 class Matcher:
@@ -56,6 +63,8 @@ class Matcher:
         return known
 
     def _match(self, rule: Rule) -> Match:
+        if texts := undecided(rule, self.manifest):
+            return Match((), (), frozenset(), 0, undecided=tuple(texts))
         if rule.model is not None and not is_for(rule.model, self.manifest):
             return Match((), (), frozenset(), 0, is_for=False)
         if rule.target == "tensors":
@@ -107,7 +116,7 @@ class Effects:
     def has_no_match(self, rule_id: str) -> bool:
         """Tell whether a rule matches nothing although it must."""
         rule, match = self.rules[rule_id], self.matches[rule_id]
-        return match.is_for and not match.names and not rule.optional
+        return match.decided and not match.names and not rule.optional
 
     def no_match(self, rule_id: str) -> str:
         """Return why a rule matches nothing, with the nearest names."""
@@ -116,11 +125,13 @@ class Effects:
     def breaks_expect(self, rule_id: str) -> bool:
         """Tell whether a rule matches another number of parameters than it says."""
         rule, match = self.rules[rule_id], self.matches[rule_id]
-        return match.is_for and rule.expect is not None and rule.expect.params != len(match.names)
+        return match.decided and rule.expect is not None and rule.expect.params != len(match.names)
 
     def obstacles(self, rule_id: str) -> list[str]:
         """Return why a rule cannot act on what it matches."""
         match = self.matches[rule_id]
         if not match.is_for or self.rules[rule_id].target == "tensors":
             return []
+        if match.undecided:
+            return list(match.undecided)
         return obstacles(self.rules[rule_id], match.things, self._matcher.manifest)

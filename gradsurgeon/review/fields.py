@@ -117,30 +117,36 @@ def _judge(old: Rule, new: Rule, name: str, before: Any, after: Any) -> Judgemen
     if name == "steps":
         acts = old.role in ("edit", "trap", "freeze")
         return _steps(old.steps, new.steps) if acts else ("changed", "")
-    if name == "then":
-        return _stricter(_STRICTNESS.index(after) > _STRICTNESS.index(before))
     if name == "factor":
         return _factor(before, after)
+    if name in ("optional", "expect.params"):
+        return _assertion(name, before, after)
+    if name in ("then", "give_up_after", "min", "max", "max_norm"):
+        return _threshold(name, before, after)
+    return "changed", ""
+
+
+def _threshold(name: str, before: Any, after: Any) -> Judgement:
+    if name == "then":
+        return _stricter(_STRICTNESS.index(after) > _STRICTNESS.index(before))
     if name == "give_up_after":
         return _stricter(after < before, "stops sooner", "stops later")
-    if name in ("min", "max", "max_norm"):
-        return _stricter(_is_closer(before, after, upper=name != "min"))
+    if None in (before, after):
+        return _stricter(before is None)
+    return _stricter(after > before if name == "min" else after < before)
+
+
+def _assertion(name: str, before: Any, after: Any) -> Judgement:
     if name == "optional":
         error = "matching nothing is"
         return _stricter(before, f"{error} an error now", f"{error} no error now")
-    if name == "expect.params" and None in (before, after):
+    if None in (before, after):
         return _stricter(before is None, "it is checked now", "it is no longer checked")
     return "changed", ""
 
 
 def _stricter(is_so: bool, why: str = "", otherwise: str = "") -> Judgement:  # noqa: FBT001 # a test
     return ("tightened", why) if is_so else ("loosened", otherwise)
-
-
-def _is_closer(before: float | None, after: float | None, *, upper: bool) -> bool:
-    if before is None or after is None:
-        return before is None
-    return (after < before) == upper
 
 
 def _factor(before: float, after: float) -> Judgement:

@@ -68,6 +68,9 @@ def _lines(difference: Difference) -> Iterator[str]:
     if difference.order_changed:
         yield f"Note: {_words(wording.order(difference, _ARROW))}."
         yield ""
+    for note in manifest.notes:
+        yield f"Note: {code(note)}"
+        yield ""
     if difference.in_effect:
         yield from _rules(difference)
         yield from _chains((*difference.params, *difference.tensors))

@@ -33,6 +33,8 @@ def _lines(difference: Difference) -> Iterator[str]:
             yield f"warning: {_plain(wording.finding(finding, difference, _ARROW))}"
     if difference.order_changed:
         yield f"note: {_plain(wording.order(difference, _ARROW))}"
+    for note in manifest.notes:
+        yield f"note: {printable(note)}"
     if not difference.in_effect:
         return
     yield ""

@@ -79,7 +79,7 @@ def names(some: Sequence[str]) -> Words:
     pieces: list[str | Code] = []
     for text, number in folded[:_SHOWN]:
         pieces += [", "] if pieces else []
-        pieces += [Code(text), f" ({number})"] if number > 1 else [Code(text)]
+        pieces += [Code(text), f" ×{number}"] if number > 1 else [Code(text)]
     if (more := len(folded) - _SHOWN) > 0:
         pieces.append(f" and {count(more, 'other')}")
     return tuple(pieces)
@@ -101,7 +101,7 @@ def finding(one: Finding, difference: Difference, arrow: str) -> Words:
     number = count(len(one.names), "parameter")
     if one.kind == "lost-protection":
         what = f"{number} lost all protection: no rule edits, freezes or traps the gradient now"
-        return (f"{what}: ", *names(one.names))
+        return (f"{what}: ", *names(one.names), ".")
     if one.kind == "no-match":
         start = "matches nothing in this model: training with these rules ends with an error"
         return (rules[0], f" {start} before its first step. ", Code(one.detail))

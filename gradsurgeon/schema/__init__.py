@@ -1,17 +1,22 @@
 """Document -> RuleSet: every problem of a rule file in one pass, each at its place."""
 
+from gradsurgeon.schema._files import DISK, Files
 from gradsurgeon.schema._located import Built, Located
-from gradsurgeon.schema._tree import RuleSet, check, from_rules, validate
+from gradsurgeon.schema._tree import Inspection, RuleSet, check, from_rules, inspect, validate
 from gradsurgeon.schema._version import FORMAT, VERSION, meets
 
 __all__ = [
+    "DISK",
     "FORMAT",
     "VERSION",
     "Built",
+    "Files",
+    "Inspection",
     "Located",
     "RuleSet",
     "check",
     "from_rules",
+    "inspect",
     "meets",
     "validate",
 ]

@@ -6,6 +6,7 @@ import hashlib
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gradsurgeon import packs
 from gradsurgeon.actions import Rule
@@ -20,8 +21,8 @@ from gradsurgeon.schema._document import (
     tidy,
     top_level,
 )
+from gradsurgeon.schema._files import DISK, Files
 from gradsurgeon.schema._located import Built, Located
-from gradsurgeon.source import read
 
 # A hostile tree is read within seconds.
 MAX_DEPTH = 8
@@ -83,52 +84,107 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
     return RuleSet(tuple(rules), places)
 
 
-def validate(source: Located) -> RuleSet:
-    """Return the rules of a document and of all that it includes.
+def validate(source: Located, files: Files = DISK) -> RuleSet:
+    """Return the rules of a document and of all that it includes, out of the same files.
 
     Raises:
         RuleFileError: with every problem found, those of reading the text included.
     """
-    tree = _Tree(source)
+    tree = _Tree(source, files)
     problems = tree.problems
     if any(problem.severity == "error" for problem in problems):
         raise RuleFileError(problems)
-    return RuleSet(
-        rules=tuple(rule for rule, _ in tree.rules),
-        places={rule.id: place for rule, place in tree.rules},
-        warnings=tuple(problems),
-        file=source.file,
-        text=source.text,
-        files=tuple(tree.files),
-    )
+    return tree.rule_set(source)
 
 
-def check(source: Located) -> tuple[list[Rule], list[Problem]]:
+def check(source: Located, files: Files = DISK) -> tuple[list[Rule], list[Problem]]:
     """Return the valid rules of a document and its includes, and all problems, file by file."""
-    tree = _Tree(source)
+    tree = _Tree(source, files)
     return [rule for rule, _ in tree.rules], tree.problems
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A rule file with its includes, and where everything in them is written.
+
+    Attributes:
+        rules: ``None`` where there are errors.
+        problems: all problems, file by file.
+        sources: the file and what it includes, packs too, in the order of ``problems``.
+        entries: by which entry of `include` a file was reached, by its name.
+    """
+
+    rules: RuleSet | None
+    problems: tuple[Problem, ...]
+    sources: tuple[Located, ...]
+    entries: Mapping[str, Place]
+    _written: Mapping[str, tuple[Located, int]]
+
+    def source(self, rule_id: str) -> Located:
+        """Return the file that holds a rule."""
+        return self._written[rule_id][0]
+
+    def options(self, rule_id: str) -> Mapping[str, object]:
+        """Return the options of a rule as they are written."""
+        source, index = self._written[rule_id]
+        found: Any = source.data
+        options: Mapping[str, object] = found["rules"][index]
+        return options
+
+    def place(self, rule_id: str, *path: str | int) -> Place:
+        """Return the place of an option of a rule, such as ``"steps", "to"`` or ``"params", 2``.
+
+        Of a pattern that stands alone, index 0 is its own place.
+        """
+        source, index = self._written[rule_id]
+        return source.place(("rules", index, *path))
+
+
+def inspect(source: Located, files: Files = DISK) -> Inspection:
+    """Return the rules of a document and its includes with all that is known of their places."""
+    tree = _Tree(source, files)
+    problems = tuple(tree.problems)
+    return Inspection(
+        None if any(one.severity == "error" for one in problems) else tree.rule_set(source),
+        problems,
+        tuple(tree.sources),
+        tree.entries,
+        tree.written,
+    )
 
 
 class _Tree:
     """The rules of a file and of all that it includes, in order, with all that is wrong."""
 
-    def __init__(self, source: Located) -> None:
+    def __init__(self, source: Located, files: Files) -> None:
+        self._from = files
         self.rules: list[tuple[Rule, Place]] = []
         self.files: list[tuple[str, str]] = []
+        self.sources: list[Located] = []
+        self.entries: dict[str, Place] = {}
+        self.written: dict[str, tuple[Located, int]] = {}
         self._problems: list[list[Problem]] = []  # one list per file
         self._ids: dict[str, Place] = {}
         self._followed = 0  # entries
         self._reached: dict[pathlib.Path, Place] = {}  # by which entry
-        trail: tuple[packs.Included, ...] = ()
-        if source.folder is not None:
-            path = source.folder / pathlib.Path(source.file).name
-            trail = (packs.Included(source.file, path.resolve(), source.folder),)
+        trail = () if source.folder is None else (files.itself(source, source.folder),)
         self._take(source, source.folder, trail)
 
     @property
     def problems(self) -> list[Problem]:
         """All problems: those of a file before those of what it includes."""
         return [problem for group in self._problems for problem in group]
+
+    def rule_set(self, source: Located) -> RuleSet:
+        """Return the rules, of which none is wrong."""
+        return RuleSet(
+            rules=tuple(rule for rule, _ in self.rules),
+            places={rule.id: place for rule, place in self.rules},
+            warnings=tuple(self.problems),
+            file=source.file,
+            text=source.text,
+            files=tuple(self.files),
+        )
 
     def _take(
         self, source: Located, folder: pathlib.Path | None, trail: tuple[packs.Included, ...]
@@ -142,6 +198,7 @@ class _Tree:
         """
         group: list[Problem] = []
         self._problems.append(group)
+        self.sources.append(source)
         if source.text:
             self.files.append((source.file, source.text))
         data = source.data
@@ -166,6 +223,7 @@ class _Tree:
             rule, flaws = rule_at(source, index, entry)
             yield from flaws
             if rule is not None:
+                self.written.setdefault(rule.id, (source, index))
                 self.rules.append((rule, source.place(("rules", index, "id"))))
         ids = [(i, entry.get("id")) for i, entry in enumerate(given) if isinstance(entry, dict)]
         yield from duplicate_ids(source, ids, self._ids)
@@ -186,10 +244,12 @@ class _Tree:
                 yield Problem(place, "bad-include", message, "include fewer files")
             return
         try:
-            target = packs.locate(entry, folder)
+            target = packs.locate(entry, folder, self._from.find)
             self._admit(target, place, trail)
-            document = read(target.path, target.name)
+            # A pack has no folder, and comes with gradsurgeon.
+            document = (DISK if target.folder is None else self._from).read(target)
             target.check(document.text)
+            self.entries[document.file] = place
         except packs.IncludeError as error:
             yield Problem(place, "bad-include", error.message, error.hint)
         except RuleFileError as error:

@@ -1,0 +1,87 @@
+"""All that lint finds in valid rules, less what comments suppress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradsurgeon.errors import Place, Problem
+from gradsurgeon.packs import PREFIX
+from gradsurgeon.planning import Manifest
+from gradsurgeon.review import catalogue
+from gradsurgeon.review.case import MAX_COMPARED, Case
+from gradsurgeon.review.checks import CHECKS, Finding
+from gradsurgeon.review.suppression import Suppressions
+from gradsurgeon.schema import Inspection
+
+_MAX_PROBLEMS = 200
+
+
+def check(inspected: Inspection, manifest: Manifest | None = None) -> list[Problem]:
+    """Return the problems of reading a file and those of its rules, in order, less the suppressed.
+
+    Args:
+        inspected: a rule file; where it has errors, its rules are not looked at.
+        manifest: the names of a model, if they are known.
+    """
+    found = list(_semantic(inspected, manifest))
+    own = [one for one in inspected.sources if not one.file.startswith(PREFIX)]
+    suppressions = Suppressions(own)
+    kept = [one for one in (*inspected.problems, *found) if not suppressions.take(one)]
+    if manifest is not None:
+        # What is needed where no names are known is not useless where they are.
+        for problem in _semantic(inspected, None):
+            suppressions.take(problem)
+    kept += suppressions.unused(severities(), checked=inspected.rules is not None)
+    order = {source.file: index for index, source in enumerate(inspected.sources)}
+    return sorted(
+        dict.fromkeys(kept),
+        key=lambda one: (order.get(one.place.file, len(order)), one.place.line, one.place.col),
+    )
+
+
+def severities() -> dict[str, str]:
+    """Return the severity of every check."""
+    reading = {name: about.severity for name, about in catalogue.CHECKS.items()}
+    return {**reading, **{name: one.severity for name, one in CHECKS.items()}}
+
+
+def _semantic(inspected: Inspection, manifest: Manifest | None) -> Iterator[Problem]:
+    if inspected.rules is None:
+        return
+    case = Case(inspected.rules, inspected, manifest)
+    count = 0
+    for one in CHECKS.values():
+        for finding in one.find(case):
+            place = _place(inspected, finding)
+            if place is None:
+                continue
+            count += 1
+            if count > _MAX_PROBLEMS:
+                message = f"over {_MAX_PROBLEMS} doubts about the rules, no more are shown"
+                hint = "suppress what is meant so"
+                yield Problem(place, "too-large", message, hint, "warning")
+                return
+            message = finding.message
+            if inspected.source(finding.rule.id).file != place.file:  # shown at the include
+                message = f"rule `{finding.rule.id}` of this pack: {message}"
+            yield Problem(place, one.id, message, finding.hint, one.severity)
+    if len(case.compared) < len(case.rules):
+        first = case.rules[len(case.compared)]
+        message = f"over {MAX_COMPARED} patterns: the rules from here on are not compared"
+        yield Problem(inspected.place(first.id, "id"), "too-large", message, "", "warning")
+
+
+def _place(inspected: Inspection, finding: Finding) -> Place | None:
+    """Return where to show a finding; ``None`` where it concerns a pack alone.
+
+    Nobody can change a pack: what it does beside other rules is shown at the entry that includes it.
+    """
+    source = inspected.source(finding.rule.id)
+    if not source.file.startswith(PREFIX):
+        return inspected.place(finding.rule.id, *finding.at)
+    if all(inspected.source(one.id) is source for one in finding.others):
+        return None
+    place = inspected.entries[source.file]
+    while place.file.startswith(PREFIX):  # one pack includes another
+        place = inspected.entries[place.file]
+    return place

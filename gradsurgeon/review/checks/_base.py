@@ -1,0 +1,58 @@
+"""What every check has in common.
+
+One file beside this one is one check: a class named like the file, whose docstring is its page, with
+an example that it finds nothing in and one that it finds. The file is found by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gradsurgeon.actions import Rule
+from gradsurgeon.errors import Severity
+from gradsurgeon.review.case import Case
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a check has found.
+
+    Attributes:
+        rule: the rule it is shown at.
+        at: the option, as a path such as ``("steps", "every")``; one that stands in the file.
+        message: what was found, and why it is doubtful.
+        hint: what to do.
+        others: the other rules that it is about.
+    """
+
+    rule: Rule
+    at: tuple[str | int, ...]
+    message: str
+    hint: str
+    others: tuple[Rule, ...] = ()
+
+
+class Check:
+    """A question to valid rules.
+
+    Attributes:
+        severity: ``warning`` where the rules hardly do what was meant, ``note`` where they may.
+        GOOD: rules in which it finds nothing.
+        BAD: rules in which it finds something.
+    """
+
+    severity: ClassVar[Severity] = "warning"
+    GOOD: ClassVar[str]
+    BAD: ClassVar[str]
+
+    @property
+    def id(self) -> str:
+        """Name in messages and in suppressions, from the name of the class."""
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(self).__name__).lower()
+
+    def find(self, case: Case) -> Iterator[Finding]:
+        """Yield what it finds."""
+        raise NotImplementedError

@@ -1,0 +1,34 @@
+"""What several checks ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradsurgeon.actions import Rule
+from gradsurgeon.review.case import Case
+
+
+def patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield every pattern of names of a rule with its path."""
+    for key in (rule.target, "exclude"):
+        for index, text in enumerate(getattr(rule, key)):
+            yield (key, index), text
+
+
+def moot(case: Case, rule: Rule, by: Rule) -> str:
+    """Return why an edit has no effect beside another rule; empty where it has one, or may have."""
+    if rule is by or by.action not in ("zero", "freeze") or not case.covers(by, rule):
+        return ""
+    first = case.acts_before(by, rule)
+    if by.action == "freeze":
+        if rule.role == "edit" or (rule.role == "freeze" and first):
+            return f"does nothing: `{by.id}` keeps the optimizer off these parameters"
+        return ""
+    if rule.role != "edit":
+        return ""
+    if first:
+        return (
+            f"does nothing: `{by.id}` has set all of it to zero before" if rule.keeps_zero else ""
+        )
+    # Of two that zero the same, the later one is superfluous, as the first branch says.
+    return "" if rule.action == "zero" else f"has no effect: `{by.id}` sets all of it to zero later"

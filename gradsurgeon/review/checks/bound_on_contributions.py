@@ -1,0 +1,53 @@
+"""The check `bound-on-contributions`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from gradsurgeon.review.case import Case
+from gradsurgeon.review.checks._base import Check, Finding
+
+
+class BoundOnContributions(Check):
+    """A bound at `backward` does not bound the gradient.
+
+    ## What it finds
+    `clamp` and `clip-norm` on parameters at `backward`.
+
+    ## Why it matters
+    At `backward` a rule sees what one backward pass contributes. Under gradient accumulation, and
+    under DDP, where ranks contribute, the sum can exceed the bound, and a change of the number of
+    micro-batches changes what the rule does.
+
+    ## What to do
+    Write `at: step`, where the bound holds for the gradient that the optimizer gets. If each
+    contribution is what you mean to bound, suppress the warning.
+    """
+
+    GOOD: ClassVar[str] = """
+- id: bounded
+  action: clamp
+  params: "*.weight"
+  at: step
+  min: -0.1
+  max: 0.1
+"""
+    BAD: ClassVar[str] = """
+- id: bounded
+  action: clamp
+  params: "*.weight"
+  at: backward
+  min: -0.1
+  max: 0.1
+"""
+
+    def find(self, case: Case) -> Iterator[Finding]:
+        """Yield the edits for which the sum of edited parts is not the edited sum."""
+        for rule in case.rules:
+            if rule.target == "params" and rule.point == "backward" and not rule.linear:
+                message = (
+                    f"{rule.action} at `backward` bounds what each backward pass contributes: under "
+                    "accumulation or DDP the sum can exceed the bound"
+                )
+                yield Finding(rule, ("at",), message, "`at: step` bounds the final gradient")

@@ -1,0 +1,70 @@
+"""The check `observed-order`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from gradsurgeon.errors import Severity
+from gradsurgeon.review.case import Case, listed
+from gradsurgeon.review.checks._base import Check, Finding
+
+_PAIRS = ({"edit", "observe"}, {"edit", "capture"})
+
+
+class ObservedOrder(Check):
+    """A record is taken before an edit that stands above it, or after one that stands below.
+
+    ## What it finds
+    `norm-log` and `capture` beside an edit of the same gradients, where the point of the lower rule
+    comes before that of the upper one.
+
+    ## Why it matters
+    One expects a record below an edit to show what the edit has left. By default records are taken at
+    `accumulated`, which is before everything at `step` and after everything at `backward`.
+
+    ## What to do
+    If you want what the optimizer gets, write `at: step` below the edits. Otherwise nothing: the record
+    is right, and the order in the file does not matter.
+    """
+
+    severity: ClassVar[Severity] = "note"
+    GOOD: ClassVar[str] = """
+- id: clipped
+  action: clip-norm
+  params: "*"
+  max_norm: 1.0
+
+- id: what-is-left
+  action: norm-log
+  params: "*"
+  at: step
+"""
+    BAD: ClassVar[str] = """
+- id: clipped
+  action: clip-norm
+  params: "*"
+  max_norm: 1.0
+
+- id: what-is-left
+  action: norm-log
+  params: "*"
+"""
+
+    def find(self, case: Case) -> Iterator[Finding]:
+        """Yield each rule that comes before one above it, where one edits and one records."""
+        for rule, before in case.pairs():
+            met = tuple(
+                one
+                for one in before
+                if {one.role, rule.role} in _PAIRS
+                and case.acts_before(rule, one)
+                and case.overlap(one, rule)
+            )
+            if not met:
+                continue
+            ids = listed([one.id for one in met])
+            what = "changes gradients" if rule.role == "edit" else "sees gradients"
+            message = f"it {what} at `{rule.point}`, before {ids}, which stand{'s' * (len(met) == 1)} above it"
+            hint = "put it above, or choose another `at`"
+            yield Finding(rule, (case.written(rule, "at", "action"),), message, hint, met)

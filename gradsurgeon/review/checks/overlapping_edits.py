@@ -1,0 +1,71 @@
+"""The check `overlapping-edits`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from gradsurgeon.actions import Rule
+from gradsurgeon.errors import Severity
+from gradsurgeon.review.case import Case, listed
+from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.checks._shared import moot
+
+
+class OverlappingEdits(Check):
+    """Two rules change the same tensors.
+
+    ## What it finds
+    Rules that certainly change a tensor in the same step. Where the names of a model are known, that
+    is exact. Otherwise it is said where everything that a pattern of one rule matches is matched by
+    the other rule as well, as with equal patterns or with `*`.
+
+    ## Why it matters
+    Every rule that matches applies; there is no "last match wins". The second one sees what the first
+    one has left.
+
+    ## What to do
+    If both are meant, nothing. Otherwise leave the names of one rule out of the other by `exclude`.
+    """
+
+    severity: ClassVar[Severity] = "note"
+    GOOD: ClassVar[str] = """
+- id: gentle-head
+  action: scale
+  params: "head.*"
+  factor: 0.5
+
+- id: gentle-rest
+  action: scale
+  params: "*"
+  exclude: "head.*"
+  factor: 0.1
+"""
+    BAD: ClassVar[str] = """
+- id: gentle-head
+  action: scale
+  params: "head.*"
+  factor: 0.5
+
+- id: gentle-rest
+  action: scale
+  params: "*"
+  factor: 0.1
+"""
+
+    def find(self, case: Case) -> Iterator[Finding]:
+        """Yield each rule that changes what rules before it in the file change."""
+        for rule, before in case.pairs():
+            if rule.role != "edit":
+                continue
+            met = tuple(one for one in before if one.role == "edit" and _meets(case, one, rule))
+            if met:
+                ids = listed([one.id for one in met])
+                message = f"it changes tensors that {ids} change{'s' * (len(met) == 1)} as well"
+                hint = "both apply, one after the other: if one is enough, use `exclude`"
+                yield Finding(rule, (rule.target,), message, hint, met)
+
+
+def _meets(case: Case, one: Rule, rule: Rule) -> bool:
+    without_effect = moot(case, rule, one) or moot(case, one, rule)
+    return not without_effect and case.overlap(one, rule)

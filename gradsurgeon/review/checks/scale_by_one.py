@@ -1,0 +1,44 @@
+"""The check `scale-by-one`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from gradsurgeon.actions.scale import Scale
+from gradsurgeon.review.case import Case
+from gradsurgeon.review.checks._base import Check, Finding
+
+
+class ScaleByOne(Check):
+    """A factor of one does nothing.
+
+    ## What it finds
+    `scale` with `factor: 1`.
+
+    ## Why it matters
+    The rule costs a pass over every tensor that it matches and changes none of them.
+
+    ## What to do
+    Remove the rule. A `norm-log` does not need it to see a gradient.
+    """
+
+    GOOD: ClassVar[str] = """
+- id: gentle-head
+  action: scale
+  params: "head.*"
+  factor: 0.5
+"""
+    BAD: ClassVar[str] = """
+- id: gentle-head
+  action: scale
+  params: "head.*"
+  factor: 1.0
+"""
+
+    def find(self, case: Case) -> Iterator[Finding]:
+        """Yield the factors that are one."""
+        for rule in case.rules:
+            if isinstance(rule, Scale) and rule.factor == 1:
+                message = "scaling by 1 changes nothing"
+                yield Finding(rule, ("factor",), message, "remove the rule, or correct the factor")

@@ -1,0 +1,61 @@
+"""The check `trap-after-sanitize`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from gradsurgeon.review.case import Case, listed
+from gradsurgeon.review.checks._base import Check, Finding
+
+
+class TrapAfterSanitize(Check):
+    """A trap waits for what another rule has removed.
+
+    ## What it finds
+    `nan-trap` on tensors that are all under a `sanitize`, or under a `zero`, which acts before.
+
+    ## Why it matters
+    The trap looks after each backward pass, when every NaN and every infinity has been replaced: it
+    cannot trip, while the file looks as if the run were guarded.
+
+    ## What to do
+    Narrow `sanitize` down to the known culprit and let the trap guard the rest. To know how often
+    there was something to replace, put a `norm-log` with `stats: [nonfinite]` and `at: backward` above.
+    """
+
+    GOOD: ClassVar[str] = """
+- id: known-culprit
+  action: sanitize
+  params: "mask.weight"
+
+- id: guard
+  action: nan-trap
+  params: "*"
+"""
+    BAD: ClassVar[str] = """
+- id: clean
+  action: sanitize
+  params: "*"
+
+- id: guard
+  action: nan-trap
+  params: "*"
+"""
+
+    def find(self, case: Case) -> Iterator[Finding]:
+        """Yield each trap that cannot trip."""
+        cleaners = [one for one in case.compared if one.action in ("sanitize", "zero")]
+        for rule in case.compared:
+            if rule.role != "trap":
+                continue
+            met = tuple(
+                one for one in cleaners if case.acts_before(one, rule) and case.covers(one, rule)
+            )
+            if met:
+                ids = listed([one.id for one in met])
+                message = (
+                    f"the trap never sees a NaN: {ids} replace{'s' * (len(met) == 1)} it before"
+                )
+                hint = "narrow that rule down, or remove the trap"
+                yield Finding(rule, ("action",), message, hint, met)

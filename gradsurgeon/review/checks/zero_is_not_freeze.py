@@ -1,0 +1,49 @@
+"""The check `zero-is-not-freeze`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from gradsurgeon.errors import Severity
+from gradsurgeon.review.case import Case
+from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.checks._shared import moot
+
+
+class ZeroIsNotFreeze(Check):
+    """A parameter whose gradient is set to zero still moves.
+
+    ## What it finds
+    `zero` on parameters.
+
+    ## Why it matters
+    The optimizer goes on with what it has: weight decay shrinks the weight, and the momentum of
+    earlier steps carries it on. The gradient counts as one of zeros in the statistics of Adam.
+
+    ## What to do
+    To keep a parameter as it is, use `freeze`. To drop what a loss contributes to it, `zero` is right.
+    """
+
+    severity: ClassVar[Severity] = "note"
+    GOOD: ClassVar[str] = """
+- id: keep-backbone
+  action: freeze
+  params: "backbone.*"
+"""
+    BAD: ClassVar[str] = """
+- id: keep-backbone
+  action: zero
+  params: "backbone.*"
+"""
+
+    def find(self, case: Case) -> Iterator[Finding]:
+        """Yield every `zero` on parameters, but those that do nothing anyway."""
+        message = "zero is not freeze: weight decay and momentum still move the weight"
+        for rule in case.rules:
+            if rule.action != "zero" or rule.target != "params":
+                continue
+            if not any(moot(case, rule, by) for by in case.compared):
+                yield Finding(
+                    rule, ("action",), message, "to keep a parameter as it is use `freeze`"
+                )

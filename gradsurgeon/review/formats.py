@@ -1,0 +1,218 @@
+"""How problems are written: for people, for programs, for pull requests, for code scanning.
+
+Everything from a user's file is escaped for where it goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+from gradsurgeon.errors import GradSurgeonError, Problem, RuleFileError, printable
+from gradsurgeon.review.catalogue import CHECKS, About
+from gradsurgeon.schema import VERSION
+
+FORMATS = ("full", "concise", "json", "github", "sarif")
+
+_SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_SHOWN = 10  # annotations of each kind that GitHub shows per step; it drops the rest in silence
+_WORDS: Mapping[str, str] = {"error": "error", "warning": "warning", "note": "notice"}
+_COLOURS: Mapping[str, str] = {
+    "error": "\033[1;31m",
+    "warning": "\033[1;33m",
+    "note": "\033[1;36m",
+}
+_RESET = "\033[0m"
+
+
+def write(
+    problems: Sequence[Problem], form: str, *, root: Path | None = None, colour: bool = False
+) -> str:
+    """Return problems as text that ends with a line feed, or nothing where there is nothing to say.
+
+    Args:
+        problems: what was found, in order.
+        form: one of `FORMATS`.
+        root: the folder that paths in ``github`` and ``sarif`` start from, here the current one.
+        colour: whether to colour what is for people.
+    """
+    base = root or Path.cwd()
+    if form in ("full", "concise"):
+        return "".join(f"{_for_people(one, form, colour=colour)}\n" for one in problems)
+    lines = {"json": _json, "github": _github, "sarif": _sarif}[form](problems, base)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _for_people(problem: Problem, form: str, *, colour: bool) -> str:
+    text = f"{problem.full()}\n" if form == "full" else problem.concise()
+    if not colour:
+        return text
+    # The place is escaped text: it cannot hold what is looked for here.
+    head = f"{problem.place}: {problem.severity}:"
+    lit = f"{problem.place}: {_COLOURS[problem.severity]}{problem.severity}:{_RESET}"
+    return lit + text.removeprefix(head)
+
+
+def _json(problems: Sequence[Problem], _root: Path) -> Iterator[str]:
+    found = [problem.to_dict() for problem in problems]
+    yield json.dumps({"version": 1, "problems": found}, indent=2)
+
+
+# -- GitHub ---------------------------------------------------------------------------------------
+
+
+def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
+    """Yield workflow commands: the worst first, no more than are shown, and how many are left."""
+    left = []
+    for severity, word in _WORDS.items():
+        # The notice at the end, on what is left, is one of those that are shown.
+        shown = _SHOWN - (word == "notice")
+        group = [problem for problem in problems if problem.severity == severity]
+        for problem in group[:shown]:
+            place = problem.place
+            where: dict[str, object] = {"file": path_from(root, place.file)}
+            if place.line:
+                end = place.col + max(1, place.width)
+                where |= {"line": place.line, "col": place.col, "endColumn": end}
+            yield command(word, _told(problem), **where, title=problem.check)
+        if (more := len(group) - shown) > 0:
+            left.append(f"{more} more {severity}{'' if more == 1 else 's'}")
+    if left:
+        message = f"{', '.join(left)} not shown here: `gradsurgeon lint` lists all"
+        yield command("notice", message, title="gradsurgeon")
+
+
+def error_annotations(error: GradSurgeonError, file: str, *, root: Path | None = None) -> str:
+    """Return an error of loading or binding rules as workflow commands.
+
+    Args:
+        error: its problems where it has places, otherwise its text.
+        file: the rule file, where the text has no better place.
+        root: the folder that paths start from, here the current one.
+    """
+    if isinstance(error, RuleFileError):
+        return write(error.problems, "github", root=root)
+    base = root or Path.cwd()
+    texts: Sequence[str] = getattr(error, "complaints", (str(error),))
+    lines = [command("error", text, file=path_from(base, file)) for text in texts[:_SHOWN]]
+    if len(texts) > _SHOWN:
+        lines.append(command("notice", f"{len(texts) - _SHOWN} more not shown here"))
+    return "".join(f"{line}\n" for line in lines)
+
+
+def command(word: str, message: str, **properties: object) -> str:
+    """Return a workflow command of GitHub Actions, which nothing in its arguments can end."""
+    given = ",".join(f"{key}={_property(str(value))}" for key, value in properties.items())
+    return f"::{word}{' ' * bool(given)}{given}::{_data(message)}"
+
+
+def _data(text: str) -> str:
+    lines = (printable(line) for line in text.replace("\r\n", "\n").split("\n"))
+    return "%0A".join(line.replace("%", "%25").replace("\r", "%0D") for line in lines)
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def path_from(root: Path, file: str) -> str:
+    """Return a path as seen from ``root``, with slashes; as it is where it lies elsewhere."""
+    path = Path(file)
+    try:
+        # Not resolved: a link is reviewed where it stands.
+        return Path(os.path.abspath(path)).relative_to(root).as_posix()  # noqa: PTH100 # as above
+    except ValueError:  # elsewhere, or no path at all
+        return path.as_posix()
+
+
+def _told(problem: Problem) -> str:
+    return f"{problem.message} ({problem.hint})" if problem.hint else problem.message
+
+
+# -- SARIF ----------------------------------------------------------------------------------------
+
+
+def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
+    """Yield one SARIF 2.1.0 log with one run."""
+    known = {**CHECKS, **{one.check: _unlisted(one) for one in problems if one.check not in CHECKS}}
+    index = {check: number for number, check in enumerate(known)}
+    seen: Counter[tuple[str, str]] = Counter()
+    results = []
+    for problem in problems:
+        mark = _fingerprint(problem)
+        file = problem.place.file
+        seen[file, mark] += 1
+        results.append(
+            {
+                "ruleId": problem.check,
+                "ruleIndex": index[problem.check],
+                "level": problem.severity,
+                "message": {"text": _message(_told(problem))},
+                "locations": [{"physicalLocation": _location(problem, root)}],
+                # Alike lines of one file are told apart by their order.
+                "partialFingerprints": {"gradsurgeon/v1": f"{mark}:{seen[file, mark]}"},
+            }
+        )
+    driver = {
+        "name": "gradsurgeon",
+        "semanticVersion": VERSION,
+        "rules": [_rule(check, about) for check, about in known.items()],
+    }
+    run = {
+        "tool": {"driver": driver},
+        "columnKind": "unicodeCodePoints",
+        "originalUriBaseIds": {"%SRCROOT%": {"description": {"text": "The root of the sources."}}},
+        "results": results,
+    }
+    yield json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
+
+
+def _unlisted(problem: Problem) -> About:
+    """Return what can be said of a check that has no entry here."""
+    words = problem.check.replace("-", " ")
+    return About(f"{words.capitalize()}.", f"`gradsurgeon explain {problem.check}`", "warning")
+
+
+def _rule(check: str, about: About) -> dict[str, object]:
+    return {
+        "id": check,
+        "shortDescription": {"text": _message(about.summary)},
+        "help": {"text": _message(about.help)},
+        "defaultConfiguration": {"level": about.severity},
+    }
+
+
+def _message(text: str) -> str:
+    """Return a text as SARIF writes it: braces doubled, and no embedded links."""
+    return printable(text).replace("{", "{{").replace("}", "}}").replace("](", "\\](")
+
+
+def _location(problem: Problem, root: Path) -> dict[str, object]:
+    place = problem.place
+    shown = path_from(root, place.file)
+    artifact = {"uri": quote(os.fsencode(shown), safe="/~"), "uriBaseId": "%SRCROOT%"}
+    if Path(shown).is_absolute():
+        artifact = {"uri": Path(shown).as_uri()}
+    location: dict[str, object] = {"artifactLocation": artifact}
+    if place.line:
+        location["region"] = {
+            "startLine": place.line,
+            "startColumn": place.col,
+            "endColumn": place.col + max(1, place.width),
+        }
+    return location
+
+
+def _fingerprint(problem: Problem) -> str:
+    """Return what a problem is known by, wherever its line goes: messages may hold line numbers."""
+    place = problem.place
+    marked = place.line_text[place.col - 1 : place.col - 1 + place.width]
+    parts = [problem.check, re.sub(r"\s+", " ", place.line_text).strip(), marked]
+    text = "\0".join(parts).encode("utf-8", "surrogatepass")
+    return hashlib.sha256(text).hexdigest()[:16]

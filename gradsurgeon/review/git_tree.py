@@ -1,0 +1,238 @@
+"""The files of a commit, read by asking git: a rule file as it was, with the includes as they were.
+
+Git is asked for objects by their hash only. Nothing is checked out, and no filter, text conversion or
+hook that a repository may bring along is run.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import posixpath
+import shutil
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+
+from gradsurgeon import packs, source
+from gradsurgeon.errors import Place, Problem, RuleFileError
+from gradsurgeon.schema import Located
+
+_SECONDS = 60
+_SUFFIXES = (".yaml", ".yml", ".json")
+_MAX_NAMES = 10_000  # that are looked at for one like the path that is missing
+_LINK, _SUBMODULE = "120000", "160000"
+
+
+class GitError(Exception):
+    """Git could not do what it was asked; the text is what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    mode: str
+    kind: str  # blob, tree or commit
+    hash: str
+
+
+class GitTree:
+    """The files of one commit; an implementation of `schema.Files`.
+
+    Args:
+        ref: a branch, a tag, a commit, or whatever else git takes for one.
+    """
+
+    def __init__(self, ref: str) -> None:
+        self.ref = ref
+        self._listed: dict[str, dict[str, _Entry]] = {}
+
+    def open(self, path: str) -> source.Document:
+        """Read a file by its path from the top of the repository, or from here after ``./``.
+
+        Raises:
+            RuleFileError: the commit has no such file, or it cannot be read, or git cannot be asked.
+        """
+        spec = f"{self.ref}:{path}"
+        try:
+            # Git fails here if it fails at all, and says whether the commit or the repository is wrong.
+            root = self._root
+            whole = self._from_top(path)
+            entry = None if whole is None else self._entry(root, whole)
+            near = self._nearest(whole) if whole is not None and entry is None else ""
+        except GitError as error:
+            raise unreadable(spec, str(error), self._remedy(str(error))) from None
+        if whole is None:
+            raise unreadable(spec, "the path leads out of the repository", "")
+        if entry is None:
+            raise unreadable(spec, f"`{self.ref}` has no such file", near)
+        if wrong := _not_a_file(entry):
+            raise unreadable(spec, f"it is {wrong}", "name a file of UTF-8 text")
+        return self._document(entry.hash, pathlib.Path(whole), spec)
+
+    def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
+        """Return a document of this tree the way an entry of `include` would name it."""
+        name = document.file.removeprefix(f"{self.ref}:").rpartition("/")[2]
+        return packs.Included(document.file, folder / name, folder)
+
+    def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
+        """Return the file that a relative entry names: below ``folder``, in this same commit."""
+        packs.check_portable(entry)
+        inside = posixpath.normpath(entry)
+        if inside == ".." or inside.startswith("../"):
+            raise packs.leads_out(entry)
+        path = posixpath.normpath(posixpath.join(folder.as_posix(), inside))
+        try:
+            found = self._entry(self._root, path)
+            if found is None:
+                raise packs.is_missing(entry, self._names(posixpath.dirname(path)))
+            if found.kind == "tree":
+                raise packs.is_folder(entry, self._names(path))
+        except GitError as error:
+            raise packs.IncludeError(f"`{entry[:80]}` cannot be looked up: {error}") from None
+        if wrong := _not_a_file(found):
+            hint = "name the file itself" if found.mode == _LINK else "name a file of UTF-8 text"
+            raise packs.IncludeError(f"`{entry[:80]}` is {wrong}", hint)
+        target = pathlib.Path(path)
+        return packs.Included(f"{self.ref}:{path}", target, target.parent)
+
+    def read(self, target: packs.Included) -> source.Document:
+        """Read what `find` has found."""
+        found = self._entry(self._root, target.path.as_posix())
+        assert found is not None  # noqa: S101 # a commit does not change
+        return self._document(found.hash, target.path, target.name)
+
+    def _document(self, hash_: str, path: pathlib.Path, name: str) -> source.Document:
+        try:
+            size = int(_git("cat-file", "-s", hash_))
+            if size > source.MAX_BYTES:
+                kib = source.MAX_BYTES // 1024
+                raise unreadable(name, f"over {kib} KiB of text", "use `include`")
+            raw = _git("cat-file", "blob", hash_)
+        except GitError as error:
+            raise unreadable(name, str(error), "") from None
+        return source.read(path, name, raw)
+
+    @cached_property
+    def _root(self) -> str:
+        """Hash of the top folder: a branch that moves meanwhile changes nothing."""
+        if not self.ref or self.ref.startswith("-") or not self.ref.isprintable():
+            raise GitError(f"`{self.ref[:60]}` names no commit")
+        # Unlike `rev-parse`, this one names what it could not find.
+        self._listed[""] = _list(f"{self.ref}^{{tree}}")
+        return _git("rev-parse", "--verify", f"{self.ref}^{{tree}}").decode().strip()
+
+    def _entry(self, root: str, path: str) -> _Entry | None:
+        """Return what stands at a path; links on the way are not followed."""
+        at = _Entry("040000", "tree", root)
+        for step in [part for part in path.split("/") if part not in ("", ".")]:
+            if at.mode == _LINK:
+                return at
+            below = self._list(at.hash) if at.kind == "tree" else {}
+            if step not in below:
+                return None
+            at = below[step]
+        return at
+
+    def _list(self, hash_: str) -> dict[str, _Entry]:
+        if hash_ not in self._listed:
+            self._listed[hash_] = _list(hash_)
+        return self._listed[hash_]
+
+    def _names(self, folder: str) -> list[str]:
+        found = self._entry(self._root, folder)
+        return list(self._list(found.hash)) if found is not None and found.kind == "tree" else []
+
+    def _from_top(self, path: str) -> str | None:
+        """Return a path from the top of the repository, ``None`` where it leads out of it."""
+        if path.startswith(("./", "../")):
+            here = _git("rev-parse", "--show-prefix").decode("utf-8", "surrogateescape")
+            path = posixpath.join(here.removesuffix("\n"), path)
+        whole = posixpath.normpath(path)
+        return None if whole == ".." or whole.startswith(("../", "/")) else whole
+
+    def _nearest(self, path: str) -> str:
+        """Return a remedy with the paths most like the one that is missing."""
+        listing = _git("ls-tree", "-r", "-z", "--name-only", "--full-tree", self._root)
+        names = listing.decode("utf-8", "surrogateescape").split("\0")
+        known = [name for name in names if name.endswith(_SUFFIXES)][:_MAX_NAMES]
+        # The same name in another folder says more than a path of like letters.
+        same = [name for name in known if posixpath.basename(name) == posixpath.basename(path)]
+        near = list(dict.fromkeys([*same, *get_close_matches(path, known, n=3, cutoff=0.5)]))[:3]
+        if not near:
+            count = f"{len(known)} files of YAML or JSON" if known else "no file of YAML or JSON"
+            return f"paths count from the top of the repository; it has {count}"
+        specs = [f"`{self.ref}:{name}`" for name in near]
+        return f"did you mean {specs[0]}?" if len(specs) == 1 else f"closest: {', '.join(specs)}"
+
+    def _remedy(self, said: str) -> str:
+        if "not a git repository" in said:
+            return "run it inside the repository, or name two files"
+        if "object name" in said or "names no commit" in said:
+            remote, _, branch = self.ref.partition("/")
+            fetch = f"`git fetch {remote} {branch}`" if branch else "`git fetch`"
+            return (
+                f"is it fetched? Try {fetch}; a checkout in CI may need its whole history; a file whose "
+                "name holds a colon is written with `./` before it"
+            )
+        return ""
+
+
+def unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
+    """Return the error that a rule file cannot be read."""
+    message = f"cannot read the file: {cause}"
+    return RuleFileError([Problem(Place(spec, 1, 1), "unreadable-file", message, hint)])
+
+
+def _not_a_file(entry: _Entry) -> str:
+    """Return what stands in the place of a file, an empty text where a file does."""
+    if entry.mode == _LINK:
+        return "a symbolic link, or behind one: links of a commit are not followed"
+    return {"tree": "a folder", "commit": "a submodule"}.get(entry.kind, "")
+
+
+def _list(tree: str) -> dict[str, _Entry]:
+    """Return what stands in a folder."""
+    found: dict[str, _Entry] = {}
+    listing = _git("ls-tree", "-z", "--full-tree", tree).decode("utf-8", "surrogateescape")
+    for line in filter(None, listing.split("\0")):
+        about, _, name = line.partition("\t")
+        mode, kind, hash_ = about.split(" ")
+        found[name] = _Entry(mode, kind, hash_)
+    return found
+
+
+def _git(*arguments: str) -> bytes:
+    """Return what git prints.
+
+    Raises:
+        GitError: it is not there, fails, or takes too long.
+    """
+    git = shutil.which("git")
+    if git is None:
+        raise GitError("git is not installed")
+    command: Sequence[str] = (git, *arguments)
+    environment = {
+        **os.environ,
+        "LC_ALL": "C",
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_OPTIONAL_LOCKS": "0",
+    }
+    try:
+        done = subprocess.run(  # noqa: S603 # no shell, and no argument that begins with a dash
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
+        raise GitError(f"git cannot be run: {error}") from None
+    except subprocess.TimeoutExpired:
+        raise GitError(f"git took more than {_SECONDS} seconds") from None
+    if done.returncode:
+        said = " ".join(done.stderr.decode("utf-8", "replace").split())[:400]
+        raise GitError(f"git says: {said or f'nothing, and ends with {done.returncode}'}")
+    return done.stdout

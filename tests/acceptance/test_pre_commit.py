@@ -1,0 +1,111 @@
+"""The hooks that are offered to pre-commit, run by it in a repository of its own."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+from commands import CLEAN, ROOT, environment
+
+HOOKS = ROOT / ".pre-commit-hooks.yaml"
+
+
+def git(folder: pathlib.Path, *arguments: str) -> str:
+    fixed = ("-c", "user.name=x", "-c", "user.email=x@y", "-c", "commit.gpgsign=false")
+    done = subprocess.run(
+        ["git", *fixed, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def here(tmp_path: pathlib.Path) -> pathlib.Path:
+    """Return a repository that uses the hooks of another one, which holds those of this checkout."""
+    hooks, user = tmp_path / "hooks", tmp_path / "user"
+    for folder in (hooks, user):
+        folder.mkdir()
+        git(folder, "init", "-q")
+    shutil.copy(HOOKS, hooks)
+    git(hooks, "add", "-A")
+    git(hooks, "commit", "-qm", "x")
+    one = {"repo": str(hooks), "rev": git(hooks, "rev-parse", "HEAD")}
+    config = {"repos": [{**one, "hooks": [{"id": "gradsurgeon-lint-system"}]}]}
+    (user / ".pre-commit-config.yaml").write_text(yaml.safe_dump(config))
+    return user
+
+
+def commit(here: pathlib.Path, *, args: list[str] | None = None) -> tuple[int, str]:
+    if args:
+        file = here / ".pre-commit-config.yaml"
+        config = yaml.safe_load(file.read_text())
+        config["repos"][0]["hooks"][0]["args"] = args
+        file.write_text(yaml.safe_dump(config))
+    git(here, "add", "-A")
+    scripts = pathlib.Path(sys.executable).parent
+    env = {
+        **environment(),
+        "PRE_COMMIT_HOME": str(here.parent / "home"),
+        "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "pre_commit", "run", "--color=never"],
+        cwd=here,
+        env=env,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_commit_with_a_wrong_rule_file_is_stopped_at_its_line(here: pathlib.Path) -> None:
+    (here / "rules.yaml").write_text(CLEAN)
+    (here / "deep").mkdir()
+    (here / "deep" / "net.gradsurgeon.yml").write_text(CLEAN.replace("norm-log", "norm-lg"))
+    code, text = commit(here)
+    assert code == 1, text
+    assert "deep/net.gradsurgeon.yml:3:25: error: unknown action `norm-lg`" in text
+    assert "2 files: 1 error (1 clean)" in text
+    (here / "deep" / "net.gradsurgeon.yml").write_text(CLEAN)
+    code, text = commit(here)
+    assert (code, "Passed" in text) == (0, True), text
+
+
+def test_other_files_are_left_alone(here: pathlib.Path) -> None:
+    (here / "config.yaml").write_text("[")
+    code, text = commit(here)
+    assert (code, "Skipped" in text) == (0, True), text
+
+
+def test_arguments_are_taken(here: pathlib.Path) -> None:
+    (here / "rules.yaml").write_text(CLEAN.replace("norms", "no"))
+    assert commit(here)[0] == 0
+    code, text = commit(here, args=["--fail-on", "warning"])
+    assert (code, "[yaml-1.1-lookalike]" in text) == (1, True), text
+
+
+@pytest.mark.parametrize(
+    ("file", "taken"),
+    [
+        ("gradsurgeon.yaml", True),
+        ("a/b/gradsurgeon.yml", True),
+        ("rules.yaml", True),
+        ("gan.gradsurgeon.yaml", True),
+        ("a/.gradsurgeon.yaml", True),
+        ("my-rules.yaml", False),
+        ("gradsurgeon/other.yaml", False),
+        ("rules.yaml.txt", False),
+        ("rulesxyaml", False),
+    ],
+)
+def test_rule_files_are_known_by_name(file: str, taken: bool) -> None:
+    for hook in yaml.safe_load(HOOKS.read_text(encoding="utf-8")):
+        assert bool(re.search(hook["files"], file)) is taken
+        assert hook["types"] == ["yaml"]

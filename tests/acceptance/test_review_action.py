@@ -1,0 +1,401 @@
+"""The GitHub Action: a pull request, an event, and an API of GitHub on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+import yaml
+from commands import CLEAN, EDITS, ROOT, environment
+
+from gradsurgeon import cli
+
+ACTION = ROOT / ".github" / "actions" / "review"
+WRONG = CLEAN.replace("norm-log", "norm-lg")
+PARAMS = {
+    "version": 1,
+    "origin": "by hand",
+    "hash": "",
+    "params": [
+        {
+            "name": f"fc.{name}",
+            "aliases": [],
+            "shape": shape,
+            "dtype": "float32",
+            "requires_grad": True,
+            "module_type": ["Linear", "Module"],
+        }
+        for name, shape in (("weight", [2, 3]), ("bias", [2]))
+    ],
+    "modules": [{"name": "fc", "type": ["Linear", "Module"]}],
+}
+
+
+@dataclass
+class GitHub:
+    """An API with the comments of one pull request."""
+
+    url: str = ""
+    readonly: bool = False
+    comments: list[dict[str, Any]] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+
+@pytest.fixture
+def github() -> Iterator[GitHub]:
+    state = GitHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self, data: object, status: int = 200) -> None:
+            raw = json.dumps(data).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def body(self) -> str:
+            length = int(self.headers["Content-Length"] or 0)
+            return str(json.loads(self.rfile.read(length))["body"])
+
+        def handle_one(self) -> None:
+            state.asked.append(f"{self.command} {self.path}")
+            comments = "/repos/me/net/issues/7/comments"
+            if self.headers["Authorization"] != "Bearer secret":
+                self.answer({}, 401)
+            elif self.command == "GET" and self.path.startswith(comments):
+                page = int(self.path.rpartition("=")[2])
+                self.answer(state.comments[100 * (page - 1) : 100 * page])
+            elif state.readonly:
+                self.body()
+                self.answer({"message": "Resource not accessible by integration"}, 403)
+            elif self.command == "POST" and self.path == comments:
+                one = {"id": len(state.comments) + 1, "body": self.body(), "user": {"type": "Bot"}}
+                state.comments.append(one)
+                self.answer(one, 201)
+            elif found := re.fullmatch("/repos/me/net/issues/comments/([0-9]+)", self.path):
+                state.comments[int(found[1]) - 1]["body"] = self.body()
+                self.answer({})
+            else:
+                self.answer({}, 404)
+
+        do_GET = do_POST = do_PATCH = handle_one  # noqa: N815 # names of the standard library
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 # as above
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    state.url = f"http://127.0.0.1:{server.server_port}"
+    yield state
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def git(folder: pathlib.Path, *arguments: str) -> str:
+    fixed = ("-c", "user.name=x", "-c", "user.email=x@y", "-c", "commit.gpgsign=false")
+    done = subprocess.run(
+        ["git", *fixed, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@dataclass
+class Job:
+    """A checkout of a pull request and what a job leaves behind."""
+
+    folder: pathlib.Path
+    github: GitHub
+    base: str = ""
+
+    @property
+    def checkout(self) -> pathlib.Path:
+        return self.folder / "checkout"
+
+    def write(self, files: dict[str, str]) -> None:
+        for name, text in files.items():
+            path = self.checkout / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        git(self.checkout, "add", "-A")
+        git(self.checkout, "commit", "-qm", "x")
+
+    def run(
+        self, *arguments: str, event: str = "pull_request", **inputs: str
+    ) -> subprocess.CompletedProcess[str]:
+        payload = {"pull_request": {"number": 7, "base": {"sha": self.base}}}
+        (self.folder / "event.json").write_text(json.dumps(payload))
+        for name in ("summary.md", "output"):
+            (self.folder / name).write_text("")
+        env = {
+            "GITHUB_EVENT_NAME": event,
+            "GITHUB_EVENT_PATH": str(self.folder / "event.json"),
+            "GITHUB_STEP_SUMMARY": str(self.folder / "summary.md"),
+            "GITHUB_OUTPUT": str(self.folder / "output"),
+            "GITHUB_WORKSPACE": str(self.checkout),
+            "GITHUB_REPOSITORY": "me/net",
+            "GITHUB_API_URL": self.github.url,
+            "RUNNER_TEMP": str(self.folder),
+            "NO_PROXY": "127.0.0.1",
+            "INPUT_TOKEN": "secret",
+            **{f"INPUT_{name.upper()}": value for name, value in inputs.items()},
+        }
+        return subprocess.run(
+            [sys.executable, "-P", str(ACTION / "review.py"), *arguments],
+            cwd=self.checkout,
+            env={**environment(), **env},
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            timeout=120,
+            check=False,
+        )
+
+    @property
+    def summary(self) -> str:
+        return (self.folder / "summary.md").read_text(encoding="utf-8")
+
+    @property
+    def outputs(self) -> dict[str, str]:
+        text = (self.folder / "output").read_text()
+        return dict(line.split("=", 1) for line in text.splitlines())
+
+
+@pytest.fixture
+def job(tmp_path: pathlib.Path, github: GitHub) -> Job:
+    one = Job(tmp_path, github)
+    one.checkout.mkdir()
+    git(one.checkout, "init", "-q")
+    one.write({"rules.yaml": CLEAN, "other.yaml": "[", "params.json": json.dumps(PARAMS)})
+    one.base = git(one.checkout, "rev-parse", "HEAD")
+    return one
+
+
+def test_a_comment_is_written_once_and_then_kept_up_to_date(job: Job) -> None:
+    job.github.comments += [
+        {"id": 1, "body": "hello", "user": {"type": "User"}},
+        {"id": 2, "body": "", "user": {"type": "Bot"}},
+    ]
+    job.write({"rules.yaml": WRONG})
+    done = job.run()
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("::error file=rules.yaml,line=3,col=25,")
+    assert len(job.github.comments) == 3
+    first = job.github.comments[2]["body"]
+    marker, _, shown = first.partition("\n")
+    assert re.fullmatch("<!-- gradsurgeon review [0-9a-f]{12} -->", marker)
+    assert "unknown action `norm-lg`" in shown
+    assert shown == job.summary
+    assert job.outputs["changed"] == "true"
+    assert pathlib.Path(job.outputs["markdown-file"]).read_text(encoding="utf-8") == shown
+    job.write({"rules.yaml": CLEAN})
+    assert job.run().returncode == 0
+    assert len(job.github.comments) == 3
+    assert job.github.comments[2]["body"].startswith(marker)
+    assert "unknown action" not in job.github.comments[2]["body"]
+    assert job.outputs["changed"] == "false"
+    assert [one["body"] for one in job.github.comments[:2]] == ["hello", ""]
+
+
+def test_the_comment_is_found_on_a_later_page_and_only_among_bots(job: Job) -> None:
+    job.write({"rules.yaml": WRONG})
+    job.run()
+    (mine,) = job.github.comments
+    forged = {"id": 1, "body": mine["body"], "user": {"type": "User"}}
+    job.github.comments[:] = [{**forged, "id": i + 1} for i in range(150)]
+    job.github.comments.append({"id": 151, "body": mine["body"], "user": {"type": "Bot"}})
+    job.run(fail_on="never")
+    assert job.github.asked[-1] == "PATCH /repos/me/net/issues/comments/151"
+
+
+def test_a_token_that_may_only_read_is_no_failure(job: Job) -> None:
+    job.github.readonly = True
+    job.write({"rules.yaml": EDITS})
+    done = job.run()
+    assert done.returncode == 0
+    assert "::notice title=gradsurgeon::No comment was written (the token may only read" in (
+        done.stdout
+    )
+    assert job.github.asked[-1].startswith("POST")
+    assert job.github.comments == []
+    assert "`rules.yaml`" in job.summary
+
+
+def test_an_api_that_cannot_be_reached_is_no_failure(job: Job) -> None:
+    job.github.url = "http://127.0.0.1:9"
+    job.write({"rules.yaml": EDITS})
+    done = job.run()
+    assert done.returncode == 0
+    assert "::warning title=gradsurgeon::No comment was written" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("mode", "changed", "comments"),
+    [("auto", False, 0), ("always", False, 1), ("auto", True, 1), ("never", True, 0)],
+)
+def test_when_there_is_a_comment(job: Job, mode: str, changed: bool, comments: int) -> None:
+    if changed:
+        job.write({"rules.yaml": EDITS})
+    assert job.run(comment=mode).returncode == 0
+    assert len(job.github.comments) == comments
+    assert job.outputs["changed"] == str(changed).lower()
+    assert bool(job.github.asked) is (mode != "never")
+    assert job.summary.startswith("## gradsurgeon review\n")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--only-refuse",)])
+def test_it_refuses_where_strangers_could_use_the_token(
+    job: Job, arguments: tuple[str, ...]
+) -> None:
+    job.write({"rules.yaml": WRONG})
+    done = job.run(*arguments, event="pull_request_target")
+    assert done.returncode == 2
+    assert done.stdout.startswith(
+        "::error title=gradsurgeon::gradsurgeon does not review under `pull_request_target`"
+    )
+    assert done.stdout.count("\n") == 1
+    assert (job.github.asked, job.summary, job.outputs) == ([], "", {})
+
+
+def test_nothing_of_the_checkout_is_imported(job: Job) -> None:
+    harm = "import pathlib; pathlib.Path('harm').touch()\n"
+    job.write(
+        {
+            "rules.yaml": EDITS,
+            "gradsurgeon/__init__.py": harm,
+            "yaml.py": harm,
+            "json.py": harm,
+            "sitecustomize.py": harm,
+        }
+    )
+    assert job.run().returncode == 0
+    assert "`rules.yaml`" in job.summary
+    assert not (job.checkout / "harm").exists()
+
+
+def test_files_are_found_by_name_or_given(job: Job) -> None:
+    names = ["gradsurgeon.yml", "a/b.gradsurgeon.yaml", "my-rules.yaml", "a/rules.yml.txt"]
+    job.write(dict.fromkeys(names, WRONG))
+    done = job.run()
+    found = re.findall("^::error file=([^,]*)", done.stdout, flags=re.MULTILINE)
+    assert sorted(found) == ["a/b.gradsurgeon.yaml", "gradsurgeon.yml"]
+    done = job.run(files="my-rules.yaml\n  rules.yaml\n")
+    assert re.findall("^::error file=([^,]*)", done.stdout, flags=re.MULTILINE) == ["my-rules.yaml"]
+    assert "### `my-rules.yaml`\n\nThe file is new.\n" in job.summary
+    job.write({"rules.yaml": EDITS})
+    git(job.checkout, "rm", "-q", "rules.yaml")
+    job.run(files="rules.yaml")
+    assert "### `rules.yaml`\n\nThe file is removed" in job.summary
+    done = job.run(files="nowhere.yaml", fail_on="never")
+    assert (done.returncode, "[unreadable-file]" in job.summary) == (2, True)
+
+
+def test_what_fails_is_chosen(job: Job) -> None:
+    job.write({"rules.yaml": CLEAN.replace("norms", "no")})
+    assert [job.run(fail_on=one).returncode for one in ("error", "warning")] == [0, 1]
+    done = job.run(fail_on="errors")
+    assert done.returncode == 2
+    assert "`fail-on: errors` is not known: use error, warning, never" in done.stdout
+
+
+def test_sarif_is_written_where_it_is_asked_for(job: Job) -> None:
+    job.write({"rules.yaml": WRONG})
+    job.run(sarif_file="out.sarif")
+    (result,) = json.loads((job.checkout / "out.sarif").read_text())["runs"][0]["results"]
+    assert result["ruleId"] == "unknown-action"
+    done = job.run(sarif_file="no/such/out.sarif")
+    assert (done.returncode, "SARIF could not be written" in done.stdout) == (2, True)
+
+
+def test_a_shallow_checkout_fetches_the_base(job: Job) -> None:
+    job.write({"rules.yaml": EDITS})
+    whole = job.folder / "whole"
+    job.checkout.rename(whole)
+    git(job.folder, "clone", "-q", "--depth=1", whole.as_uri(), "checkout")
+    git(whole, "config", "uploadpack.allowAnySHA1InWant", "true")
+    assert job.run().returncode == 0
+    assert job.outputs["changed"] == "true"
+    job.base = "0" * 40
+    done = job.run()
+    assert (done.returncode, "cannot be fetched: check out with" in done.stdout) == (2, True)
+
+
+def test_names_and_texts_cannot_leave_their_place_in_the_comment(job: Job) -> None:
+    name = "``` <img src=x> @all/rules.yaml"
+    job.write({name: CLEAN.replace("norm-log", '"```\\n# heading @all"')})
+    job.run()
+    lines = job.summary.splitlines()
+    assert f"### ```` {name} ````" in lines
+    start, end = [i for i, line in enumerate(lines) if line.startswith("````")]
+    assert any("@all" in line for line in lines[start:end])
+    assert not any(
+        "@all" in line for line in lines[:start] + lines[end:] if not line.startswith("### ````")
+    )
+
+
+def test_a_long_review_is_cut_in_the_comment_at_the_end_of_a_line(job: Job) -> None:
+    rule = '  - {id: a-%d, action: norm-log, params: "*", nope: 1}\n'
+    many = "version: 1\nrules:\n" + "".join(rule % i for i in range(150))
+    job.write({f"{'x' * 200}/{i}/rules.yaml": many for i in range(4)})
+    job.run()
+    body = job.github.comments[0]["body"]
+    assert 50_000 < len(body) < 65_536
+    assert "\n```\n\nThe rest is left out here" in body
+    assert len(job.summary) > 100_000
+    assert "left out" not in job.summary
+
+
+@pytest.mark.skipif("diff" in cli._NOT_YET, reason="there is no `gradsurgeon diff` yet")
+def test_the_change_in_effect_is_shown_where_the_parameters_are_known(job: Job) -> None:
+    job.write({"rules.yaml": EDITS})
+    done = job.run(params="params.json")
+    assert done.returncode == 0, done.stdout
+    assert "no-bias" in job.summary
+    assert job.outputs["changed"] == "true"
+    job.write({"rules.yaml": "# the same\n" + CLEAN})
+    job.run(params="params.json")
+    assert job.outputs["changed"] == "false"
+
+
+class TestDefinition:
+    text = (ACTION / "action.yml").read_text(encoding="utf-8")
+    data: dict[str, Any] = yaml.safe_load(text)
+
+    def test_no_expression_stands_in_the_text_of_a_shell(self) -> None:
+        for step in self.data["runs"]["steps"]:
+            assert "${{" not in step["run"]
+
+    def test_every_action_that_is_used_is_pinned(self) -> None:
+        used = [step["uses"] for step in self.data["runs"]["steps"] if "uses" in step]
+        assert all(re.search("@[0-9a-f]{40}$", one) for one in used)
+
+    def test_every_input_reaches_the_script(self) -> None:
+        env = self.data["runs"]["steps"][-1]["env"]
+        assert env == {
+            f"INPUT_{name.upper().replace('-', '_')}": f"${{{{ inputs.{name} }}}}"
+            for name in self.data["inputs"]
+        }
+        assert list(self.data["outputs"]) == ["changed", "markdown-file"]
+
+    def test_it_knows_rule_files_by_the_names_that_the_hooks_know(self) -> None:
+        hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+        script = (ACTION / "review.py").read_text(encoding="utf-8")
+        for hook in hooks:
+            assert f'r"{hook["files"]}"' in script
+
+
+def test_the_script_runs_on_no_more_than_python(tmp_path: pathlib.Path) -> None:
+    env = {"PATH": os.environ["PATH"], "GITHUB_EVENT_NAME": "push"}
+    script = [sys.executable, "-I", "-S", str(ACTION / "review.py"), "--only-refuse"]
+    assert subprocess.run(script, env=env, cwd=tmp_path, check=False).returncode == 0

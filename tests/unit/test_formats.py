@@ -1,0 +1,218 @@
+"""How problems are written: what holds a place, what is escaped, what stays the same over edits."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+from gradsurgeon.errors import BindError, Place, Problem, RuleFileError, Severity
+from gradsurgeon.review import formats, lint
+from gradsurgeon.review.catalogue import CHECKS
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+CASES = ROOT / "tests" / "cases" / "schema" / "bad"
+
+
+def problem(
+    message: str = "wrong",
+    *,
+    severity: Severity = "error",
+    file: str = "rules.yaml",
+    line: int = 3,
+    text: str = "  factor: x",
+    col: int = 11,
+) -> Problem:
+    return Problem(Place(file, line, col, text), "bad-value", message, "write 1", severity)
+
+
+def all_cases() -> list[Problem]:
+    return [one for case in sorted(CASES.glob("*.yaml")) for one in lint(str(case))]
+
+
+def sarif(problems: list[Problem], root: pathlib.Path = ROOT) -> Any:
+    return json.loads(formats.write(problems, "sarif", root=root))
+
+
+@pytest.mark.parametrize("form", ["full", "concise"])
+def test_colour_adds_codes_and_nothing_else(form: str) -> None:
+    problems = [problem(), problem(severity="warning")]
+    plain = formats.write(problems, form)
+    colour = formats.write(problems, form, colour=True)
+    assert "\033[1;31merror:\033[0m" in colour
+    assert "\033[1;33mwarning:\033[0m" in colour
+    assert re.sub(r"\033\[[0-9;]*m", "", colour) == plain
+
+
+class TestGitHub:
+    def test_an_annotation_holds_place_check_message_and_remedy(self) -> None:
+        assert formats.write([problem()], "github", root=pathlib.Path.cwd()) == (
+            "::error file=rules.yaml,line=3,col=11,endColumn=12,title=bad-value::wrong (write 1)\n"
+        )
+
+    def test_what_would_end_a_command_is_escaped(self) -> None:
+        hostile = "50% \r\n::warning::x\n\033[2J ::set-output name=a::b"
+        name = "a,title=b::c%\n::error::d.yaml"
+        text = formats.write([problem(hostile, file=name)], "github")
+        assert text.count("\n") == 1
+        (line,) = text.splitlines()
+        properties, _, message = line.removeprefix("::error ").partition("::")
+        assert message == ("50%25 %0A::warning::x%0A\\x1b[2J ::set-output name=a::b (write 1)")
+        assert properties == (
+            "file=a%2Ctitle=b%3A%3Ac%25%0A%3A%3Aerror%3A%3Ad.yaml"
+            ",line=3,col=11,endColumn=12,title=bad-value"
+        )
+
+    def test_the_worst_come_first_and_the_rest_are_counted(self) -> None:
+        kinds: list[Severity] = ["warning", "error"] * 13
+        text = formats.write([problem(str(i), severity=s) for i, s in enumerate(kinds)], "github")
+        words = [line.removeprefix("::").split(" ")[0] for line in text.splitlines()]
+        assert words == ["error"] * 10 + ["warning"] * 10 + ["notice"]
+        assert "::3 more errors, 3 more warnings not shown" in text.splitlines()[-1]
+        assert [line.rpartition("::")[2] for line in text.splitlines()[:2]] == [
+            "1 (write 1)",
+            "3 (write 1)",
+        ]
+
+    def test_ten_of_a_kind_leave_nothing_to_count(self) -> None:
+        assert "notice" not in formats.write([problem()] * 10, "github")
+
+    def test_paths_start_at_the_root_that_is_given(self, tmp_path: pathlib.Path) -> None:
+        inside, outside = tmp_path / "a" / "r.yaml", pathlib.Path("/elsewhere/r.yaml")
+        both = [problem(file=str(inside)), problem(file=str(outside))]
+        first, second = formats.write(both, "github", root=tmp_path).splitlines()
+        assert first.startswith("::error file=a/r.yaml,")
+        assert second.startswith("::error file=/elsewhere/r.yaml,")
+
+    def test_rules_that_do_not_bind_are_annotated_one_by_one(self) -> None:
+        text = formats.error_annotations(BindError(["one\n  more", "two"]), "rules.yaml")
+        assert text == "::error file=rules.yaml::one%0A  more\n::error file=rules.yaml::two\n"
+        text = formats.error_annotations(RuleFileError([problem()]), "other.yaml")
+        assert text == formats.write([problem()], "github")
+
+
+class TestSarif:
+    def test_every_problem_is_a_result_at_its_place(self) -> None:
+        problems = all_cases()
+        (run,) = sarif(problems)["runs"]
+        assert run["columnKind"] == "unicodeCodePoints"
+        rules = run["tool"]["driver"]["rules"]
+        assert len(run["results"]) == len(problems) > 250
+        for result, one in zip(run["results"], problems, strict=True):
+            assert rules[result["ruleIndex"]]["id"] == result["ruleId"] == one.check
+            assert result["level"] == one.severity
+            (where,) = result["locations"]
+            location = where["physicalLocation"]
+            assert location["artifactLocation"]["uriBaseId"] == "%SRCROOT%"
+            assert ROOT / unquote(location["artifactLocation"]["uri"]) == ROOT / (one.place.file)
+            region = location["region"]
+            assert (region["startLine"], region["startColumn"]) == (one.place.line, one.place.col)
+            assert region["endColumn"] > region["startColumn"] >= 1
+
+    def test_every_check_has_a_description_and_help(self) -> None:
+        rules = sarif([])["runs"][0]["tool"]["driver"]["rules"]
+        assert [rule["id"] for rule in rules] == list(CHECKS)
+        assert {one.check for one in all_cases()} <= set(CHECKS)
+        for rule in rules:
+            assert len(rule["shortDescription"]["text"]) > 10
+            assert len(rule["help"]["text"]) > 10
+
+    def test_the_catalogue_holds_what_the_code_reports_and_no_more(self) -> None:
+        code = "".join(
+            path.read_text(encoding="utf-8")
+            for part in ("schema", "actions", ".")
+            for path in (ROOT / "gradsurgeon" / part).glob("*.py")
+        )
+        quoted = set(re.findall('"([a-z0-9.]+(?:-[a-z0-9.]+)+)"', code)) | {"bad-value"}
+        assert set(CHECKS) <= quoted
+
+    def test_a_check_that_nobody_described_is_listed_all_the_same(self) -> None:
+        one = Problem(Place("r.yaml", 1, 1), "made-up-check", "odd")
+        run = sarif([one])["runs"][0]
+        (result,) = run["results"]
+        assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == "made-up-check"
+
+    @pytest.mark.parametrize(
+        "name",
+        ["a b.yaml", "50%.yaml", "漢#?.yaml", "x:y.yaml", "gradsurgeon:clip@1", "\udcff.yaml"],
+    )
+    def test_uris_are_relative_and_encoded(self, name: str, tmp_path: pathlib.Path) -> None:
+        result = sarif([problem(file=str(tmp_path / name))], tmp_path)["runs"][0]["results"][0]
+        uri = result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+        assert re.fullmatch("[A-Za-z0-9._~/%-]+", uri)
+        parts = urlsplit(uri)
+        assert (parts.scheme, parts.query, parts.fragment) == ("", "", "")
+        assert unquote(uri, errors="surrogateescape") == name
+
+    def test_a_file_elsewhere_has_an_absolute_uri_and_no_base(self, tmp_path: pathlib.Path) -> None:
+        result = sarif([problem(file="/else where/r.yaml")], tmp_path)["runs"][0]["results"][0]
+        artifact = result["locations"][0]["physicalLocation"]["artifactLocation"]
+        assert artifact == {"uri": "file:///else%20where/r.yaml"}
+
+    def test_messages_hold_no_placeholder_and_no_link(self) -> None:
+        result = sarif([problem("{0} [click](http://evil)")])["runs"][0]["results"][0]
+        assert result["message"]["text"] == "{{0}} [click\\](http://evil) (write 1)"
+
+    def test_fingerprints_stay_when_lines_move_and_tell_like_ones_apart(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        rule = "  - {id: a-b, action: zero, params: 5, nope: 1}\n"
+        body = f"rules:\n{rule}{rule}"
+        before, after = f"version: 1\n{body}", f"# one\n# two\n\nversion: 1\n\n{body}"
+        marks = []
+        for text in (before, after):
+            (tmp_path / "r.yaml").write_text(text, encoding="utf-8")
+            run = sarif(lint(str(tmp_path / "r.yaml")))["runs"][0]
+            marks.append([one["partialFingerprints"]["gradsurgeon/v1"] for one in run["results"]])
+        assert marks[0] == marks[1]
+        assert len(marks[0]) == len(set(marks[0])) == 5
+        (tmp_path / "r.yaml").write_text(before.replace("nope: 1", "nope: 2"), encoding="utf-8")
+        run = sarif(lint(str(tmp_path / "r.yaml")))["runs"][0]
+        others = {one["partialFingerprints"]["gradsurgeon/v1"] for one in run["results"]}
+        assert not others & set(marks[0])
+
+    def test_the_log_has_no_property_that_sarif_does_not_know(self) -> None:
+        # Section numbers are those of the OASIS standard, SARIF 2.1.0.
+        log = sarif(all_cases())
+        assert set(log) == {"$schema", "version", "runs"}  # 3.13
+        assert log["version"] == "2.1.0"
+        (run,) = log["runs"]
+        assert set(run) <= {"tool", "columnKind", "originalUriBaseIds", "results"}  # 3.14
+        assert set(run["tool"]) == {"driver"}  # 3.18
+        driver = run["tool"]["driver"]
+        assert set(driver) <= {"name", "semanticVersion", "rules"}  # 3.19
+        keys = {"id", "shortDescription", "help", "defaultConfiguration"}
+        for rule in driver["rules"]:
+            assert set(rule) == keys  # 3.49
+            assert set(rule["defaultConfiguration"]) == {"level"}  # 3.50
+        assert len({rule["id"] for rule in driver["rules"]}) == len(driver["rules"])
+        keys = {"ruleId", "ruleIndex", "level", "message", "locations", "partialFingerprints"}
+        for result in run["results"]:
+            assert set(result) == keys  # 3.27
+            assert result["level"] in {"error", "warning", "note", "none"}
+            assert set(result["message"]) == {"text"}  # 3.11
+            text = result["message"]["text"].replace("{{", "").replace("}}", "")
+            assert not set("{}") & set(text)
+            (location,) = result["locations"]
+            assert set(location["physicalLocation"]) == {"artifactLocation", "region"}  # 3.29
+            assert all(
+                isinstance(mark, str) and mark for mark in result["partialFingerprints"].values()
+            )
+
+    @pytest.mark.skipif(
+        "SARIF_SCHEMA" not in os.environ,
+        reason="SARIF_SCHEMA names no copy of the schema that OASIS publishes",
+    )
+    def test_the_log_meets_the_schema_that_oasis_publishes(self) -> None:
+        jsonschema = pytest.importorskip("jsonschema")
+        schema = json.loads(pathlib.Path(os.environ["SARIF_SCHEMA"]).read_text(encoding="utf-8"))
+        check = jsonschema.Draft7Validator(schema)
+        elsewhere = [problem(file="/else where/r.yaml"), problem(file="<python>", line=0)]
+        for problems in ([], all_cases(), elsewhere):
+            assert not list(check.iter_errors(sarif(problems)))
+        assert list(check.iter_errors({"version": "2.1.0"}))
