@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gradsurgeon.actions import MOMENTS, Rule
-from gradsurgeon.planning import Manifest, Names, Param, Thing, is_for, obstacles, undecided
+from gradsurgeon.planning import Manifest, Names, Thing, is_for, obstacles, undecided
 from gradsurgeon.schema import RuleSet
 
 # What stands between a gradient and the weight; the others look on.
@@ -52,6 +52,7 @@ class Matcher:
             "params": Names("parameter", manifest.params),
             "modules": Names("module", manifest.modules),
         }
+        self._sizes = {param.name: param.numel for param in manifest.params}
         self._known: dict[object, Match] = {}
 
     def match(self, rule: Rule) -> Match:
@@ -72,7 +73,7 @@ class Matcher:
             return Match((), names, frozenset(names), 0)
         things = tuple(self._names[rule.target].select(rule))
         names = tuple(thing.name for thing in things)
-        elements = sum(thing.numel for thing in things if isinstance(thing, Param))
+        elements = sum(map(self._sizes.__getitem__, names)) if rule.target == "params" else 0
         return Match(things, names, frozenset(names), elements)
 
     def no_match(self, rule: Rule) -> str:

@@ -50,10 +50,11 @@ def findings(pairing: Pairing, chains: Sequence[Chain], lost: Sequence[str]) -> 
     for one, was in ((one, pairing.old.get(one)) for one in after.rules):
         if after.has_no_match(one) and not (was and before.has_no_match(was)):
             yield Finding("no-match", (one,), (), after.no_match(one))
-        known = before.obstacles(was) if was else []
-        for text in after.obstacles(one):
-            if text not in known:
-                yield Finding("cannot-act", (one,), (), text)
+        if texts := after.obstacles(one):
+            known = before.obstacles(was) if was else []
+            for text in texts:
+                if text not in known:
+                    yield Finding("cannot-act", (one,), (), text)
         yield from _expect(pairing, one)
     if lost:
         yield Finding("lost-protection", (), tuple(lost))

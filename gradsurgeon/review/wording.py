@@ -79,7 +79,7 @@ def names(some: Sequence[str]) -> Words:
     pieces: list[str | Code] = []
     for text, number in folded[:_SHOWN]:
         pieces += [", "] if pieces else []
-        pieces += [Code(text), f" ×{number}"] if number > 1 else [Code(text)]
+        pieces += [Code(text), f" x{number}"] if number > 1 else [Code(text)]
     if (more := len(folded) - _SHOWN) > 0:
         pieces.append(f" and {count(more, 'other')}")
     return tuple(pieces)
