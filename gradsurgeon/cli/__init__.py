@@ -16,8 +16,8 @@ from importlib import import_module
 
 from gradsurgeon.errors import did_you_mean, printable
 
-_COMMANDS = ("run", "lint", "plan", "params", "report", "export", "explain", "schema")
-_NOT_YET = ("diff", "replay")
+_COMMANDS = ("run", "lint", "plan", "diff", "params", "report", "export", "explain", "schema")
+_NOT_YET = ("replay",)
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
@@ -97,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     command("run", "Run a training script with rules on it, without editing it.")
     _add_lint(command("lint", "Check rule files: every problem, with its place and a remedy."))
     _add_plan(command("plan", "Show what rules bind to in a model, touching nothing."))
+    _add_diff(command("diff", "Show what a change of a rule file does to a model."))
     _add_params(command("params", "Write the names of a model, to plan rules without it."))
     explain = command("explain", "Show what an action does, or what a check of lint means.")
     explain.add_argument(
@@ -181,4 +182,20 @@ def _add_params(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write nothing: tell whether FILE, or a hash `sha256:...`, is that of the model; without "
         "--model whether FILE is as it was written",
+    )
+
+
+def _add_diff(parser: argparse.ArgumentParser) -> None:
+    for name in ("old", "new"):
+        what = "a rule file, or REF:FILE of a git commit"
+        parser.add_argument(name, metavar=name.upper(), help=what)
+    add_names(parser)
+    parser.add_argument(
+        "--format",
+        choices=("text", "markdown", "json"),
+        default="text",
+        help="markdown is for a comment on a pull request, json is documented and stable; default: text",
+    )
+    parser.add_argument(
+        "--exit-code", action="store_true", help="exit with 1 where the effect differs"
     )

@@ -1,6 +1,6 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
-from gradsurgeon.planning.binding import bind, shortfalls
+from gradsurgeon.planning.binding import bind, is_for, obstacles, shortfalls, undecided
 from gradsurgeon.planning.breaks import graph_breaks
 from gradsurgeon.planning.manifest import (
     ROOT,
@@ -13,6 +13,7 @@ from gradsurgeon.planning.manifest import (
     slots,
     walk,
 )
+from gradsurgeon.planning.matching import Names, Thing
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 
 __all__ = [
@@ -20,15 +21,20 @@ __all__ = [
     "Binding",
     "Manifest",
     "Module",
+    "Names",
     "Param",
     "Plan",
     "Slot",
+    "Thing",
     "bind",
     "from_model",
     "graph_breaks",
     "hook_of",
+    "is_for",
     "named_modules",
+    "obstacles",
     "shortfalls",
     "slots",
+    "undecided",
     "walk",
 ]

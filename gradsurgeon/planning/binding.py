@@ -34,10 +34,10 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     bindings: list[Binding] = []
     warnings: dict[str, tuple[str, ...]] = {}
     for rule in rules.rules:
-        if undecided := list(_undecided(rule, manifest)):
-            complaints += [f"{rules.place(rule.id)}: rule {rule.id}: {text}" for text in undecided]
+        if texts := undecided(rule, manifest):
+            complaints += [f"{rules.place(rule.id)}: rule {rule.id}: {text}" for text in texts]
             continue
-        if rule.model is not None and not _is_for(rule.model, manifest):
+        if rule.model is not None and not is_for(rule.model, manifest):
             text = f"is for a model of the class {rule.model}, this one is {manifest.origin}"
             warnings[rule.id] = (text,)
             continue
@@ -50,8 +50,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
         place = f"{rules.place(rule.id)}: rule {rule.id}: "
         if alone:
             complaints += [place + text for text in _shortfall(rule, matched, known)]
-        complaints += [place + text for text in _complaints(rule, matched)]
-        complaints += [place + text for text in _unreachable(rule, matched, manifest)]
+        complaints += [place + text for text in obstacles(rule, matched, manifest)]
         elsewhere = () if alone or matched else ("matches nothing in this model",)
         warnings[rule.id] = (*doubts, *elsewhere, *_doubts(rule, matched), *rule.notes)
         bindings += [_bound(rule, thing) for thing in matched]
@@ -68,7 +67,7 @@ def shortfalls(rules: RuleSet, manifests: Sequence[Manifest]) -> list[str]:
     for rule in rules.rules:
         if rule.target == "tensors":
             continue
-        own = [one for one in manifests if rule.model is None or _is_for(rule.model, one)]
+        own = [one for one in manifests if rule.model is None or is_for(rule.model, one)]
         whole = Manifest(
             origin=", ".join(one.origin for one in own),
             params=tuple(param for one in own for param in one.params),
@@ -88,8 +87,8 @@ def _names(manifest: Manifest) -> dict[str, Names]:
     }
 
 
-def _undecided(rule: Rule, manifest: Manifest) -> Iterator[str]:
-    """Yield the conditions that go by what the source of the names does not tell."""
+def undecided(rule: Rule, manifest: Manifest) -> list[str]:
+    """Return the conditions that go by what the source of the names does not tell."""
     params = manifest.params if rule.target == "params" else ()
     things: Sequence[Thing] = params or manifest.modules
     where = rule.where
@@ -105,12 +104,12 @@ def _undecided(rule: Rule, manifest: Manifest) -> Iterator[str]:
         "where: numel": where.numel is not None and any(map(_is_untold, params)),
         "where: dtype": where.dtype is not None and any(not param.dtype for param in params),
     }
-    for condition, undecided in conditions.items():
-        if undecided:
-            yield (
-                f"`{condition}` cannot be decided: {printable(manifest.origin)} does not tell; plan "
-                "with `--model`, or with the params.json that `gradsurgeon params` writes"
-            )
+    return [
+        f"`{condition}` cannot be decided: {printable(manifest.origin)} does not tell; plan with "
+        "`--model`, or with the params.json that `gradsurgeon params` writes"
+        for condition, is_open in conditions.items()
+        if is_open
+    ]
 
 
 def _is_untold(param: Param) -> bool:
@@ -118,7 +117,8 @@ def _is_untold(param: Param) -> bool:
     return param.shape is None and not param.module_type
 
 
-def _is_for(model: str, manifest: Manifest) -> bool:
+def is_for(model: str, manifest: Manifest) -> bool:
+    """Tell whether rules for a class of models are for this one."""
     pattern = compile_pattern(model)
     return any(pattern.matches(name) for name in manifest.model_type or (manifest.origin,))
 
@@ -212,6 +212,11 @@ def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> It
             "norm would need the other ranks in the middle of a backward pass; "
             f"{hint}"
         )
+
+
+def obstacles(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> list[str]:
+    """Return why a rule cannot act on what it matches; `bind` raises them."""
+    return [*_complaints(rule, matched), *_unreachable(rule, matched, manifest)]
 
 
 def _overlaps(plan: Plan) -> Iterator[str]:

@@ -48,8 +48,23 @@ class Names:
                 doubts.append(f"exclude {quoted(pattern)} takes nothing out of the match")
             doubts += self._also_taken(pattern, hits, dropped)
             chosen -= dropped
+        return self._kept(rule, chosen), doubts
+
+    def select(self, rule: Rule) -> list[Thing]:
+        """Return what a rule selects, as `match` does, without looking for what is doubtful."""
+        chosen: set[str] = set()
+        for pattern in rule.patterns:
+            chosen.update(thing.name for thing in self.hits(pattern).values())
+        for text in rule.exclude:
+            chosen.difference_update(t.name for t in self.hits(compile_pattern(text)).values())
+        return self._kept(rule, chosen)
+
+    def _kept(self, rule: Rule, chosen: set[str]) -> list[Thing]:
+        """Return what is chosen and meets `where`, in model order."""
         found = [thing for name, thing in self._unique.items() if name in chosen]
-        return [thing for thing in found if not failed(rule.where, thing)], doubts
+        if rule.where == Where():
+            return found
+        return [thing for thing in found if not failed(rule.where, thing)]
 
     def _also_taken(
         self, pattern: Pattern, hits: dict[str, Thing], dropped: set[str]

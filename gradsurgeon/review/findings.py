@@ -1,0 +1,111 @@
+"""What a reviewer must not miss about a change of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradsurgeon.actions import MOMENTS, Rule
+
+if TYPE_CHECKING:
+    from gradsurgeon.review.difference import Chain
+    from gradsurgeon.review.pairing import Pairing
+
+Kind = Literal["lost-protection", "no-match", "expect", "cannot-act", "overlap", "order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One consequence of the change.
+
+    Attributes:
+        kind: ``lost-protection`` of parameters; a rule that newly has ``no-match``, that newly
+            breaks its ``expect``, or that newly ``cannot-act`` on what it matches; an ``overlap`` of
+            two rules that newly change the same tensors; an ``order`` of effects that changed.
+        rules: ids of the rules in question, in order of effect where there are two.
+        names: the parameters or modules in question.
+        detail: why, in words; of an overlap the moments, of an ``expect`` the numbers.
+    """
+
+    kind: Kind
+    rules: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    detail: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the documented JSON form."""
+        return {
+            "kind": self.kind,
+            "rules": list(self.rules),
+            "names": list(self.names),
+            "detail": self.detail,
+        }
+
+
+def findings(pairing: Pairing, chains: Sequence[Chain], lost: Sequence[str]) -> Iterator[Finding]:
+    """Yield the findings, the worst first. What was so before is none."""
+    before, after = pairing.before, pairing.after
+    for one, was in ((one, pairing.old.get(one)) for one in after.rules):
+        if after.has_no_match(one) and not (was and before.has_no_match(was)):
+            yield Finding("no-match", (one,), (), after.no_match(one))
+        if texts := after.obstacles(one):
+            known = before.obstacles(was) if was else []
+            for text in texts:
+                if text not in known:
+                    yield Finding("cannot-act", (one,), (), text)
+        yield from _expect(pairing, one)
+    if lost:
+        yield Finding("lost-protection", (), tuple(lost))
+    yield from _overlaps(pairing)
+    turned = [chain.name for chain in chains if _turned(chain, pairing)]
+    if turned:
+        ids = [one for one in after.rules if one in pairing.old]
+        yield Finding("order", tuple(ids), tuple(turned))
+
+
+def _expect(pairing: Pairing, one: str) -> Iterator[Finding]:
+    before, after, was = pairing.before, pairing.after, pairing.old.get(one)
+    expect = after.rules[one].expect
+    if expect is None or not after.breaks_expect(one):
+        return
+    found = len(after.matches[one].names)
+    if was and before.breaks_expect(was):
+        old = before.rules[was].expect
+        if old == expect and len(before.matches[was].names) == found:
+            return
+    yield Finding("expect", (one,), (), f"expects {expect.params}, matches {found}")
+
+
+def _overlaps(pairing: Pairing) -> Iterator[Finding]:
+    """Yield the pairs of rules that change tensors which they did not both change before."""
+    before, after = pairing.before, pairing.after
+    for pair in combinations(after.rules.values(), 2):
+        if not _together(*pair):
+            continue
+        first, second = (after.matches[rule.id] for rule in pair)
+        shared = first.members & second.members
+        olds = [before.rules[pairing.old[rule.id]] for rule in pair if rule.id in pairing.old]
+        if shared and len(olds) == len(pair) and _together(*olds):
+            shared -= before.matches[olds[0].id].members & before.matches[olds[1].id].members
+        if shared:
+            order = sorted(pair, key=lambda rule: MOMENTS.index(rule.point))
+            names = tuple(name for name in first.names if name in shared)
+            detail = ", then ".join(f"at {rule.point}" for rule in order)
+            yield Finding("overlap", tuple(rule.id for rule in order), names, detail)
+
+
+def _together(first: Rule, second: Rule) -> bool:
+    """Tell whether two rules would change the same tensors, did they match the same names."""
+    return (
+        first.role == second.role == "edit"
+        and first.target == second.target
+        and (first.target == "params" or first.tensor == second.tensor)
+    )
+
+
+def _turned(chain: Chain, pairing: Pairing) -> bool:
+    """Tell whether the rules that a tensor keeps take effect in another order."""
+    kept = [pairing.names[one] for one in chain.before if pairing.names.get(one) in chain.after]
+    return kept != [one for one in chain.after if one in kept]

@@ -1,0 +1,140 @@
+"""A difference as a comment on a pull request, in the Markdown of GitHub.
+
+Nothing that a user wrote stands outside of code: there neither markup nor @mentions mean anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from urllib.parse import quote
+
+from gradsurgeon.errors import printable
+from gradsurgeon.review import wording
+from gradsurgeon.review.difference import Chain, Change, Difference
+from gradsurgeon.review.wording import Code, Words
+
+LIMIT = 60_000  # characters; GitHub refuses a comment of more than 65,536
+_WIDEST = 400  # characters of one piece of code
+_SAME = 50  # unchanged rules that are named
+_ARROW = "→"
+_CUT = "*Cut here, because a comment has an end. `gradsurgeon diff` shows the rest.*"
+_LEGEND = (
+    "`+` added, `-` removed, `~` changed, `=` unchanged. *Parameters* is how many of the model's "
+    "parameters a rule acts on, *Elements* how many numbers those are. *Tightened*: the rule lets "
+    "less through, or acts more often, than before; *loosened* is the opposite."
+)
+
+
+def render(difference: Difference, *, limit: int = LIMIT) -> str:
+    """Return a difference as Markdown of at most ``limit`` characters that ends with a line feed."""
+    return _within(_lines(difference), limit)
+
+
+def marker(file: str) -> str:
+    """Return the hidden line by which a program finds the comment on a file again."""
+    shown = quote(file, safe="/._-:~", errors="backslashreplace").replace("--", "-%2D")
+    return f"<!-- gradsurgeon:diff {shown} -->"
+
+
+def code(text: str) -> str:
+    """Return a user's text as code, in a table and out of it."""
+    shown = printable(text)
+    shown = f"{shown[:_WIDEST]}…" if len(shown) > _WIDEST else shown
+    # A bar ends a cell even in code, a backtick ends code, and blanks at its ends are lost.
+    if shown.strip() == shown != "" and not set("`|") & set(shown):
+        return f"`{shown}`"
+    inner = "".join(char if char.isalnum() else f"&#{ord(char)};" for char in shown)
+    return f"<code>{inner}</code>"
+
+
+def _words(words: Words) -> str:
+    return "".join(code(one.text) if isinstance(one, Code) else one for one in words)
+
+
+def _lines(difference: Difference) -> Iterator[str]:
+    yield marker(difference.new.file)
+    summary = wording.summary(difference, _ARROW)
+    yield f"**What the change of {code(difference.new.file)} does: {summary}.**"
+    yield ""
+    manifest = difference.manifest
+    size = f"{len(manifest.params):,} parameters, {wording.short(manifest.elements)} elements"
+    yield f"Rules say what happens to gradients in training. Model: {code(manifest.origin)}, {size}."
+    yield ""
+    if difference.findings:
+        yield "> [!WARNING]"
+        for finding in difference.findings:
+            yield f"> - {_capital(_words(wording.finding(finding, difference, _ARROW)))}"
+        yield ""
+    if difference.order_changed:
+        yield f"Note: {_words(wording.order(difference, _ARROW))}."
+        yield ""
+    for note in manifest.notes:
+        yield f"Note: {code(note)}"
+        yield ""
+    if difference.in_effect:
+        yield from _rules(difference)
+        yield from _chains((*difference.params, *difference.tensors))
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def _rules(difference: Difference) -> Iterator[str]:
+    yield "| | Rule | Action | Parameters | Elements | What is different |"
+    yield "|---|---|---|---:|---:|---|"
+    for change in difference.added:
+        yield _row("+", change, ["new", *map(_words, wording.options(change.fields))])
+    for change in difference.removed:
+        cells = [_words(words) for words in wording.options(change.fields)]
+        yield _row("-", change, ["removed; it was", *cells])
+    for change in (*difference.changed, *difference.renamed):
+        was = [f"renamed from {code(change.was)}"] if change.renamed else []
+        cells = [_words(wording.option(field, _ARROW)) for field in change.fields]
+        yield _row("~", change, [*was, *cells])
+    if same := difference.unchanged:
+        more = f" and {len(same) - _SAME} others" if len(same) > _SAME else ""
+        yield f"| = | {', '.join(map(code, same[:_SAME]))}{more} | | | | nothing |"
+    yield ""
+    yield _LEGEND
+    yield ""
+
+
+def _row(sign: str, change: Change, cells: Sequence[str]) -> str:
+    things, elements = wording.binds(change, _ARROW)
+    action, content = code(change.action), "<br>".join(cells)
+    return f"| {sign} | {code(change.id)} | {action} | {things} | {elements} | {content} |"
+
+
+def _chains(chains: tuple[Chain, ...]) -> Iterator[str]:
+    if not chains:
+        return
+    yield "<details>"
+    what = "tensor is" if len(chains) == 1 else "tensors are"
+    yield f"<summary>{len(chains):,} {what} under other rules than before</summary>"
+    yield ""
+    yield "The rules of each tensor, in the order in which they take effect."
+    yield ""
+    yield "| Tensors | Before | Now |"
+    yield "|---|---|---|"
+    for (before, after), names in wording.grouped(chains):
+        sides = [_words(wording.chain(side, _ARROW)) for side in (before, after)]
+        yield f"| {_words(wording.names(names))} | {sides[0]} | {sides[1]} |"
+    yield ""
+    yield "</details>"
+
+
+def _within(lines: Iterator[str], limit: int) -> str:
+    """Return as many whole lines as fit; what is open then is closed, and a note says so."""
+    kept: list[str] = []
+    closing = ["", "</details>"]
+    end = ["", _CUT]
+    room = limit - sum(len(line) + 1 for line in (*closing, *end))
+    for line in lines:
+        room -= len(line) + 1
+        if room < 0:
+            still_open = "<details>" in kept and "</details>" not in kept
+            kept += [*(closing if still_open else []), *end]
+            break
+        kept.append(line)
+    return "\n".join(kept).rstrip("\n") + "\n"

@@ -1,0 +1,84 @@
+"""A difference for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradsurgeon.errors import printable
+from gradsurgeon.review import wording
+from gradsurgeon.review.difference import Chain, Change, Difference
+from gradsurgeon.review.wording import Code, Words
+
+_ARROW = "->"
+_CHAINS = 20
+
+
+def render(difference: Difference) -> str:
+    """Return a difference as text that ends without a line feed."""
+    return "\n".join(_lines(difference))
+
+
+def _lines(difference: Difference) -> Iterator[str]:
+    manifest = difference.manifest
+    model = (
+        f"{printable(manifest.origin)}: {wording.count(len(manifest.params), 'parameter')}, "
+        f"{wording.short(manifest.elements)} elements"
+    )
+    files = f"{printable(difference.old.file)} -> {printable(difference.new.file)}"
+    yield f"diff: {files} on {model}"
+    yield wording.summary(difference)
+    if difference.findings:
+        yield ""
+        for finding in difference.findings:
+            yield f"warning: {_plain(wording.finding(finding, difference, _ARROW))}"
+    if difference.order_changed:
+        yield f"note: {_plain(wording.order(difference, _ARROW))}"
+    for note in manifest.notes:
+        yield f"note: {printable(note)}"
+    if not difference.in_effect:
+        return
+    yield ""
+    yield from _rules(difference)
+    yield from _chains((*difference.params, *difference.tensors))
+
+
+def _rules(difference: Difference) -> Iterator[str]:
+    for sign, group in (
+        ("+", difference.added),
+        ("-", difference.removed),
+        ("~", (*difference.changed, *difference.renamed)),
+    ):
+        for change in group:
+            yield f"{sign} {_head(change)}"
+            if change.renamed:
+                yield f"      renamed from {change.was}"
+            both = change.was and sign == "~"
+            every = (wording.option(field, _ARROW) for field in change.fields)
+            for words in every if both else wording.options(change.fields):
+                yield f"      {_plain(words)}"
+    if difference.unchanged:
+        yield f"= {', '.join(difference.unchanged)}"
+
+
+def _head(change: Change) -> str:
+    things, elements = wording.binds(change, _ARROW)
+    noun = f" parameters ({elements} elements)" if change.target == "params" else ""
+    return f"{change.id}  {change.action} on {things}{noun}"
+
+
+def _chains(chains: tuple[Chain, ...]) -> Iterator[str]:
+    if not chains:
+        return
+    yield ""
+    yield f"tensors under other rules than before, in order of effect: {len(chains):,}"
+    groups = wording.grouped(chains)
+    for (before, after), names in groups[:_CHAINS]:
+        yield f"  {_plain(wording.names(names))}"
+        yield f"      before: {_plain(wording.chain(before, _ARROW))}"
+        yield f"      now:    {_plain(wording.chain(after, _ARROW))}"
+    if (more := len(groups) - _CHAINS) > 0:
+        yield f"  and {wording.count(more, 'other pair')} of chains: `--format json` has all"
+
+
+def _plain(words: Words) -> str:
+    return "".join(printable(one.text if isinstance(one, Code) else one) for one in words)
