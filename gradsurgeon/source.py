@@ -146,8 +146,7 @@ def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None)
     """
     file = os.fspath(path)
     try:
-        if raw is None:
-            # A device or a file of gigabytes is refused like any long text.
+        if raw is None:  # a device or a file of gigabytes is refused like any long text
             with pathlib.Path(file).open("rb") as stream:
                 raw = stream.read(MAX_BYTES + 4)
         if b"\0" not in raw:
