@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -116,13 +116,9 @@ class Difference:
         """Return the documented JSON form, version 1."""
         return {
             "version": 1,
-            "added": [
-                {**_head(one), "params": list(one.after), "elements": one.elements_after}
-                for one in self.added
-            ],
+            "added": [_one(change, change.after, change.elements_after) for change in self.added],
             "removed": [
-                {**_head(one), "params": list(one.before), "elements": one.elements_before}
-                for one in self.removed
+                _one(change, change.before, change.elements_before) for change in self.removed
             ],
             "changed": [_both(one) for one in self.changed],
             "renamed": [_both(one) for one in self.renamed],
@@ -140,6 +136,15 @@ class Difference:
 
 def _head(change: Change) -> dict[str, Any]:
     return {"id": change.id, "action": change.action, "target": change.target}
+
+
+def _one(change: Change, names: Sequence[str], elements: int) -> dict[str, Any]:
+    return {
+        **_head(change),
+        "params": list(names) if change.target == "params" else [],
+        "modules": list(names) if change.target == "modules" else [],
+        "elements": elements,
+    }
 
 
 def _both(change: Change) -> dict[str, Any]:

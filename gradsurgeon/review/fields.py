@@ -88,7 +88,7 @@ def compare(old: Rule, new: Rule) -> tuple[Field, ...]:
     found = []
     for name in dict.fromkeys((*before, *after)):
         first, second = (_value(rule, data, name) for rule, data in ((old, before), (new, after)))
-        if _same(name, first, second):
+        if _same(name, first, second) or (name == "steps" and _alike(old.steps, new.steps)):
             continue
         same_action = old.action == new.action
         word, why = _judge(old, new, name, first, second) if same_action else ("changed", "")
@@ -161,6 +161,10 @@ def _steps(before: Steps, after: Steps) -> Judgement:
     if _within(before, after):
         return "tightened", "acts in more steps"
     return "changed", "acts in other steps"
+
+
+def _alike(old: Steps, new: Steps) -> bool:
+    return _within(old, new) and _within(new, old)
 
 
 def _within(inner: Steps, outer: Steps) -> bool:

@@ -16,7 +16,7 @@ from gradsurgeon.review.findings import Finding
 from gradsurgeon.review.folding import fold
 
 _SHOWN = 6
-_CHAIN = 12  # rules of one chain
+_CHAIN = 40  # rules of one chain
 _NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
 

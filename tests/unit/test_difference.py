@@ -1,0 +1,566 @@
+"""What a change of rules does: found in the rules and the names of a model alone, without torch."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+from typing import Any
+
+import pytest
+
+import gradsurgeon
+from gradsurgeon import planning
+from gradsurgeon.planning import Manifest, Module, Param
+from gradsurgeon.review import markdown, sources, text
+from gradsurgeon.review.difference import Difference, compare
+from gradsurgeon.review.folding import fold
+from gradsurgeon.schema import RuleSet
+
+CASES = pathlib.Path(__file__).parents[1] / "cases" / "review"
+KINDS = ("attn", "mlp")
+
+
+def manifest(*names: str, layers: int = 3) -> Manifest:
+    known = names or (
+        "embed.weight",
+        *(f"h.{at}.{kind}.weight" for at in range(layers) for kind in KINDS),
+        "head.weight",
+    )
+    return Manifest(
+        "Net",
+        tuple(Param(name, (), (2, 3), "float32", True, ("Linear", "Module")) for name in known),
+        (Module(".", (), ("Net", "Module")), Module("conv1", (), ("Conv2d", "Module"))),
+        ("Net", "Module"),
+    )
+
+
+def zero(rule_id: str = "it", params: str = "h.*", **options: Any) -> dict[str, Any]:
+    return {"id": rule_id, "action": "zero", "params": params, **options}
+
+
+def clamp(rule_id: str = "it", **options: Any) -> dict[str, Any]:
+    return {"id": rule_id, "action": "clamp", "params": "h.*", "at": "step", **options}
+
+
+def load(*rules: dict[str, Any]) -> RuleSet:
+    return gradsurgeon.load({"version": 1, "rules": list(rules)})
+
+
+def diff(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> Difference:
+    return compare(load(*old), load(*new), manifest())
+
+
+NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
+TRAP = {"id": "trap", "action": "nan-trap", "params": "*"}
+
+
+class TestRules:
+    def test_added_and_removed(self) -> None:
+        found = diff([NORMS, zero("old")], [NORMS, {**clamp("new", min=0), "params": "head.*"}])
+        assert [one.id for one in found.added] == ["new"]
+        assert [one.id for one in found.removed] == ["old"]
+        assert found.unchanged == ("norms",)
+        assert found.added[0].after == ("head.weight",)
+        assert (found.removed[0].before, found.removed[0].elements_before) == (
+            tuple(f"h.{at}.{kind}.weight" for at in range(3) for kind in KINDS),
+            36,
+        )
+        assert found.in_effect
+
+    def test_names_and_elements_of_a_changed_rule(self) -> None:
+        found = diff([zero(params="h.*")], [zero(params="h.{0..1}.*")])
+        (change,) = found.changed
+        assert (len(change.before), change.elements_before) == (6, 36)
+        assert (len(change.after), change.elements_after) == (4, 24)
+        assert [(one.name, one.before, one.after) for one in change.fields] == [
+            ("params", ["h.*"], ["h.{0..1}.*"])
+        ]
+        assert [one.name for one in found.params] == ["h.2.attn.weight", "h.2.mlp.weight"]
+        assert found.covered == (6, 4)
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            (zero(), zero(at="backward", steps={"from": 0, "every": 1}, optional=False)),
+            (zero(), zero(tensor="grad")),
+            (zero(params="h.*"), {**zero(), "params": ["h.*"]}),
+            ({**zero(), "params": ["a", "h.*"]}, {**zero(), "params": ["h.*", "a", "a"]}),
+            (zero(exclude=["*.b", "*.c"]), zero(exclude=["*.c", "*.b"])),
+            (zero(where={"dtype": "float32"}), zero(where={"dtype": "torch.float32"})),
+            (clamp(min=-1), clamp(min=-1.0)),
+            ({**NORMS, "stats": ["l1", "l2"]}, {**NORMS, "stats": ["l2", "l1"]}),
+            (TRAP, {**TRAP, "then": "raise", "give_up_after": 10}),
+        ],
+    )
+    def test_what_means_the_same_is_no_difference(self, old: Any, new: Any) -> None:
+        found = diff([old], [new])
+        assert not found.in_effect
+        assert found.changed == ()
+
+    def test_another_action_under_the_same_id(self) -> None:
+        found = diff([clamp(min=-1.0)], [{**zero(), "at": "step"}])
+        (change,) = found.changed
+        assert [(one.name, one.before, one.after) for one in change.fields] == [
+            ("action", "clamp", "zero"),
+            ("min", -1.0, None),
+        ]
+        assert {one.word for one in change.fields} == {"changed"}
+
+
+def scale(factor: float) -> dict[str, Any]:
+    return {"id": "it", "action": "scale", "params": "*", "factor": factor}
+
+
+def clip(**options: Any) -> dict[str, Any]:
+    return {"id": "it", "action": "clip-norm", "params": "*", "max_norm": 1.0, **options}
+
+
+def during(start: int, stop: int | None, every: int = 1) -> dict[str, Any]:
+    return zero(steps={"from": start, "every": every} | ({"to": stop} if stop else {}))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "word"),
+    [
+        (clamp(min=-1), clamp(min=-0.5), "tightened"),
+        (clamp(min=-1), clamp(min=-2), "loosened"),
+        (clamp(max=1), clamp(max=0.5), "tightened"),
+        (clamp(max=1), clamp(max=2), "loosened"),
+        (clamp(max=1), clamp(max=1, min=0), "tightened"),
+        (clamp(max=1, min=0), clamp(max=1), "loosened"),
+        (clip(), clip(max_norm=0.5), "tightened"),
+        (clip(), clip(max_norm=5), "loosened"),
+        (clip(), clip(norm_type=1), "changed"),
+        (clip(), clip(per="rule"), "changed"),
+        (scale(0.5), scale(0.1), "tightened"),
+        (scale(0.5), scale(2), "loosened"),
+        (scale(-0.5), scale(-0.1), "tightened"),
+        (scale(0.5), scale(-0.5), "changed"),
+        (scale(0.5), scale(0), "tightened"),
+        (TRAP, {**TRAP, "then": "warn"}, "loosened"),
+        ({**TRAP, "then": "warn"}, {**TRAP, "then": "skip-step"}, "tightened"),
+        (TRAP, {**TRAP, "give_up_after": 3}, "tightened"),
+        (TRAP, {**TRAP, "give_up_after": 30}, "loosened"),
+        (during(0, None), during(0, 100), "loosened"),
+        (during(0, None), during(10, None), "loosened"),
+        (during(0, None), during(0, None, 2), "loosened"),
+        (during(0, 100), during(0, 200), "tightened"),
+        (during(0, 100, 4), during(0, 100, 2), "tightened"),
+        (during(0, 100, 4), during(0, 100, 3), "changed"),
+        (during(0, 100), during(50, 150), "changed"),
+        (during(0, 100, 2), during(1, 99, 2), "changed"),
+        (during(0, 10, 5), during(0, 6, 5), "same steps"),
+        (NORMS, {**NORMS, "steps": {"every": 10}}, "changed"),
+        (zero(), zero(optional=True), "loosened"),
+        (zero(expect={"params": 6}), zero(), "loosened"),
+        (zero(), zero(expect={"params": 6}), "tightened"),
+        (zero(at="step"), zero(), "changed"),
+    ],
+)
+def test_thresholds(old: Any, new: Any, word: str) -> None:
+    found = diff([old], [new])
+    assert [field.word for one in found.changed for field in one.fields] == (
+        [word] if word != "same steps" else []
+    )
+
+
+class TestNames:
+    def test_a_renamed_rule_is_counted_once(self) -> None:
+        found = diff([NORMS, zero("before")], [NORMS, zero("after")])
+        assert [(one.was, one.id) for one in found.renamed] == [("before", "after")]
+        assert found.added == found.removed == found.changed == found.params == ()
+        assert found.findings == ()
+        assert found.in_effect  # records go by ids
+
+    def test_a_rule_renamed_and_changed_is_one_rule(self) -> None:
+        found = diff([clamp("before", min=-1)], [clamp("after", min=0)])
+        (change,) = found.changed
+        assert change.renamed
+        assert (change.was, change.id, change.fields[0].word) == ("before", "after", "tightened")
+        assert found.added == found.removed == found.renamed == found.params == ()
+
+    def test_so_is_one_that_matches_nearly_the_same(self) -> None:
+        found = diff([zero("before")], [zero("after", params="h.{0..1}.*")])
+        assert [one.was for one in found.changed] == ["before"]
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            zero("after", params="head.*"),
+            zero("after", params="h.0.*"),
+            zero("after", params="h.{0..1}.*", at="step"),
+            clamp("after", min=0),
+        ],
+    )
+    def test_rules_that_have_little_in_common_are_two(self, other: Any) -> None:
+        found = diff([zero("before")], [other])
+        assert ([one.id for one in found.removed], [one.id for one in found.added]) == (
+            ["before"],
+            ["after"],
+        )
+
+    def test_the_nearest_wins(self) -> None:
+        old = [clamp("a", min=-1), clamp("b", min=-2)]
+        found = diff(old, [clamp("c", min=-2), clamp("d", min=-3)])
+        assert [(one.was, one.id) for one in found.renamed] == [("b", "c")]
+        assert [(one.was, one.id) for one in found.changed] == [("a", "d")]
+
+
+class TestOrder:
+    def test_an_order_that_tensors_see(self) -> None:
+        first, second = zero("first"), {**scale(2), "id": "second"}
+        found = diff([first, second], [second, first])
+        assert found.order_changed
+        assert (found.order_before, found.order_after) == (
+            ("first", "second"),
+            ("second", "first"),
+        )
+        assert len(found.params) == 6
+        (finding,) = found.findings
+        assert (finding.kind, len(finding.names)) == ("order", 6)
+        assert found.in_effect
+
+    def test_an_order_that_none_sees_is_no_difference_in_effect(self) -> None:
+        old = [zero("first", params="head.*"), zero("second")]
+        found = diff(old, old[::-1])
+        assert found.order_changed
+        assert not found.in_effect
+        assert found.findings == ()
+        assert "no tensor sees another order" in text.render(found)
+
+    def test_points_come_before_the_file(self) -> None:
+        old = [zero("late", at="step"), zero("early")]
+        assert not diff(old, old[::-1]).in_effect
+
+    def test_an_added_rule_changes_no_order(self) -> None:
+        assert not diff([zero("a"), NORMS], [zero("b", at="step"), zero("a"), NORMS]).order_changed
+
+
+def kinds(found: Difference) -> list[str]:
+    return [one.kind for one in found.findings]
+
+
+class TestFindings:
+    def test_protection_is_lost(self) -> None:
+        found = diff([NORMS, TRAP], [NORMS, {**TRAP, "params": "h.*"}])
+        assert found.lost == ("embed.weight", "head.weight")
+        assert found.covered == (8, 8)
+        assert kinds(found) == ["lost-protection"]
+
+    @pytest.mark.parametrize(
+        "other", [TRAP, zero(), {"id": "it", "action": "freeze", "params": "*"}]
+    )
+    def test_another_protection_is_protection(self, other: Any) -> None:
+        assert diff([clamp("gone", min=0)], [other]).lost == ()
+        assert len(diff([other], [NORMS]).lost) >= 6
+
+    def test_nothing_is_matched(self) -> None:
+        found = diff([zero()], [zero(params="layers.*")])
+        assert kinds(found) == ["no-match", "lost-protection"]
+        assert '"layers.*"' in found.findings[0].detail
+
+    @pytest.mark.parametrize(
+        ("old", "new"),
+        [
+            (zero(params="layers.*"), zero(params="blocks.*")),
+            (zero(params="layers.*"), zero("other", params="layers.*")),
+            (zero(params="layers.*"), zero(params="blocks.*", optional=True)),
+            (NORMS, {**NORMS, "params": "x", "model": "Other"}),
+        ],
+    )
+    def test_what_was_so_before_or_is_meant_is_no_finding(self, old: Any, new: Any) -> None:
+        assert kinds(diff([old], [new])) == []
+
+    def test_expectations(self) -> None:
+        good, bad = zero(expect={"params": 6}), zero(params="h.0.*", expect={"params": 6})
+        assert kinds(diff([good], [bad])) == ["expect", "lost-protection"]
+        assert kinds(diff([bad], [{**bad, "at": "step"}])) == []
+        assert kinds(diff([bad], [good])) == []
+        (finding, _) = diff([good], [bad]).findings
+        assert finding.detail == "expects 6, matches 2"
+
+    def test_overlaps_with_the_order_of_effects(self) -> None:
+        found = diff(
+            [zero("a", params="h.0.*", at="step"), zero("b", params="head.*")],
+            [zero("a", params="h.0.*", at="step"), zero("b", params="*.attn.*")],
+        )
+        (overlap, lost) = found.findings[::-1]
+        assert (overlap.kind, overlap.rules, overlap.names) == (
+            "overlap",
+            ("b", "a"),
+            ("h.0.attn.weight",),
+        )
+        assert (lost.kind, lost.names) == ("lost-protection", ("head.weight",))
+
+    def test_an_overlap_that_was_there_is_none(self) -> None:
+        old = [zero("a"), {**scale(2), "id": "b", "params": "h.0.*"}]
+        new = [zero("c"), {**scale(3), "id": "b", "params": "h.{0..1}.*"}]
+        assert kinds(diff(old, old)) == []
+        (overlap,) = diff(old, new).findings
+        assert overlap.names == ("h.1.attn.weight", "h.1.mlp.weight")
+
+    def test_what_cannot_act(self) -> None:
+        whole = manifest()
+        lazy = Manifest("Net", (Param("h.0", (), None, "float32", True, ("Linear",)),))
+        assert kinds(compare(load(NORMS), load(NORMS, zero()), lazy)) == ["cannot-act"]
+        assert kinds(compare(load(zero()), load(zero(at="step")), lazy)) == []
+        assert kinds(compare(load(NORMS), load(NORMS, zero()), whole)) == []
+
+    def test_conditions_on_what_the_names_do_not_tell(self) -> None:
+        weights = Manifest("w", (Param("h.0", (), (2,), "float32", True, ()),))
+        asked = zero(where={"module_type": "Linear"})
+        (finding,) = compare(load(NORMS), load(NORMS, asked), weights).findings
+        assert finding.kind == "cannot-act"
+        assert "module_type" in finding.detail
+
+
+SIDE: list[dict[str, Any]] = [
+    zero("late", at="step"),
+    zero("early"),
+    {"id": "out", "action": "zero", "modules": "conv*", "tensor": "output.grad"},
+    {"id": "value", "action": "capture", "modules": ["conv1", "."], "tensor": "output"},
+    {"id": "tags", "action": "norm-log", "tensors": ["hidden", "other"]},
+    {**TRAP, "exclude": ["h.1.*"]},
+]
+
+
+def test_chains_are_those_of_the_plan() -> None:
+    rules = load(*SIDE)
+    chains = planning.bind(rules, manifest()).chains
+    found = compare(load({**NORMS, "params": "embed.weight"}), rules, manifest())
+    now = {one.name: one.after for one in (*found.params, *found.tensors)}
+    assert now == chains
+    assert {one.name for one in found.tensors} == {name for name in chains if " " in name}
+
+
+def test_included_or_inline_is_no_difference(tmp_path: pathlib.Path) -> None:
+    rule = '  - {id: it, action: zero, params: "h.*"}\n'
+    last = '  - {id: norms, action: norm-log, params: "*"}\n'
+    (tmp_path / "part.yaml").write_text(f"version: 1\nrules:\n{rule}")
+    (tmp_path / "old.yaml").write_text(f"version: 1\nrules:\n{rule}{last}")
+    (tmp_path / "new.yaml").write_text(f"version: 1\ninclude: [part.yaml]\nrules:\n{last}")
+    old, new = (gradsurgeon.load(tmp_path / f"{name}.yaml") for name in ("old", "new"))
+    assert not compare(old, new, manifest()).in_effect
+
+
+def test_the_documented_json() -> None:
+    """`design.md` and tools go by these keys: a change here breaks them."""
+    found = diff(
+        [clamp("bound", min=-1.0), zero("gone", params="head.*"), {**NORMS, "params": "h.0.*"}],
+        [
+            clamp("bound", min=0.0, exclude=["h.{0..1}.*"]),
+            {"id": "out", "action": "zero", "modules": "conv*", "tensor": "output"},
+            {**NORMS, "id": "sizes", "params": "h.0.*"},
+        ],
+    )
+    first = [f"h.{at}.{kind}.weight" for at in range(2) for kind in KINDS]
+    last = ["h.2.attn.weight", "h.2.mlp.weight"]
+    same = {"before": ["bound"], "after": []}
+    zeroth = {"before": ["norms", "bound"], "after": ["sizes"]}
+    assert found.to_dict() == {
+        "version": 1,
+        "added": [
+            {
+                "id": "out",
+                "action": "zero",
+                "target": "modules",
+                "params": [],
+                "modules": ["conv1"],
+                "elements": 0,
+            }
+        ],
+        "removed": [
+            {
+                "id": "gone",
+                "action": "zero",
+                "target": "params",
+                "params": ["head.weight"],
+                "modules": [],
+                "elements": 6,
+            }
+        ],
+        "changed": [
+            {
+                "id": "bound",
+                "action": "clamp",
+                "target": "params",
+                "was": "bound",
+                "fields": [
+                    {"name": "min", "before": -1.0, "after": 0.0, "word": "tightened", "why": ""},
+                    {
+                        "name": "exclude",
+                        "before": [],
+                        "after": ["h.{0..1}.*"],
+                        "word": "changed",
+                        "why": "",
+                    },
+                ],
+                "params_before": first + last,
+                "params_after": last,
+                "elements_before": 36,
+                "elements_after": 12,
+            }
+        ],
+        "renamed": [
+            {
+                "id": "sizes",
+                "action": "norm-log",
+                "target": "params",
+                "was": "norms",
+                "fields": [],
+                "params_before": first[:2],
+                "params_after": first[:2],
+                "elements_before": 12,
+                "elements_after": 12,
+            }
+        ],
+        "order_changed": False,
+        "order": {"before": ["bound", "sizes"], "after": ["bound", "sizes"]},
+        "params": [
+            *({"name": name, **zeroth} for name in first[:2]),
+            *({"name": name, **same} for name in first[2:]),
+            {"name": "head.weight", "before": ["gone"], "after": []},
+        ],
+        "tensors": [{"name": "conv1 output", "before": [], "after": ["out"]}],
+        "lost_protection": [*first, "head.weight"],
+        "covered": {"before": 7, "after": 4},
+        "model": {"params": 8, "elements": 48},
+        "warnings": [
+            {
+                "kind": "lost-protection",
+                "rules": [],
+                "names": [*first, "head.weight"],
+                "detail": "",
+            }
+        ],
+        "in_effect": True,
+    }
+
+
+# --- how it is written ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "folded"),
+    [
+        ([], {}),
+        (["head"], {"head": 1}),
+        ([f"h.{at}.w" for at in range(12)], {"h.{0..11}.w": 12}),
+        (["h.0.w", "h.2.w", "h.3.w"], {"h.{0,2,3}.w": 3}),
+        (["h.7.w", "h.1.w"], {"h.{1,7}.w": 2}),
+        ([f"h.{a}.{b}" for a in range(3) for b in range(4)], {"h.{0..2}.{0..3}": 12}),
+        (["h.0.1", "h.1.0"], {"h.0.1": 1, "h.1.0": 1}),
+        (["h.0.0", "h.0.1", "h.1.0"], {"h.{0,1}.0": 2, "h.0.1": 1}),
+        (["h.1", "h.01"], {"h.{1,01}": 2}),
+        (["h." + "9" * 5000], {"h." + "9" * 5000: 1}),
+        ([f"h.{at}" for at in range(0, 40, 2)], {"h.{0,2,4,6,8,10,...}": 20}),
+    ],
+)
+def test_fold(names: list[str], folded: dict[str, int]) -> None:
+    assert fold(names) == folded
+    assert sum(fold(names).values()) == len(names)
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Difference:
+    monkeypatch.chdir(CASES)
+    old, new = sources.rules_at("old.yaml"), sources.rules_at("new.yaml")
+    return compare(old, new, sources.manifest_of("params.json"))
+
+
+HOSTILE = (
+    "re:(a|b`c\\|</table><script>@everyone #1 &lt; https://x.y)?",
+    "@team",
+    "a`b``c",
+    "<!-- x -->",
+    "x|y",
+    " *bold* ",
+    "\u202e\x1b[31mred\n- [x] done\r\n```",
+    "`",
+)
+
+
+def outside_code(line: str) -> str:
+    return re.sub(r"`[^`]*`|<code>[A-Za-z0-9&#;]*</code>", "", line)
+
+
+class TestMarkdown:
+    @pytest.mark.parametrize("hostile", HOSTILE)
+    def test_users_write_nothing_outside_of_code(self, hostile: str) -> None:
+        names = Manifest(hostile, (Param(hostile, (), (2,), "float32", True, ("Linear",)),))
+        old = {**zero("a"), "params": "?*"}
+        # What a file could hold that YAML lets through; patterns are refused for less.
+        pattern = hostile if hostile.startswith("re:") else "re:" + re.escape(hostile)
+        if any(char in hostile for char in "\n\x1b"):
+            pattern = "*done*"
+        new = RuleSet(load({**old, "params": pattern}, zero("b", "*")).rules, file=hostile)
+        written = markdown.render(compare(load(old), new, names))
+        marker, *lines = written.splitlines()
+        assert re.fullmatch(r"<!-- gradsurgeon:diff [\w./%:~-]+ -->", marker)
+        assert marker.count("--") == 2
+        for line in lines:
+            ours = outside_code(line)
+            assert not set("`@#\x1b\u202e&") & set(ours)
+            assert not re.search(r"everyone|team|script|bold|red|https", ours)
+            if line.startswith("|"):
+                assert len(re.findall(r"\|", line)) in (4, 7)
+        assert len(lines) == written.count("\n") - 1
+
+    @pytest.mark.parametrize("text", ["", " ", "x", "a b", "a|b", "`", "\n", "x" * 5000])
+    def test_code_is_one_piece(self, text: str) -> None:
+        written = markdown.code(text)
+        assert outside_code(written).strip("…") == ""
+        assert len(written) < 3000
+        assert "|" not in written
+
+    def test_it_is_cut_where_comments_end(self) -> None:
+        names = manifest(layers=2000)
+        words = [f"{a}-{b}" for a in "abcdefghij" for b in range(60)]
+        old = [zero(word, params=f"h.{at}.*") for at, word in enumerate(words)]
+        new = [zero(word, params=f"h.{at}.attn.*") for at, word in enumerate(words)]
+        written = markdown.render(compare(load(*old), load(*new), names))
+        assert 55_000 < len(written) <= markdown.LIMIT
+        assert "Cut here" in written.splitlines()[-1]
+        few = markdown.render(compare(load(*old[:60]), load(*new[:60]), names), limit=13_000)
+        assert len(few) <= 13_000
+        assert few.count("<details>") == few.count("</details>") == 1
+
+    def test_no_difference_has_a_marker_and_says_so(self) -> None:
+        written = markdown.render(diff([NORMS], [NORMS]))
+        assert written.startswith("<!-- gradsurgeon:diff ")
+        assert "no difference in effect" in written
+        assert "|" not in written
+
+    def test_the_worked_example(self, example: Difference) -> None:
+        lines = markdown.render(example).splitlines()
+        assert lines[1] == (
+            "**What the change of `new.yaml` does: 2 added, 1 removed, 2 changed; "
+            "51 → 48 of 51 parameters under rules; 3 lost all protection.**"
+        )
+
+
+class TestText:
+    def test_the_worked_example(self, example: Difference) -> None:
+        lines = text.render(example).splitlines()
+        assert lines[1] == (
+            "2 added, 1 removed, 2 changed; 51 -> 48 of 51 parameters under rules; "
+            "3 lost all protection"
+        )
+        signs = [line.split()[:2] for line in lines if line[:2] in ("+ ", "- ", "~ ", "= ")]
+        assert signs == [
+            ["+", "clipped-outputs"],
+            ["+", "steady-gates"],
+            ["-", "slow-embedding"],
+            ["~", "trap"],
+            ["~", "bounded-attention"],
+            ["=", "norms"],
+        ]
+        assert "      max: 1.0 -> 0.5 (tightened)" in lines
+
+    def test_control_codes_are_shown(self) -> None:
+        names = manifest("h.\x1b[31m\u202ered\r\n.weight")
+        written = text.render(compare(load(NORMS), load(NORMS, zero()), names))
+        assert "\x1b" not in written
+        assert "\u202e" not in written
+        assert "\r" not in written
+        assert "\\x1b[31m" in written
