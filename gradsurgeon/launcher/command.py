@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurgeon.errors import printable
+from gradsurgeon.launcher import idle
 from gradsurgeon.launcher.settings import RULES, Settings
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.print_env:
         _print_difference(environment)
         return 0
+    environment |= idle.variables(environment)
     sys.stdout.flush()
     sys.stderr.flush()
     return _become(command_of(target), environment)

@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from gradsurgeon.launcher import idle
 from gradsurgeon.launcher.settings import Settings, from_environment
 
 if TYPE_CHECKING:
@@ -23,10 +24,12 @@ def start() -> None:
     try:
         settings = from_environment(os.environ)
     except ValueError as error:
+        idle.busy()
         say(str(error))
         return
     if settings is not None:
         chosen = settings
+        idle.start()
         sys.meta_path.insert(0, _Finder("torch", lambda: _activate(chosen)))
 
 
@@ -41,6 +44,7 @@ def give_way(settings: Settings, error: BaseException) -> None:
     Raises:
         SystemExit: with ``--strict``.
     """
+    idle.busy()
     reason = str(error).strip().partition("\n")[0] or type(error).__name__
     say(f"the script runs on without rules: {reason}")
     if settings.strict:

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from gradsurgeon import _dist, api, planning
 from gradsurgeon.errors import BindError, RecordError
-from gradsurgeon.launcher import telling
+from gradsurgeon.launcher import idle, telling
+from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.planning import Plan
@@ -34,6 +35,7 @@ class Attached:
         record: its run directory, empty for none.
         rank: the rank of this process, kept for when its process group is gone.
         observing: nothing is edited.
+        begun: training has begun, and its header is written.
     """
 
     title: str
@@ -43,6 +45,16 @@ class Attached:
     record: str
     rank: int
     observing: bool = False
+    begun: bool = False
+
+    def bound(self) -> set[int]:
+        """Return the ids of the parameters that the rules were bound to."""
+        names = {name for param in self.plan.manifest.params for name in param.names}
+        return {
+            id(slot.owner._parameters[slot.key])  # noqa: SLF001 # the place itself
+            for slot in planning.slots(self.model())
+            if slot.name in names
+        }
 
 
 class Models:
@@ -64,12 +76,7 @@ class Models:
 
         Those that have come to a model since its rules were bound are not.
         """
-        held: set[int] = set()
-        for one in self._living():
-            names = {name for param in one.plan.manifest.params for name in param.names}
-            for slot in planning.slots(one.model()):
-                if slot.name in names:
-                    held.add(id(slot.owner._parameters[slot.key]))  # noqa: SLF001 # the place itself
+        held = {param for one in self._living() for param in one.bound()}
         return all(id(param) in held for param in params)
 
     def _living(self) -> list[Attached]:
@@ -97,9 +104,63 @@ class Models:
                 f"{free} parameters of {type(optimizer).__name__} are in no module: no rule acts on them"
             )
         for root in roots:
-            start = self._take_over(root)
-            bound = planning.bind(self.rules, planning.from_model(root), alone=False)
-            self._attach(root, bound, optimizer, start)
+            self._put_on(root, optimizer)
+
+    def _put_on(self, root: nn.Module, optimizer: Optimizer | None) -> None:
+        idle.busy()
+        start = self._take_over(root)
+        bound = planning.bind(self.rules, planning.from_model(root), alone=False)
+        self._attach(root, bound, optimizer, start)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether rules are on models that have not begun to train."""
+        return any(not one.begun for one in self._living())
+
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        """Tell what the rules are bound to, now that training begins.
+
+        A model may have been incomplete when its optimizer was built, above all where it builds its
+        own: what has become larger since, or a part of something larger, is bound again.
+
+        Args:
+            optimizers: all that are known.
+
+        Raises:
+            BindError: a rule cannot act on what it matches.
+            RecordError: records cannot be written.
+        """
+        fresh = [one for one in self._living() if not one.begun]
+        params = [param for one in fresh for param in self._of(one)]
+        for root in roots_of(params) if params else []:
+            inside = {id(module) for module in root.modules()}
+            parts = [one for one in fresh if id(one.model()) in inside]
+            # A mere wrapper that came after it has the same parameters, and gives way to what it wraps.
+            whole = {id(param) for param in root.parameters()}
+            if parts and all(one.bound() != whole for one in parts):
+                self._put_on(root, None)
+        for one in self._living():
+            if not one.begun:
+                one.begun = True
+                self._tell(one, optimizers)
+
+    @staticmethod
+    def _of(one: Attached) -> list[nn.Parameter]:
+        model = one.model()
+        return [] if model is None else list(model.parameters())
+
+    def _tell(self, one: Attached, optimizers: Sequence[Optimizer]) -> None:
+        one.rank = _dist.rank()
+        if self.settings.quiet or self.settings.dry_run:
+            return
+        own = {id(param) for param in self._of(one)}
+        by = {
+            type(optimizer).__name__: None
+            for optimizer in optimizers
+            for group in getattr(optimizer, "param_groups", ())
+            if any(id(param) in own for param in group["params"])
+        }
+        telling.header(one, self.rules, list(by))
 
     def _take_over(self, root: nn.Module) -> int:
         """Let go of models that turn out to be a part of this one; return the step they were at."""
@@ -109,7 +170,11 @@ class Models:
             model = one.model()
             if model is not None and id(model) in parts:
                 step = max(step, one.session.step)
-                one.session.remove()
+                if one.begun:
+                    one.session.remove()
+                else:
+                    one.session.discard()
+                    self.attached = [other for other in self.attached if other is not one]
         return step
 
     def _attach(
@@ -139,12 +204,13 @@ class Models:
             observing=self.settings.observe,
         )
         self.attached.append(made)
-        if not self.settings.quiet and not self.settings.dry_run:
-            telling.header(made, self.rules, optimizer)
 
     def _title(self, origin: str) -> str:
-        kin = sum(one.plan.manifest.origin == origin for one in self.attached)
-        return origin if not kin else f"{origin}-{kin + 1}"
+        title, number = origin, 1
+        while any(one.title == title for one in self.attached):
+            number += 1
+            title = f"{origin}-{number}"
+        return title
 
     def _place(self, title: str) -> Path | None:
         """Return the run directory of a model: the one asked for, or one inside it for further models.
@@ -154,7 +220,7 @@ class Models:
         """
         if not self.settings.record or self.settings.dry_run:
             return None
-        if self.attached:
+        if any(one.record == str(self._folder) for one in self.attached):
             return self._folder / title
         base = self._folder = Path(self.settings.record)
         number = 1

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
-
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.schema import RuleSet
@@ -35,10 +33,10 @@ def _beside_progress_bars() -> Any:
     return bars.tqdm.external_write_mode(file=sys.stderr)
 
 
-def header(made: Attached, rules: RuleSet, optimizer: Optimizer | None) -> None:
+def header(made: Attached, rules: RuleSet, optimizers: Sequence[str]) -> None:
     """Say which model was found and what each rule has bound to in it."""
     manifest = made.plan.manifest
-    by = f", updated by {type(optimizer).__name__}" if optimizer is not None else ""
+    by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
     by += f", from step {made.session.step}" if made.session.step else ""
     first = (
         f"gradsurgeon: {printable(rules.file)} on {made.title} "
@@ -64,9 +62,13 @@ def header(made: Attached, rules: RuleSet, optimizer: Optimizer | None) -> None:
 def summary(made: Attached) -> None:
     """Say what the rules did, and what happened."""
     session = made.session
+    statuses = session.status()
+    if not made.begun and not any(status.fired for status in statuses.values()):
+        text = "no gradient came until the end, so no rule acted on it"
+        write([f"gradsurgeon: {made.title}: {text}"], made.rank)
+        return
     steps = session.step
     lines = [f"gradsurgeon: {made.title}, {steps} step{'' if steps == 1 else 's'}"]
-    statuses = session.status()
     rows = []
     for rule in made.plan.rules.rules:
         if not made.plan.of(rule.id):

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsurgeon import api
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
+from gradsurgeon.launcher import idle
 from gradsurgeon.launcher.discovery import leaves_of, roots_of
 from gradsurgeon.launcher.ending import Ending
 from gradsurgeon.launcher.importing import give_way, say
@@ -32,6 +33,7 @@ def activate(settings: Settings) -> None:
     try:
         rules = api.load(settings.rules)
     except RuleFileError as error:
+        idle.busy()
         print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
         raise SystemExit(2) from None
     models = Models(settings, rules)
@@ -49,6 +51,7 @@ class Watch:
         # How many parameters each held when it was last looked at.
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._backward: Any = None
+        self._optimized = False
         self._checked = self._broken = False
 
     def begin(self) -> None:
@@ -67,13 +70,18 @@ class Watch:
         self._wait_for_backward()
 
     def _wait_for_backward(self) -> None:
-        """Wait for a first backward pass, as long as there is no optimizer."""
+        """Wait for the first backward pass: the first of all, or the first of a new model."""
+        if self._backward is not None:
+            return
         original = self._backward = torch.autograd.backward
 
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             self._stop_waiting()
-            self._guarded(lambda: self._find_without_optimizer(tensors))
+            if self._optimized:
+                self._guarded(self._begin)
+            else:
+                self._guarded(lambda: self._find_without_optimizer(tensors))
             original(tensors, *args, **kwargs)
 
         torch.autograd.backward = backward
@@ -91,13 +99,16 @@ class Watch:
         size = sum(len(group["params"]) for group in groups)
         if self._known.get(optimizer) != size:
             self._known[optimizer] = size
-            self._stop_waiting()
+            self._optimized = True
             self._guarded(lambda: self._find(optimizer))
 
     def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
         del args, kwargs
         # One that was copied or loaded has not been built.
         self._born(optimizer)
+        if self._models.waiting:
+            self._stop_waiting()
+            self._guarded(self._begin)
         if not self._checked:
             self._checked = True
             self._models.check()
@@ -108,11 +119,16 @@ class Watch:
         if not self._models.cover(params):
             self._models.attach(roots_of(params), params, optimizer)
             self._ending.expect()
+            self._wait_for_backward()
+
+    def _begin(self) -> None:
+        self._models.begin(list(self._known))
 
     def _find_without_optimizer(self, tensors: Any) -> None:
         params = leaves_of(tensors)
         self._models.attach(roots_of(params), params, None)
         self._ending.expect()
+        self._begin()
         self._checked = True
         self._models.check()
         self._ending.dry_run()

@@ -11,12 +11,15 @@ from typing import Any, Literal
 # dropped only where its owner really is such a wrapper: a model may call a child `module`. They are
 # told by name so that planning needs no torch, and subclasses count.
 _WRAPPERS = {
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "OptimizedModule": "_orig_mod",
-    "ActivationWrapper": "_checkpoint_wrapped_module",
+    "DistributedDataParallel": {"module"},
+    "DataParallel": {"module"},
+    "FullyShardedDataParallel": {"_fsdp_wrapped_module"},
+    "OptimizedModule": {"_orig_mod"},
+    "ActivationWrapper": {"_checkpoint_wrapped_module"},
+    # Fabric holds what it wraps twice, with and without the wrapper of its strategy.
+    "_FabricModule": {"_forward_module", "_original_module"},
 }
+_THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric"}
 
 Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
 
@@ -119,9 +122,10 @@ def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield canonical name and module of a tree, shared modules under each of their names."""
     yield prefix, module
     transparent = {
-        _WRAPPERS[base.__name__]
+        segment
         for base in type(module).__mro__
-        if base.__name__ in _WRAPPERS and base.__module__.partition(".")[0] == "torch"
+        if base.__module__.partition(".")[0] in _THEIR_PACKAGES
+        for segment in _WRAPPERS.get(base.__name__, ())
     }
     for key, child in module._modules.items():  # noqa: SLF001 # `named_children` hides shared ones
         if child is None:

@@ -97,6 +97,13 @@ class Recorder:
             self._write()
             self.writer.close()
 
+    def discard(self) -> None:
+        """Remove the files, as if there had been no place to write."""
+        if self.writer is not None:
+            atexit.unregister(self._at_exit)
+            self.writer.discard()
+            self.writer = None
+
     def _write(self) -> None:
         if self.writer is None or self.writer.closed:
             return

@@ -118,6 +118,12 @@ class Session:
             self._compiled.detach(self.step)
             self._close()
 
+    def discard(self) -> None:
+        """Take everything off, the files of the records included: another session takes its place."""
+        if not self._removed:
+            self._state.recorder.discard()
+            self.model_gone()
+
     def model_gone(self) -> None:
         """Let go of everything that belonged to the model."""
         if not self._removed:

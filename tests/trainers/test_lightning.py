@@ -250,3 +250,26 @@ def test_two_optimizers_have_two_clocks(tmp_path: Path) -> None:
     assert [step for step, _ in session.history("d.weight")] == list(range(8))
     assert [step for step, _ in session.history("g.weight")] == list(range(4))
     assert session.events == []
+
+
+def test_what_fabric_wraps_keeps_its_names() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    fabric = lightning.Fabric(accelerator="cpu", devices=1)
+    wrapped = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    rules = [{"id": "half", "action": "scale", "params": "0.*", "factor": 0.5, "at": "step"}]
+    session = gradsurgeon.apply(wrapped, {"version": 1, "rules": rules})
+    assert session.plan.manifest.origin == "Sequential"
+    assert [param.names for param in session.plan.manifest.params] == [
+        ("0.weight",),
+        ("0.bias",),
+        ("1.weight",),
+        ("1.bias",),
+    ]
+    # What arrives at the first bias is the weight behind it.
+    expected = model.get_parameter("1.weight").detach()[0] / 2
+    optimizer.zero_grad()
+    fabric.backward(wrapped(torch.ones(1, 3)).sum())
+    optimizer.step()
+    torch.testing.assert_close(model.get_parameter("0.bias").grad, expected)
+    assert session.status()["half"].fired == 2

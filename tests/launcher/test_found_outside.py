@@ -1,0 +1,241 @@
+"""What public training scripts do that ours did not: the same in a few lines each."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from commands import environment
+
+import gradsurgeon
+
+NORMS = "  - {id: norms, action: norm-log, params: '*'}\n"
+IDLE = "gradsurgeon: no rule acted: "
+
+
+@dataclass
+class Launched:
+    code: int
+    out: str
+    lines: list[str]
+
+    def headers(self) -> list[str]:
+        return [line for line in self.lines if " parameters, " in line]
+
+
+@dataclass
+class Place:
+    """A folder with a script and rules; records go to `run`."""
+
+    path: Path
+
+    def run(self, script: str, *options: str, rules: str = NORMS) -> Launched:
+        (self.path / "train.py").write_text(script, encoding="utf-8")
+        (self.path / "rules.yaml").write_text(f"version: 1\nrules:\n{rules}", encoding="utf-8")
+        own = ["--rules", "rules.yaml", "--record", "run", *options]
+        done = subprocess.run(
+            [sys.executable, "-m", "gradsurgeon", "run", *own, "train.py"],
+            cwd=self.path,
+            env={**environment(), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        return Launched(done.returncode, done.stdout, done.stderr.splitlines())
+
+    def steps(self, name: str, folder: str = "run") -> list[int]:
+        with gradsurgeon.open_run(self.path / folder) as run:
+            return [step for step, _ in run.history(name)]
+
+    def databases(self) -> list[str]:
+        return sorted(str(file.relative_to(self.path)) for file in self.path.rglob("*.db"))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+AGENT = """
+import torch
+from torch import nn
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.actor = nn.Linear(3, 2)
+        self.actor_optimizer = torch.optim.Adam(self.actor.parameters())
+        self.critic = nn.Linear(3, 1)
+        self.critic_optimizer = torch.optim.SGD(self.critic.parameters(), lr=0.1)
+        self.scale = nn.Parameter(torch.ones(()))
+agent = Agent()
+x = torch.ones(4, 3)
+for _ in range(3):
+    agent.actor_optimizer.zero_grad()
+    (agent.actor(x) * agent.scale).square().sum().backward()
+    agent.actor_optimizer.step()
+    agent.critic_optimizer.zero_grad()
+    agent.critic(x).square().sum().backward()
+    agent.critic_optimizer.step()
+"""
+
+
+def test_a_model_that_builds_its_own_optimizers_is_found_whole(place: Place) -> None:
+    done = place.run(AGENT)
+    assert done.code == 0, done.lines
+    (header,) = done.headers()
+    # Three of actor and critic are there when the first optimizer is built; the last when training begins.
+    assert header.endswith("on Agent (5 parameters, 13 elements, updated by Adam and SGD)")
+    assert place.databases() == ["run/rank-0.db"]
+    for name in ("actor.weight", "critic.weight", "scale"):
+        assert place.steps(name) == [0, 1, 2], name
+    assert "gradsurgeon: Agent, 3 steps" in done.lines
+    assert not any("never" in line for line in done.lines)
+
+
+def test_rules_for_what_comes_after_the_optimizer_match(place: Place) -> None:
+    rules = "  - {id: late, action: norm-log, params: [critic.*, scale]}\n"
+    done = place.run(AGENT, rules=rules)
+    assert done.code == 0, done.lines
+    assert [line for line in done.lines if "late" in line] == [
+        "  late  norm-log  at accumulated  3 parameters",
+        "  late  norm-log  fired 9    last at step 2",
+    ]
+
+
+def test_layers_with_optimizers_of_their_own_have_their_full_names(place: Place) -> None:
+    script = """
+import torch
+from torch import nn
+class Layer(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+net = nn.Sequential(Layer(3, 2), Layer(2, 1))
+for _ in range(3):
+    x = torch.ones(4, 3)
+    for layer in net:
+        x = layer(x.detach())
+        layer.optimizer.zero_grad()
+        x.square().sum().backward()
+        layer.optimizer.step()
+"""
+    done = place.run(script)
+    assert done.code == 0, done.lines
+    (header,) = done.headers()
+    assert "on Sequential (4 parameters, 11 elements, updated by SGD)" in header
+    assert place.databases() == ["run/rank-0.db"]
+    assert place.steps("0.weight") == place.steps("1.weight") == [0, 1, 2]
+
+
+def test_a_mere_wrapper_that_comes_later_renames_nothing(place: Place) -> None:
+    script = """
+import torch
+from torch import nn
+class Engine(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+    def forward(self, x):
+        return self.inner(x)
+model = nn.Sequential(nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = Engine(model)
+for _ in range(2):
+    engine(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+"""
+    done = place.run(script)
+    (header,) = done.headers()
+    assert "on Sequential (2 parameters" in header
+    assert place.steps("0.weight") == [0, 1]
+
+
+def test_models_that_are_never_trained_are_one_line_each(place: Place) -> None:
+    script = """
+import torch
+from torch import nn
+nets = [nn.Linear(2, 1), nn.Linear(3, 1)]
+optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+"""
+    done = place.run(script)
+    assert done.lines == [
+        "gradsurgeon: Linear: no gradient came until the end, so no rule acted on it",
+        "gradsurgeon: Linear-2: no gradient came until the end, so no rule acted on it",
+    ]
+
+
+UNSEEN = {
+    "torch.func": """
+import torch
+from torch.func import functional_call, grad
+model = torch.nn.Linear(2, 1)
+weights = {name: param.detach() for name, param in model.named_parameters()}
+def loss(weights):
+    return functional_call(model, weights, (torch.ones(1, 2),)).sum()
+gradients = grad(loss)(weights)
+weights = {name: weights[name] - 0.1 * gradients[name] for name in weights}
+""",
+    "torch.autograd.grad": """
+import torch
+model = torch.nn.Linear(2, 1)
+found = torch.autograd.grad(model(torch.ones(1, 2)).sum(), list(model.parameters()))
+for param, gradient in zip(model.parameters(), found):
+    param.data.sub_(gradient)
+""",
+    "no module": """
+import torch
+weight = torch.zeros(2, requires_grad=True)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+weight.sum().backward()
+optimizer.step()
+""",
+    "no module, no optimizer": """
+import torch
+weight = torch.zeros(2, requires_grad=True)
+weight.sum().backward()
+""",
+    "nothing": "import torch",
+}
+
+
+@pytest.mark.parametrize("how", UNSEEN)
+def test_a_script_on_which_no_rule_could_act_is_told_so(how: str, place: Place) -> None:
+    done = place.run(UNSEEN[how])
+    assert done.code == 0, done.lines
+    assert [line.startswith(IDLE) for line in done.lines].count(True) == 1, done.lines
+    assert done.lines[-1].startswith(IDLE)
+
+
+CHILD = """
+import subprocess, sys, torch
+train = '''
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+'''
+subprocess.run([sys.executable, "-c", train], check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [(CHILD, 0), ("import torch\nraise KeyError('of its own')", 1), ("print('no torch')", 0)],
+    ids=["a child trains", "a traceback tells why", "no torch"],
+)
+def test_nobody_else_is_told_so(script: str, code: int, place: Place) -> None:
+    done = place.run(script)
+    assert done.code == code, done.lines
+    assert not any(line.startswith(IDLE) for line in done.lines)
+
+
+def test_the_mark_of_a_busy_process_does_not_stay(place: Place, tmp_path: Path) -> None:
+    done = place.run("import os\nprint(os.environ['GRADSURGEON_MARK'])\n" + CHILD)
+    mark = Path(done.out.strip())
+    assert mark.parent.is_dir()
+    assert not mark.exists()
