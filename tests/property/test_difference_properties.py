@@ -139,7 +139,7 @@ def test_chains_are_those_of_the_plan(before: Any, after: Any) -> None:
     chains = [planning.bind(rules, MANIFEST).chains for rules in (old, new)]
     for one in found.params:
         assert (one.before, one.after) == tuple(chain.get(one.name, ()) for chain in chains)
-    renamed = {was: new_id for was, new_id in both(found)}
+    renamed = dict(both(found))
     for name in {param.name for param in MANIFEST.params} - {one.name for one in found.params}:
         first, second = (chain.get(name, ()) for chain in chains)
         assert tuple(renamed.get(one, one) for one in first) == second
