@@ -25,7 +25,7 @@ WRONG = CLEAN.replace("norm-log", "norm-lg")
 PARAMS = {
     "version": 1,
     "origin": "by hand",
-    "hash": "",
+    "hash": "sha256:" + "0" * 64,
     "params": [
         {
             "name": f"fc.{name}",
