@@ -5,8 +5,10 @@ Run this file as a script to write what is generated anew.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,13 +35,46 @@ that back it.
 REMEDY = "run `python tests/unit/test_rules_readme.py`"
 
 
+EXAMPLE = Path(__file__).parents[1] / "cases" / "review"
+
+
 def generated() -> dict[Path, str]:
     import setups
 
+    guide = with_example("the change", the_change(), with_example("the comment", comment(), GUIDE))
     return {
-        README: f"{GUIDE}{MARK}\n{reference()}{SETUPS}{setups.table(setups.collected())}",
+        README: f"{guide}{MARK}\n{reference()}{SETUPS}{setups.table(setups.collected())}",
         SCHEMA: json.dumps(document_schema(), indent=2, ensure_ascii=False) + "\n",
     }
+
+
+def with_example(title: str, text: str, guide: str) -> str:
+    """Return the guide with a part of its worked example made anew."""
+    begin, end = f"<!-- example: {title} -->\n", "<!-- example: end -->\n"
+    before, found, rest = guide.partition(begin)
+    assert found
+    return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
+
+
+def the_change() -> str:
+    old, new = ((EXAMPLE / name).read_text().splitlines() for name in ("old.yaml", "new.yaml"))
+    lines = difflib.unified_diff(old, new, "old.yaml", "new.yaml", lineterm="")
+    return "\n".join(("```diff", *lines, "```", ""))
+
+
+def comment() -> str:
+    """Return what the command prints that the guide names."""
+    command = "diff old.yaml new.yaml --params params.json --format markdown"
+    done = subprocess.run(
+        [sys.executable, "-m", "gradsurgeon", *command.split()],
+        cwd=EXAMPLE,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
+    )
+    assert f"`gradsurgeon {command}`" in GUIDE
+    return done.stdout
 
 
 def blocks(text: str) -> list[str]:
