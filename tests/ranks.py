@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# What a test tells of itself goes with its report, from the process it ran in to the one that prints.
+FINAL_WEIGHTS = "final weights"
 _LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 

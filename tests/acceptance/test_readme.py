@@ -92,6 +92,10 @@ def test_every_action_is_in_the_table() -> None:
 
 def test_the_two_commands_are_what_ci_runs() -> None:
     ci = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
-    for command in ("pip install torch==2.13.0", 'pip install -e ".[dev]"', "python -m pytest"):
+    for command in (
+        "pip install torch==2.13.0",
+        'pip install -e ".[dev]"',
+        "python -m pytest -n auto",
+    ):
         assert command in README
         assert command.replace("install", "install --quiet") in ci or command in ci

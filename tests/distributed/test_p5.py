@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from distributed.p5_worker import ACTIONS, PROCESSES, VARIANTS
-from ranks import run_ranks
+from ranks import FINAL_WEIGHTS, run_ranks
 
 TOLERANCE = 1e-6
 Weights = list[list[float]]
@@ -39,7 +40,7 @@ def largest_difference(left: Weights, right: Weights) -> float:
 @pytest.mark.parametrize("process", PROCESSES)
 def test_step_rules_mean_the_same(
     ends: list[dict[str, Any]],
-    table: dict[tuple[str, str], str],
+    record_property: Callable[[str, object], None],
     process: str,
     variant: str,
     action: str,
@@ -49,7 +50,8 @@ def test_step_rules_mean_the_same(
         found = rank[f"{process} | {variant} | {action}"]
         gap = largest_difference(found, wanted)
         bite = largest_difference(found, rank[f"{process} | {variant} | no rules"])
-        table[f"{process}, {variant}", action] = f"{gap:.1e} / {bite:.1e}"
+        text = f"{gap:.1e} / {bite:.1e}"
+        record_property(FINAL_WEIGHTS, (f"{process}, {variant}", action, text))
         assert gap < TOLERANCE
         # A rule that does nothing would pass as well.
         assert bite > 100 * TOLERANCE

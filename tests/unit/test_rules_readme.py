@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ REMEDY = "run `python tests/unit/test_rules_readme.py`"
 EXAMPLE = Path(__file__).parents[1] / "cases" / "review"
 
 
+@cache
 def generated() -> dict[Path, str]:
     import setups
 
