@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -39,11 +39,25 @@ def _initialized() -> bool:
     return bool(distributed.is_available() and distributed.is_initialized())
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Tell whether a tensor is a `DTensor`."""
+    if type(tensor) in _PLAIN:  # asked of every gradient in every step
+        return False
     # Whoever has made one has imported this; importing it costs time that others need not pay.
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, getattr(module, "DTensor", ()))
+
+
+def any_sharded(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether some of the tensors are `DTensor`."""
+    return not _is_plain(tensors) and any(map(is_sharded, tensors))
+
+
+def _is_plain(tensors: Iterable[Tensor]) -> bool:
+    return set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -63,6 +77,13 @@ def version(tensor: Tensor) -> int:
         # Each counts only the writes that went through it.
         count += local(tensor)._version  # noqa: SLF001 # as above
     return count
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the `version` of each tensor."""
+    if _is_plain(tensors):
+        return [tensor._version for tensor in tensors]  # noqa: SLF001 # as above
+    return [version(tensor) for tensor in tensors]
 
 
 def is_partial(tensor: Tensor) -> bool:

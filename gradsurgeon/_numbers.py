@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from gradsurgeon import _torch
+
 
 def on_values(edit: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
     """Apply ``edit`` to a gradient of any layout, out of place.
@@ -42,30 +44,82 @@ def _norm_dtype(dtype: torch.dtype) -> torch.dtype | None:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else None
 
 
+# On a CPU a call for each tensor takes about 2 microseconds, however few elements it has. Up to so
+# many it is quicker to copy all of them into one tensor (benchmarks/README.md has the figures).
+_FEW = 1024
+
+
 def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """Return the norm of each gradient. Shape ``[len(grads)]``, float32, on their device.
 
     The tensors share a device. A norm is non-finite where an element is, and also where the sum of
     squares overflows: see `nonfinite`. An empty gradient has norm 0.
     """
-    groups: dict[torch.dtype, list[int]] = {}
-    dense = [values(grad) for grad in grads]
-    for index, grad in enumerate(dense):
-        groups.setdefault(grad.dtype, []).append(index)
-    parts: list[Tensor] = []
-    places: list[int] = []
-    for dtype, members in groups.items():
-        # One call over the list, as `clip_grad_norm_` does it; it has no public name.
-        found = torch._foreach_norm(  # noqa: SLF001
-            [_nonempty(dense[index]) for index in members], order, dtype=_norm_dtype(dtype)
-        )
-        parts.append(torch.stack(found).to(torch.float32))
-        places += members
-    joined = torch.cat(parts) if len(parts) > 1 else parts[0]
-    if places == list(range(len(dense))):
-        return joined
-    inverse = torch.tensor(places, device=joined.device).argsort()
-    return joined[inverse]
+    ways: dict[tuple[_Way, torch.dtype], list[int]] = {}
+    with torch.no_grad():
+        dense = [grad if grad.layout == torch.strided else values(grad) for grad in grads]
+        # What differs between devices is decided here, by measurement.
+        way = _way_on_host if order == 2.0 and dense[0].is_cpu else _way_on_device  # noqa: PLR2004 # l2
+        for index, grad in enumerate(dense):
+            ways.setdefault(way(grad), []).append(index)
+        found = [
+            (places, how([dense[index] for index in places], order))
+            for (how, _), places in ways.items()
+        ]
+        return _in_order(found, len(dense))
+
+
+_Way = Callable[[Sequence[Tensor], float], Tensor]
+
+
+def _way_on_host(grad: Tensor) -> tuple[_Way, torch.dtype]:
+    kind = grad.dtype
+    if kind is torch.float32 or kind is torch.float64:
+        if grad.numel() <= _FEW:
+            return _packed, kind
+        if grad.is_contiguous():
+            return _dotted, kind
+    return _each, kind
+
+
+def _way_on_device(grad: Tensor) -> tuple[_Way, torch.dtype]:
+    return _each, grad.dtype
+
+
+def _each(grads: Sequence[Tensor], order: float) -> Tensor:
+    # One call over the list, as `clip_grad_norm_` does it; it has no public name.
+    found = torch._foreach_norm(  # noqa: SLF001
+        [_nonempty(grad) for grad in grads], order, dtype=_norm_dtype(grads[0].dtype)
+    )
+    return torch.stack(found).to(torch.float32)
+
+
+def _packed(grads: Sequence[Tensor], _order: float) -> Tensor:
+    """Return the 2-norms of small tensors: one copy, one reduction by segments."""
+    lengths = torch.tensor([grad.numel() for grad in grads])
+    # A plain sum, one after another, would lose digits in float32.
+    squares = _torch.flattened(grads).to(torch.float64).square_()
+    return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).sqrt_().float()
+
+
+def _dotted(grads: Sequence[Tensor], _order: float) -> Tensor:
+    """Return the 2-norms of large tensors: a dot product reads faster than `vector_norm`.
+
+    Its error is smaller as well: 6e-7 instead of 3e-6 on 330,000 elements.
+    """
+    flat = [grad.view(-1) for grad in grads]
+    return torch.stack([torch.dot(one, one) for one in flat]).sqrt_().to(torch.float32)
+
+
+def _in_order(found: Sequence[tuple[Sequence[int], Tensor]], count: int) -> Tensor:
+    """Put together what was found of the tensors at some places."""
+    if len(found) == 1:
+        return found[0][1]
+    joined = torch.cat([part for _, part in found])
+    places = [place for own, _ in found for place in own]
+    out = torch.empty(count, dtype=joined.dtype, device=joined.device)
+    out[torch.tensor(places, device=joined.device)] = joined
+    return out
 
 
 def _nonempty(grad: Tensor) -> Tensor:

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.runtime.backward import Passes, PassHook, TensorHook
+from gradsurgeon.runtime.backward import PassHook, TensorHook
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.manual import GuardHook
+from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.state import State
 
 

@@ -9,10 +9,6 @@ Python cannot collect.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -22,133 +18,12 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.compiled import in_backward
+from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
 
+_graph_task = _torch.graph_task  # looked up once: this is the busiest line of all
 LEFT_ALONE = "the norm is not finite: the gradients were left alone"
-# A backward pass that raised never ends, so its entry stays; more than this many are forgotten.
-_MOST_OPEN = 16
-
-
-@dataclass(slots=True)
-class Pass:
-    """One backward pass: the tensors in the order in which they received their gradients."""
-
-    order: list[int] = field(default_factory=list)
-    # When each arrived: passes inside one another are put into one order by this.
-    times: list[int] = field(default_factory=list)
-    logged: dict[str, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
-    # Norms of what this rank alone has contributed, where an average over ranks is about to follow.
-    own: dict[int, Tensor] = field(default_factory=dict)
-    # It began on gradients that were there before: one more micro-batch of the same step.
-    continued: bool = False
-    # What it has yet to reach; known only where the engine does not tell when it is through.
-    awaited: set[int] | None = None
-
-    def followed_by(self, other: Pass) -> Pass:
-        """Return both as one pass."""
-        for rule, rows in other.logged.items():
-            self.logged.setdefault(rule, {}).update(rows)
-        arrivals = sorted(
-            zip([*self.times, *other.times], [*self.order, *other.order], strict=True)
-        )
-        return Pass(
-            [tensor for _, tensor in arrivals],
-            [time for time, _ in arrivals],
-            self.logged,
-            {**self.own, **other.own},
-            continued=self.continued or other.continued,
-        )
-
-
-class Passes:
-    """Opens a `Pass` at its first gradient and hands it over when the backward pass has ended."""
-
-    def __init__(
-        self,
-        finished: Callable[[Pass], None],
-        *,
-        waits: Callable[[], bool],
-        begins: Callable[[], None],
-    ) -> None:
-        self._finished = finished
-        # Whether what ended inside another pass may wait for that one, or for the update.
-        self._waits = waits
-        self._begins = begins
-        self._inner: Pass | None = None
-        self._time = count()
-        self._open: dict[int, Pass] = {}
-        self._training: tuple[int, bool] = (-1, False)
-        # Handed over while it was still running; what comes after that is no pass of its own.
-        self._early: tuple[int, Pass] = (-1, Pass())
-
-    def current(self) -> Pass:
-        """Return the pass that is running, opening it if this is its first gradient."""
-        task = _torch.graph_task()
-        running = self._open.get(task)
-        if running is None:
-            if self._early[0] == task:
-                return self._early[1]
-            self._begins()
-            while len(self._open) >= _MOST_OPEN:
-                del self._open[next(iter(self._open))]
-            running = self._open[task] = Pass()
-            if _torch.in_compiled_autograd():
-                running.awaited = set()
-            else:
-                _torch.queue_callback(partial(self._ending, task))
-        return running
-
-    def arrived(self, tensor: int, state: State) -> None:
-        """Note that a tensor has received its gradient."""
-        running = self.current()
-        running.order.append(tensor)
-        running.times.append(next(self._time))
-        first = len(running.order) == 1
-        if first:
-            check_capture(state)
-        # Compiled autograd runs no callback at its end: the last gradient is the end.
-        if running.awaited is None:
-            return
-        if first:
-            params = ((i, state.targets.param(i)) for i in state.program.watched)
-            running.awaited.update(i for i, p in params if p is not None and _torch.awaits(p))
-        running.awaited.discard(tensor)
-        if not running.awaited:
-            task = _torch.graph_task()
-            self._early = (task, running)
-            self._ended(task)
-
-    def is_training(self, param: Tensor) -> bool:
-        """Tell a `backward()` from a `torch.autograd.grad()`; asked once per pass."""
-        task = _torch.graph_task()
-        if self._training[0] != task:
-            self._training = (task, _torch.accumulates(param))
-        return self._training[1]
-
-    @in_backward
-    def _ending(self, task: int) -> None:
-        # Queued anew from inside a callback it runs after all others, such as that of DDP, which
-        # copies the reduced gradients into place.
-        _torch.queue_callback(partial(self._ended, task))
-
-    @in_backward
-    def _ended(self, task: int) -> None:
-        running = self._open.pop(task, None)
-        if running is None:
-            return
-        if self._inner is not None:
-            running, self._inner = self._inner.followed_by(running), None
-        if _torch.is_nested() and self._waits():
-            self._inner = running
-        else:
-            self._finished(running)
-
-    def settle(self) -> None:
-        """Hand over what ended inside a pass that had nothing of its own to hand over."""
-        if self._inner is not None:
-            inner, self._inner = self._inner, None
-            self._finished(inner)
 
 
 class Hook:
@@ -175,6 +50,10 @@ class Hook:
 class PassHook(Hook):
     """Post-accumulate hook: notes the arrival of one gradient."""
 
+    def __init__(self, state: State, passes: Passes, tensor: int, label: str) -> None:
+        super().__init__(state, passes, tensor, label)
+        self._arrivals = passes.arrivals
+
     @property
     def tensor(self) -> int:
         """The index of the parameter."""
@@ -187,12 +66,15 @@ class PassHook(Hook):
     @in_backward
     def __call__(self, param: Tensor) -> None:
         """Note the arrival, and under DDP what this rank has got before it is averaged."""
+        arrivals = self._arrivals
+        if arrivals.task == _graph_task():
+            arrivals.order.append(self._tensor)
+            return
         if (live := self._live()) is None:
             return
         state, passes = live
         if self._tensor in state.trapped and param.grad is not None and state.ranks.averaging:
-            with torch.no_grad():
-                passes.current().own[self._tensor] = _numbers.norms([param.grad])[0]
+            passes.current().own[self._tensor] = _numbers.norms([param.grad])[0]
         passes.arrived(self._tensor, state)
 
 

@@ -15,7 +15,6 @@ from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
 from gradsurgeon.planning import ROOT, Plan, named_modules
 from gradsurgeon.runtime.arming import Arming
-from gradsurgeon.runtime.backward import Pass, Passes
 from gradsurgeon.runtime.changes import Changes
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.edits import StepEdits
@@ -23,6 +22,7 @@ from gradsurgeon.runtime.look import after_pass
 from gradsurgeon.runtime.manual import Manual
 from gradsurgeon.runtime.modules import ModuleHooks
 from gradsurgeon.runtime.optimizers import why_not_met
+from gradsurgeon.runtime.passes import Pass, Passes
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.stepping import Steps

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.runtime.backward import Pass
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.measure import Count, Norms, counts, norms, pick, statistics, suspects
+from gradsurgeon.runtime.passes import Pass
 from gradsurgeon.runtime.scaling import unscaled
 from gradsurgeon.runtime.state import Lane, State
 from gradsurgeon.runtime.targets import Mark, mark

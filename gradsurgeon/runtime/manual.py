@@ -9,9 +9,10 @@ from torch import Tensor
 
 from gradsurgeon import _torch
 from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientError
-from gradsurgeon.runtime.backward import Hook, Pass, Passes
+from gradsurgeon.runtime.backward import Hook
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import in_backward
+from gradsurgeon.runtime.passes import Pass, Passes
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.targets import Mark, mark
 from gradsurgeon.runtime.trap import Verdict

@@ -35,8 +35,13 @@ class Count:
 
 def norms(tensors: Sequence[int], grads: Sequence[Tensor], order: float = 2.0) -> Norms:
     """Return the norms of gradients, float32; one tensor per device, with the tensors it covers."""
-    grads = [_dist.settled(grad) for grad in grads]
+    if _dist.any_sharded(grads):
+        grads = [_dist.settled(grad) for grad in grads]
     devices: dict[torch.device, list[int]] = {}
+    kinds = {grad.device for grad in grads}
+    if len(kinds) == 1:
+        with torch.no_grad():
+            return ((tuple(tensors), _norms(grads, order)),)
     for position, grad in enumerate(grads):
         devices.setdefault(grad.device, []).append(position)
     with torch.no_grad():
@@ -50,9 +55,9 @@ def norms(tensors: Sequence[int], grads: Sequence[Tensor], order: float = 2.0) -
 
 
 def _norms(grads: Sequence[Tensor], order: float) -> Tensor:
+    if not _dist.any_sharded(grads):
+        return _numbers.norms(grads, order)
     found = _numbers.norms([_dist.local(grad) for grad in grads], order)
-    if not any(_dist.is_sharded(grad) for grad in grads):
-        return found
     if math.isinf(order):
         return _maximum(grads, found)
     # Powers of float32 norms do not overflow in float64.

@@ -14,11 +14,11 @@ from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
-from gradsurgeon.runtime.backward import Passes
 from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.flags import Flag
+from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
 from gradsurgeon.store import Key

@@ -1,0 +1,165 @@
+"""One backward pass from its first gradient to its end: what arrived, in which order.
+
+Passes can run inside one another, and end without a word where they raise. Between two of them
+nothing is known to be running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+
+from torch import Tensor
+
+from gradsurgeon import _torch
+from gradsurgeon.runtime.capture import check_capture
+from gradsurgeon.runtime.compiled import in_backward
+from gradsurgeon.runtime.state import State
+
+# A backward pass that raised never ends, so its entry stays; more than this many are forgotten.
+_MOST_OPEN = 16
+# The task of no pass at all: -1 is what torch says where none is running.
+NONE = -2
+
+
+@dataclass(slots=True)
+class Pass:
+    """One backward pass: the tensors in the order in which they received their gradients."""
+
+    order: list[int] = field(default_factory=list)
+    # Where in ``order`` it went on after another pass had got something, and when. By this, passes
+    # inside one another are put into one order.
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    logged: dict[str, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
+    # Norms of what this rank alone has contributed, where an average over ranks is about to follow.
+    own: dict[int, Tensor] = field(default_factory=dict)
+    # It began on gradients that were there before: one more micro-batch of the same step.
+    continued: bool = False
+    # What it has yet to reach; known only where the engine does not tell when it is through.
+    awaited: set[int] | None = None
+
+    def followed_by(self, other: Pass) -> Pass:
+        """Return both as one pass."""
+        for rule, rows in other.logged.items():
+            self.logged.setdefault(rule, {}).update(rows)
+        both = Pass(logged=self.logged, own={**self.own, **other.own})
+        for time, tensors in sorted([*self._pieces(), *other._pieces()]):
+            both.runs.append((time, len(both.order)))
+            both.order += tensors
+        both.continued = self.continued or other.continued
+        return both
+
+    def _pieces(self) -> Iterator[tuple[int, list[int]]]:
+        stops = [start for _, start in self.runs[1:]] + [len(self.order)]
+        for (time, start), stop in zip(self.runs, stops, strict=True):
+            yield time, self.order[start:stop]
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """Where hooks note what has arrived: the pass that is running, and its list.
+
+    It reaches no parameter, so that a hook may hold it. All that a hook has to do, as long as one pass
+    follows its course, is to compare a number and to append to a list: a model has thousands of them.
+    """
+
+    task: int = NONE
+    order: list[int] = field(default_factory=list)
+
+
+class Passes:
+    """Opens a `Pass` at its first gradient and hands it over when the backward pass has ended."""
+
+    def __init__(
+        self,
+        finished: Callable[[Pass], None],
+        *,
+        waits: Callable[[], bool],
+        begins: Callable[[], None],
+    ) -> None:
+        self._finished = finished
+        # Whether what ended inside another pass may wait for that one, or for the update.
+        self._waits = waits
+        self._begins = begins
+        self.arrivals = Arrivals()
+        self._inner: Pass | None = None
+        self._time = count()
+        self._open: dict[int, Pass] = {}
+        self._training: tuple[int, bool] = (-1, False)
+        # Handed over while it was still running; what comes after that is no pass of its own.
+        self._early: tuple[int, Pass] = (-1, Pass())
+
+    def current(self) -> Pass:
+        """Return the pass that is running, opening it if this is its first gradient."""
+        task = _torch.graph_task()
+        running = self._open.get(task)
+        if running is None:
+            if self._early[0] == task:
+                return self._early[1]
+            self._begins()
+            while len(self._open) >= _MOST_OPEN:
+                del self._open[next(iter(self._open))]
+            running = self._open[task] = Pass()
+            if _torch.in_compiled_autograd():
+                running.awaited = set()
+            else:
+                _torch.queue_callback(partial(self._ending, task))
+        return running
+
+    def arrived(self, tensor: int, state: State) -> None:
+        """Note that a tensor has received its gradient, and let the hooks that follow do it alone."""
+        running = self.current()
+        first = not running.order
+        running.runs.append((next(self._time), len(running.order)))
+        running.order.append(tensor)
+        if first:
+            check_capture(state)
+        task = _torch.graph_task()
+        if running.awaited is None:
+            # What each rank has got before an average is measured by each hook.
+            if not state.ranks.averaging:
+                self.arrivals.task, self.arrivals.order = task, running.order
+            return
+        # Compiled autograd runs no callback at its end: the last gradient is the end.
+        if first:
+            params = ((i, state.targets.param(i)) for i in state.program.watched)
+            running.awaited.update(i for i, p in params if p is not None and _torch.awaits(p))
+        running.awaited.discard(tensor)
+        if not running.awaited:
+            self._early = (task, running)
+            self._ended(task)
+
+    def is_training(self, param: Tensor) -> bool:
+        """Tell a `backward()` from a `torch.autograd.grad()`; asked once per pass."""
+        task = _torch.graph_task()
+        if self._training[0] != task:
+            self._training = (task, _torch.accumulates(param))
+        return self._training[1]
+
+    @in_backward
+    def _ending(self, task: int) -> None:
+        # Queued anew from inside a callback it runs after all others, such as that of DDP, which
+        # copies the reduced gradients into place.
+        _torch.queue_callback(partial(self._ended, task))
+
+    @in_backward
+    def _ended(self, task: int) -> None:
+        if self.arrivals.task == task:
+            self.arrivals.task = NONE
+        running = self._open.pop(task, None)
+        if running is None:
+            return
+        if self._inner is not None:
+            running, self._inner = self._inner.followed_by(running), None
+        if _torch.is_nested() and self._waits():
+            self._inner = running
+        else:
+            self._finished(running)
+
+    def settle(self) -> None:
+        """Hand over what ended inside a pass that had nothing of its own to hand over."""
+        if self._inner is not None:
+            inner, self._inner = self._inner, None
+            self._finished(inner)
