@@ -98,7 +98,7 @@ def _packed(grads: Sequence[Tensor], _order: float) -> Tensor:
     """Return the 2-norms of small tensors: one copy, one reduction by segments."""
     lengths = torch.tensor([grad.numel() for grad in grads])
     # A plain sum, one after another, would lose digits in float32.
-    squares = _torch.flattened(grads).to(torch.float64).square_()
+    squares = _torch.flattened(grads).to(torch.float64).square()
     return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).sqrt_().float()
 
 

@@ -121,7 +121,9 @@ def is_host(tensor: Tensor) -> bool:
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of strided tensors of one dtype and device, one after another, copied.
+    """Return the elements of strided tensors of one dtype and device, one after another.
+
+    A lone tensor may share its memory with the result.
 
     In one call: a view of each and `torch.cat` take twice as long on small tensors. It is what DDP
     fills its buckets with.

@@ -54,6 +54,11 @@ class Steps(Options):
             message = f"the schedule is empty: `to` ({stop}) is not after `from` ({start})"
             yield Flaw("to", message, "`to` is exclusive: make it larger than `from`")
 
+    @property
+    def always(self) -> bool:
+        """Whether it is every step."""
+        return self.from_ == 0 and self.to is None and self.every == 1
+
     def due(self, step: int) -> bool:
         """Tell whether the rule acts in ``step``."""
         after = step - self.from_

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -34,6 +34,15 @@ class Clocks:
 
     def __getitem__(self, tensor: int) -> Clock:
         return self._of[tensor]
+
+    def among(self, tensors: Sequence[int]) -> list[Clock]:
+        """Return the clocks of some tensors, each once, in the order of the tensors."""
+        if not tensors:
+            return []
+        first = self._of[tensors[0]]
+        if len(first.tensors) == len(self._of):  # one optimizer for everything, as nearly always
+            return [first]
+        return list({id(clock): clock for clock in map(self._of.__getitem__, tensors)}.values())
 
     @property
     def latest(self) -> int:

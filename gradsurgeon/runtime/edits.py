@@ -11,11 +11,12 @@ from torch import Tensor
 from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import ByNorm, Edit
 from gradsurgeon.runtime import measure
+from gradsurgeon.runtime.agenda import Lane
 from gradsurgeon.runtime.backward import LEFT_ALONE, check_layout
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.look import keep
 from gradsurgeon.runtime.measure import pick
-from gradsurgeon.runtime.state import Lane, State
+from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.targets import Mark, mark
 
 
@@ -35,15 +36,11 @@ class StepEdits:
             The tensors that an edit may have made non-finite.
         """
         state = self._state
-        lanes = [
-            lane
-            for stage in state.program.at_step
-            for lane in state.lanes(stage)
-            if lane.clock is clock and lane.rule.steps.due(clock.step)
-        ]
+        agenda = state.agenda(clock)
+        lanes = agenda.at_step
         if not lanes:
             return set()
-        tensors, grads = state.targets.grads(sorted({i for lane in lanes for i in lane.tensors}))
+        tensors, grads = state.targets.grads(agenda.stepped)
         fresh = {
             tensor: grad
             for tensor, grad in zip(tensors, grads, strict=True)

@@ -146,8 +146,10 @@ class Engine:
 
     def _feeds_a_parameter(self, done: Pass) -> bool:
         """Tell whether an update can follow a pass; of one by hand, say once that it cannot."""
+        if done.order:
+            return True
         params = self._state.targets.params()
-        if done.order or not any(param is not None and param.requires_grad for param in params):
+        if not any(param is not None and param.requires_grad for param in params):
             return True
         journal = self._state.journal
         # Asked once: to look for optimizers after each of many passes would be slow.
@@ -162,7 +164,7 @@ class Engine:
 
     def _mention_accumulation(self, done: Pass) -> None:
         """Say once that a bound on contributions is no bound on their sum, where there is a sum."""
-        for clock in {id(c): c for c in (self._state.clocks[i] for i in done.order)}.values():
+        for clock in self._state.clocks.among(done.order):
             clock.passes += 1
         for tensor in done.order if self._state.program.per_tensor else ():
             clock = self._state.clocks[tensor]
@@ -210,9 +212,8 @@ class Engine:
         if self._state.mode == "act":
             verdict.frozen = tuple(
                 tensor
-                for stage in self._state.program.freezes
-                for lane in self._state.lanes(stage)
-                if lane.clock is clock and lane.rule.steps.due(clock.step)
+                for lane in self._state.agenda(clock).at_step
+                if lane.rule.role == "freeze"
                 for tensor in lane.tensors
             )
         return verdict
@@ -265,6 +266,7 @@ class Engine:
         self._traps.done(clock)
         self.sites.missed(clock)
         self._edits.forget()
+        self._state.looks.pop(clock, None)
         clock.tick()
         self.unstepped = False
         self._stepped = True
@@ -282,11 +284,9 @@ class Engine:
 
     def _notice_silence(self, clock: Clock) -> None:
         state = self._state
-        for stage in state.stages.values():
-            for lane in state.lanes(stage):
-                if lane.clock is clock and lane.rule.steps.due(clock.step):
-                    cause = partial(self._why_silent, lane.tensors)
-                    state.journal.passed(lane.rule.id, clock.step, cause)
+        for lane in state.agenda(clock).lanes:
+            cause = partial(self._why_silent, lane.tensors)
+            state.journal.passed(lane.rule.id, clock.step, cause)
         for rule, owner in self._state.program.site_rules:
             if self._clock_of(owner) is clock and rule.steps.due(clock.step):
                 cause = partial(self._why_no_tensor, rule)

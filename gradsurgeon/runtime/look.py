@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
+from gradsurgeon.runtime.agenda import Lane
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.measure import Count, Norms, counts, norms, pick, statistics, suspects
 from gradsurgeon.runtime.passes import Pass
 from gradsurgeon.runtime.scaling import unscaled
-from gradsurgeon.runtime.state import Lane, State
-from gradsurgeon.runtime.targets import Mark, mark
+from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.targets import marks
 
 
 @dataclass(slots=True)
@@ -22,71 +23,79 @@ class Look:
     """What was seen of the gradients of one clock after one backward pass.
 
     Attributes:
-        order: the tensors in the order in which backward delivered them, watched ones only.
-        tensors: the tensors that had a gradient, ascending.
+        arrived: the tensors in the order in which backward delivered them, others than the watched
+            ones and repetitions included.
+        tensors: the watched tensors that had a gradient, ascending.
         norms: their 2-norms, float32; one tensor per device, with the positions it covers.
-        marks: what tells whether a gradient has changed since.
+        marks: what tells whether a gradient has changed since: its id and its version.
         counts: exact numbers of non-finite elements, where looking was free (on the host).
         averaged: whether an average over ranks followed the pass.
         own: norms of what this rank alone contributed to it.
     """
 
-    order: tuple[int, ...]
+    arrived: Sequence[int]
     tensors: tuple[int, ...]
     norms: Norms
-    marks: dict[int, Mark]
+    marks: tuple[list[int], list[int]]
     counts: dict[int, Count] | None = None
     averaged: bool = False
     own: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The tensors in the order in which backward delivered them, watched ones only."""
+        watched = set(self.tensors)
+        # A tensor can receive its gradient twice in one pass (reentrant checkpointing).
+        return tuple(dict.fromkeys(tensor for tensor in self.arrived if tensor in watched))
+
+    def stale(self, tensors: Sequence[int], grads: Sequence[Tensor]) -> list[int]:
+        """Return the places of the gradients that were not seen as they are now."""
+        now = marks(grads)
+        if now == self.marks and self.tensors == tuple(tensors):
+            return []
+        seen = dict(zip(self.tensors, zip(*self.marks, strict=True), strict=True))
+        found = zip(tensors, zip(*now, strict=True), strict=True)
+        return [place for place, (tensor, mark) in enumerate(found) if seen.get(tensor) != mark]
 
 
 def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
     """Record what the rules at `accumulated` ask for; return what was seen, per clock."""
     _log_contributions(state, done)
     looks: dict[Clock, Look] = {}
-    clocks = {id(clock): clock for clock in (state.clocks[tensor] for tensor in done.order)}
-    for clock in clocks.values():
-        lanes = [
-            lane
-            for stage in state.program.after_backward
-            for lane in state.lanes(stage)
-            if lane.clock is clock and lane.rule.steps.due(clock.step)
-        ]
-        if not lanes:
-            continue
-        watched = sorted({tensor for lane in lanes for tensor in lane.tensors})
-        tensors, grads = state.targets.grads(watched)
+    for clock in state.clocks.among(done.order):
+        agenda = state.agenda(clock)
+        tensors, grads = state.targets.grads(agenda.watched)
         if not tensors:
             continue
-        trapped = any(lane.rule.role == "trap" for lane in lanes)
-        look = _look(done, tensors, grads, scale=state.scaling.scale, exact=trapped)
-        by_tensor = dict(zip(tensors, grads, strict=True))
-        for lane in lanes:
+        look = _look(done, tensors, grads, scale=state.scaling.scale, exact=bool(agenda.traps))
+        by_tensor: dict[int, Tensor] = {}
+        for lane in agenda.after:
+            if lane.rule.role == "trap":
+                continue
+            by_tensor = by_tensor or dict(zip(tensors, grads, strict=True))
             if lane.rule.role == "observe":
                 _log(state, lane, look, by_tensor)
             elif lane.rule.role == "capture":
                 keep(state, lane, by_tensor, state.scaling.scale)
         look.averaged = state.ranks.averaging
         looks[clock] = look
+    state.looks.update(looks)
     return looks
 
 
 def _look(
     done: Pass, tensors: list[int], grads: list[Tensor], *, scale: Tensor | None, exact: bool
 ) -> Look:
-    watched = set(tensors)
     found = norms(tensors, grads)
     if scale is not None:
         found = tuple((own, values / scale.to(values.device)) for own, values in found)
-    marks = {tensor: mark(grad) for tensor, grad in zip(tensors, grads, strict=True)}
-    # A tensor can receive its gradient twice in one pass (reentrant checkpointing).
-    order = tuple(dict.fromkeys(tensor for tensor in done.order if tensor in watched))
-    look = Look(order, tuple(tensors), found, marks, own=done.own)
+    look = Look(done.order, tuple(tensors), found, marks(grads), own=done.own)
     if exact and all(_torch.is_host(values) for _, values in found):
         # On the host a look is free, and an exact one now is worth more than one after the script
         # has clipped. On a device it would be a wait.
-        by_tensor = dict(zip(tensors, grads, strict=True))
-        look.counts = counts({tensor: by_tensor[tensor] for tensor in suspects(found)})
+        bad = suspects(found)
+        by_tensor = dict(zip(tensors, grads, strict=True)) if bad else {}
+        look.counts = counts({tensor: by_tensor[tensor] for tensor in bad})
     return look
 
 
@@ -100,11 +109,13 @@ def keep(state: State, lane: Lane, grads: dict[int, Tensor], scale: Tensor | Non
 
 
 def _log(state: State, lane: Lane, look: Look, grads: dict[int, Tensor]) -> None:
-    found = [tensor for tensor in lane.tensors if tensor in grads]
+    columns: Sequence[int] = range(len(lane.tensors))
+    found: Sequence[int] = lane.tensors
+    if look.tensors != lane.tensors:
+        columns = [column for column, tensor in enumerate(lane.tensors) if tensor in grads]
+        found = [lane.tensors[column] for column in columns]
     if not found:
         return
-    column = {tensor: number for number, tensor in enumerate(lane.tensors)}
-    columns = [column[tensor] for tensor in found]
     for stat, key in lane.keys.items():
         if stat == "l2":
             values = pick(look.norms, found)
@@ -119,13 +130,10 @@ def _log(state: State, lane: Lane, look: Look, grads: dict[int, Tensor]) -> None
 def _log_contributions(state: State, done: Pass) -> None:
     """Write the rows of `norm-log` rules at `backward`, one per pass."""
     for rule_id, rows in done.logged.items():
-        groups: dict[int, list[int]] = {}
-        for tensor in sorted(rows):
-            groups.setdefault(id(state.clocks[tensor]), []).append(tensor)
-        for tensors in groups.values():
-            clock = state.clocks[tensors[0]]
-            lane = next(one for one in state.lanes(state.stages[rule_id]) if one.clock is clock)
-            columns = [lane.tensors.index(tensor) for tensor in tensors]
+        for clock in state.clocks.among(sorted(rows)):
+            lane = state.lane(rule_id, clock)
+            columns = [column for column, tensor in enumerate(lane.tensors) if tensor in rows]
+            tensors = [lane.tensors[column] for column in columns]
             for stat, key in lane.keys.items():
                 values = _stack([rows[tensor][stat] for tensor in tensors])
                 state.recorder.add(key, clock.step, columns, values, replace=False)

@@ -177,11 +177,11 @@ def suspects(found: Norms) -> list[int]:
     return bad
 
 
-def pick(found: Norms, wanted: list[int]) -> Tensor:
+def pick(found: Norms, wanted: Sequence[int]) -> Tensor:
     """Return the norms of some tensors, in the order asked for."""
     if len(found) == 1:
         tensors, values = found[0]
-        if list(tensors) == wanted:
+        if tensors == tuple(wanted):
             return values
         index = {tensor: number for number, tensor in enumerate(tensors)}
         picked = torch.tensor([index[tensor] for tensor in wanted], device=values.device)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from gradsurgeon.actions import Edit, Rule
 from gradsurgeon.compiler import Program, Stage
+from gradsurgeon.runtime.agenda import Agenda, Lane, Lanes
 from gradsurgeon.runtime.captures import Captures
 from gradsurgeon.runtime.clock import Clock, Clocks
 from gradsurgeon.runtime.flags import Flags
@@ -17,17 +19,10 @@ from gradsurgeon.runtime.scaling import Scaling
 from gradsurgeon.runtime.targets import Targets
 from gradsurgeon.store import Key
 
+if TYPE_CHECKING:
+    from gradsurgeon.runtime.look import Look
+
 Mode = Literal["act", "observe"]
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """The tensors of one stage that go by one clock."""
-
-    rule: Rule
-    clock: Clock
-    tensors: tuple[int, ...]
-    keys: dict[str, Key]
 
 
 @dataclass(eq=False)
@@ -48,7 +43,11 @@ class State:
     ranks: Ranks = field(init=False)
     trapped: frozenset[int] = field(init=False)
     stages: dict[str, Stage] = field(init=False)
-    _lanes: dict[int, tuple[int, tuple[Lane, ...]]] = field(default_factory=dict)
+    _in_backward: frozenset[str] = field(init=False)
+    # The last look at the gradients of the step that a clock is in.
+    looks: dict[Clock, Look] = field(default_factory=dict)
+    _lanes: dict[Clock, Lanes] = field(default_factory=dict)
+    _divided: int = -1  # as of which division into clocks
 
     def __post_init__(self) -> None:
         self.captures = Captures(self.journal)
@@ -61,25 +60,37 @@ class State:
             for rule in own:
                 tensors.setdefault(rule.id, []).append(tensor)
         self.stages = {rule: Stage(rules[rule], tuple(own)) for rule, own in tensors.items()}
+        self._in_backward = frozenset(self.stages)
         for stage in (*self.program.after_backward, *self.program.at_step):
             self.stages[stage.rule.id] = stage
 
-    def lanes(self, stage: Stage) -> tuple[Lane, ...]:
-        """Return a stage divided by clock; kept until the division changes."""
-        kept = self._lanes.get(id(stage))
-        if kept is None or kept[0] != self.clocks.version:
-            kept = (self.clocks.version, tuple(self._divide(stage)))
-            self._lanes[id(stage)] = kept
-        return kept[1]
+    def agenda(self, clock: Clock) -> Agenda:
+        """Return what is due in the step that a clock is in."""
+        return self._lanes_of(clock).due(clock.step)
 
-    def _divide(self, stage: Stage) -> list[Lane]:
-        groups: dict[int, list[int]] = {}
-        for tensor in stage.tensors:
-            groups.setdefault(id(self.clocks[tensor]), []).append(tensor)
-        return [
-            Lane(stage.rule, self.clocks[group[0]], tuple(group), self.keys(stage.rule, group))
-            for group in groups.values()
-        ]
+    def lane(self, rule: str, clock: Clock) -> Lane:
+        """Return the part of a rule that goes by a clock, due or not."""
+        return self._lanes_of(clock).lane(rule)
+
+    def _lanes_of(self, clock: Clock) -> Lanes:
+        if self._divided != self.clocks.version:
+            self._divided = self.clocks.version
+            self._lanes.clear()
+        lanes = self._lanes.get(clock)
+        if lanes is None:
+            program = self.program
+            own = [stage for name, stage in self.stages.items() if name in self._in_backward]
+            moments = (own, program.after_backward, program.at_step)
+            lanes = self._lanes[clock] = Lanes(
+                *([lane for one in some for lane in self._of(one, clock)] for some in moments)
+            )
+        return lanes
+
+    def _of(self, stage: Stage, clock: Clock) -> Iterator[Lane]:
+        """Yield the part of a stage that goes by a clock, if there is any."""
+        own = [tensor for tensor in stage.tensors if self.clocks[tensor] is clock]
+        if own:
+            yield Lane(stage.rule, clock, tuple(own), self.keys(stage.rule, own))
 
     def keys(self, rule: Rule, tensors: list[int]) -> dict[str, Key]:
         """Return the series that an observing rule fills for some tensors, by statistic."""

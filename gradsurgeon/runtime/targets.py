@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -40,16 +40,14 @@ class Targets:
 
     def grads(self, tensors: Iterable[int]) -> tuple[list[int], list[Tensor]]:
         """Return the tensors that have a gradient now, and these gradients."""
-        places = self._places
-        having: list[int] = []
-        grads: list[Tensor] = []
-        for tensor in tensors:
-            owner, key = places[tensor]
-            param = owner.get(key)
-            if param is not None and (grad := param.grad) is not None:
-                having.append(tensor)
-                grads.append(grad)
-        return having, grads
+        wanted = list(tensors)
+        params = [owner.get(key) for owner, key in map(self._places.__getitem__, wanted)]
+        # A parameter that is gone has no gradient either.
+        grads = [None if param is None else param.grad for param in params]
+        if type(None) not in map(type, grads):
+            return wanted, cast("list[Tensor]", grads)
+        having = [tensor for tensor, grad in zip(wanted, grads, strict=True) if grad is not None]
+        return having, [grad for grad in grads if grad is not None]
 
     def owned(self, params: Iterable[Tensor]) -> list[int]:
         """Return the tensors that are among ``params``."""
@@ -73,3 +71,8 @@ Mark = tuple[int, int]
 def mark(grad: Tensor) -> Mark:
     """Return what changes whenever somebody replaces or writes a gradient."""
     return id(grad), _dist.version(grad)
+
+
+def marks(grads: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Return the `mark` of each gradient, ids and versions apart."""
+    return list(map(id, grads)), _dist.versions(grads)

@@ -21,7 +21,6 @@ from gradsurgeon.runtime.look import Look
 from gradsurgeon.runtime.measure import Count, as_dict, suspects
 from gradsurgeon.runtime.ranks import Word
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.targets import mark
 
 
 @dataclass(slots=True)
@@ -96,20 +95,22 @@ class Traps:
 
     def _decide_params(self, clock: Clock, edited: set[int], verdict: Verdict) -> None:
         state = self._state
-        rules = {
-            lane.rule.id: (cast("NanTrap", lane.rule), lane.tensors)
-            for stage in state.program.traps
-            for lane in state.lanes(stage)
-            if lane.clock is clock and lane.rule.steps.due(clock.step)
-        }
+        agenda = state.agenda(clock)
         watch = self._watches.setdefault(clock, Watch())
-        tensors, grads = state.targets.grads(sorted({i for _, own in rules.values() for i in own}))
+        tensors, grads = state.targets.grads(agenda.trapped)
         if not tensors:
+            return
+        if self._is_clean(watch, tensors, grads, edited):
+            for lane in agenda.traps:
+                if len(tensors) == len(agenda.trapped) or not set(lane.tensors).isdisjoint(tensors):
+                    state.journal.fired(lane.rule.id, clock.step)
+                    watch.in_a_row[lane.rule.id] = 0
             return
         by_tensor = dict(zip(tensors, grads, strict=True))
         seen = self._compare(watch, by_tensor, edited)
-        for rule, own in rules.values():
-            having = [tensor for tensor in own if tensor in by_tensor]
+        for lane in agenda.traps:
+            rule = cast("NanTrap", lane.rule)
+            having = [tensor for tensor in lane.tensors if tensor in by_tensor]
             if not having:
                 continue
             state.journal.fired(rule.id, clock.step)
@@ -121,6 +122,16 @@ class Traps:
                 self._mention_repair(
                     rule, clock, [tensor for tensor in having if tensor in seen.before]
                 )
+
+    @staticmethod
+    def _is_clean(
+        watch: Watch, tensors: Sequence[int], grads: Sequence[Tensor], edited: set[int]
+    ) -> bool:
+        """Tell whether all gradients have been counted after backward, were finite, and still are."""
+        look = watch.looks[-1] if watch.looks else None
+        return (
+            look is not None and look.counts == {} and not edited and not look.stale(tensors, grads)
+        )
 
     def _decide_sites(self, clock: Clock, verdict: Verdict) -> None:
         """Judge what traps on module tensors and tags saw since the last update."""
@@ -186,11 +197,11 @@ class Traps:
     def _compare(self, watch: Watch, grads: dict[int, Tensor], edited: set[int]) -> Seen:
         """Return what was non-finite at the last look, and exactly what is now."""
         look = watch.looks[-1] if watch.looks else None
-        stale = [
-            tensor
-            for tensor, grad in grads.items()
-            if look is None or tensor in edited or look.marks.get(tensor) != mark(grad)
-        ]
+        changed = set(grads)
+        if look is not None:
+            order = list(grads)
+            changed = {order[place] for place in look.stale(order, list(grads.values()))} | edited
+        stale = [tensor for tensor in grads if tensor in changed]
         fresh = measure.norms(stale, [grads[tensor] for tensor in stale]) if stale else ()
         # One read per device decides; on the host the look has already been exact.
         if look is None:
