@@ -31,12 +31,14 @@ class Agenda:
         trapped: those of them that a trap watches, ascending.
         stepped: the tensors of ``at_step``, ascending.
         edited: the tensors that an edit at the step may write.
+        hooked: the tensors that need hooks, ascending: those of ``in_backward`` and ``after``.
     """
 
     __slots__ = (
         "after",
         "at_step",
         "edited",
+        "hooked",
         "in_backward",
         "stepped",
         "trapped",
@@ -54,6 +56,7 @@ class Agenda:
         self.watched = _tensors(self.after)
         self.trapped = _tensors(self.traps)
         self.stepped = _tensors(self.at_step)
+        self.hooked = _tensors((*self.in_backward, *self.after))
         self.edited = frozenset(
             tensor for lane in self.at_step if lane.rule.role == "edit" for tensor in lane.tensors
         )

@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.backward import PassHook, TensorHook
 from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.look import Look
 from gradsurgeon.runtime.manual import GuardHook
 from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.state import State
@@ -29,6 +30,16 @@ class Arming:
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._ids: dict[int, int] = {}
         self._guards: dict[int, bool] = {}
+        # For each clock the tensors whose hooks are on, where it is not all of them.
+        self._kept: dict[Clock, tuple[int, ...]] = {}
+        # Those whose hooks are off, to be known again wherever the model has them by then. Without
+        # hooks of ours nothing leads from them to the session, so that it may hold them.
+        self._resting: dict[int, Tensor] = {}
+        # A pass must be noticed where rules act on what modules hand on.
+        self._may_rest = not (program.modules or program.tags)
+        # For each clock which gradients were seen in its last step, by id.
+        self._last: dict[Clock, tuple[tuple[int, ...], list[int]]] = {}
+        self._own: dict[Clock, tuple[tuple[int, ...], frozenset[int]]] = {}
 
     def arm(self) -> None:
         """Put hooks on all tensors of the program; on failure none stays."""
@@ -52,14 +63,17 @@ class Arming:
 
         A parameter that is gone from the model is in no optimizer's care.
         """
+        places = self._state.targets.places_of(self._armed)
+        if [id(owner.get(key)) for owner, key in places] == list(self._ids.values()):
+            return []
         found = []
         common = self._state.clocks.common
         wanted = self._armed if clock is None else sorted({*clock.tensors, *common.tensors})
         for tensor in wanted:
-            if tensor not in self._is_armed:
+            if tensor not in self._ids:
                 continue
             param = self._state.targets.param(tensor)
-            if self._ids.get(tensor) != (None if param is None else id(param)):
+            if self._ids[tensor] != id(param):
                 found.append(tensor)
         return found
 
@@ -76,6 +90,7 @@ class Arming:
 
     def again(self) -> None:
         """Take all hooks off and put them on anew: they now come after all others."""
+        self._kept.clear()
         for tensor in self._armed:
             self.rearm(tensor)
 
@@ -84,24 +99,72 @@ class Arming:
         for hook in _torch.post_accumulate_hooks(param):
             if isinstance(hook, PassHook) and hook.belongs_to(self._state):
                 return hook.tensor
-        return None
+        return next((tensor for tensor, one in self._resting.items() if one is param), None)
 
-    def bypassed(self, arrived: set[int], clock: Clock) -> list[int]:
+    def keep(self, clock: Clock, wanted: tuple[int, ...]) -> None:
+        """Have hooks on no other tensors of a clock than those that its next step needs.
+
+        A hook that has nothing to do costs as much as one that notes an arrival. One that the script
+        has put others behind stays: it would come back after them.
+        """
+        if self._kept.get(clock) is wanted or not self._may_rest:
+            return
+        self._kept[clock] = wanted
+        for tensor in self._of(clock):
+            self._switch(tensor, on=tensor in wanted)
+
+    def keep_all(self) -> None:
+        """Have hooks on all tensors: whose step comes next is not known any more."""
+        for clock in list(self._kept):
+            self.keep(clock, self._armed)
+        self._kept.clear()
+
+    def _switch(self, tensor: int, *, on: bool) -> None:
+        param, handles = self._state.targets.param(tensor), self._handles.get(tensor)
+        if param is None or on == bool(handles):
+            return
+        if on:
+            _see(param.grad)
+            self._arm(tensor)
+        elif handles and _torch.is_newest_hook(param, handles):
+            for handle in self._handles.pop(tensor):
+                handle.remove()
+            _torch.forget_empty_hooks(param)
+            self._resting[tensor] = param
+
+    def bypassed(self, arrived: set[int], clock: Clock, seen: Look | None) -> list[int]:
         """Return the tensors of a clock with a new gradient that did not come through their hooks.
 
         Args:
             arrived: those whose hooks were called since the last step.
             clock: whose step it is.
+            seen: what was seen last.
         """
         found = []
-        for tensor in clock.tensors:
+        missing = self._of(clock).difference(arrived).intersection(self._handles)
+        last = dict(zip(*self._last[clock], strict=True)) if missing and clock in self._last else {}
+        for tensor in missing:
             param = self._state.targets.param(tensor)
-            if param is None or tensor not in self._is_armed:
+            if param is None or (grad := param.grad) is None:
                 continue
-            if param.grad is not None and not _seen(param.grad) and tensor not in arrived:
+            # What was there in the step before, and arrives no more, is no new gradient.
+            if not _seen(grad) and id(grad) != last.get(tensor):
                 found.append(tensor)
-            _see(param.grad)
-        return found
+            _see(grad)
+        if clock is self._state.clocks.common:
+            # An optimizer may turn up and take these very gradients for its own step.
+            for grad in self._state.targets.grads(self._of(clock))[1]:
+                _see(grad)
+        elif seen is not None:
+            self._last[clock] = seen.tensors, seen.marks[0]
+        return sorted(found)
+
+    def _of(self, clock: Clock) -> frozenset[int]:
+        known = self._own.get(clock)
+        if known is None or known[0] is not clock.tensors:
+            known = clock.tensors, self._is_armed.intersection(clock.tensors)
+            self._own[clock] = known
+        return known[1]
 
     def revive(self, tensor: int) -> None:
         """Install the hooks of a parameter anew."""
@@ -114,6 +177,7 @@ class Arming:
             for handle in handles:
                 handle.remove()
         self._handles.clear()
+        self._resting.clear()
         for tensor in self._armed:
             param = self._state.targets.param(tensor)
             if param is not None:
@@ -123,10 +187,10 @@ class Arming:
 
     def _arm(self, tensor: int) -> None:
         param = self._state.targets.param(tensor)
-        if param is None:
-            self._ids.pop(tensor, None)
-            return
+        self._resting.pop(tensor, None)
         self._ids[tensor] = id(param)
+        if param is None:
+            return
         self._handles[tensor] = list(self._put(tensor, param))
 
     def _put(self, tensor: int, param: Tensor) -> Iterable[RemovableHandle]:

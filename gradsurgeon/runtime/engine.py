@@ -68,6 +68,7 @@ class Engine:
             new_params=self._look_at_model,
             scaled_away=self._scaled_away,
             recheck=self._check,
+            gone=lambda: self._arming.keep_all(),  # noqa: PLW0108 # made below
         )
         declared = optimizers is not None and not optimizers
         self.manual = Manual(state, self._judge, self._finished, declared=declared)
@@ -268,6 +269,8 @@ class Engine:
         self._edits.forget()
         self._state.looks.pop(clock, None)
         clock.tick()
+        if clock is not self._state.clocks.common and not inside:
+            self._arming.keep(clock, self._state.agenda(clock).hooked)
         self.unstepped = False
         self._stepped = True
         self._state.recorder.end_step()

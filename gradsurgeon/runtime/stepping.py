@@ -65,6 +65,7 @@ class Steps:
         new_params: Callable[[], None],
         scaled_away: Callable[[Clock], None],
         recheck: Callable[[], None],
+        gone: Callable[[], None],
     ) -> None:
         self._state = state
         self._judge = judge
@@ -74,6 +75,8 @@ class Steps:
         self._scaled_away = scaled_away
         # Raises where the rules cannot act on what has become of the model.
         self._recheck = recheck
+        # An optimizer has been collected: somebody else may update its parameters from now on.
+        self._gone = gone
         # How often an optimizer of ours has begun a step; a scaler that skips one leaves it as it is.
         self.begun = 0
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
@@ -121,10 +124,14 @@ class Steps:
             if not self._owners:
                 self._first_owner()
             owner = Owner(Clock(self._state.clocks.start), self._hooks_on(optimizer), size)
+            weakref.finalize(optimizer, _call, weakref.WeakMethod(self._left)).atexit = False
             self._owners[optimizer] = owner
         owner.params, owner.tensors, owner.version = size, tuple(tensors), -1
         self._claim(owner)
         return owner
+
+    def _left(self) -> None:
+        self._gone()
 
     def _hooks_on(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
         return (
@@ -318,6 +325,11 @@ class Steps:
             if param.grad is None:
                 param.grad = grad
         running.hidden.clear()
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (found := method()) is not None:
+        found()
 
 
 def _is_below(frame: FrameType | None, outer: FrameType) -> bool:

@@ -34,6 +34,10 @@ class Targets:
         found: Tensor | None = owner.get(key)
         return found
 
+    def places_of(self, tensors: Iterable[int]) -> list[tuple[dict[str, Any], str]]:
+        """Return where some tensors are kept: the dictionary of the owner, and the key."""
+        return list(map(self._places.__getitem__, tensors))
+
     def params(self) -> list[Tensor | None]:
         """Return all parameters, ``None`` where the name is gone."""
         return [owner.get(key) for owner, key in self._places]
@@ -41,7 +45,7 @@ class Targets:
     def grads(self, tensors: Iterable[int]) -> tuple[list[int], list[Tensor]]:
         """Return the tensors that have a gradient now, and these gradients."""
         wanted = list(tensors)
-        params = [owner.get(key) for owner, key in map(self._places.__getitem__, wanted)]
+        params = [owner.get(key) for owner, key in self.places_of(wanted)]
         # A parameter that is gone has no gradient either.
         grads = [None if param is None else param.grad for param in params]
         if type(None) not in map(type, grads):

@@ -41,7 +41,8 @@ class Upkeep:
 
     def look(self, clock: Clock) -> None:
         """Look after the hooks on the tensors of a clock; a step of it is over."""
-        bypassed = self._arming.bypassed(self._arrived, clock)
+        seen = self._state.looks.get(clock)
+        bypassed = self._arming.bypassed(self._arrived, clock, seen)
         self._changes.stepped()
         if set(bypassed) - self._revived:
             # They may belong to a part of the model that was exchanged.
