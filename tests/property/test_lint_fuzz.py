@@ -1,6 +1,6 @@
 """Rule files that went wrong somewhere: lint answers, in time, and points at what is wrong.
 
-A few thousand inputs by default. Many more, spread over the tests here:
+Some hundred inputs of each kind by default. Many more, spread over the tests here:
 
     GRADSURGEON_FUZZ=100000 python -m pytest tests/property/test_lint_fuzz.py
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import shutil
 import unicodedata
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from gradsurgeon.errors import Problem
 from gradsurgeon.review import formats, lint
 
 CASES = pathlib.Path(__file__).parent.parent / "cases"
-INPUTS = int(os.environ.get("GRADSURGEON_FUZZ", "3000"))
+INPUTS = int(os.environ.get("GRADSURGEON_FUZZ", "1500"))
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 SECONDS = 2.0  # for one file and all forms of output; a small file takes milliseconds
 
@@ -33,7 +34,7 @@ SETTINGS = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=max(1, INPUTS // 3),
+    max_examples=max(1, INPUTS // 4),
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )
@@ -312,3 +313,112 @@ def test_a_mistake_is_found_at_its_line_and_column(
     else:
         first = col + len(mistake.key) + 2
         assert first <= error.place.col < first + len(mistake.value)
+
+
+# -- mistakes in files that people wrote ----------------------------------------------------------
+
+PACKS = sorted((CASES.parents[1] / "rules").glob("*.yaml"))
+OPTION = re.compile(r"(?P<head>  - |    )(?P<key>[a-z_]+): (?P<value>[^\s#].*)")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A line of a file with an option of a rule, which is on this line alone."""
+
+    line: int
+    rule: int  # the first line of the rule
+    head: str
+    key: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Plant:
+    """What is done to the line of an option, and what has to be said of it."""
+
+    name: str
+    new: str  # with {head}, {key} and {value} of the line; a second line is a mistake there
+    check: str
+    keys: tuple[str, ...] = ()  # the options of which it makes sense; all without it
+    alone: bool = False  # the file cannot be read further, so that nothing else is found
+
+
+PLANTS = [
+    Plant(
+        "misspelt", "{head}{key}q: {value}", "unknown-key", ("params", "at", "exclude", "max_norm")
+    ),
+    Plant("added", "{head}{key}: {value}\n    zzz: 1", "unknown-key"),
+    Plant("again", "{head}{key}: {value}\n    {key}: {value}", "duplicate-key"),
+    Plant("action", "{head}{key}: zzz", "unknown-action", ("action",)),
+    Plant("pattern", '{head}{key}: "re:(a*)*"', "bad-pattern", ("params", "exclude")),
+    Plant(
+        "type", "{head}{key}: {{a: 1}}", "wrong-type", ("params", "max_norm", "factor", "optional")
+    ),
+    Plant("value", "{head}{key}: never", "bad-value", ("at", "then", "per")),
+    Plant("id", "{head}{key}: No_Id", "bad-value", ("id",)),
+    Plant("tag", "{head}{key}: !x {value}", "yaml-tag"),
+    Plant("tab", "\t{key}: {value}", "yaml-syntax", alone=True),
+    Plant("quote", '{head}{key}: "a" b', "yaml-syntax", alone=True),
+    Plant("bracket", "{head}{key}: a]: b: [c", "yaml-syntax", alone=True),
+]
+
+
+def options(lines: list[str]) -> list[Option]:
+    """Return the options of the rules of a file that is written one option a line."""
+    found: list[Option] = []
+    rule = 0
+    for number, line in enumerate(lines):
+        parts = OPTION.fullmatch(line)
+        if parts is None or "rules:" not in lines[:number]:
+            continue
+        rule = number if parts["head"] == "  - " else rule
+        found.append(Option(number, rule, parts["head"], parts["key"], parts["value"]))
+    return found
+
+
+TEXTS = [path.read_text(encoding="utf-8").splitlines() for path in PACKS]
+
+
+@SETTINGS
+@given(st.data(), st.sampled_from(TEXTS), SHAPES)
+def test_mistakes_in_a_real_file_are_found_at_their_lines(
+    folder: pathlib.Path, data: st.DataObject, text: list[str], shape: tuple[bool, str, str]
+) -> None:
+    _, end, start = shape
+    lines = list(text)
+    by_rule: dict[int, list[Option]] = {}
+    for option in options(lines):
+        by_rule.setdefault(option.rule, []).append(option)
+    rules = data.draw(
+        st.lists(st.sampled_from(sorted(by_rule)), min_size=1, max_size=3, unique=True)
+    )
+    expected: list[tuple[int, str]] = []
+    planted: list[str] = []
+    # From the end, so that the numbers of the lines before a mistake stay what they are.
+    for rule in sorted(rules, reverse=True):
+        fitting = [
+            (plant, option)
+            for plant in PLANTS
+            for option in by_rule[rule]
+            if (not plant.keys or option.key in plant.keys)
+            and (not plant.alone or (len(rules) == 1 and option.head != "  - "))
+        ]
+        plant, option = data.draw(st.sampled_from(fitting))
+        new = plant.new.format(head=option.head, key=option.key, value=option.value).split("\n")
+        lines[option.line : option.line + 1] = new
+        added = len(new) - 1
+        expected = [(line + added, check) for line, check in expected]
+        expected.append((option.line + len(new), plant.check))
+        planted.append(f"{plant.name} of {option.key}")
+    above: list[str] = data.draw(st.lists(NOISE, max_size=5))
+    file = folder / "real.yaml"
+    file.write_bytes((start + end.join([*above, *lines]) + end).encode())
+    problems = answered(file)
+    in_their_lines(problems, file)
+    errors = {
+        (one.place.line - len(above), one.check) for one in problems if one.severity == "error"
+    }
+    assert errors >= set(expected), (planted, expected, errors)
+    # Nothing but what follows from a mistake: the rule lacks what was misspelt.
+    others = {check for _, check in errors - set(expected)}
+    assert others <= {"missing-key"}, (planted, errors)
