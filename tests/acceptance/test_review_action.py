@@ -18,8 +18,6 @@ import pytest
 import yaml
 from commands import CLEAN, EDITS, ROOT, environment
 
-from gradsurgeon import cli
-
 ACTION = ROOT / ".github" / "actions" / "review"
 WRONG = CLEAN.replace("norm-log", "norm-lg")
 PARAMS = {
@@ -356,16 +354,107 @@ def test_a_long_review_is_cut_in_the_comment_at_the_end_of_a_line(job: Job) -> N
     assert "left out" not in job.summary
 
 
-@pytest.mark.skipif("diff" in cli._NOT_YET, reason="there is no `gradsurgeon diff` yet")
+def rows(summary: str) -> list[list[str]]:
+    """Return the rows on rules: sign, rule, action, parameters, elements, what is different."""
+    lines = [line for line in summary.splitlines() if re.match(r"\| [-+~=] \|", line)]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
 def test_the_change_in_effect_is_shown_where_the_parameters_are_known(job: Job) -> None:
-    job.write({"rules.yaml": EDITS})
+    bound = CLEAN + '  - {id: bound, action: clip-norm, params: "%s", max_norm: %s}\n'
+    job.write({"rules.yaml": bound % ("*.weight", "1.0")})
+    job.base = git(job.checkout, "rev-parse", "HEAD")
+    zero = '  - {id: no-bias, action: zero, params: "*.bias"}\n'
+    job.write({"rules.yaml": bound % ("*", "2.0") + zero})
     done = job.run(params="params.json")
     assert done.returncode == 0, done.stdout
-    assert "no-bias" in job.summary
     assert job.outputs["changed"] == "true"
-    job.write({"rules.yaml": "# the same\n" + CLEAN})
+    heading, title = [line for line in job.summary.splitlines() if "`rules.yaml`" in line]
+    assert heading == "### `rules.yaml`"
+    assert "1 added, 1 changed; 2 of 2 parameters under rules" in title
+    added, changed, same = rows(job.summary)
+    # Before and after: the parameters that the rule acts on, and the numbers in them.
+    assert added[:5] == ["+", "`no-bias`", "`zero`", "0 → 1", "0 → 2"]
+    assert changed[:5] == ["~", "`bound`", "`clip-norm`", "1 → 2", "6 → 8"]
+    assert "`max_norm`: `1.0` → `2.0` (loosened)" in changed[5]
+    assert same[:2] == ["=", "`norms`"]
+    assert "| `fc.bias` | `norms` | `no-bias` → `norms` → `bound` |" in job.summary
+    (comment,) = job.github.comments
+    assert comment["body"].partition("\n")[2] == job.summary
+
+    job.write({"rules.yaml": bound % ("*.weight", "1.0")})
     job.run(params="params.json")
     assert job.outputs["changed"] == "false"
+    assert job.github.comments == [comment]
+    assert rows(comment["body"]) == []
+    assert "No rule file of this pull request does anything else" in comment["body"]
+
+
+def test_a_comment_in_a_rule_file_is_no_change_in_effect(job: Job) -> None:
+    job.write({"rules.yaml": "# the same\n" + CLEAN})
+    assert job.run(params="params.json").returncode == 0
+    assert job.outputs["changed"] == "false"
+    assert job.github.comments == []
+    # Nobody can tell that without the parameters.
+    job.run()
+    assert job.outputs["changed"] == "true"
+
+
+def test_new_and_removed_files_are_told_with_what_they_bind(job: Job) -> None:
+    job.write({"gan.gradsurgeon.yaml": EDITS})
+    git(job.checkout, "rm", "-q", "rules.yaml")
+    assert job.run(params="params.json").returncode == 0
+    assert "### `gan.gradsurgeon.yaml`\n\nThe file is new.\n\n```text\nplan: " in job.summary
+    assert re.search(r"no-bias +zero +backward .* 1 parameter +2 +all", job.summary)
+    assert "### `rules.yaml`\n\nThe file is removed, with all its rules.\n" in job.summary
+    assert "\n\n\n" not in job.summary
+
+
+def test_notes_alone_are_no_reason_for_a_comment(job: Job) -> None:
+    job.write({"rules.yaml": EDITS})
+    job.base = git(job.checkout, "rev-parse", "HEAD")
+    assert job.run(params="params.json").returncode == 0
+    assert re.search(r"### Notes\n\n```text\nrules.yaml:4:\d+: note: ", job.summary)
+    assert job.github.comments == []
+    job.write({"rules.yaml": CLEAN.replace("norms", "no")})
+    job.base = git(job.checkout, "rev-parse", "HEAD")
+    assert job.run(params="params.json").returncode == 0
+    assert "### Problems\n" in job.summary
+    assert len(job.github.comments) == 1
+
+
+def test_one_sentence_says_what_is_missing_where_the_parameters_are_not_known(job: Job) -> None:
+    job.write({"rules.yaml": EDITS, "gan.gradsurgeon.yaml": EDITS})
+    assert job.run().returncode == 0
+    assert "### `rules.yaml`\n\nThe file differs.\n" in job.summary
+    last = job.summary.splitlines()[-1]
+    assert "give the action `params`, a file that `gradsurgeon params` writes" in last
+    assert job.summary.count("`params`") == 1
+    assert "\n\n\n" not in job.summary
+
+
+def test_parameters_that_are_not_there_are_a_mistake_of_the_workflow(job: Job) -> None:
+    job.write({"rules.yaml": EDITS})
+    done = job.run(params="nowhere.json")
+    assert done.returncode == 2
+    assert (
+        "::error title=gradsurgeon::`params: nowhere.json` is no file of this checkout"
+        in done.stdout
+    )
+    assert (job.github.comments, job.summary) == ([], "")
+
+
+def test_a_file_that_cannot_be_read_has_no_effect_to_show(job: Job) -> None:
+    job.write({"rules.yaml": WRONG})
+    assert job.run(params="params.json").returncode == 1
+    assert "What the change does cannot be shown" in job.summary
+    assert "error: unknown action `norm-lg`" in job.summary
+    # Where the base is wrong, the repair is no fault.
+    job.base = git(job.checkout, "rev-parse", "HEAD")
+    job.write({"rules.yaml": CLEAN})
+    assert job.run(params="params.json").returncode == 0
+    assert "1 rule file was checked: nothing is wrong with it." in job.summary
+    assert "What the change does cannot be shown" in job.summary
 
 
 class TestDefinition:
