@@ -130,7 +130,7 @@ class Plant:
     """What is done to the line of an option, and what has to be said of it."""
 
     name: str
-    new: str  # with {head}, {key} and {value} of the line; a second line is a mistake there
+    new: str  # with {head}, {key}, {value} and {line} of the option; a second line is a mistake there
     check: str
     keys: tuple[str, ...] = ()  # the options of which it makes sense; all without it
     alone: bool = False  # the file cannot be read further, so that nothing else is found
@@ -148,7 +148,7 @@ PLANTS = [
         "type", "{head}{key}: {{a: 1}}", "wrong-type", ("params", "max_norm", "factor", "optional")
     ),
     Plant("value", "{head}{key}: never", "bad-value", ("at", "then", "per")),
-    Plant("id", "{head}{key}: No_Id", "bad-value", ("id",)),
+    Plant("id", "{head}{key}: No_{line}", "bad-value", ("id",)),
     Plant("tag", "{head}{key}: !x {value}", "yaml-tag"),
     Plant("tab", "\t{key}: {value}", "yaml-syntax", alone=True),
     Plant("quote", '{head}{key}: "a" b', "yaml-syntax", alone=True),
@@ -197,7 +197,7 @@ def test_mistakes_in_a_real_file_are_found_at_their_lines(
             and (not plant.alone or (len(rules) == 1 and option.head != "  - "))
         ]
         plant, option = data.draw(st.sampled_from(fitting))
-        new = plant.new.format(head=option.head, key=option.key, value=option.value).split("\n")
+        new = plant.new.format_map(vars(option)).split("\n")
         lines[option.line : option.line + 1] = new
         added = len(new) - 1
         expected = [(line + added, check) for line, check in expected]
