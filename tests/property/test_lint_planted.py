@@ -114,6 +114,9 @@ PACKS = sorted((CASES.parents[1] / "rules").glob("*.yaml"))
 OPTION = re.compile(r"(?P<head>  - |    )(?P<key>[a-z_]+): (?P<value>[^\s#].*)")
 
 
+AT_KEY = frozenset({"unknown-key", "duplicate-key"})  # the others are shown at the value
+
+
 @dataclass(frozen=True)
 class Option:
     """A line of a file with an option of a rule, which is on this line alone."""
@@ -185,7 +188,7 @@ def test_mistakes_in_a_real_file_are_found_at_their_lines(
     rules = data.draw(
         st.lists(st.sampled_from(sorted(by_rule)), min_size=1, max_size=3, unique=True)
     )
-    expected: list[tuple[int, str]] = []
+    expected: list[tuple[int, str, range]] = []  # line, check, and the columns that are right
     planted: list[str] = []
     # From the end, so that the numbers of the lines before a mistake stay what they are.
     for rule in sorted(rules, reverse=True):
@@ -200,18 +203,23 @@ def test_mistakes_in_a_real_file_are_found_at_their_lines(
         new = plant.new.format_map(vars(option)).split("\n")
         lines[option.line : option.line + 1] = new
         added = len(new) - 1
-        expected = [(line + added, check) for line, check in expected]
-        expected.append((option.line + len(new), plant.check))
+        expected = [(line + added, check, columns) for line, check, columns in expected]
+        key = 1 if plant.alone else len(option.head) + 1
+        wide = 1 if plant.check in AT_KEY else 500
+        col = key if plant.alone or plant.check in AT_KEY else key + len(option.key) + 2
+        expected.append((option.line + len(new), plant.check, range(col, col + wide)))
         planted.append(f"{plant.name} of {option.key}")
     above: list[str] = data.draw(st.lists(NOISE, max_size=5))
     file = folder / "real.yaml"
     file.write_bytes((start + end.join([*above, *lines]) + end).encode())
     problems = answered(file)
     in_their_lines(problems, file)
-    errors = {
-        (one.place.line - len(above), one.check) for one in problems if one.severity == "error"
-    }
-    assert errors >= set(expected), (planted, expected, errors)
+    errors = [one for one in problems if one.severity == "error"]
+    for line, check, columns in expected:
+        (found,) = (
+            one for one in errors if (one.place.line - len(above), one.check) == (line, check)
+        )
+        assert found.place.col in columns, (planted, found)
+        errors.remove(found)
     # Nothing but what follows from a mistake: the rule lacks what was misspelt.
-    others = {check for _, check in errors - set(expected)}
-    assert others <= {"missing-key"}, (planted, errors)
+    assert {one.check for one in errors} <= {"missing-key"}, (planted, errors)
