@@ -373,11 +373,11 @@ def _syntax_error(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, s
     opened: Any = error.context_mark or mark
     line = lines[mark.line] if mark.line < len(lines) else ""
     before = line[max(0, mark.column - 500) : mark.column]
-    first = found[1] if (found := _VALUE.match(line)) else ""
+    deep = line.startswith(":", mark.column) and re.fullmatch(r"\s*[\w-]+\s*", before)
+    first = found[1] if (found := _VALUE.match(line)) and not deep else ""
     if "unknown escape" in problem:
         hint = "use single quotes for regular expressions, e.g. 're:.*\\.bias'"
-        # Only libyaml points at the backslash.
-        mark = _mark(mark.line, line.rfind("\\", 0, mark.column + 1))
+        mark = _mark(mark.line, line.rfind("\\", 0, mark.column + 1))  # only libyaml's is there
     elif "quoted" in context and "end of stream" in problem:
         # The file's end is where the scanner gave up, the fault is where the quote opens.
         hint, mark = "close the quote", opened

@@ -168,8 +168,10 @@ class _Walk:
         if top and not self.rule.takes_at:
             free = [one for one in free if one != "at"]
         hint = did_you_mean(key, free)
-        if not hint and top and not self.strict:
-            return ""  # it may be an option of the action that was meant
+        if top and not self.strict:
+            option = any(key in known_keys(one) for one in self.actions.values())
+            if option or not hint:
+                return ""  # it may be an option of the action that was meant
         near = hint.split("`")[1] if hint else ""
         hint = hint or self.known(key, path)
         message = f"unknown key `{key[:60]}`"

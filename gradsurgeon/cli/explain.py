@@ -238,7 +238,8 @@ def _default(branch: Mapping[str, Any], key: str) -> str:
     """Return the default of an option, or when it must be given."""
     if key in branch["required"]:
         return "must be given"
-    if key in (kind for one in branch.get("oneOf", ()) for kind in one["required"]):
+    choices = [one for part in branch.get("allOf", ()) for one in part["anyOf"]]
+    if key in (kind for one in choices for kind in one["required"]):
         return "one of three"
     for target, needed in branch.get("dependentRequired", {}).items():
         if key in needed:

@@ -23,6 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
 # A path that is neither absolute nor a pack that does not exist.
 _RELATIVE = r"^(?!gradsurgeon:|/|[A-Za-z]:|.*\\).+$"
 
+# What an editor shows in the place of the pattern; validators have no such word and pass it over.
+_ID = "An id is small letters and digits, joined by single hyphens, such as `no-bias`."
+
 _TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
 
 
@@ -79,6 +82,7 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
         for name, value in found["properties"].items()
         if name not in unknown
     }
+    properties["id"]["patternErrorMessage"] = _ID
     properties["action"] = {
         "const": rule.name(),
         "description": (rule.__doc__ or "").partition("\n")[0],
@@ -131,7 +135,12 @@ def _together(rule: type[Rule]) -> dict[str, Any]:
         needs["params"] = ["at"]
     found: dict[str, Any] = {}
     if len(rule.targets) > 1:
-        found["oneOf"] = [{"required": [kind]} for kind in rule.targets]
+        # `oneOf` would say it in one word, but an editor then shows neither the line nor the reason.
+        found["allOf"] = [{"anyOf": [{"required": [kind]} for kind in rule.targets]}]
+        found["dependentSchemas"] = {
+            kind: {"properties": dict.fromkeys(rule.targets[index:], False)}
+            for index, kind in enumerate(rule.targets[:-1], start=1)
+        }
     if needs:
         found["dependentRequired"] = needs
     if rule.either:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 import re
@@ -149,10 +150,13 @@ class TestSchema:
         needed = {name for name, info in rule.model_fields.items() if info.is_required()}
         only = rule.targets if len(rule.targets) == 1 else ()
         assert set(branch["required"]) == needed | {"action", *only}
-        assert ("oneOf" in branch) == (not only)
-        assert branch.get("oneOf", []) == [
-            {"required": [kind]} for kind in rule.targets if not only
-        ]
+        # One kind of target: at least one of them, and none beside the other.
+        some = [{"anyOf": [{"required": [kind]} for kind in rule.targets]}]
+        assert branch.get("allOf", []) == ([] if only else some)
+        apart = branch.get("dependentSchemas", {})
+        pairs = {(one, two) for one, refused in apart.items() for two in refused["properties"]}
+        assert pairs == set(itertools.combinations(rule.targets, 2))
+        assert all(two is False for one in apart.values() for two in one["properties"].values())
         needs = branch.get("dependentRequired", {})
         assert needs.get("modules") == (None if only else ["tensor"])
         assert needs.get("params") == (["at"] if rule.needs_at else None)
@@ -190,7 +194,10 @@ class TestSchema:
         def walk(value: object) -> None:
             if isinstance(value, dict):
                 assert value.get("type") != "null"
-                assert ("properties" in value) <= (value.get("additionalProperties") is False)
+                keys = value.get("properties", {})
+                closed = value.get("additionalProperties") is False
+                # What opens nothing needs no closing: it names keys to refuse them.
+                assert closed or not any(keys.values())
                 for one in value.values():
                     walk(one)
             elif isinstance(value, list):

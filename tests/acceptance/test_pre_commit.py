@@ -40,13 +40,23 @@ def here(tmp_path: pathlib.Path) -> pathlib.Path:
     return user
 
 
+def pre_commit(here: pathlib.Path, *command: str) -> tuple[int, str]:
+    return run(here, sys.executable, "-m", "pre_commit", *command, "--color=never")
+
+
 def commit(here: pathlib.Path, *, args: list[str] | None = None) -> tuple[int, str]:
+    """Run the hooks on all that is staged, as a commit would."""
     if args:
         file = here / ".pre-commit-config.yaml"
         config = yaml.safe_load(file.read_text())
         config["repos"][0]["hooks"][0]["args"] = args
         file.write_text(yaml.safe_dump(config))
     git(here, "add", "-A")
+    return pre_commit(here, "run")
+
+
+def run(here: pathlib.Path, *command: str) -> tuple[int, str]:
+    """Run a command where the hooks find the gradsurgeon that is tested."""
     scripts = pathlib.Path(sys.executable).parent
     env = {
         **environment(),
@@ -54,13 +64,7 @@ def commit(here: pathlib.Path, *, args: list[str] | None = None) -> tuple[int, s
         "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "pre_commit", "run", "--color=never"],
-        cwd=here,
-        env=env,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-        check=False,
+        command, cwd=here, env=env, capture_output=True, encoding="utf-8", timeout=120, check=False
     )
     return done.returncode, done.stdout + done.stderr
 
@@ -78,10 +82,31 @@ def test_a_commit_with_a_wrong_rule_file_is_stopped_at_its_line(here: pathlib.Pa
     assert (code, "Passed" in text) == (0, True), text
 
 
+def test_git_itself_refuses_the_commit(here: pathlib.Path) -> None:
+    assert pre_commit(here, "install")[0] == 0
+    save = ["git", "-c", "user.name=x", "-c", "user.email=x@y", "commit", "-qm", "rules"]
+    (here / "rules.yaml").write_text(CLEAN.replace("norm-log", "norm-lg"))
+    git(here, "add", "-A")
+    code, text = run(here, *save)
+    assert code == 1, text
+    assert "rules.yaml:3:25: error: unknown action `norm-lg`" in text
+    assert git(here, "rev-list", "--all", "--count") == "0"
+    (here / "rules.yaml").write_text(CLEAN)
+    (here / "config.yaml").write_text("[")
+    git(here, "add", "-A")
+    code, text = run(here, *save)
+    assert code == 0, text
+    assert git(here, "rev-list", "--all", "--count") == "1"
+
+
 def test_other_files_are_left_alone(here: pathlib.Path) -> None:
     (here / "config.yaml").write_text("[")
     code, text = commit(here)
     assert (code, "Skipped" in text) == (0, True), text
+    # What stands beside it is checked, and that alone.
+    (here / "rules.yaml").write_text(CLEAN)
+    code, text = commit(here)
+    assert (code, "Passed" in text, "config.yaml" in text) == (0, True, False), text
 
 
 def test_arguments_are_taken(here: pathlib.Path) -> None:

@@ -1,4 +1,4 @@
-"""The GitHub Action: a pull request, an event, and an API of GitHub on this machine."""
+"""The GitHub Action: what a review says, where it says it, and what it never does."""
 
 from __future__ import annotations
 
@@ -8,19 +8,14 @@ import pathlib
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
 import yaml
-from commands import CLEAN, EDITS, ROOT, environment
+from commands import CLEAN, EDITS, ROOT
+from pull_requests import ACTION, GitHub, Job, api, git
 
-from gradsurgeon import cli
-
-ACTION = ROOT / ".github" / "actions" / "review"
 WRONG = CLEAN.replace("norm-log", "norm-lg")
 PARAMS = {
     "version": 1,
@@ -41,135 +36,10 @@ PARAMS = {
 }
 
 
-@dataclass
-class GitHub:
-    """An API with the comments of one pull request."""
-
-    url: str = ""
-    readonly: bool = False
-    comments: list[dict[str, Any]] = field(default_factory=list)
-    asked: list[str] = field(default_factory=list)
-
-
 @pytest.fixture
 def github() -> Iterator[GitHub]:
-    state = GitHub()
-
-    class Handler(BaseHTTPRequestHandler):
-        def answer(self, data: object, status: int = 200) -> None:
-            raw = json.dumps(data).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
-
-        def body(self) -> str:
-            length = int(self.headers["Content-Length"] or 0)
-            return str(json.loads(self.rfile.read(length))["body"])
-
-        def handle_one(self) -> None:
-            state.asked.append(f"{self.command} {self.path}")
-            comments = "/repos/me/net/issues/7/comments"
-            if self.headers["Authorization"] != "Bearer secret":
-                self.answer({}, 401)
-            elif self.command == "GET" and self.path.startswith(comments):
-                page = int(self.path.rpartition("=")[2])
-                self.answer(state.comments[100 * (page - 1) : 100 * page])
-            elif state.readonly:
-                self.body()
-                self.answer({"message": "Resource not accessible by integration"}, 403)
-            elif self.command == "POST" and self.path == comments:
-                one = {"id": len(state.comments) + 1, "body": self.body(), "user": {"type": "Bot"}}
-                state.comments.append(one)
-                self.answer(one, 201)
-            elif found := re.fullmatch("/repos/me/net/issues/comments/([0-9]+)", self.path):
-                state.comments[int(found[1]) - 1]["body"] = self.body()
-                self.answer({})
-            else:
-                self.answer({}, 404)
-
-        do_GET = do_POST = do_PATCH = handle_one  # noqa: N815 # names of the standard library
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 # as above
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    yield state
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def git(folder: pathlib.Path, *arguments: str) -> str:
-    fixed = ("-c", "user.name=x", "-c", "user.email=x@y", "-c", "commit.gpgsign=false")
-    done = subprocess.run(
-        ["git", *fixed, *arguments], cwd=folder, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
-
-
-@dataclass
-class Job:
-    """A checkout of a pull request and what a job leaves behind."""
-
-    folder: pathlib.Path
-    github: GitHub
-    base: str = ""
-
-    @property
-    def checkout(self) -> pathlib.Path:
-        return self.folder / "checkout"
-
-    def write(self, files: dict[str, str]) -> None:
-        for name, text in files.items():
-            path = self.checkout / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        git(self.checkout, "add", "-A")
-        git(self.checkout, "commit", "-qm", "x")
-
-    def run(
-        self, *arguments: str, event: str = "pull_request", **inputs: str
-    ) -> subprocess.CompletedProcess[str]:
-        payload = {"pull_request": {"number": 7, "base": {"sha": self.base}}}
-        (self.folder / "event.json").write_text(json.dumps(payload))
-        for name in ("summary.md", "output"):
-            (self.folder / name).write_text("")
-        env = {
-            "GITHUB_EVENT_NAME": event,
-            "GITHUB_EVENT_PATH": str(self.folder / "event.json"),
-            "GITHUB_STEP_SUMMARY": str(self.folder / "summary.md"),
-            "GITHUB_OUTPUT": str(self.folder / "output"),
-            "GITHUB_WORKSPACE": str(self.checkout),
-            "GITHUB_REPOSITORY": "me/net",
-            "GITHUB_API_URL": self.github.url,
-            "RUNNER_TEMP": str(self.folder),
-            "NO_PROXY": "127.0.0.1",
-            "INPUT_TOKEN": "secret",
-            **{f"INPUT_{name.upper()}": value for name, value in inputs.items()},
-        }
-        return subprocess.run(
-            [sys.executable, "-P", str(ACTION / "review.py"), *arguments],
-            cwd=self.checkout,
-            env={**environment(), **env},
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
-            timeout=120,
-            check=False,
-        )
-
-    @property
-    def summary(self) -> str:
-        return (self.folder / "summary.md").read_text(encoding="utf-8")
-
-    @property
-    def outputs(self) -> dict[str, str]:
-        text = (self.folder / "output").read_text()
-        return dict(line.split("=", 1) for line in text.splitlines())
+    with api() as one:
+        yield one
 
 
 @pytest.fixture
@@ -356,16 +226,107 @@ def test_a_long_review_is_cut_in_the_comment_at_the_end_of_a_line(job: Job) -> N
     assert "left out" not in job.summary
 
 
-@pytest.mark.skipif("diff" in cli._NOT_YET, reason="there is no `gradsurgeon diff` yet")
+def rows(summary: str) -> list[list[str]]:
+    """Return the rows on rules: sign, rule, action, parameters, elements, what is different."""
+    lines = [line for line in summary.splitlines() if re.match(r"\| [-+~=] \|", line)]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
 def test_the_change_in_effect_is_shown_where_the_parameters_are_known(job: Job) -> None:
-    job.write({"rules.yaml": EDITS})
+    bound = CLEAN + '  - {id: bound, action: clip-norm, params: "%s", max_norm: %s}\n'
+    job.write({"rules.yaml": bound % ("*.weight", "1.0")})
+    job.base = git(job.checkout, "rev-parse", "HEAD")
+    zero = '  - {id: no-bias, action: zero, params: "*.bias"}\n'
+    job.write({"rules.yaml": bound % ("*", "2.0") + zero})
     done = job.run(params="params.json")
     assert done.returncode == 0, done.stdout
-    assert "no-bias" in job.summary
     assert job.outputs["changed"] == "true"
-    job.write({"rules.yaml": "# the same\n" + CLEAN})
+    heading, title = [line for line in job.summary.splitlines() if "`rules.yaml`" in line]
+    assert heading == "### `rules.yaml`"
+    assert "1 added, 1 changed; 2 of 2 parameters under rules" in title
+    added, changed, same = rows(job.summary)
+    # Before and after: the parameters that the rule acts on, and the numbers in them.
+    assert added[:5] == ["+", "`no-bias`", "`zero`", "0 → 1", "0 → 2"]
+    assert changed[:5] == ["~", "`bound`", "`clip-norm`", "1 → 2", "6 → 8"]
+    assert "`max_norm`: `1.0` → `2.0` (loosened)" in changed[5]
+    assert same[:2] == ["=", "`norms`"]
+    assert "| `fc.bias` | `norms` | `no-bias` → `norms` → `bound` |" in job.summary
+    (comment,) = job.github.comments
+    assert comment["body"].partition("\n")[2] == job.summary
+
+    job.write({"rules.yaml": bound % ("*.weight", "1.0")})
     job.run(params="params.json")
     assert job.outputs["changed"] == "false"
+    assert job.github.comments == [comment]
+    assert rows(comment["body"]) == []
+    assert "No rule file of this pull request does anything else" in comment["body"]
+
+
+def test_a_comment_in_a_rule_file_is_no_change_in_effect(job: Job) -> None:
+    job.write({"rules.yaml": "# the same\n" + CLEAN})
+    assert job.run(params="params.json").returncode == 0
+    assert job.outputs["changed"] == "false"
+    assert job.github.comments == []
+    # Nobody can tell that without the parameters.
+    job.run()
+    assert job.outputs["changed"] == "true"
+
+
+def test_new_and_removed_files_are_told_with_what_they_bind(job: Job) -> None:
+    job.write({"gan.gradsurgeon.yaml": EDITS})
+    git(job.checkout, "rm", "-q", "rules.yaml")
+    assert job.run(params="params.json").returncode == 0
+    assert "### `gan.gradsurgeon.yaml`\n\nThe file is new.\n\n```text\nplan: " in job.summary
+    assert re.search(r"no-bias +zero +backward .* 1 parameter +2 +all", job.summary)
+    assert "### `rules.yaml`\n\nThe file is removed, with all its rules.\n" in job.summary
+    assert "\n\n\n" not in job.summary
+
+
+def test_notes_alone_are_no_reason_for_a_comment(job: Job) -> None:
+    job.write({"rules.yaml": EDITS})
+    job.base = git(job.checkout, "rev-parse", "HEAD")
+    assert job.run(params="params.json").returncode == 0
+    assert re.search(r"### Notes\n\n```text\nrules.yaml:4:\d+: note: ", job.summary)
+    assert job.github.comments == []
+    job.write({"rules.yaml": CLEAN.replace("norms", "no")})
+    job.base = git(job.checkout, "rev-parse", "HEAD")
+    assert job.run(params="params.json").returncode == 0
+    assert "### Problems\n" in job.summary
+    assert len(job.github.comments) == 1
+
+
+def test_one_sentence_says_what_is_missing_where_the_parameters_are_not_known(job: Job) -> None:
+    job.write({"rules.yaml": EDITS, "gan.gradsurgeon.yaml": EDITS})
+    assert job.run().returncode == 0
+    assert "### `rules.yaml`\n\nThe file differs.\n" in job.summary
+    last = job.summary.splitlines()[-1]
+    assert "give the action `params`, a file that `gradsurgeon params` writes" in last
+    assert job.summary.count("`params`") == 1
+    assert "\n\n\n" not in job.summary
+
+
+def test_parameters_that_are_not_there_are_a_mistake_of_the_workflow(job: Job) -> None:
+    job.write({"rules.yaml": EDITS})
+    done = job.run(params="nowhere.json")
+    assert done.returncode == 2
+    assert (
+        "::error title=gradsurgeon::`params: nowhere.json` is no file of this checkout"
+        in done.stdout
+    )
+    assert (job.github.comments, job.summary) == ([], "")
+
+
+def test_a_file_that_cannot_be_read_has_no_effect_to_show(job: Job) -> None:
+    job.write({"rules.yaml": WRONG})
+    assert job.run(params="params.json").returncode == 1
+    assert "What the change does cannot be shown" in job.summary
+    assert "error: unknown action `norm-lg`" in job.summary
+    # Where the base is wrong, the repair is no fault.
+    job.base = git(job.checkout, "rev-parse", "HEAD")
+    job.write({"rules.yaml": CLEAN})
+    assert job.run(params="params.json").returncode == 0
+    assert "1 rule file was checked: nothing is wrong with it." in job.summary
+    assert "What the change does cannot be shown" in job.summary
 
 
 class TestDefinition:

@@ -1,96 +1,24 @@
-"""Rule files that went wrong somewhere: lint answers, in time, and points at what is wrong.
+"""Rule files that went wrong somewhere: lint answers, in time, and points into their lines.
 
-A few thousand inputs by default. Many more, spread over the tests here:
+Some hundred inputs of each kind by default. Many more, spread over the tests that share them:
 
-    GRADSURGEON_FUZZ=100000 python -m pytest tests/property/test_lint_fuzz.py
+    GRADSURGEON_FUZZ=100000 python -m pytest tests/property/test_lint_*.py
 """
 
 from __future__ import annotations
 
-import json
-import os
 import pathlib
-import shutil
-import unicodedata
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from bounds import within
-from hypothesis import HealthCheck, Phase, given, settings
+from fuzzing import CASES, SETTINGS, SHAPES, answered, copied, in_their_lines
+from hypothesis import given
 from hypothesis import strategies as st
-
-from gradsurgeon.errors import Problem
-from gradsurgeon.review import formats, lint
-
-CASES = pathlib.Path(__file__).parent.parent / "cases"
-INPUTS = int(os.environ.get("GRADSURGEON_FUZZ", "3000"))
-HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-SECONDS = 2.0  # for one file and all forms of output; a small file takes milliseconds
-
-# The same inputs in every run: what fails once fails again.
-SETTINGS = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=max(1, INPUTS // 3),
-    suppress_health_check=list(HealthCheck),
-    phases=[Phase.explicit, Phase.generate, Phase.shrink],
-)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Return a copy of the bad cases, in which what they include can be found."""
-    found = tmp_path_factory.mktemp("fuzz") / "bad"
-    shutil.copytree(CASES / "schema" / "bad", found)
-    return found
-
-
-def answered(file: pathlib.Path) -> list[Problem]:
-    """Return the problems of a file, which can be written in every form and stand in their lines."""
-    try:
-        with within(SECONDS):
-            problems = written(file)
-    except AssertionError:
-        # What takes long takes long again; collecting the garbage of a long test run does not.
-        with within(SECONDS):
-            problems = written(file)
-    for problem in problems:
-        assert problem.check in formats.listed()
-        shown = problem.full().replace("\n", "")
-        # Controls, overrides of direction, surrogates, line separators: what shows something else.
-        assert not {unicodedata.category(char) for char in shown} & HIDDEN, shown
-    return problems
-
-
-def written(file: pathlib.Path) -> list[Problem]:
-    """Return the problems of a file, which can be written in every form."""
-    problems = lint(str(file))
-    for form in ("full", "concise"):
-        formats.write(problems, form, colour=True).encode()
-    assert len(json.loads(formats.write(problems, "json"))["problems"]) == len(problems)
-    for line in formats.write(problems, "github").encode().splitlines():
-        assert line.startswith((b"::error ", b"::warning ", b"::notice "))
-    (run,) = json.loads(formats.write(problems, "sarif").encode())["runs"]
-    assert len(run["results"]) == len(problems)
-    return problems
-
-
-def in_their_lines(problems: list[Problem], file: pathlib.Path) -> None:
-    """Show that places lie in the text, and that the line they show is the line they name."""
-    lines: dict[str, list[str]] = {}
-    for problem in problems:
-        place = problem.place
-        if problem.check == "unreadable-file" or place.file.startswith("gradsurgeon:"):
-            continue
-        if place.file not in lines:
-            text = pathlib.Path(place.file).read_bytes().decode("utf-8-sig", "replace")
-            lines[place.file] = text.removeprefix("\ufeff").split("\n")
-        line = lines[place.file][place.line - 1].removesuffix("\r")
-        assert place.line_text == line, problem
-        assert 1 <= place.col <= len(line) + 1
-        assert 1 <= place.width <= max(1, len(line) - place.col + 1)
+    return copied(tmp_path_factory.mktemp("fuzz"))
 
 
 # -- bytes ----------------------------------------------------------------------------------------
@@ -188,8 +116,6 @@ WORDS = st.one_of(
     st.text(max_size=12),
 )
 RULES = st.lists(st.lists(st.tuples(KEYS, WORDS), max_size=6), max_size=5)
-# Whether a rule is one line, how lines end, and how the file begins.
-SHAPES = st.tuples(st.booleans(), st.sampled_from(["\n", "\r\n"]), st.sampled_from(["", "\ufeff"]))
 TOPS = st.lists(
     st.sampled_from(
         [
@@ -224,91 +150,3 @@ def test_no_rule_file_is_too_much(
     file = folder / "made.yaml"
     file.write_bytes((start + end.join(lines)).encode("utf-8", "surrogatepass"))
     in_their_lines(answered(file), file)
-
-
-# -- one mistake, at a line that is known ---------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A line of a rule, and what has to be said of it."""
-
-    key: str
-    value: str
-    check: str
-    at_key: bool = False
-
-
-# Options of a rule that is fine without them: {id: r-N, action: clamp, params: "*", at: step, min: 0}.
-MISTAKES = [
-    Mistake("zzz-bad", "1", "unknown-key", at_key=True),
-    Mistake("maxx", "3", "unknown-key", at_key=True),
-    Mistake("min", "5", "duplicate-key", at_key=True),
-    Mistake("max", '"0.5"', "wrong-type"),
-    Mistake("max", "big", "wrong-type"),
-    Mistake("steps", "{from: -1}", "bad-value"),
-    Mistake("max", ".nan", "bad-value"),
-    Mistake("exclude", '"re:(a*)*"', "bad-pattern"),
-    Mistake("exclude", "7", "wrong-type"),
-    Mistake("optional", "yes", "wrong-type"),
-    Mistake("steps", "{from: 1, too: 4}", "unknown-key"),
-    Mistake("expect", "6", "wrong-type"),
-    Mistake("where", "{ndim: two}", "wrong-type"),
-    Mistake("max", "!!float 3", "yaml-tag"),
-    Mistake("yes", "1", "unknown-key", at_key=True),
-    Mistake("3", "1", "key-type", at_key=True),
-    Mistake("id", "r-0", "duplicate-key", at_key=True),
-    Mistake("fc.bias", "1", "unknown-key", at_key=True),
-    Mistake('"007"', "1", "unknown-key", at_key=True),
-    Mistake('"²"', "1", "unknown-key", at_key=True),
-    Mistake('""', "1", "unknown-key", at_key=True),
-    Mistake("where", "{a.b: 1}", "unknown-key"),
-]
-NOISE: st.SearchStrategy[str] = st.sampled_from(["", "# a comment", "  # 漢: [", "      # - {"])
-
-
-@SETTINGS
-@given(st.data(), st.sampled_from(MISTAKES), SHAPES)
-def test_a_mistake_is_found_at_its_line_and_column(
-    folder: pathlib.Path, data: st.DataObject, mistake: Mistake, shape: tuple[bool, str, str]
-) -> None:
-    flow, end, start = shape
-    count = data.draw(st.integers(1, 8))
-    noise: list[str] = data.draw(st.lists(NOISE, max_size=12))
-    guilty = data.draw(st.integers(0, count - 1))
-    lines = ["version: 1", "rules:"]
-    where = (0, 0)
-    for number in range(count):
-        pairs = [f"id: r-{number}", "action: clamp", 'params: "漢*"', "at: step", "min: 0"]
-        if number == guilty:
-            # Behind the key that is given twice: the second of the two is the mistake.
-            at = len(pairs) if mistake.check == "duplicate-key" else data.draw(st.integers(1, 5))
-            pairs.insert(at, f"{mistake.key}: {mistake.value}")
-        heads = [f"  - {{{', '.join(pairs)}}}"] if flow else [f"    {pair}" for pair in pairs]
-        if not flow:
-            heads[0] = f"  - {pairs[0]}"
-        if number == guilty:
-            row = 0 if flow else at
-            text = f"{mistake.key}: {mistake.value}"
-            col = len("  - {" + ", ".join([*pairs[:at], ""])) if flow else 4
-            assert heads[row][col:].startswith(text)
-            where = (len(lines) + row + 1, col + 1)
-        lines += heads
-        if data.draw(st.booleans()) and noise:
-            position = data.draw(st.integers(2, len(lines)))
-            lines.insert(position, noise.pop())
-            where = (where[0] + (position < where[0]), where[1])
-    file = folder / "one.yaml"
-    file.write_bytes((start + end.join(lines) + end).encode())
-    problems = answered(file)
-    in_their_lines(problems, file)
-    errors = [problem for problem in problems if problem.severity == "error"]
-    assert [problem.check for problem in errors] == [mistake.check], file.read_text()
-    line, col = where
-    (error,) = errors
-    assert error.place.line == line
-    if mistake.at_key:
-        assert error.place.col == col
-    else:
-        first = col + len(mistake.key) + 2
-        assert first <= error.place.col < first + len(mistake.value)

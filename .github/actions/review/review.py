@@ -22,6 +22,11 @@ from typing import Any
 
 # As in `.pre-commit-hooks.yaml`.
 RULE_FILE = re.compile(r"(^|/)(gradsurgeon|rules|[^/]*\.gradsurgeon)\.ya?ml$")
+_SAME = "No rule file of this pull request does anything else than at its base."
+_UNTOLD = (
+    "What this does to the model is not shown, because its parameters are not known: give the action "
+    "`params`, a file that `gradsurgeon params` writes."
+)
 _MAX_COMMENT = 60_000  # characters; GitHub takes 65,536
 _MAX_SUMMARY = 900_000  # bytes; GitHub takes 1 MiB
 _CHOICES = {"comment": ("auto", "always", "never"), "fail-on": ("error", "warning", "never")}
@@ -70,10 +75,15 @@ def refuse() -> None:
 
 
 def check_inputs() -> None:
-    """Stop where an input is none of its choices."""
+    """Stop where an input is none of its choices, or names what is not there."""
     for name, known in _CHOICES.items():
         if given(name) not in known:
             raise ReviewError(f"`{name}: {given(name)}` is not known: use {', '.join(known)}")
+    if (params := given("params")) and not Path(params).is_file():
+        raise ReviewError(
+            f"`params: {params[:80]}` is no file of this checkout: write it with `gradsurgeon params` "
+            "and commit it, or leave the input out"
+        )
 
 
 def given(name: str) -> str:
@@ -101,7 +111,9 @@ def look() -> Review:
     for file in sorted({*now, *before}):
         review.lines += compare(file, base, now, before, review)
     if not review.changed:
-        review.lines.append("No rule file of this pull request differs from its base.")
+        review.lines.append(_SAME)
+    elif not given("params"):
+        review.lines.append(_UNTOLD)
     return review
 
 
@@ -132,17 +144,21 @@ def lint(files: list[str], review: Review) -> None:
             raise ReviewError(f"SARIF could not be written: {written.stderr.strip()}")
     found = gradsurgeon("lint", "--format", "concise", "--", *files)
     if found.stdout:
-        review.wrong = True
-        review.lines += ["### Problems", "", *fenced(found.stdout), ""]
+        # A note that stands there for long is no reason for a comment on every pull request.
+        review.wrong = bool(re.search(r":\d+:\d+: (error|warning): ", found.stdout))
+        heading = "### Problems" if review.wrong else "### Notes"
+        review.lines += [heading, "", *fenced(found.stdout), ""]
     else:
-        review.lines += [f"Nothing is wrong with {len(files)} rule file(s).", ""]
+        one = len(files) == 1
+        checked = "1 rule file was" if one else f"{len(files)} rule files were"
+        review.lines += [f"{checked} checked: nothing is wrong with {'it' if one else 'them'}.", ""]
 
 
 def compare(
     file: str, base: str, now: list[str], before: list[str], review: Review
 ) -> Iterator[str]:
     """Yield what changed in a file, in effect where the model's parameters are known."""
-    heading = ["", f"### {inline(file)}", ""]
+    heading = [f"### {inline(file)}", ""]
     if file not in now:
         review.changed = True
         yield from (*heading, "The file is removed, with all its rules.", "")
@@ -158,8 +174,7 @@ def compare(
     if not params:
         if git("diff", "--name-only", base, "--", f":(literal,top){file}"):
             review.changed = True
-            how = "give the action `params` to see what that does to the model"
-            yield from (*heading, f"The file differs: {how}.", "")
+            yield from (*heading, "The file differs.", "")
         return
     options = (*params, "--format", "markdown", "--exit-code")
     done = gradsurgeon("diff", *options, "--", f"{base}:{file}", file)
@@ -168,7 +183,10 @@ def compare(
         yield from (*heading, done.stdout.rstrip(), "")
     elif done.returncode:
         review.changed, review.wrong = True, True
-        yield from (*heading, "The two cannot be compared:", "", *fenced(done.stderr), "")
+        told = (
+            "What the change does cannot be shown: the file cannot be read as it is, or as it was."
+        )
+        yield from (*heading, told, "", *fenced(done.stderr), "")
 
 
 def base_commit() -> str:
