@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -55,18 +56,33 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     The tensors share a device. A norm is non-finite where an element is, and also where the sum of
     squares overflows: see `nonfinite`. An empty gradient has norm 0.
     """
-    ways: dict[tuple[_Way, torch.dtype], list[int]] = {}
     with torch.no_grad():
-        dense = [grad if grad.layout == torch.strided else values(grad) for grad in grads]
+        dense = grads
+        if {grad.layout for grad in grads} != {torch.strided}:
+            dense = [values(grad) for grad in grads]
+        sizes = [grad.numel() for grad in dense]
+        kinds = {grad.dtype for grad in dense}
         # What differs between devices is decided here, by measurement.
-        way = _way_on_host if order == 2.0 and dense[0].is_cpu else _way_on_device  # noqa: PLR2004 # l2
-        for index, grad in enumerate(dense):
-            ways.setdefault(way(grad), []).append(index)
-        found = [
-            (places, how([dense[index] for index in places], order))
-            for (how, _), places in ways.items()
-        ]
-        return _in_order(found, len(dense))
+        on_host = order == 2.0 and dense[0].is_cpu  # noqa: PLR2004 # l2
+        if on_host and len(kinds) == 1 and kinds <= _DOTTED and max(sizes) <= _FEW:
+            return _packed(dense, order)
+        return _by_kind(dense, order, _way_on_host if on_host else _way_on_device)
+
+
+_DOTTED = {torch.float32, torch.float64}
+
+
+def _by_kind(
+    grads: Sequence[Tensor], order: float, way: Callable[[Tensor], tuple[_Way, torch.dtype]]
+) -> Tensor:
+    ways: dict[tuple[_Way, torch.dtype], list[int]] = {}
+    for index, grad in enumerate(grads):
+        ways.setdefault(way(grad), []).append(index)
+    found = [
+        (places, how([grads[index] for index in places], order))
+        for (how, _), places in ways.items()
+    ]
+    return _in_order(found, len(grads))
 
 
 _Way = Callable[[Sequence[Tensor], float], Tensor]
@@ -74,7 +90,7 @@ _Way = Callable[[Sequence[Tensor], float], Tensor]
 
 def _way_on_host(grad: Tensor) -> tuple[_Way, torch.dtype]:
     kind = grad.dtype
-    if kind is torch.float32 or kind is torch.float64:
+    if kind in _DOTTED:
         if grad.numel() <= _FEW:
             return _packed, kind
         if grad.is_contiguous():
@@ -96,10 +112,16 @@ def _each(grads: Sequence[Tensor], order: float) -> Tensor:
 
 def _packed(grads: Sequence[Tensor], _order: float) -> Tensor:
     """Return the 2-norms of small tensors: one copy, one reduction by segments."""
-    lengths = torch.tensor([grad.numel() for grad in grads])
+    lengths = _lengths(tuple([grad.numel() for grad in grads]))
     # A plain sum, one after another, would lose digits in float32.
     squares = _torch.flattened(grads).to(torch.float64).square()
     return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).sqrt_().float()
+
+
+@lru_cache(maxsize=64)
+def _lengths(sizes: tuple[int, ...]) -> Tensor:
+    with torch.inference_mode(mode=False):  # it is used outside as well
+        return torch.tensor(sizes)
 
 
 def _dotted(grads: Sequence[Tensor], _order: float) -> Tensor:
@@ -125,6 +147,44 @@ def _in_order(found: Sequence[tuple[Sequence[int], Tensor]], count: int) -> Tens
 def _nonempty(grad: Tensor) -> Tensor:
     # The maximum norm of nothing is an error to torch.
     return grad if grad.numel() else grad.new_zeros(1)
+
+
+def ends(grad: Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest element of a real gradient, as `ranges` does."""
+    elements = grad if grad.layout == torch.strided else values(grad)
+    if not elements.numel():
+        return 0.0, 0.0
+    # On a CPU two passes are quicker than `aminmax`.
+    return elements.amin().item(), elements.amax().item()
+
+
+def ranges(grads: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """Return the smallest and the largest element of each real gradient. Waits for the device.
+
+    Both are NaN where an element is. Of an empty gradient both are 0.
+    """
+    found = [(0.0, 0.0)] * len(grads)
+    small: dict[torch.dtype, list[int]] = {}
+    large: list[int] = []
+    with torch.no_grad():
+        dense = [grad if grad.layout == torch.strided else values(grad) for grad in grads]
+        for index, grad in enumerate(dense):
+            if grad.is_cpu and 0 < grad.numel() <= _FEW:
+                small.setdefault(grad.dtype, []).append(index)
+            elif grad.numel():
+                large.append(index)
+        for places in small.values():
+            own = [dense[index] for index in places]
+            lengths, flat = _lengths(tuple([one.numel() for one in own])), _torch.flattened(own)
+            both = [
+                torch.segment_reduce(flat, end, lengths=lengths, unsafe=True).tolist()
+                for end in ("min", "max")
+            ]
+            for index, smallest, largest in zip(places, *both, strict=True):
+                found[index] = smallest, largest
+        for index in large:
+            found[index] = ends(dense[index])
+    return found
 
 
 def nonfinite(grad: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def shares_storage(grad: Tensor) -> bool:
 
 
 def overlapping(grads: Sequence[Tensor]) -> set[int]:
-    """Return the indices of strided gradients whose memory overlaps with that of an earlier one.
+    """Return the indices of strided gradients whose memory overlaps with that of another one.
 
     One tensor given to two roots can become the ``.grad`` of both.
     """
@@ -153,11 +153,12 @@ def overlapping(grads: Sequence[Tensor]) -> set[int]:
         if grad.layout == torch.strided and grad.numel()
     )
     found: set[int] = set()
-    reach = -1
+    reach, owner = -1, -1
     for start, stop, index in spans:
         if start < reach:
-            found.add(index)
-        reach = max(reach, stop)
+            found |= {index, owner}
+        if stop > reach:
+            reach, owner = stop, index
     return found
 
 

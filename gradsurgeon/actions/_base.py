@@ -25,7 +25,7 @@ from gradsurgeon.actions._target import (
 from gradsurgeon.match import Pattern, compile_pattern
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 Point = Literal["backward", "accumulated", "step"]
 Moment = Literal["forward", "backward", "accumulated", "step"]
@@ -75,12 +75,16 @@ class Edit:
             taken over several gradients, or over the parts of one on several ranks.
         alters: tells, as a 0-dim bool tensor on the gradient's device, whether ``apply`` would change
             an element. It never waits for the device.
+        decided: tells the same from the smallest and the largest element, of a gradient of some dtype;
+            ``None`` where they do not say. Both are NaN where an element is. Only of an edit that maps
+            smaller elements to smaller ones (or, as all of them, to larger ones).
     """
 
     apply: Callable[[Tensor], Tensor]
     apply_: Callable[[Sequence[Tensor]], None]
     alters: Callable[[Tensor], Tensor]
     by_norm: ByNorm | None = None
+    decided: Callable[[float, float, dtype], bool | None] | None = None
     # Of one gradient: whether it must be left alone, which is worth an event.
     gives_up: Callable[[Tensor], Tensor] | None = None
 

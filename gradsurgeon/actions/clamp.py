@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -96,12 +97,22 @@ class Clamp(Rule):
 
         low, high = self.min, self.max
 
+        @cache
         def bounds(kind: dtype) -> tuple[float | None, float | None]:
             # torch refuses a bound that float16 cannot hold; the largest finite number binds alike.
             limit = torch.finfo(kind).max
             return (
                 None if low is None else max(-limit, min(limit, low)),
                 None if high is None else max(-limit, min(limit, high)),
+            )
+
+        @cache
+        def rounded(kind: dtype) -> tuple[float, float]:
+            # As the elements are compared with them.
+            below, above = bounds(kind)
+            return (
+                -math.inf if below is None else torch.tensor(below, dtype=kind).item(),
+                math.inf if above is None else torch.tensor(above, dtype=kind).item(),
             )
 
         def apply(grad: Tensor) -> Tensor:
@@ -118,4 +129,10 @@ class Clamp(Rule):
             low_ones = torch.zeros_like(grad, dtype=torch.bool) if below is None else grad < below
             return (low_ones if above is None else low_ones.logical_or_(grad > above)).any()
 
-        return Edit(apply, apply_, alters)
+        def decided(smallest: float, largest: float, kind: dtype) -> bool | None:
+            if math.isnan(smallest):
+                return None
+            below, above = rounded(kind)
+            return smallest < below or largest > above
+
+        return Edit(apply, apply_, alters, decided=decided)

@@ -133,4 +133,4 @@ class ClipNorm(Rule):
             return norm(grad).isfinite().logical_not_()
 
         by_norm = ByNorm(order, self.per == "rule", factor)
-        return Edit(apply, apply_, alters, by_norm, gives_up)
+        return Edit(apply, apply_, alters, by_norm=by_norm, gives_up=gives_up)

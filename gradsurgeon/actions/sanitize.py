@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from gradsurgeon.actions._base import Edit, Example, Rule
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 class Sanitize(Rule):
@@ -58,4 +59,7 @@ class Sanitize(Rule):
         def alters(grad: Tensor) -> Tensor:
             return grad.isfinite().logical_not_().any()
 
-        return Edit(apply, apply_, alters)
+        def decided(smallest: float, largest: float, _kind: dtype) -> bool:
+            return not (math.isfinite(smallest) and math.isfinite(largest))
+
+        return Edit(apply, apply_, alters, decided=decided)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -10,7 +12,7 @@ from pydantic import Field
 from gradsurgeon.actions._base import Edit, Example, Rule
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 class Scale(Rule):
@@ -65,4 +67,17 @@ class Scale(Rule):
             # Zeros, infinities (but for a change of sign) and NaN stay what they are.
             return torch.ne(grad * factor, grad).logical_and_(~grad.isnan()).any()
 
-        return Edit(apply, apply_, alters)
+        @cache
+        def is_one(kind: dtype) -> bool:
+            return bool(torch.tensor(factor, dtype=kind) == 1.0)
+
+        def decided(smallest: float, largest: float, kind: dtype) -> bool | None:
+            if not (math.isfinite(smallest) and math.isfinite(largest)):
+                return None
+            if smallest == largest == 0.0 or is_one(kind):
+                return False
+            # The least change of all is in the last digit of what is close to zero.
+            tiny = torch.finfo(kind).tiny
+            return True if max(-smallest, largest) > tiny else None
+
+        return Edit(apply, apply_, alters, decided=decided)

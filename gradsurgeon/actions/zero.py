@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from gradsurgeon.actions._base import Edit, Example, Rule
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 class Zero(Rule):
@@ -52,5 +52,8 @@ class Zero(Rule):
         def alters(grad: Tensor) -> Tensor:
             return (grad != 0).any()
 
+        def decided(smallest: float, largest: float, _kind: dtype) -> bool:
+            return not smallest == largest == 0.0
+
         # A multiplication by zero would keep NaN and turn an infinity into NaN.
-        return Edit(torch.zeros_like, apply_, alters)
+        return Edit(torch.zeros_like, apply_, alters, decided=decided)

@@ -18,6 +18,7 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.compiled import in_backward
+from gradsurgeon.runtime.deciding import changes
 from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
@@ -135,8 +136,11 @@ class TensorHook(Hook):
         part = _dist.local(grad)
         with torch.no_grad():
             true = unscaled(part, scale)
-            state.journal.altered(rule.id, edit.alters(_numbers.values(true)))
+            changed = changes(edit, true)
+            state.journal.altered(rule.id, changed)
             mention_giving_up(state, rule, true, state.clocks[self._tensor].step)
+        if changed is False:
+            return grad
         out = _numbers.on_values(in_true_units(edit.apply, scale), part)
         return _dist.like(out, grad) if _dist.is_sharded(grad) else out
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,10 +13,11 @@ from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.agenda import Lane
 from gradsurgeon.runtime.backward import LEFT_ALONE, check_layout
 from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.deciding import can_decide, decide
+from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.look import keep
-from gradsurgeon.runtime.measure import pick
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.targets import Mark, mark
+from gradsurgeon.runtime.targets import Mark, marks
 
 
 class StepEdits:
@@ -37,53 +37,37 @@ class StepEdits:
         """
         state = self._state
         agenda = state.agenda(clock)
-        lanes = agenda.at_step
-        if not lanes:
+        if not agenda.at_step:
             return set()
-        tensors, grads = state.targets.grads(agenda.stepped)
-        fresh = {
-            tensor: grad
-            for tensor, grad in zip(tensors, grads, strict=True)
-            if self._left.get(tensor) != mark(grad)
-        }
+        fresh = self._fresh(*state.targets.grads(agenda.stepped))
+        finals = Finals(state, fresh, state.looks.get(clock))
         suspicious: set[int] = set()
         acting = state.mode == "act"
-        edited = {i for lane in lanes if lane.rule.role == "edit" for i in lane.tensors}
-        with torch.no_grad(), self._in_place_of(fresh, edited if acting else set()) as mine:
-            for lane in lanes:
-                having = {i: mine[i] for i in lane.tensors if i in mine}
-                if having:
-                    self._one(lane, having)
-                    if lane.rule.role != "capture":  # counts by itself
-                        state.journal.fired(lane.rule.id, clock.step, len(having))
-                    if lane.rule.may_overflow and acting:
-                        suspicious |= having.keys()
+        with torch.no_grad():
+            finals.unscale(agenda.edited)
+            try:
+                for lane in agenda.at_step:
+                    if having := finals.having(lane.tensors):
+                        self._one(lane, finals, having)
+                        if lane.rule.role != "capture":  # counts by itself
+                            state.journal.fired(lane.rule.id, clock.step, len(having))
+                        if lane.rule.may_overflow and acting:
+                            suspicious.update(having)
+            finally:
+                finals.rescale()
         if acting:
-            self._left.update((i, mark(grad)) for i, grad in mine.items() if i in edited)
+            finals.tell_look(suspicious)
+            left = finals.having(agenda.edited)
+            self._left.update(zip(left, zip(*marks(finals.of(left)), strict=True), strict=True))
         return suspicious
 
-    @contextmanager
-    def _in_place_of(
-        self, grads: dict[int, Tensor], edited: set[int]
-    ) -> Iterator[dict[int, Tensor]]:
-        """Give the gradients to act on, in true units: those themselves that are edited for good."""
-        scale = self._state.scaling.at_step
-        if self._state.mode == "observe":
-            grads = {tensor: grad.clone() for tensor, grad in grads.items()}
-        elif edited:
-            grads = {i: self._own(i, grad) for i, grad in self._shared(grads, edited).items()}
-        if scale is None:
-            yield grads
-            return
-        # A fused optimizer gets gradients with the scale on them. It is a power of two, so that
-        # dividing and multiplying lose nothing.
-        factors = {tensor: scale.to(grad.device) for tensor, grad in grads.items()}
-        true = {i: g.div_(factors[i]) if i in edited else g / factors[i] for i, g in grads.items()}
-        try:
-            yield true
-        finally:
-            for tensor in edited & grads.keys():
-                grads[tensor].mul_(factors[tensor])
+    def _fresh(self, tensors: list[int], grads: list[Tensor]) -> dict[int, Tensor]:
+        """Return the gradients that have not had their turn in this step."""
+        found = dict(zip(tensors, grads, strict=True))
+        if not self._left:
+            return found
+        now = zip(tensors, zip(*marks(grads), strict=True), strict=True)
+        return {tensor: found[tensor] for tensor, mark in now if self._left.get(tensor) != mark}
 
     def spare(self, edited: dict[int, Mark]) -> None:
         """Leave gradients alone that have been edited as final ones already."""
@@ -96,81 +80,95 @@ class StepEdits:
         """
         self._left.clear()
 
-    def _one(self, lane: Lane, grads: dict[int, Tensor]) -> None:
-        state = self._state
-        if lane.rule.role == "observe":
-            self._log(lane, grads)
-        elif lane.rule.role == "capture":
-            keep(state, lane, grads, None)
-        elif lane.rule.role == "freeze":
-            for grad in grads.values():
-                state.journal.altered(
-                    lane.rule.id, torch.ones((), dtype=torch.bool, device=grad.device)
-                )
-        else:
-            for tensor, grad in grads.items():
-                check_layout(lane.rule, grad, state.program.names[tensor])
-            self._edit(lane, state.edits[lane.rule.id], grads)
-
-    def _edit(self, lane: Lane, edit: Edit, grads: dict[int, Tensor]) -> None:
+    def _one(self, lane: Lane, finals: Finals, tensors: Sequence[int]) -> None:
         state, rule = self._state, lane.rule
-        if edit.by_norm is not None:
-            self._by_norm(lane, edit.by_norm, grads)
-            return
-        parts = [_dist.local(grad) for grad in grads.values()]
-        for part in parts:
-            state.journal.altered(rule.id, edit.alters(_numbers.values(part)))
-        _apply(edit, parts)
+        if rule.role == "observe":
+            self._log(lane, finals, tensors)
+        elif rule.role == "capture":
+            keep(state, lane, {tensor: finals[tensor] for tensor in tensors}, None)
+        elif rule.role == "freeze":
+            state.journal.altered(rule.id, len(tensors))
+        else:
+            edit = state.edits[rule.id]
+            if not rule.keeps_zero:
+                for tensor in tensors:
+                    check_layout(rule, finals[tensor], state.program.names[tensor])
+            if edit.by_norm is not None:
+                self._by_norm(lane, edit.by_norm, finals, tensors)
+            else:
+                self._elementwise(lane, edit, finals, tensors)
 
-    def _by_norm(self, lane: Lane, edit: ByNorm, grads: dict[int, Tensor]) -> None:
+    def _elementwise(self, lane: Lane, edit: Edit, finals: Finals, tensors: Sequence[int]) -> None:
+        journal, rule = self._state.journal, lane.rule.id
+        parts = {tensor: _dist.local(finals[tensor]) for tensor in tensors}
+        known = [tensor for tensor, part in parts.items() if can_decide(edit, part)]
+        ranges = finals.ranges(known)
+        biting = [
+            tensor
+            for tensor, found in zip(known, ranges, strict=True)
+            if decide(edit, parts[tensor], found)
+        ]
+        journal.altered(rule, len(biting))
+        unknown = parts.keys() - set(known)
+        blind = [tensor for tensor in tensors if tensor in unknown]
+        for tensor in blind:
+            journal.altered(rule, edit.alters(_numbers.values(parts[tensor])))
+        written = biting + blind
+        _apply(edit, [_dist.local(grad) for grad in finals.writable(written)])
+        finals.wrote(edit, biting)
+
+    def _by_norm(self, lane: Lane, edit: ByNorm, finals: Finals, tensors: Sequence[int]) -> None:
         journal, rule = self._state.journal, lane.rule
-        norms = pick(measure.norms(list(grads), list(grads.values()), edit.order), list(grads))
+        norms = finals.norms(tensors, edit.order)
         if edit.over_rule:
-            norms = torch.linalg.vector_norm(norms, edit.order)
+            norms = torch.linalg.vector_norm(norms, edit.order, keepdim=True)
         spoilt = norms.isfinite().logical_not_().any()
         journal.later(spoilt, LEFT_ALONE, rule=rule.id, step=lane.clock.step)
-        factors = edit.factor(norms).expand(len(grads))
-        for grad, factor in zip(grads.values(), factors.unbind(), strict=True):
-            part = _dist.local(grad)
+        factors = edit.factor(norms)
+        if not _torch.is_host(factors):
+            journal.altered(rule.id, (factors.expand(len(tensors)) < 1.0).sum())
+            self._shorten(finals.writable(tensors), factors)
+            finals.shortened(tensors)
+            return
+        biting = [
+            (tensor, factor)
+            for tensor, factor in zip(tensors, factors.expand(len(tensors)).tolist(), strict=True)
+            if factor < 1.0
+        ]
+        journal.altered(rule.id, len(biting))
+        if biting:
+            own = [tensor for tensor, _ in biting]
+            self._shorten(finals.writable(own), [factor for _, factor in biting])
+            finals.shortened(own)
+
+    @staticmethod
+    def _shorten(grads: Sequence[Tensor], factors: Tensor | Sequence[float]) -> None:
+        """Multiply gradients by a factor each, or by one for all that is still on a device."""
+        parts = [_dist.local(grad) for grad in grads]
+        if not isinstance(factors, Tensor):
+            same = len(set(factors)) == 1
+            torch._foreach_mul_(parts, factors[0] if same else list(factors))
+            return
+        alike = {part.device for part in parts} == {factors.device}
+        if len(factors) == 1 and alike and all(part.ndim for part in parts):
+            torch._foreach_mul_(parts, factors[0])
+            return
+        for part, factor in zip(parts, factors.expand(len(parts)).unbind(), strict=True):
             on_device = factor.to(part.device)
             # In place, 0-dim tensors would take the wider dtype.
             part.copy_(part * on_device) if part.ndim == 0 else part.mul_(on_device)
-        journal.altered(rule.id, (factors < 1.0).sum())
 
-    def _log(self, lane: Lane, grads: dict[int, Tensor]) -> None:
-        column = {tensor: number for number, tensor in enumerate(lane.tensors)}
-        columns = [column[tensor] for tensor in grads]
+    def _log(self, lane: Lane, finals: Finals, tensors: Sequence[int]) -> None:
+        columns: Sequence[int] = range(len(lane.tensors))
+        if len(tensors) != len(lane.tensors):
+            column = {tensor: number for number, tensor in enumerate(lane.tensors)}
+            columns = [column[tensor] for tensor in tensors]
         for stat, key in lane.keys.items():
             if stat == "l2":
-                values = pick(measure.norms(list(grads), list(grads.values())), list(grads))
+                values = finals.norms(tensors, 2.0)
             else:
-                values = measure.statistics(stat, list(grads.values()))
+                values = measure.statistics(stat, finals.of(tensors))
             self._state.recorder.add(key, lane.clock.step, columns, values, replace=True)
-
-    def _shared(self, grads: dict[int, Tensor], edited: set[int]) -> dict[int, Tensor]:
-        """Give each tensor a gradient of its own where two share memory, or the script holds it."""
-        everything, all_grads = self._state.targets.grads(range(len(self._state.targets)))
-        parts = [_dist.local(grad) for grad in all_grads]
-        aliased = {everything[position] for position in _torch.overlapping(parts)}
-        own = dict(grads)
-        for tensor, grad in grads.items():
-            if tensor not in edited:
-                continue
-            # A gradient with a graph (`create_graph=True`) is a value that the graph still needs.
-            graph = grad.requires_grad or grad.grad_fn is not None
-            # Parts of sharded gradients lie side by side in one buffer by design.
-            lone = grad.layout == torch.strided and not _dist.is_sharded(grad)
-            if graph or tensor in aliased or (lone and _torch.shares_storage(grad)):
-                own[tensor] = grad.detach().clone()
-            # A bound on addends is no bound on their sum.
-            own[tensor] = _dist.settled(own[tensor])
-        return own
-
-    def _own(self, tensor: int, grad: Tensor) -> Tensor:
-        param = self._state.targets.param(tensor)
-        if param is not None and param.grad is not grad:
-            param.grad = grad
-        return grad
 
 
 def _apply(edit: Edit, grads: list[Tensor]) -> None:

@@ -24,7 +24,10 @@ _DOUBTS = 256
 
 @dataclass(slots=True)
 class Tally:
-    """What one rule has done. ``altered`` counts on the device, to be read when asked for."""
+    """What one rule has done.
+
+    ``altered`` counts on the device, to be read when asked for; ``known`` what the host knows anyway.
+    """
 
     matched: int
     fired: int = 0
@@ -32,6 +35,7 @@ class Tally:
     quiet: int = 0
     due: bool = False
     altered: dict[torch.device, Tensor] = field(default_factory=dict)
+    known: int = 0
     warnings: list[str] = field(default_factory=list)
 
 
@@ -120,10 +124,13 @@ class Journal:
         tally.fired += count
         tally.last_step = step
 
-    def altered(self, rule: str, flag: Tensor) -> None:
-        """Count a firing that altered something, without reading the flag."""
+    def altered(self, rule: str, flag: Tensor | int) -> None:
+        """Count firings that altered something, without reading a flag."""
         if _torch.is_capturing():
             return  # Every replay would begin to count from zero.
+        if not isinstance(flag, Tensor):
+            self._tallies[rule].known += flag
+            return
         counts = self._tallies[rule].altered
         counter = counts.get(flag.device)
         if counter is None:
@@ -155,7 +162,7 @@ class Journal:
         self.settle()
         found: dict[str, RuleStatus] = {}
         for rule, tally in self._tallies.items():
-            altered = sum(int(counter) for counter in tally.altered.values())
+            altered = tally.known + sum(int(counter) for counter in tally.altered.values())
             found[rule] = RuleStatus(
                 matched=tally.matched,
                 fired=tally.fired,

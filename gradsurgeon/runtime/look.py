@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from gradsurgeon.runtime.measure import Count, Norms, counts, norms, pick, stati
 from gradsurgeon.runtime.passes import Pass
 from gradsurgeon.runtime.scaling import unscaled
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.targets import marks
+from gradsurgeon.runtime.targets import mark, marks
 
 
 @dataclass(slots=True)
@@ -56,6 +56,13 @@ class Look:
         seen = dict(zip(self.tensors, zip(*self.marks, strict=True), strict=True))
         found = zip(tensors, zip(*now, strict=True), strict=True)
         return [place for place, (tensor, mark) in enumerate(found) if seen.get(tensor) != mark]
+
+    def follow(self, grads: Mapping[int, Tensor]) -> None:
+        """Take gradients for those that were seen: what was written to them since is known."""
+        ids, versions = self.marks
+        places = {tensor: place for place, tensor in enumerate(self.tensors)} if grads else {}
+        for tensor, grad in grads.items():
+            ids[places[tensor]], versions[places[tensor]] = mark(grad)
 
 
 def after_pass(state: State, done: Pass) -> dict[Clock, Look]:

@@ -17,6 +17,7 @@ from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import in_backward
+from gradsurgeon.runtime.deciding import changes
 from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
@@ -83,7 +84,7 @@ class Sites:
         edit = self.state.edits[rule.id]
         if count:
             with torch.no_grad(), _torch.aside(tensor) as seen:
-                self.state.journal.altered(rule.id, edit.alters(_numbers.values(seen)))
+                self.state.journal.altered(rule.id, changes(edit, seen))
             self.state.journal.fired(rule.id, self.clock_of(owner).step)
         out = _numbers.on_values(edit.apply, tensor)
         self._mark(rule, out)
@@ -161,10 +162,11 @@ class Sites:
             if rule.role == "edit":
                 edit = self.state.edits[rule.id]
                 with torch.no_grad(), _torch.aside(out) as seen:
-                    true = _numbers.values(unscaled(seen, scale))
-                    self.state.journal.altered(rule.id, edit.alters(true))
+                    changed = changes(edit, unscaled(seen, scale))
+                    self.state.journal.altered(rule.id, changed)
                 self.state.journal.fired(rule.id, self.clock_of(owner).step)
-                out = _numbers.on_values(in_true_units(edit.apply, scale), out)
+                if changed is not False:
+                    out = _numbers.on_values(in_true_units(edit.apply, scale), out)
             else:
                 self._look(rule, names[rule.id], unscaled(out, scale), owner)
         return out if self.state.mode == "act" else grad
