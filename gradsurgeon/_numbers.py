@@ -57,15 +57,16 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     squares overflows: see `nonfinite`. An empty gradient has norm 0.
     """
     with torch.no_grad():
+        kinds = {(grad.dtype, grad.layout) for grad in grads}
         dense = grads
-        if {grad.layout for grad in grads} != {torch.strided}:
+        if any(layout != torch.strided for _, layout in kinds):
             dense = [values(grad) for grad in grads]
-        sizes = [grad.numel() for grad in dense]
-        kinds = {grad.dtype for grad in dense}
         # What differs between devices is decided here, by measurement.
         on_host = order == 2.0 and dense[0].is_cpu  # noqa: PLR2004 # l2
-        if on_host and len(kinds) == 1 and kinds <= _DOTTED and max(sizes) <= _FEW:
-            return _packed(dense, order)
+        if on_host and len(kinds) == 1 and dense[0].dtype in _DOTTED:
+            sizes = [grad.numel() for grad in dense]
+            if max(sizes) <= _FEW:
+                return _packed(dense, order, sizes)
         return _by_kind(dense, order, _way_on_host if on_host else _way_on_device)
 
 
@@ -110,9 +111,9 @@ def _each(grads: Sequence[Tensor], order: float) -> Tensor:
     return torch.stack(found).to(torch.float32)
 
 
-def _packed(grads: Sequence[Tensor], _order: float) -> Tensor:
+def _packed(grads: Sequence[Tensor], _order: float, sizes: Sequence[int] = ()) -> Tensor:
     """Return the 2-norms of small tensors: one copy, one reduction by segments."""
-    lengths = _lengths(tuple([grad.numel() for grad in grads]))
+    lengths = _lengths(tuple(sizes or [grad.numel() for grad in grads]))
     # A plain sum, one after another, would lose digits in float32.
     squares = _torch.flattened(grads).to(torch.float64).square()
     return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).sqrt_().float()

@@ -206,6 +206,8 @@ class Engine:
             after_pass(self._state, Pass(order=having))
         else:
             self._passes.settle()
+            if self._is_idle(clock):
+                return Verdict()
             self._catch_up(clock)
         verdict = self._traps.decide(clock, self._edits.run(clock))
         if self._traps.differ_by_rank and self._state.ranks.together:
@@ -218,6 +220,13 @@ class Engine:
                 for tensor in lane.tensors
             )
         return verdict
+
+    def _is_idle(self, clock: Clock) -> bool:
+        """Tell whether nothing is due for a clock, whose hooks are off then."""
+        program = self._state.program
+        if program.modules or program.tags or clock is self._state.clocks.common:
+            return False
+        return not self._state.agenda(clock).lanes
 
     def _catch_up(self, clock: Clock) -> None:
         """Look at gradients that came before the hooks.
@@ -263,7 +272,7 @@ class Engine:
         if took_place and not self._state.paused:
             self._notice_silence(clock)
             if not inside:  # the hooks on this very gradient may still be running
-                self._upkeep.look(clock)
+                self._upkeep.look(clock, idle=self._is_idle(clock))
         self._traps.done(clock)
         self.sites.missed(clock)
         self._edits.forget()

@@ -35,28 +35,26 @@ class Count:
 
 def norms(tensors: Sequence[int], grads: Sequence[Tensor], order: float = 2.0) -> Norms:
     """Return the norms of gradients, float32; one tensor per device, with the tensors it covers."""
-    if _dist.any_sharded(grads):
+    sharded = _dist.any_sharded(grads)
+    if sharded:
         grads = [_dist.settled(grad) for grad in grads]
-    devices: dict[torch.device, list[int]] = {}
-    kinds = {grad.device for grad in grads}
-    if len(kinds) == 1:
-        with torch.no_grad():
-            return ((tuple(tensors), _norms(grads, order)),)
-    for position, grad in enumerate(grads):
-        devices.setdefault(grad.device, []).append(position)
+    own = _norms if sharded else _numbers.norms
     with torch.no_grad():
+        if len({grad.device for grad in grads}) == 1:
+            return ((tuple(tensors), own(grads, order)),)
+        devices: dict[torch.device, list[int]] = {}
+        for position, grad in enumerate(grads):
+            devices.setdefault(grad.device, []).append(position)
         return tuple(
             (
                 tuple(tensors[position] for position in positions),
-                _norms([grads[position] for position in positions], order),
+                own([grads[position] for position in positions], order),
             )
             for positions in devices.values()
         )
 
 
 def _norms(grads: Sequence[Tensor], order: float) -> Tensor:
-    if not _dist.any_sharded(grads):
-        return _numbers.norms(grads, order)
     found = _numbers.norms([_dist.local(grad) for grad in grads], order)
     if math.isinf(order):
         return _maximum(grads, found)
@@ -173,6 +171,9 @@ def suspects(found: Norms) -> list[int]:
     """Return the tensors whose norm is not finite. Reads the device: once per device."""
     bad: list[int] = []
     for tensors, values in found:
+        # Nearly always all are finite, and so is their sum.
+        if math.isfinite(values.sum().item()):
+            continue
         bad += [tensors[i] for i in (~values.isfinite()).nonzero().flatten().tolist()]
     return bad
 

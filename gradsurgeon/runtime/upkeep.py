@@ -39,8 +39,16 @@ class Upkeep:
         """Note that the hooks of some tensors were called."""
         self._arrived.update(tensors)
 
-    def look(self, clock: Clock) -> None:
-        """Look after the hooks on the tensors of a clock; a step of it is over."""
+    def look(self, clock: Clock, *, idle: bool) -> None:
+        """Look after the hooks on the tensors of a clock; a step of it is over.
+
+        Args:
+            clock: whose step it was.
+            idle: there were no hooks to look after.
+        """
+        if idle:
+            self._changes.stepped()
+            return
         seen = self._state.looks.get(clock)
         bypassed = self._arming.bypassed(self._arrived, clock, seen)
         self._changes.stepped()
