@@ -42,7 +42,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
             warnings[rule.id] = (text,)
             continue
         if rule.target == "tensors":
-            bindings += [_binding(rule, pattern.text) for pattern in rule.patterns]
+            bindings += _bindings(rule, ())
             warnings[rule.id] = (*rule.notes, "binds when the script tags a tensor so")
             continue
         known = names[rule.target]
@@ -53,7 +53,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
         complaints += [place + text for text in obstacles(rule, matched, manifest)]
         elsewhere = () if alone or matched else ("matches nothing in this model",)
         warnings[rule.id] = (*doubts, *elsewhere, *_doubts(rule, matched), *rule.notes)
-        bindings += [_bound(rule, thing) for thing in matched]
+        bindings += _bindings(rule, matched)
     if complaints:
         raise BindError(complaints)
     plan = Plan(rules, manifest, tuple(bindings), warnings)
@@ -123,15 +123,17 @@ def is_for(model: str, manifest: Manifest) -> bool:
     return any(pattern.matches(name) for name in manifest.model_type or (manifest.origin,))
 
 
-def _binding(rule: Rule, name: str) -> Binding:
-    return Binding(rule.id, name, (), str(rule.ref), rule.point, hook_of(rule))
-
-
-def _bound(rule: Rule, thing: Thing) -> Binding:
-    binding = replace(_binding(rule, thing.name), aliases=thing.aliases)
-    if isinstance(thing, Module):
-        return binding
-    return replace(binding, numel=thing.numel, dormant=not thing.requires_grad)
+def _bindings(rule: Rule, matched: Sequence[Thing]) -> Iterator[Binding]:
+    """Yield what a rule is bound to; what is the same for all is asked once: there can be thousands."""
+    rule_id, tensor, point, hook = rule.id, str(rule.ref), rule.point, hook_of(rule)
+    if rule.target == "tensors":
+        for pattern in rule.patterns:
+            yield Binding(rule_id, pattern.text, (), tensor, point, hook)
+    for thing in matched:
+        numel, dormant = (
+            (0, False) if isinstance(thing, Module) else (thing.numel, not thing.requires_grad)
+        )
+        yield Binding(rule_id, thing.name, thing.aliases, tensor, point, hook, numel, dormant)
 
 
 def _doubts(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:

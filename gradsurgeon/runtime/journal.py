@@ -126,11 +126,11 @@ class Journal:
 
     def altered(self, rule: str, flag: Tensor | int) -> None:
         """Count firings that altered something, without reading a flag."""
-        if _torch.is_capturing():
-            return  # Every replay would begin to count from zero.
         if not isinstance(flag, Tensor):
             self._tallies[rule].known += flag
             return
+        if _torch.is_capturing():
+            return  # Every replay would begin to count from zero.
         counts = self._tallies[rule].altered
         counter = counts.get(flag.device)
         if counter is None:
