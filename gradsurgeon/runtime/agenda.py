@@ -12,12 +12,17 @@ from gradsurgeon.store import Key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """The tensors of one rule that go by one clock."""
+    """The tensors of one rule that go by one clock.
+
+    ``parts`` are the rules that are reported on where this one runs: several where it does the work of
+    several.
+    """
 
     rule: Rule
     clock: Clock
     tensors: tuple[int, ...]
     keys: dict[str, Key]
+    parts: tuple[Rule, ...]
 
 
 class Agenda:
@@ -27,6 +32,7 @@ class Agenda:
         in_backward: those that act while a backward pass runs.
         after: those that look once it is over.
         at_step: those that act right before the update.
+        in_update: what is run for them.
         watched: the tensors of ``after``, ascending.
         trapped: those of them that a trap watches, ascending.
         stepped: the tensors of ``at_step``, ascending.
@@ -40,6 +46,7 @@ class Agenda:
         "edited",
         "hooked",
         "in_backward",
+        "in_update",
         "stepped",
         "trapped",
         "traps",
@@ -47,11 +54,16 @@ class Agenda:
     )
 
     def __init__(
-        self, in_backward: Iterable[Lane], after: Iterable[Lane], at_step: Iterable[Lane]
+        self,
+        in_backward: Iterable[Lane],
+        after: Iterable[Lane],
+        at_step: Iterable[Lane],
+        in_update: Iterable[Lane],
     ) -> None:
         self.in_backward = tuple(in_backward)
         self.after = tuple(after)
         self.at_step = tuple(at_step)
+        self.in_update = tuple(in_update)
         self.traps = tuple(lane for lane in self.after if lane.rule.role == "trap")
         self.watched = _tensors(self.after)
         self.trapped = _tensors(self.traps)
@@ -63,7 +75,7 @@ class Agenda:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """All of them."""
+        """All of them, one for each rule."""
         return (*self.in_backward, *self.after, *self.at_step)
 
 
@@ -74,11 +86,20 @@ def _tensors(lanes: Iterable[Lane]) -> tuple[int, ...]:
 class Lanes:
     """The lanes of one clock, whether due or not."""
 
-    def __init__(self, in_backward: list[Lane], after: list[Lane], at_step: list[Lane]) -> None:
-        self._moments = (in_backward, after, at_step)
+    def __init__(
+        self,
+        in_backward: list[Lane],
+        after: list[Lane],
+        at_step: list[Lane],
+        in_update: list[Lane],
+    ) -> None:
+        self._moments = (in_backward, after, at_step, in_update)
         # Most rules act in every step, and need not be asked.
         self._scheduled = [
-            lane.rule.steps for some in self._moments for lane in some if not lane.rule.steps.always
+            lane.rule.steps
+            for some in self._moments[:3]
+            for lane in some
+            if not lane.rule.steps.always
         ]
         self._known: dict[tuple[bool, ...], Agenda] = {}
 

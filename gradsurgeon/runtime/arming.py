@@ -206,7 +206,8 @@ class Arming:
         try:
             if rules:
                 label = "+".join(rule.id for rule in rules)
-                hook = TensorHook(self._state, self._passes, tensor, f"{label}:{name}", rules)
+                own = self._state.program.in_hook[tensor]
+                hook = TensorHook(self._state, self._passes, tensor, f"{label}:{name}", own)
                 yield _torch.register_hook(param, hook)
             if tensor in self._guards:
                 yield self._put_guard(tensor, param)

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import Rule
+from gradsurgeon.compiler import Piece
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.compiled import in_backward
-from gradsurgeon.runtime.deciding import changes
+from gradsurgeon.runtime.deciding import changes_of_each
 from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.state import State
@@ -80,13 +81,13 @@ class PassHook(Hook):
 
 
 class TensorHook(Hook):
-    """Tensor hook: the rules at `backward` on one parameter, in file order."""
+    """Tensor hook: what is run for the rules at `backward` on one parameter."""
 
     def __init__(
-        self, state: State, passes: Passes, tensor: int, label: str, rules: tuple[Rule, ...]
+        self, state: State, passes: Passes, tensor: int, label: str, pieces: tuple[Piece, ...]
     ) -> None:
         super().__init__(state, passes, tensor, label)
-        self._rules = rules
+        self._pieces = pieces
 
     @in_backward
     def __call__(self, grad: Tensor | None) -> Tensor | None:
@@ -97,7 +98,7 @@ class TensorHook(Hook):
             return None
         state, passes = live
         clock = state.clocks[self._tensor]
-        due = [rule for rule in self._rules if rule.steps.due(clock.step)]
+        due = [piece for piece in self._pieces if piece.rule.steps.due(clock.step)]
         param = state.targets.param(self._tensor)
         if not due or param is None:
             return None
@@ -106,16 +107,21 @@ class TensorHook(Hook):
             state.journal.once("autograd.grad", text, step=clock.step)
             return None
         check_capture(state)
+        if state.scaling.scale is not None:
+            # A rule lets elements pass that are not finite, whatever made them so.
+            due = [one for piece in due for one in piece.apart]
         out = grad
-        for rule in due:
-            out = self._one(state, passes, rule, out)
-            if rule.role != "capture":
-                state.journal.fired(rule.id, clock.step)
+        for piece in due:
+            out = self._one(state, passes, piece, out)
+            if piece.rule.role != "capture":
+                for rule in piece.parts:
+                    state.journal.fired(rule.id, clock.step)
         return None if out is grad or state.mode == "observe" else out
 
-    def _one(self, state: State, passes: Passes, rule: Rule, grad: Tensor) -> Tensor:
+    def _one(self, state: State, passes: Passes, piece: Piece, grad: Tensor) -> Tensor:
+        rule = piece.rule
         if rule.role == "edit":
-            return self._edit(state, rule, grad)
+            return self._edit(state, piece, grad)
         if rule.role == "capture":
             name, step = state.program.names[self._tensor], state.clocks[self._tensor].step
             true = _dist.whole(unscaled(grad, state.scaling.scale))
@@ -127,21 +133,23 @@ class TensorHook(Hook):
         passes.current().logged.setdefault(rule.id, {})[self._tensor] = found
         return grad
 
-    def _edit(self, state: State, rule: Rule, grad: Tensor) -> Tensor:
-        edit = state.edits[rule.id]
-        check_layout(rule, grad, state.program.names[self._tensor])
-        if _dist.is_partial(grad) and not rule.linear:
-            raise GradSurgeonError(_pending(rule, state.program.names[self._tensor]))
+    def _edit(self, state: State, piece: Piece, grad: Tensor) -> Tensor:
+        for rule in piece.parts:
+            check_layout(rule, grad, state.program.names[self._tensor])
+            if _dist.is_partial(grad) and not rule.linear:
+                raise GradSurgeonError(_pending(rule, state.program.names[self._tensor]))
         scale = state.scaling.scale
         part = _dist.local(grad)
         with torch.no_grad():
             true = unscaled(part, scale)
-            changed = changes(edit, true)
-            state.journal.altered(rule.id, changed)
-            mention_giving_up(state, rule, true, state.clocks[self._tensor].step)
-        if changed is False:
+            changed = changes_of_each([state.edits[rule.id] for rule in piece.parts], true)
+            for rule, flag in zip(piece.parts, changed, strict=True):
+                state.journal.altered(rule.id, flag)
+            mention_giving_up(state, piece.rule, true, state.clocks[self._tensor].step)
+        if all(flag is False for flag in changed):
             return grad
-        out = _numbers.on_values(in_true_units(edit.apply, scale), part)
+        apply = in_true_units(state.edits[piece.rule.id].apply, scale)
+        out = _numbers.on_values(apply, part)
         return _dist.like(out, grad) if _dist.is_sharded(grad) else out
 
 

@@ -13,7 +13,7 @@ from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.agenda import Lane
 from gradsurgeon.runtime.backward import LEFT_ALONE, check_layout
 from gradsurgeon.runtime.clock import Clock
-from gradsurgeon.runtime.deciding import can_decide, decide
+from gradsurgeon.runtime.deciding import can_decide, changes_of_each, decide_each
 from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.look import keep
 from gradsurgeon.runtime.state import State
@@ -46,13 +46,14 @@ class StepEdits:
         with torch.no_grad():
             finals.unscale(agenda.edited)
             try:
-                for lane in agenda.at_step:
+                for lane in agenda.in_update:
                     if having := finals.having(lane.tensors):
                         self._one(lane, finals, having)
-                        if lane.rule.role != "capture":  # counts by itself
-                            state.journal.fired(lane.rule.id, clock.step, len(having))
-                        if lane.rule.may_overflow and acting:
-                            suspicious.update(having)
+                        for rule in lane.parts:
+                            if rule.role != "capture":  # counts by itself
+                                state.journal.fired(rule.id, clock.step, len(having))
+                            if rule.may_overflow and acting:
+                                suspicious.update(having)
             finally:
                 finals.rescale()
         if acting:
@@ -90,29 +91,29 @@ class StepEdits:
             state.journal.altered(rule.id, len(tensors))
         else:
             edit = state.edits[rule.id]
-            if not rule.keeps_zero:
-                for tensor in tensors:
-                    check_layout(rule, finals[tensor], state.program.names[tensor])
+            for part in lane.parts:
+                if not part.keeps_zero:
+                    for tensor in tensors:
+                        check_layout(part, finals[tensor], state.program.names[tensor])
             if edit.by_norm is not None:
                 self._by_norm(lane, edit.by_norm, finals, tensors)
             else:
                 self._elementwise(lane, edit, finals, tensors)
 
     def _elementwise(self, lane: Lane, edit: Edit, finals: Finals, tensors: Sequence[int]) -> None:
-        journal, rule = self._state.journal, lane.rule.id
+        journal = self._state.journal
+        each = [self._state.edits[rule.id] for rule in lane.parts]
         parts = {tensor: _dist.local(finals[tensor]) for tensor in tensors}
-        known = [tensor for tensor, part in parts.items() if can_decide(edit, part)]
-        ranges = finals.ranges(known)
-        biting = [
-            tensor
-            for tensor, found in zip(known, ranges, strict=True)
-            if decide(edit, parts[tensor], found)
-        ]
-        journal.altered(rule, len(biting))
+        known = [t for t, part in parts.items() if all(can_decide(one, part) for one in each)]
+        answers = decide_each(each, [parts[tensor] for tensor in known], finals.ranges(known))
+        for rule, own in zip(lane.parts, answers, strict=True):
+            journal.altered(rule.id, sum(own))
+        biting = [tensor for tensor, *own in zip(known, *answers, strict=True) if any(own)]
         unknown = parts.keys() - set(known)
         blind = [tensor for tensor in tensors if tensor in unknown]
         for tensor in blind:
-            journal.altered(rule, edit.alters(_numbers.values(parts[tensor])))
+            for rule, flag in zip(lane.parts, changes_of_each(each, parts[tensor]), strict=True):
+                journal.altered(rule.id, flag)
         written = biting + blind
         _apply(edit, [_dist.local(grad) for grad in finals.writable(written)])
         finals.wrote(edit, biting)

@@ -48,8 +48,9 @@ class Session:
         start_step: int,
         writer: RunWriter | None = None,
         scaler: GradScaler | None = None,
+        optimize: bool = True,
     ) -> None:
-        program = compile_plan(plan)
+        program = compile_plan(plan, optimize=optimize)
         rules = plan.rules.rules
         self.plan = plan
         self._records = Records()
@@ -66,7 +67,9 @@ class Session:
             recorder=recorder,
             mode=mode,
             scaling=Scaling(scaler),
-            edits={rule.id: rule.compile() for rule in rules if rule.role == "edit"},
+            edits={
+                rule.id: rule.compile() for rule in (*rules, *program.merged) if rule.role == "edit"
+            },
         )
         if scaler is not None and scaler.is_enabled():
             refuse_scaling(program)
