@@ -33,6 +33,8 @@ def changes(edit: Edit, grad: Tensor) -> bool | Tensor:
 
 def decide(edit: Edit, grad: Tensor, found: Range) -> bool:
     """Tell whether an edit would change an element of a gradient with this range, on the host."""
+    if not grad.numel():
+        return False  # It has no range, and bounds that exclude 0 would bite on one that is made up.
     answer = None if edit.decided is None else edit.decided(*found, grad.dtype)
     return bool(edit.alters(_numbers.values(grad))) if answer is None else answer
 
@@ -104,6 +106,8 @@ class _Foreseen:
                 self._ranges[place] = ends
 
     def _changes(self, edit: Edit, place: int) -> bool:
+        if not self._grads[place].numel():
+            return False
         answer, found = None, self._ranges[place]
         if edit.decided is not None and (not self._ahead[place] or all(map(math.isfinite, found))):
             answer = edit.decided(*found, self._grads[place].dtype)
