@@ -81,12 +81,12 @@ def _chains(plan: Plan) -> Iterator[str]:
     for chain, names in groups.items():
         yield "  " + " -> ".join(f"{rule} (at {points[rule]})" for rule in chain)
         noun = "parameter" if names[0] in aliases else "tensor"
-        yield f"      {count(len(names), noun)}: {_abridged(names, aliases)}"
+        yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"
     if untouched:
         yield f"  no rule: {count(untouched, 'parameter')}"
 
 
-def _abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:
+def abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:
     """Return the names with runs of equal layers folded: ``h.{0..11}.attn.weight``."""
     folded: dict[str, list[str]] = {}
     for name in names:

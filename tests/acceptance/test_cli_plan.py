@@ -115,6 +115,25 @@ class TestPlan:
         )
         assert "no-bias (at backward) -> norms (at accumulated)" in table
 
+    def test_programs_before_and_after_optimization(self, here: pathlib.Path) -> None:
+        (here / "twice.yaml").write_text(
+            "version: 1\n"
+            "rules:\n"
+            '  - {id: calm, action: scale, params: "*", factor: 0.5}\n'
+            '  - {id: calmer, action: scale, params: "*.weight", factor: 0.25}\n'
+        )
+        done = call("plan", "twice.yaml", "--model", "net:build", cwd=here)
+        assert done.returncode == 0
+        assert done.stdout.partition("\nprograms")[2].splitlines() == [
+            " that run shorter than they are written",
+            "  at backward: calm (scale factor 0.5) -> calmer (scale factor 0.25)",
+            "      runs as: calm+calmer (scale factor 0.125)",
+            "      2 parameters: {0..1}.weight",
+        ]
+        assert "programs" not in call("plan", "edits.yaml", "--model", "net:build", cwd=here).stdout
+        form = call("plan", "twice.yaml", "--model", "net:build", "--format", "json", cwd=here)
+        assert json.loads(form.stdout)["chains"]["0.weight"] == ["calm", "calmer"]
+
     def test_a_model_that_needs_values_is_built_for_real(self, here: pathlib.Path) -> None:
         arguments = ("plan", "clean.yaml", "--model", "net:reads_a_value", "--format", "json")
         done = call(*arguments, cwd=here)
