@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,6 +16,8 @@ from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import Edit
 
 Range = tuple[float, float]
+# Carrying out an edit on so few elements takes no longer than telling what becomes of their range.
+_SMALL = 4096
 
 
 def can_decide(edit: Edit, grad: Tensor) -> bool:
@@ -43,13 +44,17 @@ def decide(edit: Edit, grad: Tensor, found: Range) -> bool:
 
 def changes_of_each(edits: Sequence[Edit], grad: Tensor) -> list[bool | Tensor]:
     """Tell of each of several edits, one after another, what `changes` tells of one."""
-    if all(can_decide(edit, grad) for edit in edits):
+    host = all(can_decide(edit, grad) for edit in edits)
+    if host and (len(edits) == 1 or grad.numel() > _SMALL):
         return [own[0] for own in decide_each(edits, [grad], [_numbers.ends(grad)])]
-    found = [changes(edits[0], grad)]
-    for before, edit in pairwise(edits):
+    ends = _numbers.ends(grad) if host else None
+    found: list[bool | Tensor] = []
+    for place, edit in enumerate(edits):
         # What a rule has changed is asked of what the rules before it have left.
-        grad = grad if found[-1] is False else _numbers.on_values(before.apply, grad)
-        found.append(changes(edit, grad))
+        found.append(changes(edit, grad) if ends is None else decide(edit, grad, ends))
+        if found[-1] is not False and place + 1 < len(edits):
+            grad = _numbers.on_values(edit.apply, grad)
+            ends = _numbers.ends(grad) if host else None
     return found
 
 
@@ -96,12 +101,10 @@ class _Foreseen:
         kinds: dict[torch.dtype, list[int]] = {}
         for place in places:
             self._ahead[place].append(edit)
+            # Ends that are not finite do not say what becomes of the range: NaN hides the other
+            # elements, and behind an infinity that is replaced another one is the end.
             if all(map(math.isfinite, self._ranges[place])):
                 kinds.setdefault(self._grads[place].dtype, []).append(place)
-            else:
-                # The ends do not say what becomes of the range: NaN hides the other elements, and
-                # behind an infinity that is replaced another one is the end.
-                self._ranges[place] = math.nan, math.nan
         for kind, own in kinds.items():
             found = after(edit, [self._ranges[place] for place in own], kind)
             for place, ends in zip(own, found, strict=True):

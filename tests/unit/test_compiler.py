@@ -157,6 +157,10 @@ ALL = " ".join(PARAMS)
             [halve("h1"), {"id": "kept", "action": "capture"}, halve("h2")],
             [("h1", ALL), ("kept", ALL), ("h2", ALL)],
         ),
+        (
+            [{"id": "off", "action": "zero"}, log("seen"), {"id": "again", "action": "zero"}],
+            [("off", ALL), ("seen", ALL), ("again", ALL)],
+        ),
         # A norm over the rule is one over all of its parameters, as they are by then.
         (
             [
