@@ -120,6 +120,60 @@ def is_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+class Stream:
+    """Orders work on memory that is used from several CUDA streams: each waits for the one before."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+
+    def follow(self, device: torch.device) -> None:
+        """Let the current stream of a device come after the one that was current last time."""
+        if device.type != "cuda":
+            return
+        cuda: Any = torch.cuda  # has no types
+        now = cuda.current_stream(device)
+        if self._last is not None and now != self._last:
+            now.wait_stream(self._last)
+        self._last = now
+
+
+class Arrival:
+    """A copy to the host under way, and what it is made of."""
+
+    def __init__(self, source: Tensor, event: Any = None) -> None:
+        # Must not be given to others before it has been read.
+        self._source: Tensor | None = source
+        self._event = event
+
+    def done(self) -> bool:
+        """Tell, without waiting, whether the copy can be read."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Wait until the copy can be read."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._source = None
+
+
+def landing(room: int, device: torch.device) -> Tensor:
+    """Return host memory for float32 numbers that `send` brings from a device."""
+    pinned = device.type == "cuda"
+    return torch.empty(room, dtype=torch.float32, device="cpu", pin_memory=pinned)
+
+
+def send(source: Tensor, target: Tensor) -> Arrival:
+    """Begin to copy to memory from `landing`: from CUDA without waiting, else at once."""
+    if source.device.type != "cuda":
+        target.copy_(source)
+        return Arrival(source)
+    cuda: Any = torch.cuda  # has no types
+    target.copy_(source, non_blocking=True)
+    event = cuda.Event()
+    event.record(cuda.current_stream(source.device))
+    return Arrival(source, event)
+
+
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
     """Return the elements of strided tensors of one dtype and device, one after another.
 
