@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeVar, cast
 
@@ -156,6 +157,15 @@ class Arrival:
         self._source = None
 
 
+@lru_cache(maxsize=256)
+def index(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return positions as an index on a device, brought there without waiting."""
+    with torch.inference_mode(mode=False):  # it is used outside as well
+        # A copy from pageable memory is one that waits.
+        found = torch.tensor(places, device="cpu", pin_memory=device.type == "cuda")
+        return found.to(device, non_blocking=True)
+
+
 def landing(room: int, device: torch.device) -> Tensor:
     """Return host memory for float32 numbers that `send` brings from a device."""
     pinned = device.type == "cuda"
@@ -231,6 +241,21 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
             if table is None or theirs is table:
                 return stepping(inner)
     return None if table is None else optimizer
+
+
+def set_found_inf(optimizer: Optimizer, flag: Tensor) -> None:
+    """Tell a fused optimizer by a flag on the device whether to leave everything as it is.
+
+    It is what `GradScaler` tells it by; nothing else is the way to read a flag without the host.
+    """
+    fused = cast("Any", optimizer)
+    fused.grad_scale, fused.found_inf = None, flag
+
+
+def clear_found_inf(optimizer: Optimizer) -> None:
+    """Take the flag of `set_found_inf` away."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
 
 
 def reinstall_hooks(param: Tensor) -> None:

@@ -43,6 +43,8 @@ class Recorder:
         self.records = records
         self.writer = writer
         self._statuses = statuses
+        # Notes events that are not noted yet.
+        self.late: Callable[[], None] | None = None
         self._ring: Ring[_Row] = Ring(self._take, rows=_ROWS_PER_FLUSH)
         # Where the last row of each series waits: statistics and lanes take turns within a step.
         self._places: dict[int, Slot[_Row]] = {}
@@ -99,6 +101,8 @@ class Recorder:
         if self.writer is not None:
             atexit.unregister(self._at_exit)
             if not self.writer.closed:
+                if self.late is not None:
+                    self.late()
                 self._settle()
                 self._write()
             self.writer.close()

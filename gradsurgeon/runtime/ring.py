@@ -95,9 +95,7 @@ class Ring(Generic[Item]):
         rows: how many rows of one width there is room for before they have to move.
     """
 
-    def __init__(
-        self, take: Callable[[Sequence[tuple[Item, Tensor]]], None], *, rows: int
-    ) -> None:
+    def __init__(self, take: Callable[[Sequence[tuple[Item, Tensor]]], None], *, rows: int) -> None:
         self._take = take
         self._rows = rows
         self._stretches: dict[torch.device, _Stretch] = {}
@@ -180,7 +178,7 @@ class Ring(Generic[Item]):
                 slot.waits = False
             self._under_way.append(batch)
             if not batch.arrivals:
-                self.settle()
+                self.arrive()
 
     def collect(self) -> bool:
         """Hand over what has arrived, without waiting; tell whether there was anything."""
@@ -195,6 +193,11 @@ class Ring(Generic[Item]):
         """Hand everything over. Waits for the device where something is there."""
         with self._lock:
             self.send()
+            self.arrive()
+
+    def arrive(self) -> None:
+        """Hand over what has been sent. Waits for it where it has not arrived."""
+        with self._lock:
             while self._under_way:
                 self._arrive(self._under_way.popleft())
 
