@@ -82,7 +82,7 @@ class Case:
         }
 
 
-Report = Callable[[Case, Iterator[float]], NonFiniteGradientError | None]
+Report = Callable[[Case, list[float]], NonFiniteGradientError | None]
 
 
 class Deferred:
@@ -180,7 +180,7 @@ class Deferred:
 
     def _take(self, rows: Sequence[tuple[Case, Tensor]]) -> None:
         for case, values in rows:
-            error = self._report(case, iter(values.tolist()))
+            error = self._report(case, values.tolist())
             if error is not None and self._error is None:
                 self._error = (case.number, error)
 

@@ -42,13 +42,18 @@ class _Stretch:
             self.memory = torch.empty(room, dtype=torch.float32, device=device)
         self.hosts: list[Tensor] = []
         self.turn = self.used = 0
+        if not _torch.is_host(self.memory):
+            self._prepare()
+
+    def _prepare(self) -> None:
+        with torch.inference_mode(mode=False):
+            room, device = len(self.memory), self.memory.device
+            self.hosts = [_torch.landing(room, device) for _ in range(_MOST_UNDER_WAY)]
 
     def send(self) -> tuple[Tensor, _torch.Arrival]:
         """Begin to copy what is used to the host."""
-        if not self.hosts:
-            with torch.inference_mode(mode=False):
-                room, device = len(self.memory), self.memory.device
-                self.hosts = [_torch.landing(room, device) for _ in range(_MOST_UNDER_WAY)]
+        if not self.hosts:  # on the host, where there is a device beside it
+            self._prepare()
         host = self.hosts[self.turn][: self.used]
         self.turn = (self.turn + 1) % len(self.hosts)
         self.stream.follow(self.memory.device)
