@@ -177,8 +177,10 @@ def test_rows_are_written_once_they_have_arrived_and_events_after_them(
     now[0] += 1.1
     recorder.add(KEY, 1, [0, 1], torch.tensor([0.0, 2.0]), replace=False)
     assert len(copies) == 1
+    recorder.end_step()
     assert written() == []
     copies[0].arrive()
+    now[0] += 0.1
     recorder.end_step()  # long before the next second is over
     assert written() == [(0, 1.0), (1, 2.0)]
     recorder.add(KEY, 2, [0, 1], torch.tensor([0.0, 3.0]), replace=False)
