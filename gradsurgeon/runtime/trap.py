@@ -24,7 +24,7 @@ from gradsurgeon.runtime.look import Look
 from gradsurgeon.runtime.measure import Count, as_dict, suspects, suspects_of
 from gradsurgeon.runtime.ranks import Word
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.verdict import Seen, Verdict, Watch
+from gradsurgeon.runtime.verdict import Seen, Verdict, Watch, outcome
 
 
 class Traps:
@@ -337,7 +337,7 @@ class Traps:
             then = "raise"
         name = finding.name
         head = f"step {step}, rule {rule.id}: {finding.head}"
-        text = "\n".join([head, _outcome(state, rule, then, in_a_row), *finding.lines])
+        text = "\n".join([head, outcome(rule, state.mode, then, in_a_row), *finding.lines])
         state.journal.altered(rule.id, torch.ones((), dtype=torch.bool))
         warn = then == "warn" and state.mode == "act"
         state.journal.emit("trap", text, rule=rule.id, step=step, name=name, warn=warn)
@@ -396,15 +396,3 @@ class Traps:
 
 def _norms_of(tensors: Sequence[int], grads: Sequence[Tensor]) -> dict[int, float]:
     return as_dict(measure.norms(tensors, grads))
-
-
-def _outcome(state: State, rule: NanTrap, then: str, in_a_row: int) -> str:
-    if state.mode == "observe":
-        return f"observing only: `then: {rule.then}` would have acted"
-    if then != rule.then:
-        return f"giving up: tripped {in_a_row} times in a row (give_up_after: {rule.give_up_after})"
-    return {
-        "raise": "stopped before the update: no weight was moved",
-        "skip-step": "step skipped: no weight and no optimizer state was touched",
-        "warn": "the update goes on (`then: warn`): expect non-finite weights",
-    }[then]

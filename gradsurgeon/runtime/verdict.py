@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from gradsurgeon.actions.nan_trap import NanTrap
 from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.runtime.look import Look
 from gradsurgeon.runtime.measure import Count
 from gradsurgeon.runtime.ranks import Word
+from gradsurgeon.runtime.state import Mode
 
 
 @dataclass(slots=True)
@@ -48,3 +50,16 @@ class Watch:
     looks: list[Look] = field(default_factory=list)
     in_a_row: dict[str, int] = field(default_factory=dict)
     scaled_away: int = 0
+
+
+def outcome(rule: NanTrap, mode: Mode, then: str, in_a_row: int) -> str:
+    """Return what becomes of a step in which a trap has tripped."""
+    if mode == "observe":
+        return f"observing only: `then: {rule.then}` would have acted"
+    if then != rule.then:
+        return f"giving up: tripped {in_a_row} times in a row (give_up_after: {rule.give_up_after})"
+    return {
+        "raise": "stopped before the update: no weight was moved",
+        "skip-step": "step skipped: no weight and no optimizer state was touched",
+        "warn": "the update goes on (`then: warn`): expect non-finite weights",
+    }[then]
