@@ -138,8 +138,12 @@ def _in_order(found: Sequence[tuple[Sequence[int], Tensor]], count: int) -> Tens
     """Put together what was found of the tensors at some places."""
     if len(found) == 1:
         return found[0][1]
-    joined = torch.cat([part for _, part in found])
     places = [place for own, _ in found for place in own]
+    if not found[0][1].is_cpu:
+        # An index would have to come from the host, which a CUDA graph cannot wait for.
+        parts = dict(zip(places, [one for _, part in found for one in part], strict=True))
+        return torch.stack([parts[place] for place in range(count)])
+    joined = torch.cat([part for _, part in found])
     out = torch.empty(count, dtype=joined.dtype, device=joined.device)
     out[torch.tensor(places, device=joined.device)] = joined
     return out
