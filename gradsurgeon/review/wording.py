@@ -16,6 +16,7 @@ from gradsurgeon.review.findings import Finding
 from gradsurgeon.review.folding import fold
 
 _SHOWN = 6
+_SAME = 10  # unchanged rules that are named
 _CHAIN = 40  # rules of one chain
 _NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
@@ -93,6 +94,16 @@ def chain(ids: Sequence[str], arrow: str) -> Words:
     if (more := len(ids) - _CHAIN) > 0:
         pieces.append(f" {arrow} {more} more")
     return tuple(pieces) or ("no rule",)
+
+
+def unchanged(ids: Sequence[str]) -> Words:
+    """Return the rules that did not change: the first few of many."""
+    pieces: list[str | Code] = []
+    for one in ids[:_SAME]:
+        pieces += [", ", Code(one)] if pieces else [Code(one)]
+    if (more := len(ids) - _SAME) > 0:
+        pieces.append(f" and {count(more, 'other')}")
+    return tuple(pieces)
 
 
 def finding(one: Finding, difference: Difference, arrow: str) -> Words:
