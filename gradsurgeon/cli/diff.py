@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from gradsurgeon.cli import fail
-from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.review import difference, markdown, sources, text
 
 if TYPE_CHECKING:
@@ -28,6 +28,11 @@ def run(arguments: argparse.Namespace) -> int:
         names = partial(sources.manifest_of, arguments.params, arguments.model)
         manifest = _unless(wrong, names)
     if old is None or new is None or manifest is None:
+        if (old is None) != (new is None) and "[unreadable-file]" in wrong[0]:
+            there = printable(arguments.new if old is None else arguments.old)
+            wrong.append(
+                f"there is nothing to compare {there} with; what its rules do: gradsurgeon plan {there}"
+            )
         return fail("\n".join(dict.fromkeys(wrong)))
     found = difference.compare(old, new, manifest)
     if arguments.format == "json":

@@ -62,8 +62,8 @@ def _lines(difference: Difference) -> Iterator[str]:
     yield ""
     if difference.findings:
         yield "> [!WARNING]"
-        for finding in difference.findings:
-            yield f"> - {_capital(_words(wording.finding(finding, difference, _ARROW)))}"
+        for words in wording.warnings(difference, _ARROW):
+            yield f"> - {_capital(_words(words))}"
         yield ""
     if difference.order_changed:
         yield f"Note: {_words(wording.order(difference, _ARROW))}."
@@ -157,5 +157,5 @@ def _cut(left: Sequence[str]) -> str:
     what = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
     return (
         f"*Cut here, because a comment on GitHub has an end: {what or 'the legend'} left out. "
-        "`gradsurgeon diff` in a terminal shows every rule and warning, `--format json` has all.*"
+        "`gradsurgeon diff` in a terminal shows every rule, `--format json` has all.*"
     )

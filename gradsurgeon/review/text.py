@@ -29,8 +29,8 @@ def _lines(difference: Difference) -> Iterator[str]:
     yield wording.summary(difference)
     if difference.findings:
         yield ""
-        for finding in difference.findings:
-            yield f"warning: {_plain(wording.finding(finding, difference, _ARROW))}"
+        for words in wording.warnings(difference, _ARROW):
+            yield f"warning: {_plain(words)}"
     if difference.order_changed:
         yield f"note: {_plain(wording.order(difference, _ARROW))}"
     for note in manifest.notes:

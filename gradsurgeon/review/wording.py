@@ -17,6 +17,7 @@ from gradsurgeon.review.folding import fold
 
 _SHOWN = 6
 _SAME = 10  # unchanged rules that are named
+_PAIRS = 10  # of rules that newly change the same tensors
 _CHAIN = 40  # rules of one chain
 _NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
@@ -104,6 +105,18 @@ def unchanged(ids: Sequence[str]) -> Words:
     if (more := len(ids) - _SAME) > 0:
         pieces.append(f" and {count(more, 'other')}")
     return tuple(pieces)
+
+
+def warnings(difference: Difference, arrow: str) -> Iterator[Words]:
+    """Yield the findings as sentences; of many pairs of rules that overlap the first, and how many."""
+    pairs = [one for one in difference.findings if one.kind == "overlap"]
+    for one in difference.findings:
+        if one not in pairs[_PAIRS:]:
+            yield finding(one, difference, arrow)
+    if more := pairs[_PAIRS:]:
+        start = f"{count(len(more), 'other pair')} of rules now change tensors together, such as "
+        first, second = more[0].rules
+        yield (start, Code(first), " and ", Code(second), ": `--format json` has all.")
 
 
 def finding(one: Finding, difference: Difference, arrow: str) -> Words:
