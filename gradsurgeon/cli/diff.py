@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from gradsurgeon.cli import fail
-from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.cli.lint import UNREADABLE
+from gradsurgeon.errors import GradSurgeonError, RuleFileError, printable
 from gradsurgeon.review import difference, markdown, sources, text
 
 if TYPE_CHECKING:
@@ -20,7 +21,9 @@ _Read = TypeVar("_Read")
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the difference; 1 where there is one and `--exit-code` asks, 2 where none can be told."""
-    wrong: list[str] = []  # on either side: whoever corrects one should not find the other then
+    wrong: list[
+        GradSurgeonError
+    ] = []  # on either side: whoever corrects one should not find the other then
     old = _unless(wrong, partial(sources.rules_at, arguments.old))
     new = _unless(wrong, partial(sources.rules_at, arguments.new))
     manifest = None
@@ -28,12 +31,12 @@ def run(arguments: argparse.Namespace) -> int:
         names = partial(sources.manifest_of, arguments.params, arguments.model)
         manifest = _unless(wrong, names)
     if old is None or new is None or manifest is None:
-        if (old is None) != (new is None) and "[unreadable-file]" in wrong[0]:
+        texts = dict.fromkeys(map(str, wrong))
+        if (old is None) != (new is None) and _is_unreadable(wrong[0]):
             there = printable(arguments.new if old is None else arguments.old)
-            wrong.append(
-                f"there is nothing to compare {there} with; what its rules do: gradsurgeon plan {there}"
-            )
-        return fail("\n".join(dict.fromkeys(wrong)))
+            plan = f"gradsurgeon plan {there}"
+            texts[f"there is nothing to compare {there} with; what its rules do: {plan}"] = None
+        return fail("\n".join(texts))
     found = difference.compare(old, new, manifest)
     if arguments.format == "json":
         # To a job of GitHub `##[` is the beginning of a command, wherever it stands in a line.
@@ -45,10 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
     return int(arguments.exit_code and found.in_effect)
 
 
-def _unless(wrong: list[str], read: Callable[[], _Read]) -> _Read | None:
+def _is_unreadable(error: GradSurgeonError) -> bool:
+    problems = error.problems if isinstance(error, RuleFileError) else ()
+    return any(problem.check == UNREADABLE for problem in problems)
+
+
+def _unless(wrong: list[GradSurgeonError], read: Callable[[], _Read]) -> _Read | None:
     """Return what is read; ``None`` where that is wrong, which is added to ``wrong``."""
     try:
         return read()
     except GradSurgeonError as error:
-        wrong.append(str(error))
+        wrong.append(error)
         return None

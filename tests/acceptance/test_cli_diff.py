@@ -164,7 +164,7 @@ class TestExitCodes:
         (here / "params.json").write_text('{"version": 1, "params": 3}')
         done = call("diff", *SIDES, "--exit-code", cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
-        for place in ("old.yaml:3:22: error", "old.yaml:4:", "new.yaml:3:", "params.json params: "):
+        for place in ("old.yaml:3:21: error", "old.yaml:4:", "new.yaml:3:", "params.json params: "):
             assert place in done.stderr
 
     @pytest.mark.parametrize(
