@@ -39,9 +39,9 @@ def code(text: str) -> str:
     """Return a user's text as code, in a table and out of it."""
     shown = printable(text)
     shown = f"{shown[:_WIDEST]}…" if len(shown) > _WIDEST else shown
-    # A bar ends a cell even in code, a backtick ends code, blanks at its ends are lost, and `##[` begins
-    # a command to a job in whose log this is printed.
-    if shown.strip() == shown != "" and not set("`|") & set(shown) and "##[" not in shown:
+    # A bar ends a cell even in code, a backtick ends code, blanks at its ends are lost, a tag means
+    # something to what looks for tags alone, and `##[` is a command in the log of a job.
+    if shown.strip() == shown != "" and not set("`|<") & set(shown) and "##[" not in shown:
         return f"`{shown}`"
     inner = "".join(char if char.isalnum() else f"&#{ord(char)};" for char in shown)
     return f"<code>{inner}</code>"
