@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 
 from gradsurgeon.review.difference import Chain, Change, Difference
@@ -77,6 +78,11 @@ def summary(difference: Difference, arrow: str = "->") -> str:
 
 def names(some: Sequence[str]) -> Words:
     """Return names, folded; the first few of many."""
+    return _folded(tuple(some))
+
+
+@lru_cache(maxsize=64)  # many findings are about the same names
+def _folded(some: tuple[str, ...]) -> Words:
     folded = list(fold(some).items())
     pieces: list[str | Code] = []
     for text, number in folded[:_SHOWN]:

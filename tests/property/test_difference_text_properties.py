@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -80,7 +81,8 @@ def difference(known: list[str], file: str, pattern: str, *, turned: bool = Fals
     ]
     sides = [gradsurgeon.load({"version": 1, "rules": rules}) for rules in (old, new)]
     named = [RuleSet(one.rules, file=file) for one in sides]
-    return compare(*(named[::-1] if turned else named), manifest)
+    first, second = named[::-1] if turned else named
+    return compare(first, second, manifest)
 
 
 def plain(line: str) -> str:
@@ -156,8 +158,8 @@ def large(count: int = 20, layers: int = 1000) -> Difference:
     for at, rule in enumerate(sides[1]):
         rule |= {"params": f"layers.{{{at * 7}..{at * 90 + 400}}}.*", "factor": 3.0}
     sides[1].append({"id": "none", "action": "zero", "params": "gone.*"})
-    rules = [gradsurgeon.load({"version": 1, "rules": one}) for one in sides]
-    return compare(*rules, manifest)
+    old, new = (gradsurgeon.load({"version": 1, "rules": one}) for one in sides)
+    return compare(old, new, manifest)
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +189,17 @@ class TestSize:
             assert (int(told[1].replace(",", "")) if told else 0) == missing
         assert "`gradsurgeon diff` in a terminal" in note
 
+    def test_no_heading_is_left_without_what_it_is_for(self) -> None:
+        small = large(3, 30)
+        whole = markdown.render(small, limit=10**9)
+        endings = set()
+        for limit in range(1200, len(whole), 20):
+            *lines, _, _ = markdown.render(small, limit=limit).splitlines()
+            endings.add([line for line in lines if line not in {"", "</details>"}][-1])
+        assert len(endings) > 10
+        for line in endings:
+            assert not re.match(r"\|-|\| \||\| Tensors|<|> \[|The rules of each", line)
+
     def test_what_stops_training_comes_first_and_stays(self, found: Difference) -> None:
         assert found.findings[0].kind == "no-match"
         assert "> - `none` matches nothing" in markdown.render(found, limit=2_000)
@@ -202,8 +215,8 @@ class TestSize:
         same = [{"id": f"same-{at}", "action": "norm-log", "params": "*"} for at in range(100)]
         more = [*same, {"id": "off", "action": "zero", "params": "*"}]
         manifest = Manifest("Net", (Param("w", (), (2,), "float32", True, ()),))
-        sides = [gradsurgeon.load({"version": 1, "rules": rules}) for rules in (same, more)]
-        found = compare(*sides, manifest)
+        old, new = (gradsurgeon.load({"version": 1, "rules": rules}) for rules in (same, more))
+        found = compare(old, new, manifest)
         for written in (markdown.render(found), text.render(found)):
             (line,) = re.findall(r"(?m)^(?:\| )?= .*$", written)
             assert "and 90 others" in line

@@ -243,7 +243,7 @@ class TestWithNames:
 
     def test_no_number_of_doubts_hides_an_error(self, tmp_path: pathlib.Path) -> None:
         doubts = "".join(
-            f'  - {{id: r{at}, action: scale, params: "layers.{at % 12}.*", factor: 1}}\n'
+            f'  - {{id: r{at}, action: clamp, params: "layers.{at % 12}.*", at: backward, max: 1}}\n'
             for at in range(300)
         )
         wrong = '  - {id: z, action: scale, params: "h.*", factor: 2}\n'

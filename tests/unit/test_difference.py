@@ -178,7 +178,8 @@ class TestNames:
         (change,) = found.changed
         assert change.renamed
         assert (change.was, change.id, change.fields[0].word) == ("before", "after", "tightened")
-        assert not (found.added or found.removed or found.renamed)
+        assert not (found.added or found.removed)
+        assert not found.renamed
         assert not found.params
 
     def test_so_is_one_that_matches_nearly_the_same(self) -> None:
