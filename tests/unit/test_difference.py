@@ -168,7 +168,9 @@ class TestNames:
     def test_a_renamed_rule_is_counted_once(self) -> None:
         found = diff([NORMS, zero("before")], [NORMS, zero("after")])
         assert [(one.was, one.id) for one in found.renamed] == [("before", "after")]
-        assert not (found.added or found.removed or found.changed)
+        assert not found.added
+        assert not found.removed
+        assert not found.changed
         assert not found.params
         assert found.findings == ()
         assert found.in_effect  # records go by ids
@@ -178,7 +180,8 @@ class TestNames:
         (change,) = found.changed
         assert change.renamed
         assert (change.was, change.id, change.fields[0].word) == ("before", "after", "tightened")
-        assert not (found.added or found.removed)
+        assert not found.added
+        assert not found.removed
         assert not found.renamed
         assert not found.params
 
