@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import gradsurgeon
+from gradsurgeon.schema import VERSION
 
 ROOT = Path(__file__).parents[1]
 # Distribution names of the peers and of what they stand on.
@@ -39,7 +39,7 @@ def describe(device: str) -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of everything that takes part; ``missing`` where a peer is not installed."""
     own = {
-        "gradsurgeon": gradsurgeon.__version__,
+        "gradsurgeon": VERSION,
         "commit": commit(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

@@ -14,13 +14,13 @@ from benchmarks import counts, peers, rule_sets
 from benchmarks.cases import BARE, Attached, Case, step_of
 from benchmarks.machine import EXTRA, version
 from benchmarks.measure import Budget, clock, compared, interleave, over, warm_up
-from benchmarks.workloads import WORKLOADS, Task, Workload
+from benchmarks.workloads import TINY, WORKLOADS, Task, Workload
 
 Row = dict[str, Any]
 Step = Callable[[], None]
 
 GROUP = "overhead"
-FULL = Budget(rounds=200, seconds=5.0, least=7)
+FULL = Budget(rounds=200, seconds=3.0, least=7)
 QUICK = Budget(rounds=60, seconds=0.8, least=5)
 # So many steps are watched for the memory at their peak; what waits on the device gathers over steps.
 _STEPS_WATCHED = 3
@@ -60,10 +60,12 @@ def all_cases() -> list[Case]:
 
 
 def planned(*, quick: bool) -> Iterator[tuple[Workload, list[Case]]]:
-    """Yield what is measured on which workload."""
+    """Yield what is measured on which workload; of the single actions one round is enough if quick."""
     for workload in WORKLOADS:
         if workload.quick or not quick:
-            yield workload, [case for case in all_cases() if case.suits(workload)]
+            cases = [case for case in all_cases() if case.suits(workload)]
+            short = quick and workload is not TINY
+            yield workload, [case for case in cases if not (short and case.alone)]
 
 
 def measured(
@@ -74,10 +76,10 @@ def measured(
     Args:
         device: kind of device.
         quick: the workloads and the budget of the quick mode.
-        only: pairs of workload and case, where not all are wanted.
+        only: pairs of workload and case, where not all are wanted; any workload then.
     """
     budget = QUICK if quick else FULL
-    for workload, cases in planned(quick=quick):
+    for workload, cases in planned(quick=quick and only is None):
         wanted = [case for case in cases if only is None or (workload.name, case.name) in only]
         if wanted:
             yield from of_workload(workload, wanted, device, budget)

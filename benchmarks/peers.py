@@ -64,15 +64,19 @@ def _grad_norm(task: Task) -> Attached:
     return Attached(after_backward=partial(grad_norm, task.model, norm_type=2))
 
 
-def _watch(log_freq: int, task: Task) -> Attached:
+def _watch(log_freq: int | None, task: Task) -> Attached:
     wandb: Any = import_module("wandb")
-    folder = tempfile.TemporaryDirectory(prefix="gradsurgeon-benchmark-", ignore_cleanup_errors=True)
+    folder = tempfile.TemporaryDirectory(
+        prefix="gradsurgeon-benchmark-", ignore_cleanup_errors=True
+    )
     quiet = wandb.Settings(silent=True, console="off")
     run = wandb.init(mode="offline", dir=folder.name, project="benchmark", settings=quiet)
-    run.watch(task.model, log="gradients", log_freq=log_freq)
+    if log_freq is not None:
+        run.watch(task.model, log="gradients", log_freq=log_freq)
 
     def detach() -> None:
-        run.unwatch(task.model)
+        if log_freq is not None:
+            run.unwatch(task.model)
         run.finish()
         folder.cleanup()
 
@@ -91,6 +95,7 @@ def cases() -> list[Case]:
         Case("detect_anomaly", "peer", _anomaly, forward=True),
         Case("DebugUnderflowOverflow", "peer", _underflow, forward=True, package="transformers"),
         Case("Lightning grad_norm", "peer", _grad_norm, package="lightning"),
+        Case("wandb.log alone, for comparison", "peer", partial(_watch, None), package="wandb"),
         Case("wandb.watch, log_freq=1", "peer", partial(_watch, 1), package="wandb"),
         Case("wandb.watch, log_freq=1000", "peer", partial(_watch, 1000), package="wandb"),
     ]

@@ -91,7 +91,7 @@ def together() -> dict[str, list[RuleDict]]:
 
 def on_modules() -> dict[str, list[RuleDict]]:
     """Return rules on the tensors of every module, by title."""
-    found = {
+    found: dict[str, RuleDict] = {
         f"norm-log on every module's {tensor}": {"action": "norm-log", "tensor": tensor}
         for tensor in ("output", "output.grad", "input.grad")
     }
@@ -105,7 +105,9 @@ def on_modules() -> dict[str, list[RuleDict]]:
     return {title: [{"modules": "*", **rule}] for title, rule in found.items()}
 
 
-def case(title: str, rules: Sequence[RuleDict], *, forward: bool = False, single: bool = False) -> Case:
+def case(
+    title: str, rules: Sequence[RuleDict], *, forward: bool = False, single: bool = False
+) -> Case:
     """Return rules as a case.
 
     Args:

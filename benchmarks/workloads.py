@@ -64,12 +64,14 @@ def given(count: int, size: int) -> Callable[[str], Task]:
 
     def build(device: str) -> Task:
         torch.manual_seed(0)
-        model = nn.ParameterList([nn.Parameter(torch.randn(size, device=device)) for _ in range(count)])
+        model = nn.ParameterList(
+            [nn.Parameter(torch.randn(size, device=device)) for _ in range(count)]
+        )
         params = list(model.parameters())
         grads = [torch.randn(size, device=device) for _ in params]
 
         def backward() -> None:
-            torch.autograd.backward(params, grads)  # type: ignore[no-untyped-call] # torch has no types there
+            torch.autograd.backward(params, grads)
 
         return Task(model, _sgd(model), backward)
 
@@ -139,7 +141,12 @@ def deep_mlp(device: str, layers: int = 5_000) -> Task:
 
 
 TINY = Workload(
-    "tiny", "200 tensors of 64, gradients given", given(200, 64), forward=False, quick=True, alone=True
+    "tiny",
+    "200 tensors of 64, gradients given",
+    given(200, 64),
+    forward=False,
+    quick=True,
+    alone=True,
 )
 WIDE = Workload(
     "wide",
