@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import check, overhead, plot, ranks, records, report, results, scaling, startup
-from benchmarks.machine import devices
+from benchmarks.machine import describe, devices, versions
 from benchmarks.overhead import Row
 from benchmarks.results import Result, ResultError
 from benchmarks.workloads import WORKLOADS
@@ -111,12 +111,18 @@ def _render() -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     chosen = [arguments.device] if arguments.device else devices()
+    used = versions()
     for number, device in enumerate(chosen):
-        begin = time.monotonic()
+        begin, date = time.monotonic(), datetime.now(tz=UTC).date().isoformat()
         rows = list(_told(_rows(device, arguments.only, quick=arguments.quick, host=number == 0)))
-        date = datetime.now(tz=UTC).date().isoformat()
-        seconds = time.monotonic() - begin
-        result = results.new(device, rows, date=date, quick=arguments.quick, seconds=seconds)
+        result = results.new(
+            device,
+            rows,
+            versions=used,
+            date=date,
+            quick=arguments.quick,
+            seconds=time.monotonic() - begin,
+        )
         print(report.report(result))
         _keep(result, arguments, several=len(chosen) > 1)
     return 0
@@ -194,12 +200,13 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _warn_of_differences(known: Result, device: str) -> None:
-    now = results.new(device, [], date="", quick=True, seconds=0.0)
-    pairs = [("machine", "device"), ("versions", "torch"), ("versions", "python")]
-    for part, key in pairs:
-        if known[part].get(key) != now[part][key]:
-            print(
-                f"note: the baseline has {key} {known[part].get(key)}, this is {now[part][key]}: ratios "
-                "differ a little for that alone",
-                file=sys.stderr,
-            )
+    used, machine = versions(), describe(device)
+    pairs = (
+        ("device", known["machine"].get("device"), machine["device"]),
+        ("torch", known["versions"].get("torch"), used["torch"]),
+        ("python", known["versions"].get("python"), used["python"]),
+    )
+    for what, before, now in pairs:
+        if before != now:
+            text = f"note: the baseline has {what} {before}, this is {now}: that alone moves ratios"
+            print(text, file=sys.stderr)

@@ -20,13 +20,20 @@ class ResultError(Exception):
 
 
 def new(
-    device: str, rows: list[dict[str, Any]], *, date: str, quick: bool, seconds: float
+    device: str,
+    rows: list[dict[str, Any]],
+    *,
+    versions: dict[str, str],
+    date: str,
+    quick: bool,
+    seconds: float,
 ) -> Result:
     """Return a result.
 
     Args:
         device: kind of device.
         rows: what was measured.
+        versions: of all that took part, as they were when it began.
         date: of the run, as ``2026-01-31``.
         quick: it was the quick mode.
         seconds: how long it took.
@@ -37,7 +44,7 @@ def new(
         "quick": quick,
         "minutes": round(seconds / 60, 1),
         "machine": machine.describe(device),
-        "versions": machine.versions(),
+        "versions": versions,
         "rows": rows,
     }
 
