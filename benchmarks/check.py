@@ -21,7 +21,7 @@ from benchmarks import overhead
 from benchmarks.cases import BARE
 from benchmarks.overhead import Row
 from benchmarks.report import table
-from benchmarks.targets import noise_limit, row_of
+from benchmarks.targets import row_of
 from benchmarks.workloads import WORKLOADS
 
 _SHARE = 0.1
@@ -126,9 +126,8 @@ def _bare(rows: Sequence[Row], row: Row, key: str) -> float:
     noise = row_of(rows, workload=row["workload"], case=BARE.name)
     if noise is None:
         return 0.0
-    if key == "step_ratio":
-        return noise_limit(noise) - 1.0
-    return max(abs(float(noise[key]["low"])), abs(float(noise[key]["high"])))
+    none = 1.0 if key == "step_ratio" else 0.0
+    return max(abs(float(noise[key][end]) - none) for end in ("low", "high"))
 
 
 def _noise(before: Any, now: Any, bare: float) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import check, overhead, plot, ranks, records, report, results, scaling, startup
+from benchmarks.cases import BARE
 from benchmarks.machine import describe, devices, versions
 from benchmarks.overhead import Row
 from benchmarks.results import Result, ResultError
@@ -64,6 +65,10 @@ def _parser() -> argparse.ArgumentParser:
         help="a group or a workload, as --list shows them; may be repeated",
     )  # fmt: skip
     parser.add_argument(
+        "--case", metavar="TEXT",
+        help="only the cases of overhead that have TEXT in their name, and the bare step",
+    )  # fmt: skip
+    parser.add_argument(
         "--device",
         choices=devices(),
         help="default: every kind that is present, one after the other",
@@ -114,7 +119,7 @@ def _run(arguments: argparse.Namespace) -> int:
     used = versions()
     for number, device in enumerate(chosen):
         begin, date = time.monotonic(), datetime.now(tz=UTC).date().isoformat()
-        rows = list(_told(_rows(device, arguments.only, quick=arguments.quick, host=number == 0)))
+        rows = list(_told(_rows(device, arguments, host=number == 0)))
         result = results.new(
             device,
             rows,
@@ -128,24 +133,35 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(device: str, only: Sequence[str] | None, *, quick: bool, host: bool) -> Iterator[Row]:
+def _rows(device: str, arguments: argparse.Namespace, *, host: bool) -> Iterator[Row]:
     """Yield what is wanted, one row after the other."""
-    pairs = _pairs(only or ())
-    if pairs:
-        yield from overhead.measured(device, quick=quick, only=pairs)
+    pairs = _pairs(arguments.only, arguments.case)
+    if pairs is not None:
+        yield from overhead.measured(device, quick=arguments.quick, only=pairs)
     for name, group in GROUPS.items():
-        if (only is None or name in only) and (host or name not in _ON_HOST):
-            yield from group(device, quick=quick)
+        whole = arguments.only is None and arguments.case is None
+        wanted = whole or name in (arguments.only or ())
+        if wanted and (host or name not in _ON_HOST):
+            yield from group(device, quick=arguments.quick)
 
 
-def _pairs(names: Sequence[str]) -> list[Pair]:
-    """Return the workloads of these names, each with all of its cases."""
-    return [
+def _pairs(only: Sequence[str] | None, text: str | None) -> set[Pair] | None:
+    """Return the workloads and cases that are named, the bare step with each; ``None`` if none are.
+
+    Args:
+        only: names of workloads, among others.
+        text: what the name of a case must contain.
+    """
+    named = [workload.name for workload in WORKLOADS if workload.name in (only or ())]
+    if text is None and not named:
+        return None
+    return {
         (workload.name, case.name)
         for workload, cases in overhead.planned(quick=False)
         for case in cases
-        if workload.name in names
-    ]
+        if workload.name in named or not named
+        if text is None or text in case.name or case is BARE
+    }
 
 
 def _told(rows: Iterator[Row]) -> Iterator[Row]:
@@ -160,7 +176,7 @@ def _told(rows: Iterator[Row]) -> Iterator[Row]:
 
 def _keep(result: Result, arguments: argparse.Namespace, *, several: bool) -> None:
     """Write what was measured where it is wanted."""
-    whole = not arguments.quick and arguments.only is None
+    whole = not arguments.quick and arguments.only is None and arguments.case is None
     path: Path | None = arguments.out or (results.place(result) if whole else None)
     if path is not None and arguments.out and several:
         path = path.with_stem(f"{path.stem}-{result['machine']['kind']}")
@@ -188,8 +204,8 @@ def _check(arguments: argparse.Namespace) -> int:
     def measure(only: Collection[Pair] | None) -> Iterator[Row]:
         return _told(overhead.measured(device, quick=True, only=only))
 
-    only = None if arguments.only is None else _pairs(arguments.only)
-    found = list(check.compared(known["rows"], list(measure(only))))
+    fresh = list(measure(_pairs(arguments.only, arguments.case)))
+    found = list(check.compared(known["rows"], fresh))
     if not found:
         raise ResultError(
             f"{path}: it has none of what was measured now, so nothing can be compared"

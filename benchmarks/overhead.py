@@ -98,11 +98,15 @@ def of_workload(
         if case.package and version(case.package) == "missing":
             yield row | {"skipped": f"needs {case.package}: {EXTRA}"}
             continue
-        with warnings.catch_warnings():
-            # Rules that nobody would write so, such as every action at once, are warned of.
-            warnings.simplefilter("ignore")
+        try:
             found, own, most = _series(bare, workload.build(device), case, budget)
-        yield row | found | own.beyond(count) | {"peak_bytes": most - peak}
+        except Exception as error:
+            if case.kind != "peer":
+                raise
+            # Half an hour of measurements must not be lost to somebody else's fault.
+            yield row | {"skipped": f"did not run: {type(error).__name__}: {error}"}
+        else:
+            yield row | found | own.beyond(count) | {"peak_bytes": most - peak}
         gc.collect()
 
 
@@ -113,6 +117,13 @@ def _repeat(step: Step) -> None:
 
 def _series(bare: Bare, task: Task, case: Case, budget: Budget) -> tuple[Row, counts.Counts, int]:
     """Return the times of one case, what its step does, and its memory at the peak."""
+    with warnings.catch_warnings():
+        # Rules that nobody would write so, such as every action at once, are warned of.
+        warnings.simplefilter("ignore")
+        return _measured(bare, task, case, budget)
+
+
+def _measured(bare: Bare, task: Task, case: Case, budget: Budget) -> tuple[Row, counts.Counts, int]:
     made: list[Attached] = []
 
     def begin() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from benchmarks import rule_sets
 from benchmarks.cases import Case, step_of
-from benchmarks.measure import rounded
+from benchmarks.measure import Budget, rounded
 from benchmarks.overhead import FULL, QUICK, Bare, Row
 from benchmarks.workloads import given
 
@@ -97,10 +97,10 @@ def measured(device: str, *, quick: bool) -> Iterator[Row]:
     for axis in AXES:
         for place in axis.quick if quick else axis.places:
             row = {"group": GROUP, "axis": axis.name, "about": axis.about, "at": place}
-            yield row | at(axis, place, device, quick=quick)
+            yield row | at(axis, place, device, budget=QUICK if quick else FULL)
 
 
-def at(axis: Axis, place: int, device: str, *, quick: bool) -> Row:
+def at(axis: Axis, place: int, device: str, *, budget: Budget) -> Row:
     """Return what rules cost at one place of an axis, and what it takes to put them on."""
     build = given(*axis.shape(place))
     bare, task = Bare(build(device), device), build(device)
@@ -111,7 +111,7 @@ def at(axis: Axis, place: int, device: str, *, quick: bool) -> Row:
         attached = case.attach(task)
         apply_s = time.process_time() - begin
         try:
-            found = bare.against(step_of(task, attached), QUICK if quick else FULL)
+            found = bare.against(step_of(task, attached), budget)
         finally:
             attached.detach()
     return found | {"apply_s": rounded(apply_s)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,9 +95,17 @@ def _idle(workload: str) -> Find:
 
 
 def noise_limit(noise: Row) -> float:
-    """Return up to where a ratio of steps is 1.00 within noise: what a bare step shows against itself."""
+    """Return up to where the median of a ratio of steps is 1.00 within noise.
+
+    That is how far the median of the bare step against itself is from 1, and twice the error of such a
+    median: the distance between the quartiles over the root of the number of rounds.
+
+    Args:
+        noise: the row of the bare step.
+    """
     ratio = noise["step_ratio"]
-    return 1.0 + max(abs(float(ratio["low"]) - 1.0), abs(float(ratio["high"]) - 1.0))
+    error = float(ratio["high"] - ratio["low"]) / math.sqrt(ratio["count"])
+    return 1.0 + abs(float(ratio["median"]) - 1.0) + 2.0 * error
 
 
 def _waits(rows: Sequence[Row]) -> Value | None:
