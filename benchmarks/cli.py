@@ -116,51 +116,84 @@ def _render() -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     chosen = [arguments.device] if arguments.device else devices()
-    used = versions()
-    for number, device in enumerate(chosen):
-        begin, date = time.monotonic(), datetime.now(tz=UTC).date().isoformat()
-        rows = list(_told(_rows(device, arguments, host=number == 0)))
+    used, date = versions(), datetime.now(tz=UTC).date().isoformat()
+    # Half an hour later would be too late to find that nothing can be drawn or written.
+    places = [_place(arguments, device, date, several=len(chosen) > 1) for device in chosen]
+    for device, path in zip(chosen, places, strict=True):
+        begin = time.monotonic()
+        rows = list(_told(_rows(device, arguments, host=device == chosen[0])))
+        seconds = time.monotonic() - begin
         result = results.new(
-            device,
-            rows,
-            versions=used,
-            date=date,
-            quick=arguments.quick,
-            seconds=time.monotonic() - begin,
+            device, rows, versions=used, date=date, quick=arguments.quick, seconds=seconds
         )
         print(report.report(result))
-        _keep(result, arguments, several=len(chosen) > 1)
+        if path is not None:
+            path.write_text(results.dumps(result), encoding="utf-8")
+            print(f"written: {path}", file=sys.stderr)
+        if path is not None and arguments.plot:
+            plot.draw(result, path.with_suffix(".png"))
+        if path is not None and path.parent == results.FOLDER:
+            print("`python -m benchmarks --render` puts it into the READMEs", file=sys.stderr)
     return 0
+
+
+def _place(arguments: argparse.Namespace, device: str, date: str, *, several: bool) -> Path | None:
+    """Return where the JSON goes, ``None`` if nowhere.
+
+    Args:
+        arguments: of the command line.
+        device: kind of device.
+        date: of the run.
+        several: there is one file per kind of device.
+    """
+    path: Path | None = arguments.out
+    if path is not None and several:
+        path = path.with_stem(f"{path.stem}-{device}")
+    whole = not arguments.quick and arguments.only is None and arguments.case is None
+    if path is None and whole:
+        path = results.place(device, date)
+    if arguments.plot:
+        plot.matplotlib()
+        if path is None:
+            text = "--plot draws beside the JSON, which this run does not write: name a file, --out FILE"
+            raise plot.PlotError(text)
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            there = path.exists()
+            path.touch()
+            if not there:
+                path.unlink()  # an empty file would be read as a damaged one
+        except OSError as error:
+            raise ResultError(f"cannot write {path}: {error.strerror or error}") from error
+    return path
 
 
 def _rows(device: str, arguments: argparse.Namespace, *, host: bool) -> Iterator[Row]:
     """Yield what is wanted, one row after the other."""
-    pairs = _pairs(arguments.only, arguments.case)
+    quick: bool = arguments.quick
+    pairs = _pairs(arguments, quick=quick)
     if pairs is not None:
-        yield from overhead.measured(device, quick=arguments.quick, only=pairs)
+        yield from overhead.measured(device, quick=quick, only=pairs)
+    whole = arguments.only is None and arguments.case is None
     for name, group in GROUPS.items():
-        whole = arguments.only is None and arguments.case is None
         wanted = whole or name in (arguments.only or ())
         if wanted and (host or name not in _ON_HOST):
-            yield from group(device, quick=arguments.quick)
+            yield from group(device, quick=quick)
 
 
-def _pairs(only: Sequence[str] | None, text: str | None) -> set[Pair] | None:
-    """Return the workloads and cases that are named, the bare step with each; ``None`` if none are.
-
-    Args:
-        only: names of workloads, among others.
-        text: what the name of a case must contain.
-    """
-    named = [workload.name for workload in WORKLOADS if workload.name in (only or ())]
-    if text is None and not named:
+def _pairs(arguments: argparse.Namespace, *, quick: bool) -> set[Pair] | None:
+    """Return the workloads and cases that are named, the bare step with each; ``None`` if none are."""
+    names = arguments.only or ()
+    named = [workload.name for workload in WORKLOADS if workload.name in names]
+    if arguments.case is None and not named:
         return None
+    text = arguments.case or ""
     return {
         (workload.name, case.name)
-        for workload, cases in overhead.planned(quick=False)
+        for workload, cases in overhead.planned(quick=quick and not named)
         for case in cases
-        if workload.name in named or not named
-        if text is None or text in case.name or case is BARE
+        if (workload.name in named or not named) and (text in case.name or case is BARE)
     }
 
 
@@ -174,38 +207,23 @@ def _told(rows: Iterator[Row]) -> Iterator[Row]:
         yield row
 
 
-def _keep(result: Result, arguments: argparse.Namespace, *, several: bool) -> None:
-    """Write what was measured where it is wanted."""
-    whole = not arguments.quick and arguments.only is None and arguments.case is None
-    path: Path | None = arguments.out or (results.place(result) if whole else None)
-    if path is not None and arguments.out and several:
-        path = path.with_stem(f"{path.stem}-{result['machine']['kind']}")
-    if path is None:
-        if arguments.plot:
-            raise plot.PlotError(
-                "--plot draws beside the JSON, which this run does not write: --out FILE"
-            )
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(results.dumps(result), encoding="utf-8")
-    print(f"written: {path}", file=sys.stderr)
-    if arguments.plot:
-        plot.draw(result, path.with_suffix(".png"))
-    if path.parent == results.FOLDER:
-        print("`python -m benchmarks --render` puts it into the READMEs", file=sys.stderr)
-
-
 def _check(arguments: argparse.Namespace) -> int:
     device = arguments.device or devices()[0]
     path = Path(arguments.check) if arguments.check else results.baseline(device)
     known = results.load(path)
     _warn_of_differences(known, device)
 
-    def measure(only: Collection[Pair] | None) -> Iterator[Row]:
+    def measure(only: Collection[Pair]) -> Iterator[Row]:
         return _told(overhead.measured(device, quick=True, only=only))
 
-    fresh = list(measure(_pairs(arguments.only, arguments.case)))
-    found = list(check.compared(known["rows"], fresh))
+    named = _pairs(arguments, quick=True)
+    wanted = {
+        (workload.name, case.name)
+        for workload, cases in overhead.planned(quick=named is None)
+        for case in cases
+        if case.kind != "peer" and (named is None or (workload.name, case.name) in named)
+    }
+    found = list(check.compared(known["rows"], list(measure(wanted))))
     if not found:
         raise ResultError(
             f"{path}: it has none of what was measured now, so nothing can be compared"

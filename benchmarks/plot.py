@@ -19,6 +19,18 @@ class PlotError(Exception):
     """There is nothing to draw with, or nothing to draw."""
 
 
+def matplotlib() -> Any:
+    """Return the module that draws.
+
+    Raises:
+        PlotError: it is missing.
+    """
+    try:
+        return import_module("matplotlib")
+    except ModuleNotFoundError as error:
+        raise PlotError(f"drawing needs matplotlib, which is not installed: {EXTRA}") from error
+
+
 def draw(result: Result, path: Path) -> None:
     """Draw the times of steps with rules and with peers, one panel per workload.
 
@@ -29,11 +41,7 @@ def draw(result: Result, path: Path) -> None:
     Raises:
         PlotError: matplotlib is missing, or the result has no overhead.
     """
-    try:
-        matplotlib: Any = import_module("matplotlib")
-    except ModuleNotFoundError as error:
-        raise PlotError(f"drawing needs matplotlib, which is not installed: {EXTRA}") from error
-    matplotlib.use("Agg")
+    matplotlib().use("Agg")
     pyplot: Any = import_module("matplotlib.pyplot")
     measured = {row["workload"] for row in result["rows"] if row["group"] == overhead.GROUP}
     shown = [workload for workload in WORKLOADS if workload.name in measured]

@@ -49,10 +49,11 @@ def new(
     }
 
 
-def place(result: Result) -> Path:
-    """Return where a result lies by default: by date and device."""
-    device = re.sub(r"[^a-z0-9]+", "-", result["machine"]["device"].lower()).strip("-")
-    return FOLDER / f"{result['date']}-{device or result['machine']['kind']}.json"
+def place(device: str, date: str) -> Path:
+    """Return where a result lies by default: by date and name of the device."""
+    name = machine.describe(device)["device"]
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return FOLDER / f"{date}-{slug or device}.json"
 
 
 def dumps(result: Result) -> str:

@@ -290,7 +290,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     made = results.new(
         "cpu", rows, versions={"torch": "1"}, date="2026-01-31", quick=False, seconds=90
     )
-    path = tmp_path / results.place(made).name
+    path = tmp_path / results.place("cpu", "2026-01-31").name
     path.write_text(results.dumps(made), encoding="utf-8")
     assert results.load(path) == made
     assert path.name.startswith("2026-01-31-")
@@ -330,6 +330,17 @@ def test_without_matplotlib_the_picture_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(plot.PlotError, match=r"gradsurgeon\[bench\]"):
         plot.draw({"rows": []}, tmp_path / "plot.png")
+
+
+def test_what_cannot_be_drawn_or_written_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["--out", str(tmp_path / "file" / "x.json")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    pytest.importorskip("matplotlib", reason="of the extra `bench`")
+    assert cli.main(["--quick", "--plot"]) == 2
+    assert "--out FILE" in capsys.readouterr().err
 
 
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
