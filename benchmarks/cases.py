@@ -43,6 +43,7 @@ class Case:
         forward: it makes sense only where a step has a forward pass.
         package: the distribution that it needs, none beside torch where empty.
         alone: a single action, measured on the workloads that ask for it.
+        heavy: it does very much per tensor, which nobody would on many of them.
     """
 
     name: str
@@ -51,10 +52,13 @@ class Case:
     forward: bool = False
     package: str = ""
     alone: bool = False
+    heavy: bool = False
 
     def suits(self, workload: Workload) -> bool:
         """Tell whether the case is measured on a workload."""
-        return (workload.forward or not self.forward) and (workload.alone or not self.alone)
+        if (self.heavy and workload.many) or (self.forward and not workload.forward):
+            return False
+        return workload.alone or not self.alone
 
 
 BARE = Case("bare step again", "baseline", lambda _: Attached())

@@ -122,7 +122,8 @@ def case(
         session = gradsurgeon.apply(task.model, wanted, optimizer=task.optimizer)
         return Attached(detach=session.remove)
 
-    return Case(title, "rules", attach, forward=forward, alone=single)
+    heavy = title == EVERYTHING
+    return Case(title, "rules", attach, forward=forward, alone=single, heavy=heavy)
 
 
 def cases() -> list[Case]:

@@ -44,6 +44,7 @@ class Workload:
             handling takes time.
         quick: it is part of the quick mode.
         alone: every action is measured alone; elsewhere only what people put together.
+        many: it has so many tensors that counting what a lot of rules do on them would fill the memory.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Workload:
     forward: bool = True
     quick: bool = False
     alone: bool = False
+    many: bool = False
 
 
 def given(count: int, size: int) -> Callable[[str], Task]:
@@ -160,5 +162,5 @@ GPT2 = Workload("gpt2", "GPT-2 124M, 148 tensors", gpt2)
 MLP = Workload("mlp", "MLP of 20 layers of 64, 40 tensors", small_mlp, quick=True)
 RESNET = Workload("resnet", "ResNet-50, 25.6 M in 161 tensors", resnet)
 EMBEDDING = Workload("embedding", "embedding of 200,000 x 64, 12.8 M in 5 tensors", embedding)
-DEEP = Workload("deep-mlp", "MLP of 5,000 layers, 1.4 M in 10,000 tensors", deep_mlp)
+DEEP = Workload("deep-mlp", "MLP of 5,000 layers, 1.4 M in 10,000 tensors", deep_mlp, many=True)
 WORKLOADS = (TINY, WIDE, MLP, GPT2, RESNET, EMBEDDING, DEEP)

@@ -235,7 +235,10 @@ def verdicts(rows: list[dict[str, Any]], device: str = "cpu") -> dict[str, str]:
 
 
 def test_targets_are_judged_by_their_medians() -> None:
-    rows = [row("wide", rule_sets.OBSERVE, 1.1, width=0.5), row("tiny", rule_sets.OBSERVE, 0.51)]
+    rows = [
+        row("wide", rule_sets.OBSERVE, 1.1, width=0.5),
+        row("tiny", rule_sets.OBSERVE, 0.51, width=0.1),
+    ]
     found = verdicts(rows)
     assert found["observe everything, 12 M parameters"] == "met"
     assert found["observe everything, 200 tiny tensors"] == "missed"
