@@ -59,7 +59,7 @@ def draw(result: Result, path: Path) -> None:
         _panel(axes, main_rows(result, workload.name), f"{workload.name}: {workload.about}")
     panels[-1, 0].set_xlabel("time of a step, as a multiple of the bare one (median and quartiles)")
     figure.suptitle(about_machine(result), fontsize=9)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=72)
     pyplot.close(figure)
 
 

@@ -219,6 +219,8 @@ def report(result: Result) -> str:
         f"{about_machine(result)}; {own}; {peers_used}; {mode} run, {result['minutes']} minutes.\n"
     )
     parts = [head]
+    if result.get("note"):  # by hand, where a file is not what one run of the suite wrote
+        parts.append(f"**Note:** {result['note']}\n")
     for title, group, section in _SECTIONS:
         if not group or _of(result, group):
             parts.append(f"### {title}\n\n{section(result)}")
