@@ -57,17 +57,30 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     squares overflows: see `nonfinite`. An empty gradient has norm 0.
     """
     with torch.no_grad():
-        kinds = {(grad.dtype, grad.layout) for grad in grads}
-        dense = grads
-        if any(layout != torch.strided for _, layout in kinds):
-            dense = [values(grad) for grad in grads]
+        if order == 2.0 and (found := _of_small(grads)) is not None:  # noqa: PLR2004 # l2
+            return found
+        dense = [grad if grad.layout == torch.strided else values(grad) for grad in grads]
         # What differs between devices is decided here, by measurement.
         on_host = order == 2.0 and dense[0].is_cpu  # noqa: PLR2004 # l2
-        if on_host and len(kinds) == 1 and dense[0].dtype in _DOTTED:
-            sizes = [grad.numel() for grad in dense]
-            if max(sizes) <= _FEW:
-                return _packed(dense, order, sizes)
         return _by_kind(dense, order, _way_on_host if on_host else _way_on_device)
+
+
+def _of_small(grads: Sequence[Tensor]) -> Tensor | None:
+    """Return the 2-norms of small tensors on the host, alike in dtype; ``None`` if they are not that.
+
+    Asking each of them what it is takes as long as measuring it. So they are copied together first,
+    and what came of it is asked.
+    """
+    sizes = tuple([grad.numel() for grad in grads])
+    if max(sizes) > _FEW or not grads[0].is_cpu:
+        return None
+    try:
+        flat = _torch.flattened(grads)
+    except (RuntimeError, NotImplementedError):  # sparse ones among them, or several devices
+        return None
+    if type(flat) is not Tensor or flat.dtype not in _DOTTED or len(flat) != sum(sizes):
+        return None
+    return _of_segments(flat, sizes)
 
 
 _DOTTED = {torch.float32, torch.float64}
@@ -111,12 +124,17 @@ def _each(grads: Sequence[Tensor], order: float) -> Tensor:
     return torch.stack(found).to(torch.float32)
 
 
-def _packed(grads: Sequence[Tensor], _order: float, sizes: Sequence[int] = ()) -> Tensor:
+def _packed(grads: Sequence[Tensor], _order: float) -> Tensor:
     """Return the 2-norms of small tensors: one copy, one reduction by segments."""
-    lengths = _lengths(tuple(sizes or [grad.numel() for grad in grads]))
+    return _of_segments(_torch.flattened(grads), tuple([grad.numel() for grad in grads]))
+
+
+def _of_segments(flat: Tensor, sizes: tuple[int, ...]) -> Tensor:
     # A plain sum, one after another, would lose digits in float32.
-    squares = _torch.flattened(grads).to(torch.float64).square()
-    return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).sqrt_().float()
+    squares = flat.to(torch.float64).square()
+    return (
+        torch.segment_reduce(squares, "sum", lengths=_lengths(sizes), unsafe=True).sqrt_().float()
+    )
 
 
 @lru_cache(maxsize=64)
@@ -138,8 +156,12 @@ def _in_order(found: Sequence[tuple[Sequence[int], Tensor]], count: int) -> Tens
     """Put together what was found of the tensors at some places."""
     if len(found) == 1:
         return found[0][1]
-    joined = torch.cat([part for _, part in found])
     places = [place for own, _ in found for place in own]
+    if not found[0][1].is_cpu:
+        # An index would have to come from the host, which a CUDA graph cannot wait for.
+        parts = dict(zip(places, [one for _, part in found for one in part], strict=True))
+        return torch.stack([parts[place] for place in range(count)])
+    joined = torch.cat([part for _, part in found])
     out = torch.empty(count, dtype=joined.dtype, device=joined.device)
     out[torch.tensor(places, device=joined.device)] = joined
     return out

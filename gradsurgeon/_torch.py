@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeVar, cast
 
@@ -120,6 +121,69 @@ def is_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
+class Stream:
+    """Orders work on memory that is used from several CUDA streams: each waits for the one before."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+
+    def follow(self, device: torch.device) -> None:
+        """Let the current stream of a device come after the one that was current last time."""
+        if device.type != "cuda":
+            return
+        cuda: Any = torch.cuda  # has no types
+        now = cuda.current_stream(device)
+        if self._last is not None and now != self._last:
+            now.wait_stream(self._last)
+        self._last = now
+
+
+class Arrival:
+    """A copy to the host under way, and what it is made of."""
+
+    def __init__(self, source: Tensor, event: Any = None) -> None:
+        # Must not be given to others before it has been read.
+        self._source: Tensor | None = source
+        self._event = event
+
+    def done(self) -> bool:
+        """Tell, without waiting, whether the copy can be read."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Wait until the copy can be read."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._source = None
+
+
+@lru_cache(maxsize=256)
+def index(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return positions as an index on a device, brought there without waiting."""
+    with torch.inference_mode(mode=False):  # it is used outside as well
+        # A copy from pageable memory is one that waits.
+        found = torch.tensor(places, device="cpu", pin_memory=device.type == "cuda")
+        return found.to(device, non_blocking=True)
+
+
+def landing(room: int, device: torch.device) -> Tensor:
+    """Return host memory for float32 numbers that `send` brings from a device."""
+    pinned = device.type == "cuda"
+    return torch.empty(room, dtype=torch.float32, device="cpu", pin_memory=pinned)
+
+
+def send(source: Tensor, target: Tensor) -> Arrival:
+    """Begin to copy to memory from `landing`: from CUDA without waiting, else at once."""
+    if source.device.type != "cuda":
+        target.copy_(source)
+        return Arrival(source)
+    cuda: Any = torch.cuda  # has no types
+    target.copy_(source, non_blocking=True)
+    event = cuda.Event()
+    event.record(cuda.current_stream(source.device))
+    return Arrival(source, event)
+
+
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
     """Return the elements of strided tensors of one dtype and device, one after another.
 
@@ -177,6 +241,21 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
             if table is None or theirs is table:
                 return stepping(inner)
     return None if table is None else optimizer
+
+
+def set_found_inf(optimizer: Optimizer, flag: Tensor) -> None:
+    """Tell a fused optimizer by a flag on the device whether to leave everything as it is.
+
+    It is what `GradScaler` tells it by; nothing else is the way to read a flag without the host.
+    """
+    fused = cast("Any", optimizer)
+    fused.grad_scale, fused.found_inf = None, flag
+
+
+def clear_found_inf(optimizer: Optimizer) -> None:
+    """Take the flag of `set_found_inf` away."""
+    for name in ("grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
 
 
 def reinstall_hooks(param: Tensor) -> None:

@@ -145,6 +145,7 @@ def _add_lint(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="what makes the exit code 1, default: error; a file that cannot be read makes it 2",
     )
+    _add_params_file(parser)
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
@@ -156,13 +157,17 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def add_names(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where the names of the model come from: one of the two."""
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument(
+    _add_params_file(group)
+    _add_model(group)
+
+
+def _add_params_file(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
         "--params",
         metavar="FILE",
         help="the names of the model: params.json as `gradsurgeon params` writes it, *.safetensors, or "
         "*.index.json beside the weights; needs neither torch nor the model",
     )
-    _add_model(group)
 
 
 def _add_model(parser: argparse._ActionsContainer) -> None:

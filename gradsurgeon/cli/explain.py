@@ -73,8 +73,17 @@ def check_page(name: str) -> Iterator[str]:
     check = CHECKS[name]
     for heading, text in _sections(type(check)):
         yield from _section(heading, _paragraphs(text))
-    yield from _section("Found", check.BAD.strip().splitlines())
-    yield from _section("Not found", check.GOOD.strip().splitlines())
+    for lead, text in _both(check):
+        yield from _section(lead, text.strip().splitlines())
+
+
+def _both(check: Check, tick: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the examples of a check under what they show."""
+    names = ", ".join(f"{tick}{name}{tick}" for name in check.NAMES)
+    what = "weights with" if check.WEIGHTS else "a model with"
+    where = f", in {what} the parameters {names}"
+    yield f"Found{where if names else ''}", check.BAD
+    yield "Not found", check.GOOD
 
 
 def _check_summary(name: str) -> str:
@@ -123,8 +132,8 @@ def _checks_reference() -> Iterator[str]:
         for heading, text in _sections(type(check)):
             paragraphs = (" ".join(one.split()) for one in text.strip().split("\n\n"))
             yield from ("", f"**{heading}.** " + "\n\n".join(paragraphs))
-        for lead, text in (("Found:", check.BAD), ("Not found:", check.GOOD)):
-            yield from ("", lead, "", "```yaml", "version: 1", "rules:")
+        for lead, text in _both(check, "`"):
+            yield from ("", f"{lead}:", "", "```yaml", "version: 1", "rules:")
             yield from (f"  {line}" if line else "" for line in text.strip().splitlines())
             yield "```"
     yield from (

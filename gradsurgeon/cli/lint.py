@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from gradsurgeon import review
 from gradsurgeon.cli import fail
-from gradsurgeon.errors import Problem, printable
-from gradsurgeon.review import formats
+from gradsurgeon.errors import ManifestError, Problem, printable
+from gradsurgeon.review import formats, sources
 
 if TYPE_CHECKING:
     import argparse
@@ -22,9 +22,13 @@ _FAILING = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lint the files; 1 where one has what `--fail-on` names, 2 where one cannot be read."""
+    """Lint the files; 1 where one has what `--fail-on` names, 2 where one, or the names, cannot be read."""
+    try:
+        manifest = None if arguments.params is None else sources.manifest_of(arguments.params)
+    except ManifestError as error:
+        return fail(str(error))
     # A file that is named twice is one file.
-    found = {file: review.lint(file) for file in dict.fromkeys(arguments.files)}
+    found = {file: review.lint(file, manifest) for file in dict.fromkeys(arguments.files)}
     problems = _distinct(found)
     colour = arguments.output is None and coloured(sys.stdout)
     text = formats.write(problems, arguments.format, root=workspace(), colour=colour)

@@ -13,7 +13,7 @@ from gradsurgeon.planning.manifest import (
     slots,
     walk,
 )
-from gradsurgeon.planning.matching import Names, Thing
+from gradsurgeon.planning.matching import Names, Thing, examples
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Slot",
     "Thing",
     "bind",
+    "examples",
     "from_model",
     "graph_breaks",
     "hook_of",

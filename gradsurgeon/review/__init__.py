@@ -15,7 +15,7 @@ def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
 
     Args:
         path: a rule file.
-        manifest: the names of a model, if they are known: some checks are exact then.
+        manifest: the names of a model, if they are known: more can be checked then, and some checks are exact.
     """
     try:
         document = source.read(path)

@@ -12,6 +12,7 @@ from gradsurgeon.actions import MOMENTS, Rule, Steps
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT, Manifest
 from gradsurgeon.planning.matching import Names
+from gradsurgeon.review.effects import Effects, Matcher
 from gradsurgeon.review.globs import Prover
 from gradsurgeon.schema import Inspection, RuleSet
 
@@ -41,6 +42,7 @@ class Case:
         self, rules: RuleSet, inspected: Inspection, manifest: Manifest | None = None
     ) -> None:
         self.rules = rules.rules
+        self._whole = rules
         self._inspected, self._manifest = inspected, manifest
         self._prover = Prover()
         self._facts = {
@@ -84,6 +86,11 @@ class Case:
                 yield path, place.line_text[place.col - 1 :][: place.width]
 
     # -- names --------------------------------------------------------------------------------
+
+    @cached_property
+    def effects(self) -> Effects | None:
+        """Return what the rules do to the model; ``None`` where names are not known."""
+        return None if self._manifest is None else Effects(self._whole, Matcher(self._manifest))
 
     @cached_property
     def _names(self) -> dict[str, Names]:

@@ -50,15 +50,16 @@ def _semantic(inspected: Inspection, manifest: Manifest | None) -> Iterator[Prob
         return
     case = Case(inspected.rules, inspected, manifest)
     count = 0
-    for one in CHECKS.values():
+    # Errors first: no number of doubts may hide them.
+    for one in sorted(CHECKS.values(), key=lambda one: one.severity != "error"):
         for finding in one.find(case):
-            place = _place(inspected, finding)
+            place = _place(inspected, finding, always=one.severity == "error")
             if place is None:
                 continue
             count += 1
             if count > _MAX_PROBLEMS:
-                message = f"over {_MAX_PROBLEMS} doubts about the rules, no more are shown"
-                hint = "suppress what is meant so"
+                message = f"over {_MAX_PROBLEMS} findings about the rules, no more are shown"
+                hint = "correct these first, or suppress what is meant so"
                 yield Problem(place, "too-large", message, hint, "warning")
                 return
             message = finding.message
@@ -71,15 +72,16 @@ def _semantic(inspected: Inspection, manifest: Manifest | None) -> Iterator[Prob
         yield Problem(inspected.place(first.id, "id"), "too-large", message, "", "warning")
 
 
-def _place(inspected: Inspection, finding: Finding) -> Place | None:
+def _place(inspected: Inspection, finding: Finding, *, always: bool) -> Place | None:
     """Return where to show a finding; ``None`` where it concerns a pack alone.
 
-    Nobody can change a pack: what it does beside other rules is shown at the entry that includes it.
+    Nobody can change a pack: what it does beside other rules is shown at the entry that includes it,
+    and so is, ``always``, what makes it unusable for a model.
     """
     source = inspected.source(finding.rule.id)
     if not source.file.startswith(PREFIX):
         return inspected.place(finding.rule.id, *finding.at)
-    if all(inspected.source(one.id) is source for one in finding.others):
+    if not always and all(inspected.source(one.id) is source for one in finding.others):
         return None
     place = inspected.entries[source.file]
     while place.file.startswith(PREFIX):  # one pack includes another

@@ -15,9 +15,8 @@ from gradsurgeon.review.wording import Code, Words
 
 LIMIT = 60_000  # characters; GitHub refuses a comment of more than 65,536
 _WIDEST = 400  # characters of one piece of code
-_SAME = 50  # unchanged rules that are named
 _ARROW = "→"
-_CUT = "*Cut here, because a comment has an end. `gradsurgeon diff` shows the rest.*"
+_CHAINS = "The rules of each tensor, in the order in which they take effect."
 _LEGEND = (
     "`+` added, `-` removed, `~` changed, `=` unchanged. *Parameters* is how many of the model's "
     "parameters a rule acts on, *Elements* how many numbers those are. *Tightened*: the rule lets "
@@ -40,8 +39,9 @@ def code(text: str) -> str:
     """Return a user's text as code, in a table and out of it."""
     shown = printable(text)
     shown = f"{shown[:_WIDEST]}…" if len(shown) > _WIDEST else shown
-    # A bar ends a cell even in code, a backtick ends code, and blanks at its ends are lost.
-    if shown.strip() == shown != "" and not set("`|") & set(shown):
+    # A bar ends a cell even in code, a backtick ends code, blanks at its ends are lost, a tag means
+    # something to what looks for tags alone, and `##[` is a command in the log of a job.
+    if shown.strip() == shown != "" and not set("`|<") & set(shown) and "##[" not in shown:
         return f"`{shown}`"
     inner = "".join(char if char.isalnum() else f"&#{ord(char)};" for char in shown)
     return f"<code>{inner}</code>"
@@ -62,8 +62,8 @@ def _lines(difference: Difference) -> Iterator[str]:
     yield ""
     if difference.findings:
         yield "> [!WARNING]"
-        for finding in difference.findings:
-            yield f"> - {_capital(_words(wording.finding(finding, difference, _ARROW)))}"
+        for words in wording.warnings(difference, _ARROW):
+            yield f"> - {_capital(_words(words))}"
         yield ""
     if difference.order_changed:
         yield f"Note: {_words(wording.order(difference, _ARROW))}."
@@ -93,8 +93,7 @@ def _rules(difference: Difference) -> Iterator[str]:
         cells = [_words(wording.option(field, _ARROW)) for field in change.fields]
         yield _row("~", change, [*was, *cells])
     if same := difference.unchanged:
-        more = f" and {len(same) - _SAME} others" if len(same) > _SAME else ""
-        yield f"| = | {', '.join(map(code, same[:_SAME]))}{more} | | | | nothing |"
+        yield f"| = | {_words(wording.unchanged(same))} | | | | nothing |"
     yield ""
     yield _LEGEND
     yield ""
@@ -113,7 +112,7 @@ def _chains(chains: tuple[Chain, ...]) -> Iterator[str]:
     what = "tensor is" if len(chains) == 1 else "tensors are"
     yield f"<summary>{len(chains):,} {what} under other rules than before</summary>"
     yield ""
-    yield "The rules of each tensor, in the order in which they take effect."
+    yield _CHAINS
     yield ""
     yield "| Tensors | Before | Now |"
     yield "|---|---|---|"
@@ -125,16 +124,38 @@ def _chains(chains: tuple[Chain, ...]) -> Iterator[str]:
 
 
 def _within(lines: Iterator[str], limit: int) -> str:
-    """Return as many whole lines as fit; what is open then is closed, and a note says so."""
-    kept: list[str] = []
+    """Return as many whole lines as fit; what is open then is closed, and a note says what is missing."""
+    every = list(lines)
+    if sum(len(line) + 1 for line in every) <= limit:
+        return "\n".join(every).rstrip("\n") + "\n"
     closing = ["", "</details>"]
-    end = ["", _CUT]
-    room = limit - sum(len(line) + 1 for line in (*closing, *end))
-    for line in lines:
-        room -= len(line) + 1
-        if room < 0:
-            still_open = "<details>" in kept and "</details>" not in kept
-            kept += [*(closing if still_open else []), *end]
-            break
-        kept.append(line)
-    return "\n".join(kept).rstrip("\n") + "\n"
+    room = limit - sum(len(line) + 1 for line in (*closing, "", _cut(every)))
+    at = 0
+    while at < len(every) and (room := room - len(every[at]) - 1) >= 0:
+        at += 1
+    kept, left = every[:at], every[at:]
+    while kept and not _is_content(kept[-1]):  # a heading of nothing
+        kept.pop()
+    still_open = "<details>" in kept and "</details>" not in kept
+    return "\n".join([*kept, *(closing if still_open else []), "", _cut(left)]) + "\n"
+
+
+def _is_content(line: str) -> bool:
+    return not line.startswith(("|---", "| |", "| Tensors ", "<", "> [!", _CHAINS)) and line != ""
+
+
+def _cut(left: Sequence[str]) -> str:
+    """Return what stands at the end of a comment from which some lines are left out."""
+    body = [line for line in left if line.startswith(("> - ", "| ")) and _is_content(line)]
+    warnings = sum(line.startswith("> ") for line in body)
+    rules = sum(line.startswith(("| + |", "| - |", "| ~ |")) for line in body)
+    groups = sum(line.startswith(("| `", "| <")) for line in body)
+    counts = ((warnings, "warning"), (rules, "rule"), (groups, "group"))
+    parts = [wording.count(number, noun) for number, noun in counts if number]
+    if groups:
+        parts[-1] += " of tensors"
+    what = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+    return (
+        f"*Cut here, because a comment on GitHub has an end: {what or 'the legend'} left out. "
+        "`gradsurgeon diff` in a terminal shows every rule, `--format json` has all.*"
+    )

@@ -21,20 +21,20 @@ def render(difference: Difference) -> str:
 def _lines(difference: Difference) -> Iterator[str]:
     manifest = difference.manifest
     model = (
-        f"{printable(manifest.origin)}: {wording.count(len(manifest.params), 'parameter')}, "
+        f"{_shown(manifest.origin)}: {wording.count(len(manifest.params), 'parameter')}, "
         f"{wording.short(manifest.elements)} elements"
     )
-    files = f"{printable(difference.old.file)} -> {printable(difference.new.file)}"
+    files = f"{_shown(difference.old.file)} -> {_shown(difference.new.file)}"
     yield f"diff: {files} on {model}"
     yield wording.summary(difference)
     if difference.findings:
         yield ""
-        for finding in difference.findings:
-            yield f"warning: {_plain(wording.finding(finding, difference, _ARROW))}"
+        for words in wording.warnings(difference, _ARROW):
+            yield f"warning: {_plain(words)}"
     if difference.order_changed:
         yield f"note: {_plain(wording.order(difference, _ARROW))}"
     for note in manifest.notes:
-        yield f"note: {printable(note)}"
+        yield f"note: {_shown(note)}"
     if not difference.in_effect:
         return
     yield ""
@@ -57,7 +57,7 @@ def _rules(difference: Difference) -> Iterator[str]:
             for words in every if both else wording.options(change.fields):
                 yield f"      {_plain(words)}"
     if difference.unchanged:
-        yield f"= {', '.join(difference.unchanged)}"
+        yield f"= {_plain(wording.unchanged(difference.unchanged))}"
 
 
 def _head(change: Change) -> str:
@@ -81,4 +81,13 @@ def _chains(chains: tuple[Chain, ...]) -> Iterator[str]:
 
 
 def _plain(words: Words) -> str:
-    return "".join(printable(one.text if isinstance(one, Code) else one) for one in words)
+    return "".join(_shown(one.text) if isinstance(one, Code) else one for one in words)
+
+
+def _shown(text: str) -> str:
+    """Return a user's text for a terminal, and for the log of a job, which may obey what it reads.
+
+    To a job of GitHub a line that begins with `::` is a command, and so is `##[` anywhere in it.
+    """
+    shown = printable(text).replace("##[", "#\\x23[")
+    return f"\\x3a{shown[1:]}" if shown.startswith("::") else shown

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import takewhile
 
 from gradsurgeon.review.difference import Chain, Change, Difference
@@ -16,6 +17,8 @@ from gradsurgeon.review.findings import Finding
 from gradsurgeon.review.folding import fold
 
 _SHOWN = 6
+_SAME = 10  # unchanged rules that are named
+_PAIRS = 10  # of rules that newly change the same tensors
 _CHAIN = 40  # rules of one chain
 _NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
@@ -75,6 +78,11 @@ def summary(difference: Difference, arrow: str = "->") -> str:
 
 def names(some: Sequence[str]) -> Words:
     """Return names, folded; the first few of many."""
+    return _folded(tuple(some))
+
+
+@lru_cache(maxsize=64)  # many findings are about the same names
+def _folded(some: tuple[str, ...]) -> Words:
     folded = list(fold(some).items())
     pieces: list[str | Code] = []
     for text, number in folded[:_SHOWN]:
@@ -93,6 +101,28 @@ def chain(ids: Sequence[str], arrow: str) -> Words:
     if (more := len(ids) - _CHAIN) > 0:
         pieces.append(f" {arrow} {more} more")
     return tuple(pieces) or ("no rule",)
+
+
+def unchanged(ids: Sequence[str]) -> Words:
+    """Return the rules that did not change: the first few of many."""
+    pieces: list[str | Code] = []
+    for one in ids[:_SAME]:
+        pieces += [", ", Code(one)] if pieces else [Code(one)]
+    if (more := len(ids) - _SAME) > 0:
+        pieces.append(f" and {count(more, 'other')}")
+    return tuple(pieces)
+
+
+def warnings(difference: Difference, arrow: str) -> Iterator[Words]:
+    """Yield the findings as sentences; of many pairs of rules that overlap the first, and how many."""
+    pairs = [one for one in difference.findings if one.kind == "overlap"]
+    for one in difference.findings:
+        if one not in pairs[_PAIRS:]:
+            yield finding(one, difference, arrow)
+    if more := pairs[_PAIRS:]:
+        start = f"{count(len(more), 'other pair')} of rules now change tensors together, such as "
+        first, second = more[0].rules
+        yield (start, Code(first), " and ", Code(second), ": `--format json` has all.")
 
 
 def finding(one: Finding, difference: Difference, arrow: str) -> Words:

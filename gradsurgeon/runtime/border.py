@@ -32,7 +32,7 @@ class Border:
         moment: when they were seen so.
         order: the tensors, as backward delivered them.
         bad: those that are not finite.
-        norms: of all of them.
+        norms: of them, as far as they are known.
         ranks: those that contributed what is not finite to an average; empty where that is not known.
     """
 
@@ -80,7 +80,8 @@ class Border:
     def _row(self, tensor: int, label: str) -> str:
         bad = self.bad.get(tensor)
         if bad is None:
-            return f"    finite  {label}  norm {self.norms.get(tensor, 0.0):.3g}"
+            norm = self.norms.get(tensor)
+            return f"    finite  {label}" + ("" if norm is None else f"  norm {norm:.3g}")
         if not bad.number:
             return f"  > {bad.kind}  {label}"
         part = f", in the part of {_ranks(bad.ranks)}" if bad.ranks else ""

@@ -28,6 +28,8 @@ class StepEdits:
         # What the edits left behind in this step. Where a closure is called again and computes no new
         # gradients, those that are still the same have had their turn.
         self._left: dict[int, Mark] = {}
+        # The same of the last run, to be put there if there is another one in this step.
+        self._last: tuple[list[int], tuple[list[int], list[int]]] | None = None
 
     def run(self, clock: Clock) -> set[int]:
         """Act on the gradients of one clock.
@@ -59,12 +61,16 @@ class StepEdits:
         if acting:
             finals.tell_look(suspicious)
             left = finals.having(agenda.edited)
-            self._left.update(zip(left, zip(*marks(finals.of(left)), strict=True), strict=True))
+            self._last = left, marks(finals.of(left))
         return suspicious
 
     def _fresh(self, tensors: list[int], grads: list[Tensor]) -> dict[int, Tensor]:
         """Return the gradients that have not had their turn in this step."""
         found = dict(zip(tensors, grads, strict=True))
+        if self._last is not None:
+            left, seen = self._last
+            self._left.update(zip(left, zip(*seen, strict=True), strict=True))
+            self._last = None
         if not self._left:
             return found
         now = zip(tensors, zip(*marks(grads), strict=True), strict=True)
@@ -80,6 +86,7 @@ class StepEdits:
         Marks must not outlive it. A new gradient is likely to get the address of the old one.
         """
         self._left.clear()
+        self._last = None
 
     def _one(self, lane: Lane, finals: Finals, tensors: Sequence[int]) -> None:
         state, rule = self._state, lane.rule
@@ -131,16 +138,18 @@ class StepEdits:
             self._shorten(finals.writable(tensors), factors)
             finals.shortened(tensors)
             return
+        values = factors.tolist()
+        if not min(values) < 1.0:
+            return
+        if len(values) < len(tensors):  # one for all
+            values *= len(tensors)
         biting = [
-            (tensor, factor)
-            for tensor, factor in zip(tensors, factors.expand(len(tensors)).tolist(), strict=True)
-            if factor < 1.0
+            (tensor, factor) for tensor, factor in zip(tensors, values, strict=True) if factor < 1.0
         ]
         journal.altered(rule.id, len(biting))
-        if biting:
-            own = [tensor for tensor, _ in biting]
-            self._shorten(finals.writable(own), [factor for _, factor in biting])
-            finals.shortened(own)
+        own = [tensor for tensor, _ in biting]
+        self._shorten(finals.writable(own), [factor for _, factor in biting])
+        finals.shortened(own)
 
     @staticmethod
     def _shorten(grads: Sequence[Tensor], factors: Tensor | Sequence[float]) -> None:

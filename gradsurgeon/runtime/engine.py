@@ -26,8 +26,9 @@ from gradsurgeon.runtime.passes import Pass, Passes
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.stepping import Steps
-from gradsurgeon.runtime.trap import Traps, Verdict
+from gradsurgeon.runtime.trap import Traps
 from gradsurgeon.runtime.upkeep import Upkeep
+from gradsurgeon.runtime.verdict import Verdict
 
 
 class Engine:
@@ -104,6 +105,10 @@ class Engine:
         self._arming.again()
         self._module_hooks.detach()
         self._module_hooks.attach(named_modules(self._model()))
+
+    def settle(self) -> None:
+        """Note what the device has decided so far. Waits for it where there is something."""
+        self._traps.settle()
 
     def detach(self) -> None:
         """Take all hooks off."""
@@ -198,8 +203,14 @@ class Engine:
         edited = self.manual.withdraw()
         self._edits.spare(edited)
 
-    def _judge(self, clock: Clock, *, inside: bool = False) -> Verdict:
-        """Do what is due right before an update, which may come inside a backward pass."""
+    def _judge(self, clock: Clock, *, inside: bool = False, flagged: bool = False) -> Verdict:
+        """Do what is due right before an update, which may come inside a backward pass.
+
+        Args:
+            clock: of the update.
+            inside: whether it comes inside a backward pass.
+            flagged: whether a flag on the device can tell the optimizer to skip.
+        """
         if inside:
             # By the end of the pass the script has cleared this gradient.
             having, _ = self._state.targets.grads(clock.tensors)
@@ -209,7 +220,11 @@ class Engine:
             if self._is_idle(clock):
                 return Verdict()
             self._catch_up(clock)
-        verdict = self._traps.decide(clock, self._edits.run(clock))
+        edited = self._edits.run(clock)
+        late = self._traps.defer(clock, edited) if flagged else None
+        if late is not None:
+            return late
+        verdict = self._traps.decide(clock, edited)
         if self._traps.differ_by_rank and self._state.ranks.together:
             self._traps.agree(clock, verdict)
         if self._state.mode == "act":

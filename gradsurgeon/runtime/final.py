@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -82,30 +83,42 @@ class Finals:
         if fresh and self._look is not None and self._as_seen is None:
             self._as_seen = self._unchanged(self._look)
         self._ours.update(fresh)
-        for tensor in fresh:
-            grad = self._now[tensor]
-            self._now[tensor] = (
-                grad.clone() if self._state.mode == "observe" else self._own(tensor, grad)
-            )
+        grads = self.of(fresh)
+        if self._state.mode == "observe":
+            self._now.update(zip(fresh, [grad.clone() for grad in grads], strict=True))
+        elif _dist.any_sharded(grads):
+            for tensor, grad in zip(fresh, grads, strict=True):
+                shared = tensor in self._overlapping() or _is_shared(grad)
+                self._take(tensor, grad, shared=shared)
+        elif fresh:
+            twice = self._held_twice()
+            for tensor, grad in zip(fresh, grads, strict=True):
+                shared = id(grad) in twice or _is_shared(grad)
+                # A gradient with a graph (`create_graph=True`) is a value that the graph still needs.
+                if shared or grad.requires_grad or grad.layout != torch.strided:
+                    self._take(tensor, grad, shared=shared)
         return self.of(tensors)
 
-    def _own(self, tensor: int, grad: Tensor) -> Tensor:
-        """Give a tensor a gradient of its own where two share memory, or the script holds it."""
-        # A gradient with a graph (`create_graph=True`) is a value that the graph still needs.
+    def _take(self, tensor: int, grad: Tensor, *, shared: bool) -> None:
+        """Give a tensor a gradient of its own where others share its memory, or a graph needs it."""
         graph = grad.requires_grad or grad.grad_fn is not None
-        # Parts of sharded gradients lie side by side in one buffer by design.
-        lone = grad.layout == torch.strided and not _dist.is_sharded(grad)
-        own = grad
-        if graph or tensor in self._overlapping() or (lone and _torch.shares_storage(grad)):
-            own = grad.detach().clone()
         # A bound on addends is no bound on their sum.
-        own = _dist.settled(own)
+        own = _dist.settled(grad.detach().clone() if graph or shared else grad)
+        self._now[tensor] = own
         param = self._state.targets.param(tensor)
         if param is not None and param.grad is not own:
             param.grad = own
-        return own
+
+    def _held_twice(self) -> set[int]:
+        """Return the ids of gradients that are those of several parameters."""
+        targets = self._state.targets
+        ids = list(map(id, targets.grads(range(len(targets)))[1]))
+        if len(set(ids)) == len(ids):
+            return set()
+        return {one for one, count in Counter(ids).items() if count > 1}
 
     def _overlapping(self) -> set[int]:
+        """Return the tensors whose parts share memory: they lie side by side in one buffer by design."""
         if self._aliased is None:
             targets = self._state.targets
             everything, grads = targets.grads(range(len(targets)))
@@ -169,3 +182,10 @@ class Finals:
             else:
                 found = after(edit, [self._ranges[tensor] for tensor in own], kind)
                 self._ranges.update(zip(own, found, strict=True))
+
+
+def _is_shared(grad: Tensor) -> bool:
+    """Tell whether the memory of a gradient is that of another tensor; of a part of a shard it is."""
+    if grad.layout != torch.strided or _dist.is_sharded(grad):
+        return False
+    return _torch.shares_storage(grad)

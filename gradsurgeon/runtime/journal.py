@@ -13,6 +13,7 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonWarning
 from gradsurgeon.events import Event, EventKind, RuleStatus
+from gradsurgeon.runtime.ring import Ring
 
 # A trap with `then: warn` can trip in every step of a long run.
 _MOST_EVENTS = 10_000
@@ -59,7 +60,7 @@ class Journal:
         self.sink = sink
         self._tallies = {rule.id: Tally(count) for rule, count in zip(rules, matched, strict=True)}
         self._said: set[tuple[str, str]] = set()
-        self._doubts: list[tuple[Tensor, str, str, int]] = []
+        self._doubts: Ring[tuple[str, str, int]] = Ring(self._answer, rows=_DOUBTS)
 
     def emit(
         self,
@@ -107,14 +108,20 @@ class Journal:
         """Note a notice if ``flag`` is set, which is read at once only where that waits for nothing."""
         if _torch.is_capturing():
             return  # The flag has no value yet, and belongs to the graph.
-        self._doubts.append((flag, message, rule, step))
-        if _torch.is_host(flag) or len(self._doubts) >= _DOUBTS:
-            self.settle()
+        if _torch.is_host(flag):
+            self._answer([((message, rule, step), flag)])
+            return
+        self._doubts.put((message, rule, step), flag)
+        if len(self._doubts) >= _DOUBTS:
+            self._doubts.send()
+            self._doubts.collect()
 
     def settle(self) -> None:
         """Read the flags that wait. Waits for the device."""
-        doubts, self._doubts = self._doubts, []
-        for flag, message, rule, step in doubts:
+        self._doubts.settle()
+
+    def _answer(self, doubts: Sequence[tuple[tuple[str, str, int], Tensor]]) -> None:
+        for (message, rule, step), flag in doubts:
             if bool(flag):
                 self.emit("notice", message, rule=rule, step=step)
 

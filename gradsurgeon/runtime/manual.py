@@ -15,7 +15,7 @@ from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.passes import Pass, Passes
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.targets import Mark, mark
-from gradsurgeon.runtime.trap import Verdict
+from gradsurgeon.runtime.verdict import Verdict
 
 _NOTICE = (
     "no torch optimizer owns the parameters: the end of a backward pass that began on empty gradients "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers
+from gradsurgeon import _dist, _numbers, _torch
 
 Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
 
@@ -178,6 +178,26 @@ def suspects(found: Norms) -> list[int]:
     return bad
 
 
+def suspects_of(*found: Norms) -> list[list[int]]:
+    """Return the tensors whose norm is not finite, of each. Reads each device once."""
+    bad: list[list[int]] = [[] for _ in found]
+    devices: dict[torch.device, list[tuple[int, tuple[int, ...], Tensor]]] = {}
+    for place, parts in enumerate(found):
+        for tensors, values in parts:
+            devices.setdefault(values.device, []).append((place, tensors, values))
+    for rows in devices.values():
+        # The numbers themselves: to ask the device which are bad would be a second wait.
+        both = rows[0][2] if len(rows) == 1 else torch.cat([values for _, _, values in rows])
+        row = both.tolist()
+        if math.isfinite(sum(row)):
+            continue
+        numbers = iter(row)
+        for place, tensors, _ in rows:
+            own = zip(tensors, numbers, strict=False)  # the next tensors have the rest
+            bad[place] += [tensor for tensor, number in own if not math.isfinite(number)]
+    return bad
+
+
 def pick(found: Norms, wanted: Sequence[int]) -> Tensor:
     """Return the norms of some tensors, in the order asked for."""
     if len(found) == 1:
@@ -185,7 +205,7 @@ def pick(found: Norms, wanted: Sequence[int]) -> Tensor:
         if tensors == tuple(wanted):
             return values
         index = {tensor: number for number, tensor in enumerate(tensors)}
-        picked = torch.tensor([index[tensor] for tensor in wanted], device=values.device)
+        picked = _torch.index(tuple([index[tensor] for tensor in wanted]), values.device)
         return values[picked]
     # Several devices: one record needs one place, and that is the host.
     table = as_dict(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from gradsurgeon import _numbers
 from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.runtime.ring import Ring, Slot
 from gradsurgeon.store import Key, Records
 
 if TYPE_CHECKING:
@@ -41,9 +43,13 @@ class Recorder:
         self.records = records
         self.writer = writer
         self._statuses = statuses
-        self._waiting: list[tuple[Key, int, Tensor, frozenset[int], bool]] = []
+        # Notes events that are not noted yet.
+        self.late: Callable[[], None] | None = None
+        self._ring: Ring[_Row] = Ring(self._take, rows=_ROWS_PER_FLUSH)
         # Where the last row of each series waits: statistics and lanes take turns within a step.
-        self._places: dict[int, int] = {}
+        self._places: dict[int, Slot[_Row]] = {}
+        # Rows were due on disk, and were still on their way.
+        self._owed = False
         if writer is not None:
             # A script may end without `remove()`, on an exception above all. Weakly, because of a
             # session that never began only the list of what is to be done at exit would know.
@@ -61,28 +67,28 @@ class Recorder:
             values: float32, shape ``[len(found)]``, on any device.
             replace: the row takes the place of an earlier one of the same step.
         """
-        width = len(key.names)
-        absent: frozenset[int] = frozenset()
-        if len(found) != width:
-            absent = frozenset(range(width)) - frozenset(found)
-            whole = values.new_zeros(width)
-            whole[torch.tensor(found, device=values.device)] = values
-            values = whole
-        row = (key, step, values.detach(), absent, replace)
-        place = self._places.get(id(key))
-        if replace and place is not None and self._waiting[place][1] == step:
-            self._waiting[place] = row
-            return
-        self._places[id(key)] = len(self._waiting)
-        self._waiting.append(row)
-        full = len(self._waiting) >= _ROWS_PER_FLUSH
-        if full or (self.writer is not None and self.writer.due()):
-            self.flush()
+        row = _Row(key, step, found, replace)
+        place = self._places.get(id(key)) if replace else None
+        if (
+            place is None
+            or place.item.key is not key
+            or place.item.step != step
+            or not self._ring.rewrite(place, row, values)
+        ):
+            place = self._ring.put(row, values, width=len(key.names))
+            if replace:
+                self._places[id(key)] = place
+        if len(self._ring) >= _ROWS_PER_FLUSH or (self.writer is not None and self.writer.due()):
+            self._flush()
+        elif self._owed:
+            self._catch_up()
 
     def end_step(self) -> None:
         """Mark the end of a step: what would be more than a second old by the next is written."""
         if self.writer is not None and self.writer.ends_step():
             self._write()
+        elif self._owed:
+            self._catch_up()
 
     def event(self, event: Event) -> None:
         """Write an event, and the rows that led to it: it may be the last that this run does."""
@@ -94,7 +100,11 @@ class Recorder:
         """Write what waits and finish the run directory; records stay in memory."""
         if self.writer is not None:
             atexit.unregister(self._at_exit)
-            self._write()
+            if not self.writer.closed:
+                if self.late is not None:
+                    self.late()
+                self._settle()
+                self._write()
             self.writer.close()
 
     def discard(self) -> None:
@@ -104,41 +114,77 @@ class Recorder:
             self.writer.discard()
             self.writer = None
 
+    def flush(self) -> None:
+        """Move all rows to the store. Waits for the device."""
+        self._settle()
+        if self.writer is not None and self.writer.due():
+            self._write()
+
+    def _settle(self) -> None:
+        self._places.clear()
+        self._ring.settle()
+
+    def _flush(self) -> None:
+        """Let the rows travel, and move those to the store that have arrived."""
+        if self.writer is not None and self.writer.due():
+            self._write()
+        else:
+            self._send()
+
+    def _send(self) -> None:
+        self._places.clear()
+        self._ring.send()
+        self._ring.collect()
+
     def _write(self) -> None:
         if self.writer is None or self.writer.closed:
             return
-        self._move()
+        self._send()
+        # What is on its way is a moment late; the second after which it is due again may be long.
+        self._owed = self._ring.under_way
+        self._commit()
+
+    def _catch_up(self) -> None:
+        """Write what was due and has arrived since."""
+        if self._ring.collect():
+            self._owed = self._ring.under_way
+            self._commit()
+
+    def _commit(self) -> None:
+        if self.writer is None or self.writer.closed:
+            return
         if self._statuses is not None:
             self.writer.statuses(self._statuses())
         self.writer.commit()
 
-    def flush(self) -> None:
-        """Move what waits to the store: one transfer per device."""
-        if self.writer is not None and self.writer.due():
-            self._write()
-        else:
-            self._move()
-
-    def _move(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._places.clear()
-        devices = {row[2].device for row in waiting}
-        hosts: dict[torch.device, Tensor] = {}
-        for device in devices:
-            rows = [row[2] for row in waiting if row[2].device == device]
-            hosts[device] = torch.cat(rows).cpu()
-        offsets = dict.fromkeys(devices, 0)
-        parts = []
-        for key, step, values, absent, replace in waiting:
-            start = offsets[values.device]
-            offsets[values.device] = stop = start + values.numel()
-            part = _numbers.to_bytes(hosts[values.device][start:stop])
-            self.records.add(key, step, part, absent, replace=replace)
-            parts.append(part)
+    def _take(self, rows: Sequence[tuple[_Row, Tensor]]) -> None:
+        parts = [row.part(values) for row, values in rows]
         # Memory has all of it before anything can go wrong with the file.
-        if self.writer is not None and not self.writer.closed:
-            for (key, step, _, absent, replace), part in zip(waiting, parts, strict=True):
-                self.writer.add(key, step, part, absent, replace=replace)
+        for (row, _), (part, absent) in zip(rows, parts, strict=True):
+            self.records.add(row.key, row.step, part, absent, replace=row.replace)
+        if self.writer is None or self.writer.closed:
+            return
+        for (row, _), (part, absent) in zip(rows, parts, strict=True):
+            self.writer.add(row.key, row.step, part, absent, replace=row.replace)
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What the numbers of one row are."""
+
+    key: Key
+    step: int
+    found: Sequence[int]
+    replace: bool
+
+    def part(self, values: Tensor) -> tuple[bytes, frozenset[int]]:
+        """Return the whole row as bytes, and the columns without a value."""
+        width = len(self.key.names)
+        if len(self.found) == width:
+            return _numbers.to_bytes(values), frozenset()
+        whole = torch.zeros(width, device="cpu")
+        whole[torch.tensor(self.found, device="cpu")] = values
+        return _numbers.to_bytes(whole), frozenset(range(width)) - frozenset(self.found)
 
 
 def _close(recorder: weakref.ref[Recorder]) -> None:

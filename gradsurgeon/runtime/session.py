@@ -81,6 +81,7 @@ class Session:
             lambda now: bind(plan.rules, from_model(now)),
             optimizers,
         )
+        recorder.late = self._engine.settle
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
         }
@@ -135,7 +136,7 @@ class Session:
             self._close()
 
     def _close(self) -> None:
-        self._state.journal.settle()
+        self._settle()
         self._engine.detach()
         self._state.recorder.flush()
         self._state.recorder.close()
@@ -181,12 +182,17 @@ class Session:
     @property
     def events(self) -> list[Event]:
         """What happened so far, oldest first. Waits for the device."""
-        self._state.journal.settle()
+        self._settle()
         return list(self._state.journal.events)
 
     def status(self) -> dict[str, RuleStatus]:
         """Return what each rule has done so far. Waits for the device."""
+        self._settle()
         return self._state.journal.status()
+
+    def _settle(self) -> None:
+        self._engine.settle()
+        self._state.journal.settle()
 
     @property
     def records(self) -> Records:

@@ -180,10 +180,10 @@ class Sites:
             return
         elif rule.role == "observe":
             for stat in getattr(rule, "stats", ()):
+                key = Key(rule.id, stat, rule.point, (name,))
                 with torch.no_grad(), _torch.aside(tensor) as seen:
                     value = _numbers.statistic(stat, seen.detach()).reshape(1)
-                key = Key(rule.id, stat, rule.point, (name,))
-                state.recorder.add(key, clock.step, [0], value, replace=False)
+                    state.recorder.add(key, clock.step, [0], value, replace=False)
             state.journal.fired(rule.id, clock.step)
         else:
             self._flag(rule, name, tensor, owner)

@@ -24,7 +24,7 @@ from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import at_update
 from gradsurgeon.runtime.optimizers import Snapshot
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.trap import Verdict
+from gradsurgeon.runtime.verdict import Verdict
 
 
 @dataclass(slots=True)
@@ -50,6 +50,8 @@ class Running:
     inside: bool = False
     skipped: bool = False
     scaled_away: bool = False
+    # Told by a flag on the device whether to skip.
+    flagged: Optimizer | None = None
 
 
 class Steps:
@@ -238,7 +240,7 @@ class Steps:
         running = self._running = Running(frame, owner.clock, inside=inside)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._act(optimizer, running)
+            self._act(optimizer, running, alone=True)
             return None
         if not optimizers.evaluates_before_moving(optimizer):
             running.snapshot = optimizers.snapshot(optimizer)
@@ -259,7 +261,7 @@ class Steps:
 
         return evaluate
 
-    def _act(self, optimizer: Optimizer, running: Running) -> None:
+    def _act(self, optimizer: Optimizer, running: Running, *, alone: bool = False) -> None:
         if self._state.paused:
             return
         check_capture(self._state)
@@ -269,12 +271,24 @@ class Steps:
         if overflow is not None and self._state.scaling.active and bool(overflow):
             running.scaled_away = True
             return
-        verdict = self._judge(running.clock, inside=running.inside)
+        # With a closure, or under a scaler, more than the weights depends on what is decided.
+        flagged = (
+            alone
+            and overflow is None
+            and self._state.scaling.at_step is None
+            and not (running.inside or self._state.scaling.active)
+            and bool(self._state.program.traps)
+            and optimizers.obeys_flag(optimizer)
+        )
+        verdict = self._judge(running.clock, inside=running.inside, flagged=flagged)
         if verdict.error is not None:
             self._undo(optimizer, running)
             self._end(running)
             raise verdict.error
-        if verdict.skip:
+        if verdict.flag is not None:
+            running.flagged = optimizer
+            _torch.set_found_inf(optimizer, verdict.flag)
+        elif verdict.skip:
             running.skipped = True
             self._undo(optimizer, running)
             # A gradient of zero would still decay the weight and feed the moments; none at all is
@@ -325,6 +339,9 @@ class Steps:
             if param.grad is None:
                 param.grad = grad
         running.hidden.clear()
+        if running.flagged is not None:
+            _torch.clear_found_inf(running.flagged)
+            running.flagged = None
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:

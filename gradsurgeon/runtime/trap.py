@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,49 +15,16 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.actions.nan_trap import NanTrap
 from gradsurgeon.errors import NonFiniteGradientError, printable
 from gradsurgeon.runtime import measure
+from gradsurgeon.runtime.agenda import Lane
 from gradsurgeon.runtime.border import Border, Finding, window
 from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.deferred import Case, Deferred
 from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.look import Look
-from gradsurgeon.runtime.measure import Count, as_dict, suspects
+from gradsurgeon.runtime.measure import Count, as_dict, suspects, suspects_of
 from gradsurgeon.runtime.ranks import Word
 from gradsurgeon.runtime.state import State
-
-
-@dataclass(slots=True)
-class Verdict:
-    """What the traps say about one update."""
-
-    skip: bool = False
-    error: NonFiniteGradientError | None = None
-    # Parameters that a `freeze` rule hides from the optimizer in this step.
-    frozen: tuple[int, ...] = ()
-    # What led to it, for ranks that have seen nothing.
-    word: Word | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What a decision rests on.
-
-    Attributes:
-        before: tensors that were non-finite at the last look after backward.
-        now: tensors that are, with what kind and how many elements, counted exactly.
-        stale: tensors whose gradient has changed since that look.
-    """
-
-    before: frozenset[int]
-    now: dict[int, Count]
-    stale: frozenset[int]
-
-
-@dataclass(slots=True)
-class Watch:
-    """The looks of the current step of one clock, and how often each trap tripped in a row."""
-
-    looks: list[Look] = field(default_factory=list)
-    in_a_row: dict[str, int] = field(default_factory=dict)
-    scaled_away: int = 0
+from gradsurgeon.runtime.verdict import Seen, Verdict, Watch, outcome
 
 
 class Traps:
@@ -65,6 +33,7 @@ class Traps:
     def __init__(self, state: State) -> None:
         self._state = state
         self._watches: dict[Clock, Watch] = {}
+        self._deferred = Deferred(state, self._report)
 
     def saw(self, clock: Clock, look: Look) -> None:
         """Keep what was seen after a backward pass of the current step."""
@@ -86,12 +55,105 @@ class Traps:
         Returns:
             What is to happen to the step. Reads the device once, and again only for a report.
         """
-        verdict = Verdict()
+        verdict = Verdict(error=self._deferred.settled())
+        if verdict.error is not None:
+            return verdict
         if (watch := self._watches.get(clock)) is not None:
             watch.scaled_away = 0
         self._decide_params(clock, edited, verdict)
         self._decide_sites(clock, verdict)
         return verdict
+
+    def defer(self, clock: Clock, edited: set[int]) -> Verdict | None:
+        """Leave the decision to the device, for an optimizer that reads its flag; report later.
+
+        Args:
+            clock: that of the optimizer.
+            edited: as of `decide`.
+
+        Returns:
+            What is to happen to the step; ``None`` where the host has to decide. Reads nothing.
+        """
+        state = self._state
+        agenda = state.agenda(clock)
+        if not agenda.traps:
+            return None
+        watch = self._watches.setdefault(clock, Watch())
+        tensors, grads = state.targets.grads(agenda.trapped)
+        if not self._deferred.can_judge(agenda, grads, watch.looks):
+            return None
+        if (error := self._deferred.due()) is not None:
+            return Verdict(error=error)
+        watch.scaled_away = 0
+        stale = frozenset(tensors)
+        if watch.looks:
+            places = watch.looks[-1].stale(tensors, grads)
+            stale = frozenset([tensors[place] for place in places]) | edited
+        flag = self._deferred.judge(clock, agenda.traps, (tensors, grads), watch.looks, stale)
+        for lane in agenda.traps:
+            if not set(lane.tensors).isdisjoint(tensors):
+                state.journal.fired(lane.rule.id, clock.step)
+        return Verdict(flag=flag)
+
+    def settle(self) -> None:
+        """Report what the device has decided. Waits for it where there is something to report."""
+        self._deferred.settle()
+
+    def _report(self, case: Case, values: list[float]) -> NonFiniteGradientError | None:
+        """Say what the device has decided in an earlier step; return the error that is due."""
+        watch = self._watches.setdefault(case.clock, Watch())
+        if math.isfinite(sum(values)):  # float32 cannot make a sum of doubles overflow
+            for lane in case.lanes:
+                if not set(lane.tensors).isdisjoint(case.tensors):
+                    watch.in_a_row[lane.rule.id] = 0
+            return None
+        numbers = iter(values)
+        looks, now = case.looks_with(numbers), case.bad(numbers)
+        before = suspects(looks[-1].norms) if looks else []
+        real = frozenset(tensor for tensor in before if tensor in case.stale or tensor in now)
+        seen = Seen(real, now, case.stale)
+        verdict = Verdict()
+
+        def border() -> Border:
+            known = as_dict(looks[-1].norms) if looks else {}
+            norms = {i: known[i] for i in case.tensors if i in known and i not in case.stale}
+            return self._border(looks, seen, case.tensors, lambda: norms, late=True)
+
+        self._judge(
+            case.lanes,
+            case.step,
+            watch=watch,
+            seen=seen,
+            tensors=case.tensors,
+            border=border,
+            verdict=verdict,
+        )
+        return verdict.error
+
+    def _judge(
+        self,
+        lanes: Iterable[Lane],
+        step: int,
+        *,
+        watch: Watch,
+        seen: Seen,
+        tensors: Collection[int],
+        border: Callable[[], Border],
+        verdict: Verdict,
+    ) -> None:
+        """Let each trap that was due judge the gradients that it watches."""
+        for lane in lanes:
+            rule = cast("NanTrap", lane.rule)
+            having = [tensor for tensor in lane.tensors if tensor in tensors]
+            if not having:
+                continue
+            if any(tensor in seen.now for tensor in having):
+                finding = border().finding(self._state.program.names)
+                self._act(rule, step, watch, verdict, finding)
+            else:
+                watch.in_a_row[rule.id] = 0
+                repaired = [tensor for tensor in having if tensor in seen.before]
+                self._mention_repair(rule, step, repaired)
 
     def _decide_params(self, clock: Clock, edited: set[int], verdict: Verdict) -> None:
         state = self._state
@@ -109,19 +171,21 @@ class Traps:
         by_tensor = dict(zip(tensors, grads, strict=True))
         seen = self._compare(watch, by_tensor, edited)
         for lane in agenda.traps:
-            rule = cast("NanTrap", lane.rule)
-            having = [tensor for tensor in lane.tensors if tensor in by_tensor]
-            if not having:
-                continue
-            state.journal.fired(rule.id, clock.step)
-            if any(tensor in seen.now for tensor in having):
-                border = self._border(watch, seen, by_tensor)
-                self._trip(rule, clock, watch, border, verdict)
-            else:
-                watch.in_a_row[rule.id] = 0
-                self._mention_repair(
-                    rule, clock, [tensor for tensor in having if tensor in seen.before]
-                )
+            if not by_tensor.keys().isdisjoint(lane.tensors):
+                state.journal.fired(lane.rule.id, clock.step)
+
+        def border() -> Border:
+            return self._border(watch.looks, seen, tensors, partial(_norms_of, tensors, grads))
+
+        self._judge(
+            agenda.traps,
+            clock.step,
+            watch=watch,
+            seen=seen,
+            tensors=by_tensor.keys(),
+            border=border,
+            verdict=verdict,
+        )
 
     @staticmethod
     def _is_clean(
@@ -155,7 +219,7 @@ class Traps:
             last = f"the first that is not finite is the {first.what} of {printable(first.name)}"
             lines = ["in the order in which they came:", *window(rows, bad[0]), last]
             rule = cast("NanTrap", first.rule)
-            self._act(rule, clock, watch, verdict, Finding(first.name, head, lines))
+            self._act(rule, clock.step, watch, verdict, Finding(first.name, head, lines))
 
     def scaled_away(self, clock: Clock) -> None:
         """Note a step that a scaler has skipped, and tell an overflow from a NaN that never ends.
@@ -183,14 +247,14 @@ class Traps:
             if not bad:
                 continue
             seen = Seen(bad, {}, frozenset(tensors))
-            border = self._border(watch, seen, dict(zip(tensors, grads, strict=True)))
+            border = self._border(watch.looks, seen, tensors, partial(_norms_of, tensors, grads))
             why = "its scale is below 1" if low else f"{watch.scaled_away} steps in a row"
             finding = border.finding(
                 state.program.names, f"the GradScaler keeps skipping ({why}): "
             )
             verdict = Verdict()
             watch.in_a_row[rule.id] = rule.give_up_after
-            self._act(rule, clock, watch, verdict, finding)
+            self._act(rule, clock.step, watch, verdict, finding)
             if verdict.error is not None:
                 raise verdict.error
 
@@ -204,22 +268,28 @@ class Traps:
         stale = [tensor for tensor in grads if tensor in changed]
         fresh = measure.norms(stale, [grads[tensor] for tensor in stale]) if stale else ()
         # One read per device decides; on the host the look has already been exact.
-        if look is None:
-            before: list[int] = []
-        elif look.counts is not None:
+        unknown = look is not None and look.counts is None
+        before, spoilt = suspects_of(look.norms if look is not None and unknown else (), fresh)
+        if look is not None and look.counts is not None:
             before = list(look.counts)
-        else:
-            before = suspects(look.norms)
         doubtful = [tensor for tensor in before if tensor in grads and tensor not in stale]
-        doubtful += suspects(fresh)
+        doubtful += spoilt
         now = measure.counts({tensor: grads[tensor] for tensor in sorted(doubtful)})
         # A norm that overflowed is no proof; where the gradient is still there it has been counted.
         real = frozenset(tensor for tensor in before if tensor in stale or tensor in now)
         return Seen(real, now, frozenset(stale))
 
-    def _border(self, watch: Watch, seen: Seen, grads: dict[int, Tensor]) -> Border:
-        """Return the border as the first look of the step saw it, else as it is now."""
-        for number, look in enumerate(watch.looks, 1):
+    def _border(
+        self,
+        looks: Sequence[Look],
+        seen: Seen,
+        tensors: Sequence[int],
+        norms: Callable[[], dict[int, float]],
+        *,
+        late: bool = False,
+    ) -> Border:
+        """Return the border as the first look of the step saw it, else as it was at the update."""
+        for number, look in enumerate(looks, 1):
             bad = look.counts
             if bad is None:
                 # Elements can be counted only where the gradient is still the one that was seen.
@@ -230,35 +300,35 @@ class Traps:
                     if tensor in seen.before
                 }
             if bad:
-                many = len(watch.looks) > 1
-                passes = f", micro-batch {number} of {len(watch.looks)}" if many else ""
+                many = len(looks) > 1
+                passes = f", micro-batch {number} of {len(looks)}" if many else ""
                 # Some may have kept a gradient from an earlier pass and got nothing in this one.
                 rest = tuple(tensor for tensor in look.tensors if tensor not in look.order)
                 order = (*look.order, *rest)
-                own = self._contributors(look, bad)
+                own = self._contributors(look, bad, late=late)
                 return Border(f"after backward{passes}", order, bad, as_dict(look.norms), own)
-        norms = as_dict(measure.norms(list(grads), list(grads.values())))
-        order = watch.looks[-1].order if watch.looks else ()
-        rest = tuple(tensor for tensor in grads if tensor not in order)
+        order = looks[-1].order if looks else ()
+        rest = tuple(tensor for tensor in tensors if tensor not in order)
         moment = "right before the update, and finite after backward: something in between did it"
-        if not watch.looks:
+        if not looks:
             moment = "right before the update"
-        return Border(moment, (*order, *rest), seen.now, norms)
+        return Border(moment, (*order, *rest), seen.now, norms())
 
-    def _contributors(self, look: Look, bad: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks whose share of an average was not finite. A collective where there is one."""
+    def _contributors(self, look: Look, bad: Iterable[int], *, late: bool) -> tuple[int, ...]:
+        """Return the ranks whose share of an average was not finite. A collective where there is one.
+
+        Reports that come late do so at another moment on each rank, which can only speak for itself.
+        """
         if not look.averaged:
             return ()
         mine = [look.own[tensor] for tensor in bad if tensor in look.own]
-        return self._state.ranks.who(any(not bool(norm.isfinite()) for norm in mine))
-
-    def _trip(
-        self, rule: NanTrap, clock: Clock, watch: Watch, border: Border, verdict: Verdict
-    ) -> None:
-        self._act(rule, clock, watch, verdict, border.finding(self._state.program.names))
+        guilty = any(not bool(norm.isfinite()) for norm in mine)
+        if late:
+            return (_dist.rank(),) if guilty else ()
+        return self._state.ranks.who(guilty)
 
     def _act(
-        self, rule: NanTrap, clock: Clock, watch: Watch, verdict: Verdict, finding: Finding
+        self, rule: NanTrap, step: int, watch: Watch, verdict: Verdict, finding: Finding
     ) -> None:
         state = self._state
         in_a_row = watch.in_a_row[rule.id] = watch.in_a_row.get(rule.id, 0) + 1
@@ -266,23 +336,23 @@ class Traps:
         if in_a_row >= rule.give_up_after:
             then = "raise"
         name = finding.name
-        head = f"step {clock.step}, rule {rule.id}: {finding.head}"
-        text = "\n".join([head, _outcome(state, rule, then, in_a_row), *finding.lines])
+        head = f"step {step}, rule {rule.id}: {finding.head}"
+        text = "\n".join([head, outcome(rule, state.mode, then, in_a_row), *finding.lines])
         state.journal.altered(rule.id, torch.ones((), dtype=torch.bool))
         warn = then == "warn" and state.mode == "act"
-        state.journal.emit("trap", text, rule=rule.id, step=clock.step, name=name, warn=warn)
+        state.journal.emit("trap", text, rule=rule.id, step=step, name=name, warn=warn)
         if state.mode == "observe":
             return
         rank = finding.ranks[0] if finding.ranks else _dist.rank()
         verdict.word = verdict.word or Word(rank, rule.id, name, text)
         if then == "raise" and verdict.error is None:
             verdict.error = NonFiniteGradientError(
-                text, rule=rule.id, step=clock.step, rank=rank, name=name
+                text, rule=rule.id, step=step, rank=rank, name=name
             )
         elif then == "skip-step":
             verdict.skip = True
-            message = f"step {clock.step} skipped: no weight and no optimizer state was touched"
-            state.journal.emit("skipped-step", message, rule=rule.id, step=clock.step, name=name)
+            message = f"step {step} skipped: no weight and no optimizer state was touched"
+            state.journal.emit("skipped-step", message, rule=rule.id, step=step, name=name)
 
     @property
     def differ_by_rank(self) -> bool:
@@ -312,7 +382,7 @@ class Traps:
             text, rule=rule, step=step, rank=word.rank, name=name
         )
 
-    def _mention_repair(self, rule: Rule, clock: Clock, repaired: Sequence[int]) -> None:
+    def _mention_repair(self, rule: Rule, step: int, repaired: Sequence[int]) -> None:
         if not repaired:
             return
         names = [self._state.program.names[tensor] for tensor in repaired]
@@ -321,16 +391,8 @@ class Traps:
             f"({', '.join(names[:3])}{', ...' if len(names) > 3 else ''}): "  # noqa: PLR2004 # as shown
             "repaired in between, no trap"
         )
-        self._state.journal.emit("notice", text, rule=rule.id, step=clock.step, name=names[0])
+        self._state.journal.emit("notice", text, rule=rule.id, step=step, name=names[0])
 
 
-def _outcome(state: State, rule: NanTrap, then: str, in_a_row: int) -> str:
-    if state.mode == "observe":
-        return f"observing only: `then: {rule.then}` would have acted"
-    if then != rule.then:
-        return f"giving up: tripped {in_a_row} times in a row (give_up_after: {rule.give_up_after})"
-    return {
-        "raise": "stopped before the update: no weight was moved",
-        "skip-step": "step skipped: no weight and no optimizer state was touched",
-        "warn": "the update goes on (`then: warn`): expect non-finite weights",
-    }[then]
+def _norms_of(tensors: Sequence[int], grads: Sequence[Tensor]) -> dict[int, float]:
+    return as_dict(measure.norms(tensors, grads))

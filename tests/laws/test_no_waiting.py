@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self, cast
 
 import pytest
 import torch
 from models import CASES, data
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsurgeon
@@ -23,10 +24,34 @@ _READS = {
 }
 
 
+# Copies to the host, which run no operation where the tensor is there already.
+_COPIES = {"tolist", "cpu", "numpy"}
+
+
+class Copies(TorchFunctionMode):
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _COPIES:
+            self.seen.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 class Reads(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self._copies = Copies(self.seen)
+
+    def __enter__(self) -> Self:
+        self._copies.__enter__()
+        return cast("Self", super().__enter__())
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._copies.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name in _READS:
@@ -90,7 +115,8 @@ def test_a_trap_reads_once_per_step_whatever_the_model(
 def test_the_counter_counts() -> None:
     with Reads() as counted:
         float(torch.ones(3).sum())
-    assert counted.seen == ["aten::_local_scalar_dense"]
+        torch.ones(3).tolist()
+    assert counted.seen == ["aten::_local_scalar_dense", "tolist"]
 
 
 def test_rows_wait_on_the_device_until_somebody_asks() -> None:

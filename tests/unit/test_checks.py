@@ -1,6 +1,7 @@
 """The checks of lint on what rules mean: every file under ``cases/lint``, and what no file can show.
 
 ``bad`` files give exactly the lines of ``<name>.out``; ``good`` files give none, or those of theirs.
+With ``<name>.params.json`` beside it a case is linted with these names.
 A file named like a check is about that check. Files in folders are included by cases.
 """
 
@@ -14,13 +15,13 @@ import time
 
 import pytest
 
-from gradsurgeon import packs, review, schema, source
+from gradsurgeon import packs, planning, review, schema, source
 from gradsurgeon.actions import Steps
-from gradsurgeon.errors import Problem
+from gradsurgeon.errors import BindError, Problem
 from gradsurgeon.match import PatternError, compile_pattern
 from gradsurgeon.planning import Manifest, Module, Param
 from gradsurgeon.review import case as cases
-from gradsurgeon.review import catalogue
+from gradsurgeon.review import catalogue, sources
 from gradsurgeon.review.checks import CHECKS
 from gradsurgeon.review.globs import Prover
 
@@ -32,6 +33,12 @@ GOOD = sorted(CASES.glob("good/*.yaml"))
 
 def text_of(problems: list[Problem]) -> str:
     return "".join(f"{problem.concise()}\n" for problem in problems)
+
+
+def names_of(case: pathlib.Path) -> Manifest | None:
+    """Return the names that stand beside a case, if any do."""
+    path = case.with_suffix(".params.json")
+    return sources.manifest_of(str(path)) if path.exists() else None
 
 
 def lint(folder: pathlib.Path, rules: str, manifest: Manifest | None = None) -> list[Problem]:
@@ -50,7 +57,7 @@ def test_a_bad_file_shows_exactly_its_problems(
     case: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(case.parent)
-    problems = review.lint(case.name)
+    problems = review.lint(case.name, names_of(case))
     assert problems
     assert text_of(problems) == case.with_suffix(".out").read_text(encoding="utf-8")
     assert {one.check for one in problems} <= {*CHECKS, *catalogue.CHECKS}
@@ -59,7 +66,7 @@ def test_a_bad_file_shows_exactly_its_problems(
 @pytest.mark.parametrize("case", GOOD, ids=lambda case: case.stem)
 def test_a_good_file_is_clean(case: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(case.parent)
-    problems = review.lint(case.name)
+    problems = review.lint(case.name, names_of(case))
     out = case.with_suffix(".out")
     assert text_of(problems) == (out.read_text(encoding="utf-8") if out.exists() else "")
     assert case.stem not in {one.check for one in problems}
@@ -74,9 +81,16 @@ def test_every_check_has_a_bad_and_a_good_case(check: str) -> None:
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_examples_of_a_page_show_what_it_says(check: str, tmp_path: pathlib.Path) -> None:
     examples = CHECKS[check]
-    assert check in {one.check for one in lint(tmp_path, examples.BAD)}
-    assert check not in {one.check for one in lint(tmp_path, examples.GOOD)}
-    severities = {one.severity for one in lint(tmp_path, examples.BAD) if one.check == check}
+    names = None
+    if examples.NAMES:
+        names = manifest(*map(param, examples.NAMES))
+    if examples.WEIGHTS:  # as their files have them
+        params = tuple(Param(name, (), (2, 2), "float32", True, ()) for name in examples.NAMES)
+        names = Manifest("model.safetensors", params)
+    bad, good = (lint(tmp_path, rules, names) for rules in (examples.BAD, examples.GOOD))
+    assert check in {one.check for one in bad}
+    assert check not in {one.check for one in good}
+    severities = {one.severity for one in bad if one.check == check}
     assert severities == {examples.severity}
     headings = re.findall(r"^ *## (.*)$", type(examples).__doc__ or "", re.MULTILINE)
     assert headings == ["What it finds", "Why it matters", "What to do"]
@@ -84,7 +98,7 @@ def test_the_examples_of_a_page_show_what_it_says(check: str, tmp_path: pathlib.
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.stem)
 def test_every_place_lies_in_its_file(case: pathlib.Path) -> None:
-    for problem in review.lint(str(case)):
+    for problem in review.lint(str(case), names_of(case)):
         place = problem.place
         lines = pathlib.Path(place.file).read_text(encoding="utf-8").split("\n")
         assert place.line_text == lines[place.line - 1]
@@ -149,7 +163,8 @@ class TestWithNames:
     def test_an_expression_that_does_match(self, tmp_path: pathlib.Path) -> None:
         rules = '  - {id: a, action: norm-log, params: "re:scale"}\n'
         assert found(lint(tmp_path, rules, manifest(param("h.scale")))) == [
-            ("partial-regex", 3, 39)
+            ("no-match", 3, 39),
+            ("partial-regex", 3, 39),
         ]
         assert lint(tmp_path, rules, manifest(param("scale"))) == []
 
@@ -189,7 +204,8 @@ class TestWithNames:
     def test_an_exclude_by_the_other_name_of_a_tied_parameter(self, tmp_path: pathlib.Path) -> None:
         rules = '  - {id: a, action: norm-log, params: "wte.*", exclude: "head.weight"}\n'
         assert found(lint(tmp_path, rules)) == [("useless-exclude", 3, 57)]
-        assert lint(tmp_path, rules, manifest(param("wte.weight", "head.weight"))) == []
+        tied = manifest(param("wte.weight", "head.weight"), param("wte.bias"))
+        assert lint(tmp_path, rules, tied) == []
         apart = manifest(param("wte.weight"), param("head.weight"))
         assert found(lint(tmp_path, rules, apart)) == [("useless-exclude", 3, 57)]
 
@@ -200,6 +216,49 @@ class TestWithNames:
         )
         assert lint(tmp_path, rules) == []
         assert lint(tmp_path, rules, manifest(*LAYERS[:5])) == []
+
+    RULES = (
+        '  - {id: a, action: norm-log, params: "encodr.*"}  # gradsurgeon: ignore[no-match]\n'
+        '  - {id: b, action: norm-log, params: "*", expect: {params: 13}}\n'
+    )
+
+    def test_rules_that_do_not_bind_are_errors_that_no_comment_hides(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        assert lint(tmp_path, self.RULES.partition("  #")[0] + "\n") == []
+        problems = lint(tmp_path, self.RULES, manifest(*LAYERS))
+        assert found(problems) == [
+            ("no-match", 3, 39),
+            ("unused-suppression", 3, 74),
+            ("broken-expect", 4, 61),
+        ]
+        assert [one.severity for one in problems] == ["error", "warning", "error"]
+
+    def test_what_binding_refuses_is_found(self, tmp_path: pathlib.Path) -> None:
+        names = manifest(*LAYERS)
+        for problem in lint(tmp_path, self.RULES, names)[::2]:
+            with pytest.raises(BindError) as error:
+                planning.bind(schema.validate(source.read(tmp_path / "rules.yaml")), names)
+            assert problem.message in str(error.value)
+
+    def test_no_number_of_doubts_hides_an_error(self, tmp_path: pathlib.Path) -> None:
+        doubts = "".join(
+            f'  - {{id: r{at}, action: clamp, params: "layers.{at % 12}.*", at: backward, max: 1}}\n'
+            for at in range(300)
+        )
+        wrong = '  - {id: z, action: scale, params: "h.*", factor: 2}\n'
+        problems = lint(tmp_path, doubts + wrong, manifest(*LAYERS))
+        assert [one.place.line for one in problems if one.check == "no-match"] == [303]
+
+    def test_rules_of_a_pack_are_shown_where_it_is_included(self, tmp_path: pathlib.Path) -> None:
+        path = tmp_path / "rules.yaml"
+        path.write_text('version: 1\ninclude: ["gradsurgeon:gan@1"]\n')
+        names = Manifest("Net", (), (Module(".", (), ("Net",)),), ("Net",))
+        (problem,) = review.lint(str(path), names)
+        assert found([problem]) == [("no-match", 2, 11)]
+        assert problem.message.startswith(
+            "rule `gan-norms` of this pack: no parameter of the model"
+        )
 
 
 class TestSuppression:

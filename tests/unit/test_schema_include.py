@@ -6,10 +6,10 @@ import hashlib
 import json
 import os
 import pathlib
-import time
 from typing import Any
 
 import pytest
+from bounds import within
 
 import gradsurgeon
 from gradsurgeon import packs, schema, source
@@ -255,9 +255,8 @@ class TestLimits:
         for name in parts:
             (here / name).write_text(text(include=wrong))
         (here / "top.yaml").write_text(text(include=parts))
-        start = time.perf_counter()
-        assert len(refused("top.yaml")) == 32
-        assert time.perf_counter() - start < 10
+        with within(seconds=3):
+            assert len(refused("top.yaml")) == 32
 
     @pytest.mark.parametrize(("depth", "read"), [(8, True), (9, False)])
     def test_a_chain(self, here: pathlib.Path, depth: int, read: bool) -> None:

@@ -39,14 +39,19 @@ class Check:
     """A question to valid rules.
 
     Attributes:
-        severity: ``warning`` where the rules hardly do what was meant, ``note`` where they may.
+        severity: ``error`` where training cannot begin with the rules, ``warning`` where they hardly do
+            what was meant, ``note`` where they may.
         GOOD: rules in which it finds nothing.
         BAD: rules in which it finds something.
+        NAMES: the parameters of the model that both are for; none where they hold for any model.
+        WEIGHTS: these come from a file of weights, which tells less.
     """
 
     severity: ClassVar[Severity] = "warning"
     GOOD: ClassVar[str]
     BAD: ClassVar[str]
+    NAMES: ClassVar[tuple[str, ...]] = ()
+    WEIGHTS: ClassVar[bool] = False
 
     @property
     def id(self) -> str:

@@ -1,0 +1,279 @@
+"""Results as tables, and the parts of two pages that are made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import overhead, peers, ranks, records, rule_sets, scaling, startup
+from benchmarks.cases import BARE
+from benchmarks.machine import PEERS, ROOT
+from benchmarks.overhead import Row
+from benchmarks.results import Result
+from benchmarks.targets import Judged, judged
+from benchmarks.workloads import WORKLOADS
+
+BEGIN = "<!-- benchmarks: begin; `python -m benchmarks --render` writes this -->\n"
+END = "<!-- benchmarks: end -->\n"
+PAGE, FRONT = ROOT / "benchmarks" / "README.md", ROOT / "README.md"
+# What a reader compares first.
+_FRONT = (
+    rule_sets.OBSERVE,
+    rule_sets.CLIP_BITES,
+    rule_sets.IDLE,
+    peers.CLIP_BITES,
+    "Lightning grad_norm",
+    "register_hook closures with .item()",
+    "wandb.watch, log_freq=1",
+    "DebugUnderflowOverflow",
+    "detect_anomaly",
+)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table: text to the left in the first column, numbers to the right."""
+    line = "|".join(["---", *["--:"] * (len(head) - 1)])
+    body = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return f"| {' | '.join(head)} |\n|{line}|\n{body}"
+
+
+def number(value: float) -> str:
+    """Return a number with three digits, as people read it."""
+    if value == 0:
+        return "0"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def duration(micro: float) -> str:
+    """Return a time in the unit that suits it."""
+    if abs(micro) >= 1e6:
+        return f"{number(micro / 1e6)} s"
+    return f"{number(micro / 1e3)} ms" if abs(micro) >= 1e3 else f"{number(micro)} us"
+
+
+def size(count: float) -> str:
+    """Return a number of bytes in the unit that suits it."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(count) >= unit:
+            return f"{number(count / unit)} {name}"
+    return f"{count:.0f} B"
+
+
+def _spread(numbers: Any) -> str:
+    return f"{number(numbers['median'])} ({number(numbers['low'])} to {number(numbers['high'])})"
+
+
+def about_machine(result: Result) -> str:
+    """Return the machine and the versions in one line."""
+    machine, versions = result["machine"], result["versions"]
+    threads = f"{machine['threads']} thread" if machine["kind"] == "cpu" else machine["kind"]
+    return (
+        f"{machine['device']} ({machine['cores']} cores, {machine['memory_gb']} GB, {threads}), "
+        f"{machine['system']}, torch {versions['torch']}, Python {versions['python']}, {result['date']}"
+    )
+
+
+def _of(result: Result, group: str) -> list[Row]:
+    return [row for row in result["rows"] if row["group"] == group]
+
+
+def main_rows(result: Result, workload: str) -> list[Row]:
+    """Return the rows of a workload without those of single actions, where there are numbers."""
+    single = {title for title, _ in rule_sets.alone()}
+    rows = [row for row in _of(result, overhead.GROUP) if row["workload"] == workload]
+    return [row for row in rows if row["case"] not in single and "skipped" not in row]
+
+
+def targets(result: Result) -> str:
+    """Return the table of targets."""
+    found = judged(result["rows"], result["machine"]["kind"])
+    return table(("what", "unit", "at most", "measured", ""), map(_target, found))
+
+
+def _target(one: Judged) -> tuple[str, ...]:
+    target, value = one.target, one.value
+    limit = number(target.limit)
+    if value is not None and value.limit is not None:
+        limit = f"{limit} within noise: {value.limit:.3f}"
+    if value is None:
+        return target.what, target.unit, limit, "", one.why or one.verdict
+    measured = f"{value.median:.3g} ({value.low:.3g} to {value.high:.3g})"
+    return target.what, target.unit, limit, measured, f"**{one.verdict}**"
+
+
+def costs(result: Result) -> str:
+    """Return one table per workload: what rules and peers cost on top of its step."""
+    parts = []
+    for workload in WORKLOADS:
+        rows = [row for row in _of(result, overhead.GROUP) if row["workload"] == workload.name]
+        numbers = [row for row in rows if "skipped" not in row]
+        if numbers:
+            step = duration(numbers[0]["base_us"]["median"])
+            parts.append(f"**{workload.name}**: {workload.about}; the bare step takes {step}.\n")
+            parts.append(_costs(rows, waits=result["machine"]["kind"] == "cuda"))
+    return "\n".join(parts)
+
+
+def _costs(rows: Sequence[Row], *, waits: bool) -> str:
+    head = [
+        "",
+        "extra",
+        "mean extra",
+        "x step",
+        "x clip",
+        "peak memory",
+        "allocations",
+        "host reads",
+    ]
+    return table([*head, "waits"] if waits else head, [_cost(row, waits=waits) for row in rows])
+
+
+def _cost(row: Row, *, waits: bool) -> list[str]:
+    name = row["case"] if row["kind"] != "rules" else f"**{row['case']}**"
+    if "skipped" in row:
+        return [name, row["skipped"], *[""] * (7 if waits else 6)]
+    ratio = row["step_ratio"]
+    cells = [
+        name,
+        duration(row["extra_us"]["median"]),
+        duration(row["mean_extra_us"]),
+        f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
+        _spread(row["clip_ratio"]),
+        size(row["peak_bytes"]),
+        f"{row['allocations']:,}",
+        f"{row['reads']:,}",
+    ]
+    return [*cells, str(row["waits"])] if waits else cells
+
+
+def growth(result: Result) -> str:
+    """Return the tables of how costs grow."""
+    parts = []
+    rows = _of(result, scaling.GROUP)
+    for axis in dict.fromkeys(row["axis"] for row in rows):
+        own = [row for row in rows if row["axis"] == axis]
+        parts.append(f"{own[0]['about'].capitalize()}:\n")
+        lines = (
+            (
+                f"{row['at']:,}",
+                duration(row["base_us"]["median"]),
+                duration(row["extra_us"]["median"]),
+                _spread(row["clip_ratio"]),
+                duration(row["apply_s"] * 1e6),
+            )
+            for row in own
+        )
+        parts.append(table((axis, "bare step", "extra", "x clip", "`apply`"), lines))
+    return "\n".join(parts)
+
+
+def between_ranks(result: Result) -> str:
+    """Return the table of collectives."""
+    rows = _of(result, ranks.GROUP)
+    head = ("ranks", "wrapper", "tensors", "", "collectives", "bytes")
+    return table(head, ((
+        str(row["world"]), row["wrapper"], str(row["params"]), row["case"],
+        ("" if row["case"] == "bare step" else "+") + str(row["collectives"]),
+        ("" if row["case"] == "bare step" else "+") + f"{row['bytes']:,}",
+    ) for row in rows))  # fmt: skip
+
+
+def long_runs(result: Result) -> str:
+    """Return the table of records."""
+    head = ("steps", "on disk", "bytes per step", "to open", "to read one norm of all steps")
+    return table(head, ((
+        f"{row['steps']:,}", size(row["bytes"]), number(row["bytes"] / row["steps"]),
+        duration(row["open_s"] * 1e6), duration(row["history_s"] * 1e6),
+    ) for row in _of(result, records.GROUP)))  # fmt: skip
+
+
+def commands(result: Result) -> str:
+    """Return the table of what does not train."""
+    head = ("", "computing", "waiting")
+    return table(head, ((
+        row["what"], duration(row["seconds"]["median"] * 1e6), duration(row["wall"]["median"] * 1e6)
+    ) for row in _of(result, startup.GROUP)))  # fmt: skip
+
+
+_SECTIONS = (
+    ("Targets", "", targets),
+    ("Cost of a step", overhead.GROUP, costs),
+    ("Growth", scaling.GROUP, growth),
+    ("Between ranks", ranks.GROUP, between_ranks),
+    ("Long runs", records.GROUP, long_runs),
+    ("Without training", startup.GROUP, commands),
+)
+
+
+def report(result: Result) -> str:
+    """Return everything that a result has, as Markdown."""
+    versions = result["versions"]
+    own = f"gradsurgeon {versions['gradsurgeon']}"
+    own += f" ({versions['commit']})" if versions["commit"] else ""
+    peers_used = ", ".join(f"{name} {versions[name]}" for name in PEERS if name in versions)
+    mode = "quick" if result["quick"] else "full"
+    head = (
+        f"{about_machine(result)}; {own}; {peers_used}; {mode} run, {result['minutes']} minutes.\n"
+    )
+    parts = [head]
+    if result.get("note"):  # by hand, where a file is not what one run of the suite wrote
+        parts.append(f"**Note:** {result['note']}\n")
+    for title, group, section in _SECTIONS:
+        if not group or _of(result, group):
+            parts.append(f"### {title}\n\n{section(result)}")
+    return "\n".join(parts)
+
+
+def page(shown: Sequence[tuple[Path, Result]]) -> str:
+    """Return the generated part of `benchmarks/README.md`."""
+    parts = []
+    for path, result in shown:
+        plot = path.with_suffix(".png")
+        picture = f"![steps with rules and peers](results/{plot.name})\n\n" if plot.exists() else ""
+        source = f"From [{path.name}](results/{path.name}).\n\n"
+        parts.append(f"## {result['machine']['device']}\n\n{source}{picture}{report(result)}")
+    return "\n".join(parts)
+
+
+def front(shown: Sequence[tuple[Path, Result]]) -> str:
+    """Return the generated part of the front page: steps with rules beside steps with peers."""
+    return "\n".join(_front(result) for _, result in shown)
+
+
+def _front(result: Result) -> str:
+    names = [one.name for one in WORKLOADS if one.forward and main_rows(result, one.name)]
+    ratios = {
+        (row["case"], name): f"{row['step_ratio']['median']:.2f}"
+        for name in names
+        for row in main_rows(result, name)
+    }
+    cases = [case for case in (BARE.name, *_FRONT) if (case, names[0]) in ratios]
+    rows = ([case, *(ratios.get((case, name), "") for name in names)] for case in cases)
+    found = judged(result["rows"], result["machine"]["kind"])
+    met = sum(one.verdict == "met" for one in found)
+    known = sum(one.value is not None for one in found)
+    head = f"Time of a training step, 1 without anything, on {about_machine(result)}:\n\n"
+    tail = f"\n{met} of the {known} targets measured there are met.\n"
+    return head + table(["", *names], rows) + tail
+
+
+def filled(text: str, made: str) -> str:
+    """Return a page with its generated part replaced.
+
+    Raises:
+        ValueError: it has no place for one.
+    """
+    before, found, rest = text.partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not found or not ended:
+        raise ValueError(f"the page lacks the lines {BEGIN!r} and {END!r}")
+    return f"{before}{BEGIN}\n{made}\n{END}{after}"
+
+
+def rendered(shown: Sequence[tuple[Path, Result]]) -> dict[Path, str]:
+    """Return the two pages as they should be, by path."""
+    made = {PAGE: page(shown), FRONT: front(shown)}
+    return {path: filled(path.read_text(encoding="utf-8"), text) for path, text in made.items()}

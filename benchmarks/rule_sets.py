@@ -1,0 +1,135 @@
+"""The rules that are measured: every action alone at every point, and what people put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import gradsurgeon
+from benchmarks.cases import Attached, Case
+from benchmarks.workloads import Task
+from gradsurgeon.actions import ACTIONS
+
+RuleDict = dict[str, Any]
+
+OBSERVE = "observe everything"
+CLIP_IDLE = "observe everything, global clip-norm that does not bite"
+CLIP_BITES = "observe everything, global clip-norm that bites"
+EVERYTHING = "every action at every point"
+IDLE = "one rule, out of schedule"
+ALL_IDLE = "every action at every point, out of schedule"
+
+# What an action cannot do without, and the variants of it that do other work. A new action has to be
+# entered here: `alone` says so.
+_VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
+    "clamp": {"": {"min": -1.0, "max": 1.0}},
+    "scale": {"": {"factor": 0.5}},
+    "zero": {"": {}},
+    "sanitize": {"": {}},
+    "clip-norm": {
+        "": {"max_norm": 1e-3},
+        "per rule": {"max_norm": 1e-3, "per": "rule"},
+        "per rule, does not bite": {"max_norm": 1e9, "per": "rule"},
+    },
+    "freeze": {"": {}},
+    "nan-trap": {"": {}, "skip-step": {"then": "skip-step"}, "warn": {"then": "warn"}},
+    "norm-log": {
+        "": {},
+        "all statistics": {
+            "stats": ["l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"]
+        },
+    },
+    "capture": {"": {}},
+}
+# These leave nothing for the others to do.
+_ENDINGS = ("zero", "freeze")
+_NEVER = {"from": 10**9}
+
+
+def alone() -> Iterator[tuple[str, RuleDict]]:
+    """Yield the title and the rule of every action, at every point that it can stand at."""
+    for action, rule in ACTIONS.items():
+        if action not in _VARIANTS:
+            raise KeyError(f"benchmarks/rule_sets.py does not say how to measure `{action}`")
+        for variant, options in _VARIANTS[action].items():
+            for point in rule.points if rule.takes_at else (None,):
+                if point == "backward" and options.get("per") == "rule":
+                    continue  # only `step` has all gradients at once
+                title = action if point is None else f"{action} at {point}"
+                made = {"action": action, **options} | ({} if point is None else {"at": point})
+                yield (f"{title}, {variant}" if variant else title), made
+
+
+def numbered(rules: Sequence[RuleDict]) -> list[RuleDict]:
+    """Return rules with ids, on all parameters where they name nothing."""
+    return [
+        {"id": f"rule-{number}", **({} if "modules" in rule else {"params": "*"}), **rule}
+        for number, rule in enumerate(rules)
+    ]
+
+
+def _observing() -> list[RuleDict]:
+    return [{"action": "norm-log"}, {"action": "nan-trap"}]
+
+
+def _global_clip(max_norm: float) -> RuleDict:
+    return {"action": "clip-norm", "per": "rule", "max_norm": max_norm}
+
+
+def together() -> dict[str, list[RuleDict]]:
+    """Return what people put together, by title."""
+    every = [rule for _, rule in alone() if rule["action"] not in _ENDINGS]
+    return {
+        OBSERVE: _observing(),
+        CLIP_IDLE: [*_observing(), _global_clip(1e9)],
+        CLIP_BITES: [*_observing(), _global_clip(1e-3)],
+        EVERYTHING: every,
+        IDLE: [{"action": "clamp", "at": "step", "max": 1.0, "steps": _NEVER}],
+        ALL_IDLE: [{**rule, "steps": _NEVER} for rule in every],
+    }
+
+
+def on_modules() -> dict[str, list[RuleDict]]:
+    """Return rules on the tensors of every module, by title."""
+    found: dict[str, RuleDict] = {
+        f"norm-log on every module's {tensor}": {"action": "norm-log", "tensor": tensor}
+        for tensor in ("output", "output.grad", "input.grad")
+    }
+    found["clamp on every module's output.grad"] = {
+        "action": "clamp",
+        "tensor": "output.grad",
+        "min": -1.0,
+        "max": 1.0,
+    }
+    found["nan-trap on every module's output"] = {"action": "nan-trap", "tensor": "output"}
+    return {title: [{"modules": "*", **rule}] for title, rule in found.items()}
+
+
+def case(
+    title: str, rules: Sequence[RuleDict], *, forward: bool = False, single: bool = False
+) -> Case:
+    """Return rules as a case.
+
+    Args:
+        title: name of the case.
+        rules: without ids; those that name no modules are for all parameters.
+        forward: they need a forward pass.
+        single: it is one action alone.
+    """
+
+    def attach(task: Task) -> Attached:
+        wanted = {"version": 1, "rules": numbered(rules)}
+        session = gradsurgeon.apply(task.model, wanted, optimizer=task.optimizer)
+        return Attached(detach=session.remove)
+
+    heavy = title == EVERYTHING
+    return Case(title, "rules", attach, forward=forward, alone=single, heavy=heavy)
+
+
+def cases() -> list[Case]:
+    """Return all cases of rules."""
+    return [
+        *(case(title, rules) for title, rules in together().items()),
+        *(case(title, rules, forward=True) for title, rules in on_modules().items()),
+        *(case(title, [rule], single=True) for title, rule in alone()),
+    ]

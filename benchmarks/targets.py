@@ -1,0 +1,182 @@
+"""What gradsurgeon wants to cost at most, and whether it does: one row per target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from benchmarks import overhead, rule_sets, startup
+from benchmarks.cases import BARE
+from benchmarks.overhead import Row
+
+Verdict = Literal["met", "missed", "not measured", "not there yet"]
+Find = Callable[[Sequence[Row]], "Value | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A measured number with its quartiles; ``limit`` where noise decides what is allowed."""
+
+    median: float
+    low: float
+    high: float
+    limit: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Something promised.
+
+    Attributes:
+        what: is measured.
+        unit: of the number.
+        limit: that the median must not exceed.
+        find: takes it from the rows.
+        only: kind of device that it is about; any where empty.
+        absent: why there is no number where it is not missing by choice of groups.
+    """
+
+    what: str
+    unit: str
+    limit: float
+    find: Find
+    only: str = ""
+    absent: Verdict = "not measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A target and what became of it."""
+
+    target: Target
+    value: Value | None
+    verdict: Verdict
+    why: str = ""
+
+
+def _value(numbers: Any) -> Value:
+    return Value(numbers["median"], numbers["low"], numbers["high"])
+
+
+def row_of(rows: Iterable[Row], **wanted: object) -> Row | None:
+    """Return the row that has these values."""
+    return next((row for row in rows if wanted.items() <= row.items()), None)
+
+
+def _overhead(workload: str, case: str, key: str) -> Find:
+    def find(rows: Sequence[Row]) -> Value | None:
+        row = row_of(rows, group=overhead.GROUP, workload=workload, case=case)
+        return None if row is None or key not in row else _value(row[key])
+
+    return find
+
+
+def _seconds(what: str) -> Find:
+    def find(rows: Sequence[Row]) -> Value | None:
+        row = row_of(rows, group=startup.GROUP, what=what)
+        return None if row is None else _value(row["seconds"])
+
+    return find
+
+
+def _idle(workload: str) -> Find:
+    """Return a finder of the share of a step that an idle rule costs, with the noise as its limit."""
+
+    def find(rows: Sequence[Row]) -> Value | None:
+        noise = row_of(rows, group=overhead.GROUP, workload=workload, case=BARE.name)
+        found = _overhead(workload, rule_sets.IDLE, "step_ratio")(rows)
+        if noise is None or found is None:
+            return None
+        return Value(found.median, found.low, found.high, limit=noise_limit(noise))
+
+    return find
+
+
+def noise_limit(noise: Row) -> float:
+    """Return up to where the median of a ratio of steps is 1.00 within noise.
+
+    That is how far the median of the bare step against itself is from 1, and twice the error of such a
+    median: the distance between the quartiles over the root of the number of rounds.
+
+    Args:
+        noise: the row of the bare step.
+    """
+    ratio = noise["step_ratio"]
+    error = float(ratio["high"] - ratio["low"]) / math.sqrt(ratio["count"])
+    return 1.0 + abs(float(ratio["median"]) - 1.0) + 2.0 * error
+
+
+def _waits(rows: Sequence[Row]) -> Value | None:
+    """Return the most waits for the device that logs and edits have: there must be none."""
+    known = {
+        title for title, rule in rule_sets.alone() if rule["action"] not in ("nan-trap", "capture")
+    }
+    found = [
+        row["waits"]
+        for row in rows
+        if row["group"] == overhead.GROUP and row["case"] in known and row.get("waits") is not None
+    ]
+    return Value(max(found), min(found), max(found)) if found else None
+
+
+def _never(_: Sequence[Row]) -> Value | None:
+    return None
+
+
+def _with_clip(case: str, limit: float, what: str) -> Iterator[Target]:
+    for name, about in (("tiny", "200 tiny tensors"), ("wide", "12 M in 100 tensors")):
+        find = _overhead(name, case, "clip_ratio")
+        yield Target(f"{what}, {about}", "x `clip_grad_norm_`", limit, find)
+
+
+READ, CLIP, STEP = "x one read of the bytes", "x `clip_grad_norm_`", "x step"
+TARGETS = (
+    Target(
+        "observe everything, 12 M parameters", READ, 1.15,
+        _overhead("wide", rule_sets.OBSERVE, "read_ratio"), only="cpu",
+    ),
+    Target(
+        "observe everything, 200 tiny tensors", CLIP, 0.5,
+        _overhead("tiny", rule_sets.OBSERVE, "clip_ratio"), only="cpu",
+    ),
+    *_with_clip(rule_sets.CLIP_IDLE, 0.55, "observe everything and global `clip-norm`, does not bite"),
+    *_with_clip(rule_sets.CLIP_BITES, 1.1, "observe everything and global `clip-norm`, bites"),
+    Target("rule outside its `steps`, 200 tiny tensors", STEP, 1.0, _idle("tiny")),
+    Target("rule outside its `steps`, small MLP", STEP, 1.0, _idle("mlp")),
+    Target("rule outside its `steps`, GPT-2 124M", STEP, 1.0, _idle("gpt2")),
+    Target("forensics armed, never tripped", STEP, 1.01, _never, absent="not there yet"),
+    Target("waits for the device outside flush and trap", "per step", 0, _waits, only="cuda"),
+    Target(
+        "observe everything, GPT-2 124M in bfloat16", STEP, 1.01,
+        _overhead("gpt2", rule_sets.OBSERVE, "step_ratio"), only="cuda",
+    ),
+    Target("`gradsurgeon lint` of 100 rules, whole process", "s", 0.5, _seconds(startup.LINT)),
+    Target("reading 1,000 rules", "s", 0.1, _seconds(startup.PARSE)),
+    Target("binding 20 rules to a model of 10,000 parameters", "s", 0.2, _seconds(startup.BIND)),
+    Target("binding 20 rules to `params.json` of the same", "s", 0.2, _seconds(startup.BIND_FILE)),
+    Target("`gradsurgeon diff`, 10,000 parameters, whole process", "s", 1.0, _seconds(startup.DIFF)),
+    Target("`gradsurgeon run` on a script without torch, extra", "s", 0.15, _seconds(startup.LAUNCH)),
+)  # fmt: skip
+
+
+def judged(rows: Sequence[Row], device: str) -> list[Judged]:
+    """Return what became of each target.
+
+    Args:
+        rows: all that was measured.
+        device: kind of device that it was measured on.
+    """
+    return [_judge(target, rows, device) for target in TARGETS]
+
+
+def _judge(target: Target, rows: Sequence[Row], device: str) -> Judged:
+    if target.only not in ("", device):
+        absent = "no CUDA device" if target.only == "cuda" else "a target for the CPU"
+        return Judged(target, None, "not measured", absent)
+    value = target.find(rows)
+    if value is None:
+        return Judged(target, None, target.absent)
+    limit = target.limit if value.limit is None else value.limit
+    return Judged(target, value, "met" if value.median <= limit else "missed")

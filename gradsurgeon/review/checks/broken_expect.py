@@ -1,0 +1,55 @@
+"""The check `broken-expect`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from gradsurgeon.errors import Severity
+from gradsurgeon.planning import examples
+from gradsurgeon.review.case import Case
+from gradsurgeon.review.checks._base import Check, Finding
+
+
+class BrokenExpect(Check):
+    """A rule matches another number of parameters than its `expect` says.
+
+    ## What it finds
+    A rule with `expect` that selects more or fewer parameters of the model whose names lint is given with
+    `--params`. Without names it finds nothing.
+
+    ## Why it matters
+    Training with such a rule ends with an error before its first step. The number was written down so that
+    a pattern cannot come to mean something else unnoticed, and now it does.
+
+    ## What to do
+    Look at what the rule matches with `gradsurgeon plan`. Correct the pattern if that is wrong, the number
+    if it is right.
+    """
+
+    severity: ClassVar[Severity] = "error"
+    NAMES: ClassVar[tuple[str, ...]] = ("fc1.weight", "fc1.bias", "fc2.weight")
+    GOOD: ClassVar[str] = """
+- id: norms
+  action: norm-log
+  params: "fc*.weight"
+  expect: {params: 2}
+"""
+    BAD: ClassVar[str] = """
+- id: norms
+  action: norm-log
+  params: "fc*"
+  expect: {params: 2}
+"""
+
+    def find(self, case: Case) -> Iterator[Finding]:
+        """Yield the rules that select another number than they say."""
+        if case.effects is None:
+            return
+        for rule in case.rules:
+            if rule.expect is not None and case.effects.breaks_expect(rule.id):
+                things = case.effects.matches[rule.id].things
+                found = f"matched {len(things)}{examples(things)}"
+                message = f"expected {rule.expect.params} parameters, {found}"
+                hint = "correct the pattern or the `expect`"
+                yield Finding(rule, ("expect", "params"), message, hint)

@@ -1,0 +1,52 @@
+"""The check `cannot-act`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from gradsurgeon.errors import Severity
+from gradsurgeon.review.case import Case
+from gradsurgeon.review.checks._base import Check, Finding
+
+
+class CannotAct(Check):
+    """A rule cannot act on what it matches, or nobody can tell what it matches.
+
+    ## What it finds
+    With the names of a model, which lint is given with `--params`: rules on parameters that have no shape
+    yet, that are complex or sparse and do not bear the action, or that several ranks divide so that the
+    rule cannot get at them; and conditions that the file of names does not decide, such as
+    `where: {module_type: ...}` on a file of weights. Without names it finds nothing.
+
+    ## Why it matters
+    Training with such a rule ends with an error before its first step. As long as a condition
+    cannot be decided, nobody can see what the rule acts on.
+
+    ## What to do
+    The message says what the rule can do instead. For conditions that cannot be decided, give lint the
+    names as `gradsurgeon params` writes them.
+    """
+
+    severity: ClassVar[Severity] = "error"
+    NAMES: ClassVar[tuple[str, ...]] = ("fc.weight", "fc.bias")
+    WEIGHTS: ClassVar[bool] = True
+    GOOD: ClassVar[str] = """
+- id: norms
+  action: norm-log
+  params: "fc.*"
+"""
+    BAD: ClassVar[str] = """
+- id: norms
+  action: norm-log
+  params: "fc.*"
+  where: {module_type: "Linear"}
+"""
+
+    def find(self, case: Case) -> Iterator[Finding]:
+        """Yield each reason why a rule cannot act."""
+        if case.effects is None:
+            return
+        for rule in case.rules:
+            for text in case.effects.obstacles(rule.id):
+                yield Finding(rule, ("id",), text, "")

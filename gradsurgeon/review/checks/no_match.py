@@ -1,0 +1,49 @@
+"""The check `no-match`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from gradsurgeon.errors import Severity
+from gradsurgeon.review.case import Case
+from gradsurgeon.review.checks._base import Check, Finding
+
+
+class NoMatch(Check):
+    """A rule matches nothing in the model.
+
+    ## What it finds
+    A rule that selects no parameter, or no module, of the model whose names lint is given with
+    `--params`. Without names it finds nothing.
+
+    ## Why it matters
+    Training with such a rule ends with an error before its first step. Most often a name is misspelt, or
+    the model has changed and the rule has not.
+
+    ## What to do
+    Correct the pattern: the nearest names are given. Where a rule is meant for some models only, write
+    `optional: true`, or `model:` with the class that it is for.
+    """
+
+    severity: ClassVar[Severity] = "error"
+    NAMES: ClassVar[tuple[str, ...]] = ("encoder.fc.weight", "encoder.fc.bias")
+    GOOD: ClassVar[str] = """
+- id: norms
+  action: norm-log
+  params: "encoder.*"
+"""
+    BAD: ClassVar[str] = """
+- id: norms
+  action: norm-log
+  params: "encodr.*"
+"""
+
+    def find(self, case: Case) -> Iterator[Finding]:
+        """Yield the rules that select nothing although they must."""
+        if case.effects is None:
+            return
+        for rule in case.rules:
+            if case.effects.has_no_match(rule.id):
+                hint = "correct the pattern, or write `optional: true` if it may match nothing"
+                yield Finding(rule, (rule.target,), case.effects.no_match(rule.id), hint)

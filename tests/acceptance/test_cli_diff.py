@@ -1,0 +1,261 @@
+"""`gradsurgeon diff`: what it prints, what it exits with, and what it says where it cannot compare.
+
+``cases/review/expected.*`` hold its whole output on the two rule files there, so that a change of
+wording shows in them. To write them again, run this file as a script and read what has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+from typing import Any
+
+import pytest
+from commands import WITHOUT_TORCH, call
+
+CASES = pathlib.Path(__file__).parent.parent / "cases" / "review"
+FORMS = {"text": "txt", "markdown": "md", "json": "json"}
+SIDES = ("old.yaml", "new.yaml", "--params", "params.json")
+
+# Keys in order, and of what type their values are; of lists the type of each item.
+SCOPE = {"id": str, "action": str, "target": str}
+ONE = {**SCOPE, "params": [str], "modules": [str], "elements": int}
+FIELD = {"name": str, "before": object, "after": object, "word": str, "why": str}
+BOTH = {
+    **SCOPE,
+    "was": str,
+    "fields": [FIELD],
+    "params_before": [str],
+    "params_after": [str],
+    "elements_before": int,
+    "elements_after": int,
+}
+CHAIN = {"name": str, "before": [str], "after": [str]}
+DOCUMENTED = {
+    "version": int,
+    "added": [ONE],
+    "removed": [ONE],
+    "changed": [BOTH],
+    "renamed": [BOTH],
+    "order_changed": bool,
+    "order": {"before": [str], "after": [str]},
+    "params": [CHAIN],
+    "tensors": [CHAIN],
+    "lost_protection": [str],
+    "covered": {"before": int, "after": int},
+    "model": {"params": int, "elements": int},
+    "warnings": [{"kind": str, "rules": [str], "names": [str], "detail": str}],
+    "in_effect": bool,
+}
+
+
+def check(found: Any, form: Any, path: str = "") -> None:
+    """Compare a value with its documented form."""
+    if isinstance(form, dict):
+        assert list(found) == list(form), path
+        for key, inner in form.items():
+            check(found[key], inner, f"{path}.{key}")
+    elif isinstance(form, list):
+        assert type(found) is list, path
+        for item in found:
+            check(item, form[0], f"{path}[]")
+    elif form is not object:
+        assert type(found) is form, path
+
+
+@pytest.fixture
+def here(tmp_path: pathlib.Path) -> pathlib.Path:
+    for name in ("old.yaml", "new.yaml", "params.json"):
+        (tmp_path / name).write_bytes((CASES / name).read_bytes())
+    return tmp_path
+
+
+class TestOutput:
+    @pytest.mark.parametrize("form", FORMS)
+    def test_of_the_worked_example(self, form: str) -> None:
+        done = call("diff", *SIDES, "--format", form, cwd=CASES, code=WITHOUT_TORCH)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == (CASES / f"expected.{FORMS[form]}").read_text(encoding="utf-8")
+
+    def test_text_is_what_it_prints_unasked(self) -> None:
+        expected = (CASES / "expected.txt").read_text(encoding="utf-8")
+        assert call("diff", *SIDES, cwd=CASES).stdout == expected
+
+    def test_the_documented_json(self, here: pathlib.Path) -> None:
+        """Tools go by these keys and types: a change here breaks them."""
+        text = (here / "new.yaml").read_text()
+        # A renamed rule, another order, and a rule on modules, so that no list is empty.
+        text = text.replace("id: norms", "id: sizes").replace("then: skip-step", "then: raise")
+        text += "  - {id: out, action: zero, modules: embed, tensor: output}\n"
+        head, *rules = re.split(r"(?m)^(?=  - )", text)
+        (here / "new.yaml").write_text("".join([head, *rules[::-1]]))
+        done = call("diff", *SIDES, "--format", "json", cwd=here)
+        found = json.loads(done.stdout)
+        check(found, DOCUMENTED)
+        assert found["version"] == 1
+        assert [key for key, value in found.items() if value == []] == []
+        assert found["order_changed"]
+        assert found["model"] == {"params": 51, "elements": 51_649_024}
+        # As section 12 of the design has them, to which others were added since.
+        first = {"version", "added", "removed", "changed", "order_changed", "params"}
+        assert first <= set(found)
+        assert {"id", "fields", "params_before", "params_after"} <= set(found["changed"][0])
+
+    def test_names_of_weights_do(self, here: pathlib.Path) -> None:
+        header = json.dumps(
+            {"embed.weight": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}
+        )
+        raw = len(header).to_bytes(8, "little") + header.encode() + bytes(12)
+        (here / "model.safetensors").write_bytes(raw)
+        arguments = ("old.yaml", "new.yaml", "--params", "model.safetensors", "--format", "json")
+        done = call("diff", *arguments, cwd=here, code=WITHOUT_TORCH)
+        assert (done.returncode, done.stderr) == (0, "")
+        found = json.loads(done.stdout)
+        assert found["model"] == {"params": 1, "elements": 3}
+        assert found["lost_protection"] == ["embed.weight"]
+
+
+REWRITTEN = """# the same, written by somebody else
+rules:
+  - {params: ['*'], id: "trap", action: nan-trap, then: raise}   # then is the default
+  - max: 1
+    min: -1
+    at: step
+    params: layers.*.attn.*.weight
+    action: clamp
+    id: bounded-attention
+  - {id: slow-embedding, action: scale, params: "embed.weight", factor: 1.0e-1}
+  - {id: norms, params: "layers.*", action: norm-log}
+version: 1
+"""
+
+
+class TestExitCodes:
+    def test_a_difference_is_no_failure_unless_asked(self, here: pathlib.Path) -> None:
+        assert call("diff", *SIDES, cwd=here).returncode == 0
+        assert call("diff", *SIDES, "--exit-code", cwd=here).returncode == 1
+
+    def test_another_writing_is_no_difference(self, here: pathlib.Path) -> None:
+        (here / "new.yaml").write_text(REWRITTEN)
+        done = call("diff", *SIDES, "--exit-code", cwd=here)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.splitlines()[1:] == ["no difference in effect"]
+
+    def test_an_order_that_no_tensor_sees_is_none_either(self, here: pathlib.Path) -> None:
+        rules = '  - {id: a, action: zero, params: "embed.*"}\n'
+        more = '  - {id: b, action: zero, params: "head.*"}\n'
+        (here / "old.yaml").write_text(f"version: 1\nrules:\n{rules}{more}")
+        (here / "new.yaml").write_text(f"version: 1\nrules:\n{more}{rules}")
+        done = call("diff", *SIDES, "--exit-code", cwd=here)
+        assert done.returncode == 0
+        assert (
+            "order in the file: a -> b became b -> a; no tensor sees another order" in done.stdout
+        )
+
+    def test_every_problem_of_both_sides_and_of_the_names(self, here: pathlib.Path) -> None:
+        (here / "old.yaml").write_text(
+            'version: 1\nrules:\n  - {id: a, action: zer, params: "*"}\n  - {id: b, action: zero}\n'
+        )
+        (here / "new.yaml").write_text(
+            'version: 1\nrules:\n  - {id: c, action: scale, params: "*"}\n'
+        )
+        (here / "params.json").write_text('{"version": 1, "params": 3}')
+        done = call("diff", *SIDES, "--exit-code", cwd=here)
+        assert (done.returncode, done.stdout) == (2, "")
+        for place in ("old.yaml:3:21: error", "old.yaml:4:", "new.yaml:3:", "params.json params: "):
+            assert place in done.stderr
+
+    @pytest.mark.parametrize(
+        ("old", "new"), [("gone.yaml", "new.yaml"), ("old.yaml", "gone.yaml"), ("gone.yaml",) * 2]
+    )
+    def test_a_file_that_is_not_there(self, here: pathlib.Path, old: str, new: str) -> None:
+        done = call("diff", old, new, "--params", "params.json", cwd=here)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.count("gone.yaml:1:1: error: cannot read the file") == 1
+        there = ({old, new} - {"gone.yaml"} or {""}).pop()
+        assert done.stderr.endswith(f"gradsurgeon plan {there}\n") == bool(there)
+
+    def test_names_that_are_not_there(self, here: pathlib.Path) -> None:
+        done = call("diff", "old.yaml", "new.yaml", "--params", "gone.json", cwd=here)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "gone.json: error: cannot read the file" in done.stderr
+
+    def test_a_model_is_not_built_for_wrong_rules(self, here: pathlib.Path) -> None:
+        (here / "net.py").write_text("raise SystemExit('built')\n")
+        done = call("diff", "gone.yaml", "new.yaml", "--model", "net:Net", cwd=here)
+        assert done.returncode == 2
+        assert "built" not in done.stderr
+
+
+def part(rule: str, pattern: str, *includes: str) -> str:
+    listed = f"include: {json.dumps(includes)}\n" if includes else ""
+    return f'version: 1\n{listed}rules:\n  - {{id: {rule}, action: zero, params: "{pattern}"}}\n'
+
+
+@pytest.fixture
+def repository(here: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """Return a repository whose working tree is not what was committed."""
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(here.parent))
+    (here / "part.yaml").write_text(part("part", "layers.*"))
+    (here / "rules.yaml").write_text(part("own", "embed.*", "part.yaml"))
+    identity = ("-c", "user.name=n", "-c", "user.email=e@x", "-c", "commit.gpgsign=false")
+    for command in (("init", "-q", "-b", "main"), ("add", "-A"), ("commit", "-q", "-m", "x")):
+        subprocess.run(["git", *identity, *command], cwd=here, check=True)
+    (here / "part.yaml").write_text(part("part", "layers.0.*"))
+    (here / "rules.yaml").write_text(part("own", "head.*", "part.yaml"))
+    return here
+
+
+class TestCommits:
+    def diff(self, here: pathlib.Path, old: str, new: str, *more: str) -> Any:
+        arguments = ("diff", old, new, "--params", "params.json", "--format", "json", *more)
+        done = call(*arguments, cwd=here, code=WITHOUT_TORCH)
+        assert done.stderr == ""
+        return json.loads(done.stdout)
+
+    def test_the_side_of_a_commit_sees_that_commit_alone(self, repository: pathlib.Path) -> None:
+        found = self.diff(repository, "HEAD:rules.yaml", "rules.yaml")
+        changed = {one["id"]: one for one in found["changed"]}
+        assert changed["own"]["params_before"] == ["embed.weight"]
+        assert changed["own"]["params_after"] == ["head.weight"]
+        counts = [len(changed["part"][f"params_{side}"]) for side in ("before", "after")]
+        assert counts == [48, 8]
+
+    def test_a_commit_against_itself(self, repository: pathlib.Path) -> None:
+        sides = ("HEAD:rules.yaml", "main:rules.yaml")
+        assert not self.diff(repository, *sides, "--exit-code")["in_effect"]
+
+    def test_an_include_that_is_gone(self, repository: pathlib.Path) -> None:
+        (repository / "rules.yaml").write_text(part("own", "embed.*"))
+        (repository / "part.yaml").unlink()
+        found = self.diff(repository, "HEAD:rules.yaml", "rules.yaml")
+        assert [one["id"] for one in found["removed"]] == ["part"]
+        (repository / "rules.yaml").write_text(part("own", "embed.*", "part.yaml"))
+        arguments = ("HEAD:rules.yaml", "rules.yaml", "--params", "params.json")
+        done = call("diff", *arguments, cwd=repository)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "rules.yaml:2:11: error: " in done.stderr
+
+    @pytest.mark.parametrize(
+        ("old", "reason"),
+        [
+            ("no-such-branch:rules.yaml", "no-such-branch"),
+            ("HEAD:later.yaml", "`HEAD` has no such file"),
+            ("HEAD:", "there is no file behind the colon"),
+        ],
+    )
+    def test_what_no_commit_has(self, repository: pathlib.Path, old: str, reason: str) -> None:
+        (repository / "later.yaml").write_text(part("own", "embed.*"))
+        done = call("diff", old, "later.yaml", "--params", "params.json", cwd=repository)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert reason in done.stderr
+
+
+if __name__ == "__main__":
+    for form, suffix in FORMS.items():
+        output = call("diff", *SIDES, "--format", form, cwd=CASES).stdout
+        (CASES / f"expected.{suffix}").write_text(output, encoding="utf-8")

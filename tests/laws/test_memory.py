@@ -1,0 +1,146 @@
+"""P9: what rules take of the memory of a device in each step, and that it does not grow.
+
+An allocation is a tensor that an operation returns in memory which none of its arguments has.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from laws.test_no_waiting import Reads
+from models import data
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import gradsurgeon
+from gradsurgeon import _numbers, _torch
+
+LAYERS, STEPS = 10, 50
+PARAMS = 2 * LAYERS
+WIDTH = 16
+LOG = '  - {id: norms, action: norm-log, params: "*"}\n'
+CLIP = '  - {id: clip, action: clip-norm, params: "*", at: step, max_norm: 0.5, per: rule}\n'
+CLAMP = '  - {id: bound, action: clamp, params: "*", at: step, min: -0.1, max: 0.1}\n'
+TRAP = '  - {id: trap, action: nan-trap, params: "*", then: skip-step}\n'
+HEAD = "version: 1\nrules:\n"
+
+
+class Allocations(TorchDispatchMode):
+    """Sizes of what is allocated, and how many are alive at the same time at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.alive = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {storage_of(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        for one in tree_leaves(out):
+            if isinstance(one, Tensor) and storage_of(one) not in given:
+                self.sizes.append(one.numel())
+                self.alive += 1
+                self.most = max(self.most, self.alive)
+                weakref.finalize(one, self._freed)
+        return out
+
+    def _freed(self) -> None:
+        self.alive -= 1
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else id(tensor)
+
+
+class Run:
+    """Trains and counts, in each step, allocations, reads and what is alive after it."""
+
+    def __init__(self, rules: str, steps: int = 8, **options: Any) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9, **options)
+        self.sizes: list[Counter[int]] = []
+        # At the update alone: a backward pass has many tensors of its own.
+        self.most: list[int] = []
+        self.live: list[int] = []
+        self.reads: list[list[str]] = []
+        if rules:
+            gradsurgeon.apply(model, HEAD + rules, optimizer=optimizer)
+        for number in range(steps):
+            optimizer.zero_grad()
+            loss = model(data(number, 3, WIDTH)).square().mean()
+            update = Allocations()
+            with Reads() as reads:
+                with Allocations() as backward:
+                    loss.backward()
+                with update:
+                    optimizer.step()
+            self.sizes.append(Counter(backward.sizes + update.sizes))
+            self.most.append(update.most)
+            self.reads.append(reads.seen)
+            if steps == STEPS:
+                gc.collect()
+                self.live.append(sum(isinstance(one, Tensor) for one in gc.get_objects()))
+        gradsurgeon.remove(model)
+
+
+@pytest.fixture(autouse=True)
+def _a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "is_host", lambda _: False)
+    # Norms are taken as on a device: one call over the list.
+    monkeypatch.setattr(_numbers, "_FEW", -1)
+    monkeypatch.setattr(_numbers, "_way_on_host", _numbers._way_on_device)
+
+
+ALL = LOG + TRAP + CLIP + CLAMP
+
+
+def test_nothing_stays_from_one_step_to_the_next() -> None:
+    # More than the 64 rows that wait together.
+    run = Run(LOG.replace("}", ", stats: [l2, linf]}") + TRAP + CLIP + CLAMP, STEPS)
+    assert len(set(run.live[2:])) == 1
+
+
+def test_one_decision_is_read_in_each_step() -> None:
+    run = Run(ALL, STEPS - 1)
+    assert [found for found in run.reads if found != ["tolist"]] == []
+
+
+def test_a_fused_optimizer_needs_no_read() -> None:
+    run = Run(ALL, STEPS - 1, fused=True)
+    # The first step makes the state of the optimizer, which no flag can prevent. What arrives on the
+    # host with every sixteenth is looked at there.
+    assert [number for number, found in enumerate(run.reads) if found] == [0, 17, 33]
+
+
+@pytest.mark.parametrize("rules", [LOG, TRAP, CLIP, LOG + TRAP + CLIP])
+def test_rules_on_norms_take_one_small_tensor_per_parameter(rules: str) -> None:
+    run, plain = Run(rules), Run("")
+    more = [own - bare for own, bare in zip(run.sizes, plain.sizes, strict=True)][2:]
+    assert all(one == more[0] for one in more)
+    # 0-dim ones: the norm of each gradient, and what a clip computes of the norm of all.
+    assert PARAMS <= more[0][1] <= PARAMS + 20
+    # All norms together: stacked, compared.
+    assert more[0].keys() <= {1, PARAMS}
+    assert more[0][PARAMS] <= 4
+
+
+def test_a_bound_takes_the_masks_of_one_gradient_at_a_time() -> None:
+    run = Run(ALL)
+    assert all(one == run.sizes[2] for one in run.sizes[2:])
+    # Of one gradient two masks and their sum, and the few of the norms.
+    assert max(run.most[2:]) <= 8
+
+
+def test_the_count_can_fail() -> None:
+    with Allocations() as counted:
+        kept = [torch.ones(3) * 2 for _ in range(4)]
+    assert (counted.sizes, counted.most) == ([3] * 8, 5)
+    del kept
+    assert counted.alive == 0

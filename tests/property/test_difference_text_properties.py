@@ -1,0 +1,222 @@
+"""What users wrote is inert in a difference, wherever it is shown: names, values, files of any text."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradsurgeon
+from gradsurgeon.errors import printable
+from gradsurgeon.planning import Manifest, Module, Param
+from gradsurgeon.review import markdown, text
+from gradsurgeon.review.difference import Difference, compare
+from gradsurgeon.schema import RuleSet
+
+NASTY = (
+    "`",
+    "``x``",
+    "|",
+    "\\|",
+    "\\",
+    "<script>alert(1)</script>",
+    "</details>",
+    "<!-- ",
+    " -->",
+    "@mention",
+    "#1",
+    "https://example.org",
+    "::error::x",
+    "::",
+    "##[error]x",
+    "\n",
+    "\r\n| + | x |",
+    "\n::error::x",
+    "\x1b[31m",
+    "\x1b]8;;x\x07",
+    "\u202e",
+    "\u2028",
+    "&lt;",
+    "$`x`$",
+    "**bold**",
+    "[x](y)",
+    " ",
+    "",
+    "h.0.w",
+    "9" * 30,
+)
+hostile = st.lists(st.one_of(st.sampled_from(NASTY), st.text(max_size=5)), max_size=4).map("".join)
+names = st.lists(
+    hostile.filter(lambda name: name not in {"", "."}), min_size=1, max_size=6, unique=True
+)
+
+
+def difference(known: list[str], file: str, pattern: str, *, turned: bool = False) -> Difference:
+    """Return one in which every kind of text, and of finding, is shown."""
+    manifest = Manifest(
+        file,
+        tuple(Param(name, (), (2,), "float32", True, ("Linear",)) for name in known),
+        (Module(".", (), ("Net",)), *(Module(name, (), ("Linear",)) for name in known)),
+        ("Net",),
+        notes=(file,),
+    )
+    regex = "re:" + re.escape(pattern[:40] or "x")
+    every = "re:(?s:.*)"
+    old = [
+        {"id": "lost", "action": "zero", "params": every, "exclude": regex},
+        {"id": "wide", "action": "scale", "params": every, "factor": 2.0},
+        {"id": "norms", "action": "norm-log", "params": every},
+    ]
+    new = [
+        {"id": "norms", "action": "norm-log", "params": every},
+        {"id": "wide", "action": "scale", "params": every, "factor": 0.5, "exclude": regex},
+        {"id": "more", "action": "scale", "params": every, "factor": 0.5},
+        {"id": "none", "action": "zero", "params": regex + "gone", "model": "Net"},
+        {"id": "out", "action": "zero", "modules": every, "tensor": "output"},
+    ]
+    sides = [gradsurgeon.load({"version": 1, "rules": rules}) for rules in (old, new)]
+    named = [RuleSet(one.rules, file=file) for one in sides]
+    first, second = named[::-1] if turned else named
+    return compare(first, second, manifest)
+
+
+def plain(line: str) -> str:
+    """Return what stands outside of code; all of it is ours."""
+    return re.sub(r"`[^`]*`|<code>[^<>`|]*</code>", "C", line)
+
+
+OURS = re.compile(r"[A-Za-z0-9 .,:;*_()/%'~&\[\]!>|+=→-]*|<!-- gradsurgeon:diff [\w./%:~-]* -->")
+TAGS = re.compile(r"</?(?:details|summary)>|<br>")
+
+
+@given(names, hostile, hostile, st.booleans())
+def test_in_markdown_only_code_holds_what_users_wrote(
+    known: list[str], file: str, pattern: str, turned: bool
+) -> None:
+    found = difference(known, file, pattern, turned=turned)
+    written = markdown.render(found)
+    quiet = markdown.render(difference(["a"], "b", "c", turned=turned))
+    lines = written.split("\n")
+    assert written.splitlines() == lines[:-1]
+    columns = {len(line.split("|")) for line in quiet.splitlines() if line.startswith("|")}
+    for line in lines:
+        ours = TAGS.sub("", plain(line))
+        assert OURS.fullmatch(ours), ours
+        assert printable(line) == line
+        assert not re.match(r"\s*::", line)
+        assert "##[" not in line
+        if line.startswith("|"):
+            assert len(plain(line).split("|")) == len(line.split("|"))
+            assert len(line.split("|")) in columns
+    for tag in ("details", "summary"):
+        assert written.count(f"<{tag}>") == written.count(f"</{tag}>") <= 1
+
+
+@given(hostile.filter(bool))
+def test_code_shows_the_text_itself(shown: str) -> None:
+    written = markdown.code(shown)
+    inner = written[1:-1] if written[0] == "`" else html.unescape(written[6:-7])
+    assert inner == printable(shown)
+
+
+@given(names, hostile, hostile, st.booleans())
+def test_in_a_terminal_and_a_log_nothing_acts(
+    known: list[str], file: str, pattern: str, turned: bool
+) -> None:
+    found = difference(known, file, pattern, turned=turned)
+    for line in text.render(found).split("\n"):
+        assert printable(line) == line
+        assert not re.match(r"\s*::", line)
+        assert "##[" not in line
+        assert re.match(r"diff: |warning: |note: |[-+~=] |tensors under| {2,}|\d|$", line)
+    json.dumps(found.to_dict())
+
+
+def large(count: int = 20, layers: int = 1000) -> Difference:
+    """Return one of rules that all differ, on ten thousand parameters."""
+    kinds = ("q", "k", "v", "o", "up", "down", "gate", "n1", "n2", "b")
+    known = [f"layers.{at}.{kind}" for at in range(layers) for kind in kinds]
+    manifest = Manifest("Net", tuple(Param(one, (), (2,), "float32", True, ()) for one in known))
+    sides = [
+        [
+            {
+                "id": f"{word}{at}",
+                "action": "scale",
+                "params": f"layers.*{at % 10}.*",
+                "factor": 2.0,
+            }
+            | ({"at": "step"} if at % 3 else {})
+            for at in range(count)
+        ]
+        for word in ("old-", "new-")
+    ]
+    for at, rule in enumerate(sides[1]):
+        rule |= {"params": f"layers.{{{at * 7}..{at * 90 + 400}}}.*", "factor": 3.0}
+    sides[1].append({"id": "none", "action": "zero", "params": "gone.*"})
+    old, new = (gradsurgeon.load({"version": 1, "rules": one}) for one in sides)
+    return compare(old, new, manifest)
+
+
+@pytest.fixture(scope="module")
+def found() -> Difference:
+    return large()
+
+
+class TestSize:
+    @pytest.mark.parametrize("limit", [markdown.LIMIT, 20_000, 12_000, 9_000, 6_000, 4_000, 2_000])
+    def test_a_comment_is_cut_from_its_end(self, found: Difference, limit: int) -> None:
+        whole = markdown.render(found, limit=10**9)
+        cut = markdown.render(found, limit=limit)
+        assert len(cut) <= limit < len(whole)
+        *lines, blank, note = cut.splitlines()
+        assert (blank, cut[-1]) == ("", "\n")
+        if lines[-1] == "</details>":
+            lines = lines[:-2]
+        # Whole lines from the beginning, the last of which is no heading of nothing.
+        assert whole.splitlines()[: len(lines)] == lines
+        assert not re.match(r"\||$|<|> \[", lines[-1]) or re.match(r"\| [-+~=`]", lines[-1])
+        assert cut.count("<details>") == cut.count("</details>")
+        for noun, start in (("warning", "> - "), ("rule", "[|] [-+~] [|]"), ("group", "[|] `")):
+            missing = len(re.findall(f"(?m)^{start}", whole)) - len(
+                re.findall(f"(?m)^{start}", cut)
+            )
+            told = re.search(rf"([\d,]+) {noun}s?\b", note.partition(" left out")[0])
+            assert (int(told[1].replace(",", "")) if told else 0) == missing
+        assert "`gradsurgeon diff` in a terminal" in note
+
+    def test_no_heading_is_left_without_what_it_is_for(self) -> None:
+        small = large(3, 30)
+        whole = markdown.render(small, limit=10**9)
+        endings = set()
+        for limit in range(1200, len(whole), 20):
+            *lines, _, _ = markdown.render(small, limit=limit).splitlines()
+            endings.add([line for line in lines if line not in {"", "</details>"}][-1])
+        assert len(endings) > 10
+        for line in endings:
+            assert not re.match(r"\|-|\| \||\| Tensors|<|> \[|The rules of each", line)
+
+    def test_what_stops_training_comes_first_and_stays(self, found: Difference) -> None:
+        assert found.findings[0].kind == "no-match"
+        assert "> - `none` matches nothing" in markdown.render(found, limit=2_000)
+
+    def test_many_pairs_of_rules_are_counted(self, found: Difference) -> None:
+        pairs = sum(one.kind == "overlap" for one in found.findings)
+        assert pairs > 100
+        for written in (markdown.render(found), text.render(found)):
+            assert f"{pairs - 10} other pairs of rules now change tensors together" in written
+            assert written.count("now both change") == 10
+
+    def test_unchanged_rules_are_one_line(self) -> None:
+        same = [{"id": f"same-{at}", "action": "norm-log", "params": "*"} for at in range(100)]
+        more = [*same, {"id": "off", "action": "zero", "params": "*"}]
+        manifest = Manifest("Net", (Param("w", (), (2,), "float32", True, ()),))
+        old, new = (gradsurgeon.load({"version": 1, "rules": rules}) for rules in (same, more))
+        found = compare(old, new, manifest)
+        for written in (markdown.render(found), text.render(found)):
+            (line,) = re.findall(r"(?m)^(?:\| )?= .*$", written)
+            assert "and 90 others" in line
+            assert line.count("same-") == 10

@@ -1,0 +1,362 @@
+"""The benchmark suite: its arithmetic, its tables, its check, and that each part of it runs. No timing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import (
+    check,
+    cli,
+    measure,
+    overhead,
+    peers,
+    plot,
+    report,
+    results,
+    rule_sets,
+    startup,
+    targets,
+)
+from benchmarks.cases import BARE
+from benchmarks.workloads import WORKLOADS
+
+BARE_NAME = BARE.name
+
+
+def row(
+    workload: str, case: str, ratio: float, *, width: float = 0.0, **more: Any
+) -> dict[str, Any]:
+    """Return a row of overhead whose ratios are all the same."""
+    spread = {"median": ratio, "low": ratio - width, "high": ratio + width, "count": 100}
+    found: dict[str, Any] = dict.fromkeys(
+        ("step_ratio", "clip_ratio", "read_ratio", "base_us", "extra_us"), spread
+    )
+    found |= dict.fromkeys(("mean_extra_us", "peak_bytes", "allocations", "reads"), 0)
+    kind = "baseline" if case == BARE_NAME else "rules"
+    return {"group": "overhead", "workload": workload, "case": case, "kind": kind, **found, **more}
+
+
+# Pages.
+
+
+def test_what_is_generated_is_fresh() -> None:
+    pages = report.rendered(results.shown())
+    assert {path.name for path in pages} == {"README.md"}
+    assert len(pages) == 2
+    for path, text in pages.items():
+        remedy = f"{path}: run `python -m benchmarks --render`"
+        assert path.read_text(encoding="utf-8") == text, remedy
+
+
+def test_no_peer_is_missing_from_the_committed_results() -> None:
+    for path, result in results.shown():
+        assert "missing" not in result["versions"].values(), path
+        found = {one["case"] for one in result["rows"] if one.get("kind") == "peer"}
+        assert found == {case.name for case in peers.cases()}, path
+        assert [one for one in result["rows"] if "skipped" in one] == [], path
+
+
+def test_a_page_without_a_place_is_refused() -> None:
+    with pytest.raises(ValueError, match="the page lacks the lines"):
+        report.filled("nothing\n", "text")
+
+
+def test_only_the_part_between_the_lines_is_replaced() -> None:
+    text = f"before\n{report.BEGIN}old\n{report.END}after\n"
+    assert report.filled(text, "new\n") == f"before\n{report.BEGIN}\nnew\n\n{report.END}after\n"
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (report.duration(0), "0 us"),
+        (report.duration(12.34), "12.3 us"),
+        (report.duration(-1234), "-1.23 ms"),
+        (report.duration(2.5e6), "2.50 s"),
+        (report.size(999), "999 B"),
+        (report.size(-2_500_000), "-2.50 MB"),
+        (report.number(15_740.4), "15,740"),
+    ],
+)
+def test_numbers_are_written_in_units_that_suit_them(made: str, text: str) -> None:
+    assert made == text
+
+
+def test_tables_are_markdown() -> None:
+    made = report.table(("a", "b"), [("x", "1")])
+    assert made == "| a | b |\n|---|--:|\n| x | 1 |\n"
+
+
+def test_a_row_without_numbers_says_why() -> None:
+    absent = {**row("mlp", "absent", 1.0), "kind": "peer", "skipped": "needs it"}
+    text = report.costs({"machine": {"kind": "cpu"}, "rows": [row("mlp", BARE_NAME, 1.0), absent]})
+    assert "| absent | needs it |" in text
+    assert text.startswith("**mlp**: MLP of 20 layers")
+
+
+# Arithmetic.
+
+
+def test_a_spread_is_the_median_with_its_quartiles() -> None:
+    assert measure.spread([5, 1, 4, 2, 3]) == measure.Spread(3, 2, 4, 5)
+    assert measure.spread([7]) == measure.Spread(7, 7, 7, 1)
+
+
+def test_numbers_are_compared_round_by_round() -> None:
+    # The machine becomes twice as slow in the middle: the difference of medians would be 0.
+    base, case = [10.0, 10.0, 20.0, 20.0], [11.0, 11.0, 22.0, 22.0]
+    found = measure.compared(base, case)
+    assert found["step_ratio"]["median"] == 1.1
+    assert found["extra_us"] == {"median": 1.5, "low": 1.0, "high": 2.0, "count": 4}
+    assert found["mean_extra_us"] == 1.5
+
+
+def test_extra_cost_is_measured_in_medians_of_the_yardstick() -> None:
+    assert measure.over([10, 10, 10], [12, 13, 14], [2, 2, 9]).median == 1.5
+
+
+class Counted:
+    """A clock that tells how many calls there were before."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def time(self, call: measure.Call) -> float:
+        call()
+        self.calls += 1
+        return float(self.calls)
+
+
+def test_lanes_take_turns_and_each_is_first_in_its_turn() -> None:
+    order: list[str] = []
+    lanes = [lambda name=name: order.append(name) for name in "abc"]
+    clock: Any = Counted()
+    times = measure.interleave(lanes, clock, measure.Budget(rounds=3, seconds=60.0))
+    assert "".join(order) == "abcbcacab"
+    assert times == [[1, 6, 8], [2, 4, 9], [3, 5, 7]]
+
+
+def test_a_budget_ends_a_series_but_not_before_the_least_number_of_rounds() -> None:
+    budget = measure.Budget(rounds=1000, seconds=0.0, least=4)
+    assert [len(times) for times in measure.interleave([int, int], measure.CpuClock(), budget)] == [
+        4,
+        4,
+    ]
+
+
+# Check.
+
+
+BEFORE = [row("tiny", BARE_NAME, 0.0), row("tiny", "rules", 0.5), row("mlp", "rules", 1.2)]
+
+
+@pytest.mark.parametrize(
+    ("now", "worse"),
+    [
+        ([row("tiny", "rules", 0.5), row("mlp", "rules", 1.2)], []),
+        ([row("tiny", "rules", 0.54), row("mlp", "rules", 1.31)], []),
+        ([row("tiny", "rules", 0.56), row("mlp", "rules", 1.33)], ["tiny", "mlp"]),
+        # The distance between the quartiles, and the bare step, say how much is noise.
+        ([row("tiny", "rules", 0.56, width=0.02)], []),
+        ([row("tiny", "rules", 0.56), row("tiny", BARE_NAME, 0.0, width=0.02)], []),
+        ([row("mlp", "rules", 1.33), row("mlp", BARE_NAME, 1.0, width=0.02)], []),
+        ([row("mlp", "rules", 1.35), row("mlp", BARE_NAME, 1.0, width=0.02)], ["mlp"]),
+        ([row("mlp", "rules nobody had", 9.0)], []),
+        ([row("mlp", "rules", 9.0, kind="peer")], []),
+        ([row("tiny", "rules", 0.1)], []),
+    ],
+)
+def test_a_ratio_is_worse_beyond_noise(now: list[Any], worse: list[str]) -> None:
+    assert [one.workload for one in check.compared(BEFORE, now) if one.worse] == worse
+
+
+def test_what_is_worse_is_measured_again_and_must_be_worse_again() -> None:
+    asked: list[set[tuple[str, str]]] = []
+    bad, good = row("tiny", "rules", 0.9), row("tiny", "rules", 0.5)
+
+    def outcome(first: dict[str, Any], second: dict[str, Any]) -> set[tuple[str, str]]:
+        def measured(wanted: set[tuple[str, str]]) -> Iterator[dict[str, Any]]:
+            asked.append(wanted)
+            yield second
+
+        return check.again(BEFORE, list(check.compared(BEFORE, [first])), measured)
+
+    assert outcome(good, bad) == set()
+    assert asked == []
+    assert outcome(bad, good) == set()
+    assert outcome(bad, bad) == {("tiny", "rules")}
+    assert asked == [{("tiny", "rules"), ("tiny", BARE_NAME)}] * 2
+
+
+def test_the_command_tells_a_doctored_baseline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["--only", "mlp", "--case", rule_sets.IDLE, "--device", "cpu"]
+    now = tmp_path / "now.json"
+    assert cli.main(["--quick", "--out", str(now), *chosen]) == 0
+    result = results.load(now)
+    assert [one["case"] for one in result["rows"]] == [BARE_NAME, rule_sets.IDLE]
+    codes = []
+    for factor in (10.0, 0.1):
+        doctored = json.loads(now.read_text(encoding="utf-8"))
+        ratio = doctored["rows"][1]["step_ratio"]
+        ratio |= {key: ratio[key] * factor for key in ("median", "low", "high")}
+        path = tmp_path / f"{factor}.json"
+        path.write_text(results.dumps(doctored), encoding="utf-8")
+        codes.append(cli.main(["--check", str(path), *chosen]))
+    assert codes == [0, 1]
+    out = capsys.readouterr().out
+    assert "0 of 1 ratios are worse" in out
+    assert "1 of 1 ratios are worse" in out
+    assert out.count("| WORSE |") == 1
+
+
+def test_a_baseline_without_anything_to_compare_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = results.new("cpu", [], versions={}, date="2026-01-31", quick=False, seconds=60)
+    path = tmp_path / "empty.json"
+    path.write_text(results.dumps(empty), encoding="utf-8")
+    assert cli.main(["--check", str(path), "--only", "mlp", "--case", rule_sets.IDLE]) == 2
+    assert "nothing can be compared" in capsys.readouterr().err
+
+
+# Targets.
+
+
+def verdicts(rows: list[dict[str, Any]], device: str = "cpu") -> dict[str, str]:
+    return {one.target.what: one.why or one.verdict for one in targets.judged(rows, device)}
+
+
+def test_targets_are_judged_by_their_medians() -> None:
+    rows = [
+        row("wide", rule_sets.OBSERVE, 1.1, width=0.5),
+        row("tiny", rule_sets.OBSERVE, 0.51, width=0.1),
+    ]
+    found = verdicts(rows)
+    assert found["observe everything, 12 M parameters"] == "met"
+    assert found["observe everything, 200 tiny tensors"] == "missed"
+    assert found["reading 1,000 rules"] == "not measured"
+    assert found["forensics armed, never tripped"] == "not there yet"
+    assert found["waits for the device outside flush and trap"] == "no CUDA device"
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.03, "met"), (1.06, "missed")])
+def test_noise_decides_what_an_idle_rule_may_cost(ratio: float, verdict: str) -> None:
+    # 0.02 beside 1, and twice the error of the median: 2 * 0.1 / 10.
+    noise = row("tiny", BARE_NAME, 0.98, width=0.05)
+    found = verdicts([noise, row("tiny", rule_sets.IDLE, ratio)])
+    assert found["rule outside its `steps`, 200 tiny tensors"] == verdict
+    assert targets.noise_limit(noise) == pytest.approx(1.04)
+
+
+def test_on_a_device_no_log_and_no_edit_may_wait() -> None:
+    rows = [row("tiny", "clamp at step", 2.0, waits=0), row("tiny", "nan-trap", 2.0, waits=1)]
+    what = "waits for the device outside flush and trap"
+    assert verdicts(rows, "cuda")[what] == "met"
+    rows.append(row("wide", "norm-log at step", 2.0, waits=1))
+    assert verdicts(rows, "cuda")[what] == "missed"
+
+
+def test_every_target_names_rows_that_are_measured() -> None:
+    names = {case.name for case in overhead.all_cases()}
+    rows: list[dict[str, Any]] = [
+        row(workload.name, case, 1.0, waits=0) for workload in WORKLOADS for case in names
+    ]
+    commands = (
+        startup.LINT,
+        startup.PARSE,
+        startup.BIND,
+        startup.BIND_FILE,
+        startup.DIFF,
+        startup.LAUNCH,
+    )
+    rows += [
+        {"group": "startup", "what": what, "seconds": rows[0]["step_ratio"]} for what in commands
+    ]
+    for device in ("cpu", "cuda"):
+        found = targets.judged(rows, device)
+        assert {one.verdict for one in found if not one.why} == {"met", "missed", "not there yet"}
+
+
+# Files and pictures.
+
+
+def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+    rows = [row("tiny", "rules", 0.5), {"group": "startup", "what": "é"}]
+    made = results.new(
+        "cpu", rows, versions={"torch": "1"}, date="2026-01-31", quick=False, seconds=90
+    )
+    path = tmp_path / results.place("cpu", "2026-01-31").name
+    path.write_text(results.dumps(made), encoding="utf-8")
+    assert results.load(path) == made
+    assert path.name.startswith("2026-01-31-")
+    assert (
+        len(results.dumps(made).splitlines())
+        == len(results.dumps({**made, "rows": rows[:1]}).splitlines()) + 1
+    )
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 0}'])
+def test_a_file_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(results.ResultError, match=r"some\.json"):
+        results.load(path)
+
+
+def test_the_newest_full_result_of_each_kind_of_device_is_shown(tmp_path: Path) -> None:
+    for name, kind, quick in (
+        ("2026-01-31-a", "cpu", False),
+        ("2026-02-01-b", "cpu", False),
+        ("2026-02-02-c", "cpu", True),
+        ("2026-01-01-d", "cuda", False),
+    ):
+        made = results.new("cpu", [], versions={}, date=name[:10], quick=quick, seconds=1)
+        made["machine"]["kind"] = kind
+        (tmp_path / f"{name}.json").write_text(results.dumps(made), encoding="utf-8")
+    assert [path.stem for path, _ in results.shown(tmp_path)] == ["2026-02-01-b", "2026-01-01-d"]
+    assert results.baseline("cuda", tmp_path).stem == "2026-01-01-d"
+    with pytest.raises(results.ResultError, match="no full result for tpu"):
+        results.baseline("tpu", tmp_path)
+
+
+def test_without_matplotlib_the_picture_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(plot.PlotError, match=r"gradsurgeon\[bench\]"):
+        plot.draw({"rows": []}, tmp_path / "plot.png")
+
+
+def test_what_cannot_be_drawn_or_written_is_told_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["--out", str(tmp_path / "file" / "x.json")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    pytest.importorskip("matplotlib", reason="of the extra `bench`")
+    assert cli.main(["--quick", "--plot"]) == 2
+    assert "--out FILE" in capsys.readouterr().err
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="of the extra `bench`")
+    rows = [row("tiny", BARE_NAME, 1.0), row("tiny", rule_sets.OBSERVE, 1.5, width=0.1)]
+    versions = {"torch": "1", "python": "3"}
+    made = results.new("cpu", rows, versions=versions, date="2026-01-31", quick=True, seconds=1)
+    plot.draw(made, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n{workload.name}" in out for workload in WORKLOADS)
+    assert all(f"  {case.name}\n" in out for case in overhead.all_cases())

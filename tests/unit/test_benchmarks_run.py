@@ -1,0 +1,130 @@
+"""Every part of the benchmark suite runs, and counts what it should. No timing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gradsurgeon
+from benchmarks import counts, measure, nets, overhead, ranks, records, rule_sets, scaling, startup
+from benchmarks.cases import BARE, Attached, Case
+from benchmarks.machine import EXTRA
+from benchmarks.workloads import Workload, deep_mlp
+from gradsurgeon.actions import ACTIONS
+
+ONCE = measure.Budget(rounds=2, seconds=0.0, least=2)
+SMALL = Workload("small", "four layers", lambda device: deep_mlp(device, 4), alone=True)
+
+
+def test_the_counters_count() -> None:
+    def three() -> None:
+        first = torch.empty(1000)
+        second = torch.empty(500)
+        del first
+        second.fill_(1.0)
+        assert torch.empty(10).fill_(2.0)[0].item() == 2.0
+
+    assert counts.counted(three, "cpu") == counts.Counts(allocations=3, reads=1)
+    assert counts.peak(three, "cpu") == 6_000
+    assert counts.waits(three, "cpu") is None
+
+
+def test_every_action_is_measured_at_every_point() -> None:
+    found = {(rule["action"], rule.get("at")) for _, rule in rule_sets.alone()}
+    wanted = {
+        (name, point)
+        for name, action in ACTIONS.items()
+        for point in (action.points if action.takes_at else (None,))
+    }
+    assert found == wanted
+    names = [case.name for case in overhead.all_cases()]
+    assert len(names) == len(set(names))
+
+
+def test_all_rules_bind() -> None:
+    model = nets.DeepMlp(2, width=4)
+    for rules in (*rule_sets.together().values(), *rule_sets.on_modules().values()):
+        plan = gradsurgeon.plan(model, {"version": 1, "rules": rule_sets.numbered(rules)})
+        assert {one.rule for one in plan.bindings} == {one.id for one in plan.rules.rules}
+    assert len(gradsurgeon.load(startup.rule_file(7)).rules) == 7
+    assert len(gradsurgeon.load(startup.twenty(0.5)).rules) == 20
+
+
+@pytest.mark.parametrize(
+    ("net", "tensors", "elements"),
+    [
+        (nets.Gpt2, 148, 124_439_808),
+        (nets.ResNet50, 161, 25_557_032),
+        (lambda: nets.DeepMlp(5_000, width=16), 10_000, 1_360_000),
+    ],
+)
+def test_models_have_the_sizes_that_the_tables_name(net: Any, tensors: int, elements: int) -> None:
+    with torch.device("meta"):
+        params = list(net().parameters())
+    assert (len(params), sum(param.numel() for param in params)) == (tensors, elements)
+
+
+def test_a_step_can_be_measured_with_everything_on_it() -> None:
+    cases = [case for case in overhead.all_cases() if case.package != "wandb"]
+    rows = list(overhead.of_workload(SMALL, cases, "cpu", ONCE))
+    assert [one["case"] for one in rows] == [case.name for case in cases]
+    assert [one for one in rows if "skipped" in one] == []
+    found = {one["case"]: one for one in rows}
+    assert found[BARE.name]["allocations"] == found[BARE.name]["reads"] == 0
+    assert found["register_hook closures with .item()"]["reads"] == 8
+    # It keeps a copy per step, though not all of the three on top of the peak within a step.
+    assert found["capture at step"]["peak_bytes"] > 2 * 4 * (16 * 16 + 16) * 4
+    json.dumps(rows)
+
+
+def failing(_: object) -> Attached:
+    raise RuntimeError("boo")
+
+
+def test_a_peer_that_is_missing_or_fails_is_a_row_that_says_so() -> None:
+    cases = [
+        Case("absent", "peer", failing, package="no-such-package-at-all"),
+        Case("broken", "peer", failing),
+    ]
+    rows = list(overhead.of_workload(SMALL, cases, "cpu", ONCE))
+    assert rows[0]["skipped"] == f"needs no-such-package-at-all: {EXTRA}"
+    assert rows[1]["skipped"] == "did not run: RuntimeError: boo"
+
+
+def test_rules_that_fail_stop_the_run() -> None:
+    with pytest.raises(RuntimeError, match="boo"):
+        list(overhead.of_workload(SMALL, [Case("ours", "rules", failing)], "cpu", ONCE))
+
+
+@pytest.mark.parametrize("axis", scaling.AXES, ids=lambda axis: axis.name)
+def test_every_axis_can_be_measured(axis: scaling.Axis) -> None:
+    found = scaling.at(axis, axis.quick[0], "cpu", budget=ONCE)
+    assert found["clip_ratio"]["count"] == 2
+    assert found["apply_s"] > 0
+    assert len({rule["params"] for rule in axis.rules(100) if "params" in rule}) in (0, 100)
+
+
+def test_a_recorded_run_is_read_again(tmp_path: Path) -> None:
+    found = records.written(tmp_path / "run", 70, "cpu")
+    assert found["bytes"] == sum(file.stat().st_size for file in (tmp_path / "run").iterdir())
+
+
+def test_collectives_and_their_bytes_are_counted() -> None:
+    found = {(one["wrapper"], one["params"], one["case"]): one for one in ranks.counted(1)}
+    for layers in (4, 16):
+        bare = found["ddp", 2 * layers, "bare step"]
+        assert (bare["collectives"], bare["bytes"]) == (1, layers * (8 * 8 + 8) * 4)
+        ours = found["ddp", 2 * layers, rule_sets.OBSERVE]
+        assert (ours["collectives"], ours["bytes"]) == (0, 0)  # plain DDP needs none
+    assert ("fsdp2", 8, rule_sets.CLIP_BITES) in found
+
+
+def test_what_processes_compute_is_told(tmp_path: Path) -> None:
+    computed, passed = startup.process([sys.executable, "-c", "sum(range(10**6))"], tmp_path)
+    assert computed > 0
+    assert passed > 0

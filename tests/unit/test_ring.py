@@ -1,0 +1,202 @@
+"""Numbers on their way from a device: who gets them when, and that nothing is mixed up."""
+
+from __future__ import annotations
+
+import pathlib
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from runs import KEY, meta
+from torch import Tensor
+
+from gradsurgeon import Event, _torch
+from gradsurgeon.runtime.journal import Journal
+from gradsurgeon.runtime.recorder import Recorder
+from gradsurgeon.runtime.ring import Ring
+from gradsurgeon.store import Key, Records
+from gradsurgeon.store.run import open_run
+from gradsurgeon.store.writer import RunWriter
+
+
+class Copy(_torch.Arrival):
+    """A copy that writes to its target when it is told to arrive, as late as that may be."""
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        super().__init__(source)
+        # What comes later on the same stream does not change what is copied.
+        self._then, self._target = source.clone(), target
+        self.there = False
+
+    def done(self) -> bool:
+        return self.there
+
+    def arrive(self) -> None:
+        self._target.copy_(self._then)
+        self.there = True
+
+    def wait(self) -> None:
+        if not self.there:
+            self.arrive()
+        super().wait()
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
+    """Let the CPU play a device from which copies arrive late."""
+    found: list[Copy] = []
+
+    def send(source: Tensor, target: Tensor) -> Copy:
+        found.append(Copy(source, target))
+        return found[-1]
+
+    monkeypatch.setattr(_torch, "is_host", lambda _: False)
+    monkeypatch.setattr(_torch, "send", send)
+    return found
+
+
+def collecting(rows: int = 4) -> tuple[Ring[int], list[tuple[int, list[float]]]]:
+    taken: list[tuple[int, list[float]]] = []
+    return Ring(lambda some: taken.extend((i, v.tolist()) for i, v in some), rows=rows), taken
+
+
+def test_what_has_arrived_is_handed_over_in_order_and_nothing_before(copies: list[Copy]) -> None:
+    ring, taken = collecting()
+    for number in range(3):
+        ring.put(number, torch.full((2,), float(number)))
+    ring.send()
+    ring.put(3, torch.tensor(3.0))
+    ring.send()
+    assert len(copies) == 2
+    copies[1].arrive()
+    assert not ring.collect()
+    copies[0].arrive()
+    assert ring.collect()
+    assert taken == [(0, [0.0, 0.0]), (1, [1.0, 1.0]), (2, [2.0, 2.0]), (3, [3.0])]
+
+
+def test_a_third_transfer_waits_for_the_first(copies: list[Copy]) -> None:
+    ring, taken = collecting()
+    for number in range(3):
+        ring.put(number, torch.tensor([float(number)]))
+        ring.send()
+    assert taken == [(0, [0.0])]
+    assert [copy.there for copy in copies] == [True, False, False]
+    ring.settle()
+    assert taken == [(0, [0.0]), (1, [1.0]), (2, [2.0])]
+
+
+def test_numbers_are_copied_when_they_are_put_and_not_later(copies: list[Copy]) -> None:
+    ring, taken = collecting()
+    values = torch.ones(2)
+    ring.put(0, values)
+    values.zero_()
+    ring.settle()
+    assert taken == [(0, [1.0, 1.0])]
+    assert len(copies) == 1
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_memory_is_used_again_and_grows_for_a_row_that_needs_more(
+    free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "is_host", lambda _: free)
+    ring, taken = collecting(rows=2)
+    wanted = []
+    for number in range(40):
+        width = 5000 if number > 20 else 1500
+        ring.put(number, torch.full((width,), float(number)))
+        wanted.append((number, [float(number)] * width))
+    (stretch,) = ring._stretches.values()
+    assert len(stretch.memory) == 10_000
+    place = stretch.memory.data_ptr()
+    for number in range(10):
+        ring.put(number, torch.full((5000,), float(number)))
+        wanted.append((number, [float(number)] * 5000))
+    assert stretch.memory.data_ptr() == place
+    ring.settle()
+    assert taken == wanted
+
+
+def play(recorder: Recorder, seed: int, meanwhile: Callable[[], None]) -> list[bytes]:
+    """Record what a run could, and return every byte of it."""
+    chance = random.Random(seed)
+    keys = [
+        (Key(f"r{number}", "l2", "accumulated", tuple("abcdef"[: 2 + number])), bool(number % 2))
+        for number in range(4)
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(120):
+        for key, replace in keys:
+            for _ in range(chance.randint(0, 2)):
+                width = len(key.names)
+                found = sorted(chance.sample(range(width), chance.randint(1, width)))
+                values = torch.randn(len(found), generator=generator)
+                recorder.add(key, step, found, values, replace=replace)
+                meanwhile()
+        if chance.random() < 0.05:
+            recorder.flush()
+    recorder.flush()
+    return [
+        repr((series.key, name, series.of(name))).encode()
+        for series in recorder.records
+        for name in series.key.names
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_records_are_the_same_however_late_they_arrive(
+    seed: int, request: pytest.FixtureRequest
+) -> None:
+    at_once = play(Recorder(Records()), seed, lambda: None)
+    copies: list[Copy] = request.getfixturevalue("copies")
+    chance = random.Random(-seed - 1)
+
+    def meanwhile() -> None:
+        late = [copy for copy in copies if not copy.there]
+        if late and chance.random() < 0.02:
+            late[0].arrive()
+
+    assert play(Recorder(Records()), seed, meanwhile) == at_once
+    assert len(copies) > 4
+
+
+def test_rows_are_written_once_they_have_arrived_and_events_after_them(
+    tmp_path: pathlib.Path, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    recorder = Recorder(Records(), RunWriter(tmp_path, meta=meta()))
+
+    def written() -> list[tuple[int, float]]:
+        with open_run(tmp_path) as run:
+            return [pair for series in run for pair in series.of("a.bias")]
+
+    recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
+    now[0] += 1.1
+    recorder.add(KEY, 1, [0, 1], torch.tensor([0.0, 2.0]), replace=False)
+    assert len(copies) == 1
+    recorder.end_step()
+    assert written() == []
+    copies[0].arrive()
+    now[0] += 0.1
+    recorder.end_step()  # long before the next second is over
+    assert written() == [(0, 1.0), (1, 2.0)]
+    recorder.add(KEY, 2, [0, 1], torch.tensor([0.0, 3.0]), replace=False)
+    recorder.event(Event("trap", "norms", 2, 0, "a.bias", "bad"))
+    assert written() == [(0, 1.0), (1, 2.0), (2, 3.0)]
+    recorder.add(KEY, 3, [0, 1], torch.tensor([0.0, 4.0]), replace=False)
+    recorder.close()
+    assert written()[-1] == (3, 4.0)
+
+
+def test_doubts_wait_together(copies: list[Copy]) -> None:
+    journal = Journal([], [])
+    for step in range(300):
+        journal.later(torch.tensor(step in (7, 290)), "left alone", rule="", step=step)
+    assert len(copies) == 1
+    assert journal.events == []
+    journal.settle()
+    assert [event.step for event in journal.events] == [7, 290]
+    assert len(copies) == 2
