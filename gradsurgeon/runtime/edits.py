@@ -121,7 +121,11 @@ class StepEdits:
         for tensor in blind:
             for rule, flag in zip(lane.parts, changes_of_each(each, parts[tensor]), strict=True):
                 journal.altered(rule.id, flag)
-        written = biting + blind
+        # Whether a gradient has changed must be the same on all ranks that share it: one that measured
+        # it again would wait for the others. So all write, be it for nothing.
+        bitten = set(biting)
+        for_all = [t for t in known if t not in bitten and _dist.is_sharded(finals[t])]
+        written = biting + for_all + blind
         _apply(edit, [_dist.local(grad) for grad in finals.writable(written)])
         finals.wrote(edit, biting)
 
