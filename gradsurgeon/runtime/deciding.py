@@ -35,9 +35,8 @@ def changes(edit: Edit, grad: Tensor) -> bool | Tensor:
 def decide(edit: Edit, grad: Tensor, found: Range) -> bool:
     """Tell whether an edit would change an element of a gradient with this range, on the host."""
     if not grad.numel():
-        return (
-            False  # It has no range, and bounds that exclude 0 would bite on one that is made up.
-        )
+        # It has no range, and bounds that exclude 0 would bite on one that is made up.
+        return False
     answer = None if edit.decided is None else edit.decided(*found, grad.dtype)
     return bool(edit.alters(_numbers.values(grad))) if answer is None else answer
 

@@ -124,3 +124,10 @@ def test_laws_of_an_edit(name: str, shape: str, dtype: torch.dtype) -> None:
         finite = before.isfinite().all()
         if finite and not rule.may_overflow:
             assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("point", ["backward", "step"])
+def test_bounds_that_exclude_0_change_no_empty_gradient(point: str) -> None:
+    rule = build("clamp", Example({"at": point, "min": 0.5}, []), point)
+    _, session, _ = run(rule, torch.empty(0))
+    assert (session.status()["it"].fired, session.status()["it"].changed) == (1, 0.0)

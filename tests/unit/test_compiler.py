@@ -161,6 +161,14 @@ ALL = " ".join(PARAMS)
             [{"id": "off", "action": "zero"}, log("seen"), {"id": "again", "action": "zero"}],
             [("off", ALL), ("seen", ALL), ("again", ALL)],
         ),
+        (
+            [
+                {"id": "off", "action": "zero"},
+                {"id": "kept", "action": "capture"},
+                {"id": "again", "action": "zero"},
+            ],
+            [("off", ALL), ("kept", ALL), ("again", ALL)],
+        ),
         # A norm over the rule is one over all of its parameters, as they are by then.
         (
             [
