@@ -20,7 +20,7 @@ Row = dict[str, Any]
 Step = Callable[[], None]
 
 GROUP = "overhead"
-FULL = Budget(rounds=200, seconds=3.0, least=7)
+FULL = Budget(rounds=200, seconds=1.2, least=4)
 QUICK = Budget(rounds=60, seconds=0.8, least=5)
 # So many steps are watched for the memory at their peak; what waits on the device gathers over steps.
 _STEPS_WATCHED = 3
