@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -46,7 +45,8 @@ def _norm_dtype(dtype: torch.dtype) -> torch.dtype | None:
 
 
 # On a CPU a call for each tensor takes about 2 microseconds, however few elements it has. Up to so
-# many it is quicker to copy all of them into one tensor (benchmarks/README.md has the figures).
+# many it is quicker to copy all of them into one tensor: 95 instead of 280 microseconds for 200 tensors
+# of 64 elements, the same for 200 of 1,000.
 _FEW = 1024
 
 
@@ -132,15 +132,8 @@ def _packed(grads: Sequence[Tensor], _order: float) -> Tensor:
 def _of_segments(flat: Tensor, sizes: tuple[int, ...]) -> Tensor:
     # A plain sum, one after another, would lose digits in float32.
     squares = flat.to(torch.float64).square()
-    return (
-        torch.segment_reduce(squares, "sum", lengths=_lengths(sizes), unsafe=True).sqrt_().float()
-    )
-
-
-@lru_cache(maxsize=64)
-def _lengths(sizes: tuple[int, ...]) -> Tensor:
-    with torch.inference_mode(mode=False):  # it is used outside as well
-        return torch.tensor(sizes)
+    lengths = _torch.integers(sizes, flat.device)
+    return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).sqrt_().float()
 
 
 def _dotted(grads: Sequence[Tensor], _order: float) -> Tensor:
@@ -198,7 +191,8 @@ def ranges(grads: Sequence[Tensor]) -> list[tuple[float, float]]:
                 large.append(index)
         for places in small.values():
             own = [dense[index] for index in places]
-            lengths, flat = _lengths(tuple([one.numel() for one in own])), _torch.flattened(own)
+            flat = _torch.flattened(own)
+            lengths = _torch.integers(tuple([one.numel() for one in own]), flat.device)
             both = [
                 torch.segment_reduce(flat, end, lengths=lengths, unsafe=True).tolist()
                 for end in ("min", "max")

@@ -158,11 +158,11 @@ class Arrival:
 
 
 @lru_cache(maxsize=256)
-def index(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return positions as an index on a device, brought there without waiting."""
+def integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return numbers, such as positions or lengths, on a device, brought there without waiting."""
     with torch.inference_mode(mode=False):  # it is used outside as well
         # A copy from pageable memory is one that waits.
-        found = torch.tensor(places, device="cpu", pin_memory=device.type == "cuda")
+        found = torch.tensor(numbers, device="cpu", pin_memory=device.type == "cuda")
         return found.to(device, non_blocking=True)
 
 

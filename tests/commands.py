@@ -49,6 +49,15 @@ def call(
     )
 
 
+def git(folder: pathlib.Path, *arguments: str) -> str:
+    """Run git as somebody who has configured nothing; return what it prints."""
+    fixed = ("-c", "user.name=x", "-c", "user.email=x@y", "-c", "commit.gpgsign=false")
+    done = subprocess.run(
+        ["git", *fixed, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
 def environment() -> dict[str, str]:
     """Return an environment in which a process anywhere finds this gradsurgeon."""
     fixed = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "", "COLUMNS": "100"}

@@ -250,6 +250,14 @@ def train(case: Case, model: nn.Module, steps: int = 6) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
 
 
+def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return every number that an update could move."""
+    found = [param.detach().clone() for param in model.parameters()]
+    for state in optimizer.state.values():
+        found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
+    return found
+
+
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
     """Tell whether two runs agree in every bit, NaN included."""
     return len(left) == len(right) and all(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-from commands import ROOT, environment
+from commands import ROOT, environment, git
 
 ACTION = ROOT / ".github" / "actions" / "review"
 
@@ -80,14 +80,6 @@ def api() -> Iterator[GitHub]:
     server.shutdown()
     thread.join()
     server.server_close()
-
-
-def git(folder: pathlib.Path, *arguments: str) -> str:
-    fixed = ("-c", "user.name=x", "-c", "user.email=x@y", "-c", "commit.gpgsign=false")
-    done = subprocess.run(
-        ["git", *fixed, *arguments], cwd=folder, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
 
 
 @dataclass

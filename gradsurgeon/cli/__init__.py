@@ -18,6 +18,7 @@ from gradsurgeon.errors import did_you_mean, printable
 
 _COMMANDS = ("run", "lint", "plan", "diff", "params", "report", "export", "explain", "schema")
 _NOT_YET = ("replay",)
+_RULE_FILE = "a rule file, or REF:FILE of a git commit"
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
@@ -115,6 +116,10 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory, still being written or not")
 
 
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument(
@@ -123,7 +128,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="csv has values only; jsonl has events as well, and NaN and Infinity as texts",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+    _add_output(parser)
     parser.add_argument("--stat", metavar="STAT", help="only this statistic, such as l2")
     parser.add_argument("--rule", metavar="RULE", help="only what this rule recorded")
     parser.add_argument("--name", metavar="PATTERN", help='only these tensors, such as "*.bias"')
@@ -138,7 +143,7 @@ def _add_lint(parser: argparse.ArgumentParser) -> None:
         help="full (the default) and concise are for people, json is documented and stable, github "
         "annotates the lines of a pull request, sarif 2.1.0 is for code scanning",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+    _add_output(parser)
     parser.add_argument(
         "--fail-on",
         choices=("error", "warning", "never"),
@@ -149,7 +154,7 @@ def _add_lint(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="a rule file, or REF:FILE of a git commit")
+    parser.add_argument("file", metavar="FILE", help=_RULE_FILE)
     add_names(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
 
@@ -181,7 +186,7 @@ def _add_model(parser: argparse._ActionsContainer) -> None:
 
 def _add_params(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+    _add_output(parser)
     parser.add_argument(
         "--check",
         metavar="FILE",
@@ -192,8 +197,7 @@ def _add_params(parser: argparse.ArgumentParser) -> None:
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     for name in ("old", "new"):
-        what = "a rule file, or REF:FILE of a git commit"
-        parser.add_argument(name, metavar=name.upper(), help=what)
+        parser.add_argument(name, metavar=name.upper(), help=_RULE_FILE)
     add_names(parser)
     parser.add_argument(
         "--format",

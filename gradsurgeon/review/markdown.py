@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from urllib.parse import quote
 
 from gradsurgeon.errors import printable
+from gradsurgeon.planning.table import count
 from gradsurgeon.review import wording
 from gradsurgeon.review.difference import Chain, Change, Difference
 from gradsurgeon.review.wording import Code, Words
@@ -151,7 +152,7 @@ def _cut(left: Sequence[str]) -> str:
     rules = sum(line.startswith(("| + |", "| - |", "| ~ |")) for line in body)
     groups = sum(line.startswith(("| `", "| <")) for line in body)
     counts = ((warnings, "warning"), (rules, "rule"), (groups, "group"))
-    parts = [wording.count(number, noun) for number, noun in counts if number]
+    parts = [count(number, noun) for number, noun in counts if number]
     if groups:
         parts[-1] += " of tensors"
     what = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)

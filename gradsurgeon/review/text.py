@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradsurgeon.errors import printable
+from gradsurgeon.planning.table import count
 from gradsurgeon.review import wording
 from gradsurgeon.review.difference import Chain, Change, Difference
 from gradsurgeon.review.wording import Code, Words
@@ -21,7 +22,7 @@ def render(difference: Difference) -> str:
 def _lines(difference: Difference) -> Iterator[str]:
     manifest = difference.manifest
     model = (
-        f"{_shown(manifest.origin)}: {wording.count(len(manifest.params), 'parameter')}, "
+        f"{_shown(manifest.origin)}: {count(len(manifest.params), 'parameter')}, "
         f"{wording.short(manifest.elements)} elements"
     )
     files = f"{_shown(difference.old.file)} -> {_shown(difference.new.file)}"
@@ -77,7 +78,7 @@ def _chains(chains: tuple[Chain, ...]) -> Iterator[str]:
         yield f"      before: {_plain(wording.chain(before, _ARROW))}"
         yield f"      now:    {_plain(wording.chain(after, _ARROW))}"
     if (more := len(groups) - _CHAINS) > 0:
-        yield f"  and {wording.count(more, 'other pair')} of chains: `--format json` has all"
+        yield f"  and {count(more, 'other pair')} of chains: `--format json` has all"
 
 
 def _plain(words: Words) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 
+from gradsurgeon.planning.table import count
 from gradsurgeon.review.difference import Chain, Change, Difference
 from gradsurgeon.review.fields import Field, spelled
 from gradsurgeon.review.findings import Finding
@@ -32,11 +33,6 @@ class Code:
 
 Words = tuple[str | Code, ...]
 Ids = tuple[str, ...]
-
-
-def count(number: int, noun: str) -> str:
-    """Return ``3 rules`` or ``1 rule``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def short(number: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gradsurgeon.actions import Rule
@@ -23,6 +23,13 @@ class Lane:
     tensors: tuple[int, ...]
     keys: dict[str, Key]
     parts: tuple[Rule, ...]
+
+    def columns(self, tensors: Sequence[int]) -> Sequence[int]:
+        """Return the columns of a record that some of the tensors have, which come in its order."""
+        if len(tensors) == len(self.tensors):
+            return range(len(tensors))
+        column = {tensor: number for number, tensor in enumerate(self.tensors)}
+        return [column[tensor] for tensor in tensors]
 
 
 class Agenda:

@@ -173,10 +173,7 @@ class StepEdits:
             part.copy_(part * on_device) if part.ndim == 0 else part.mul_(on_device)
 
     def _log(self, lane: Lane, finals: Finals, tensors: Sequence[int]) -> None:
-        columns: Sequence[int] = range(len(lane.tensors))
-        if len(tensors) != len(lane.tensors):
-            column = {tensor: number for number, tensor in enumerate(lane.tensors)}
-            columns = [column[tensor] for tensor in tensors]
+        columns = lane.columns(tensors)
         for stat, key in lane.keys.items():
             if stat == "l2":
                 values = finals.norms(tensors, 2.0)

@@ -138,9 +138,8 @@ class Finals:
 
     def _unchanged(self, look: Look) -> frozenset[int]:
         """Return the tensors whose gradient is as it was seen after backward."""
-        tensors = list(self._now)
-        stale = {tensors[place] for place in look.stale(tensors, list(self._now.values()))}
-        return frozenset(tensors) - stale
+        stale = look.stale(list(self._now), list(self._now.values()))
+        return frozenset(self._now) - stale
 
     def shortened(self, tensors: Sequence[int]) -> None:
         """Note that gradients were multiplied by at most 1: what was finite still is."""

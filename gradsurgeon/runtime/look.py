@@ -48,14 +48,14 @@ class Look:
         # A tensor can receive its gradient twice in one pass (reentrant checkpointing).
         return tuple(dict.fromkeys(tensor for tensor in self.arrived if tensor in watched))
 
-    def stale(self, tensors: Sequence[int], grads: Sequence[Tensor]) -> list[int]:
-        """Return the places of the gradients that were not seen as they are now."""
+    def stale(self, tensors: Sequence[int], grads: Sequence[Tensor]) -> frozenset[int]:
+        """Return the tensors whose gradient was not seen as it is now."""
         now = marks(grads)
         if now == self.marks and self.tensors == tuple(tensors):
-            return []
+            return frozenset()
         seen = dict(zip(self.tensors, zip(*self.marks, strict=True), strict=True))
         found = zip(tensors, zip(*now, strict=True), strict=True)
-        return [place for place, (tensor, mark) in enumerate(found) if seen.get(tensor) != mark]
+        return frozenset([tensor for tensor, mark in found if seen.get(tensor) != mark])
 
     def follow(self, grads: Mapping[int, Tensor]) -> None:
         """Take gradients for those that were seen: what was written to them since is known."""
@@ -116,13 +116,12 @@ def keep(state: State, lane: Lane, grads: dict[int, Tensor], scale: Tensor | Non
 
 
 def _log(state: State, lane: Lane, look: Look, grads: dict[int, Tensor]) -> None:
-    columns: Sequence[int] = range(len(lane.tensors))
     found: Sequence[int] = lane.tensors
     if look.tensors != lane.tensors:
-        columns = [column for column, tensor in enumerate(lane.tensors) if tensor in grads]
-        found = [lane.tensors[column] for column in columns]
+        found = [tensor for tensor in lane.tensors if tensor in grads]
     if not found:
         return
+    columns = lane.columns(found)
     for stat, key in lane.keys.items():
         if stat == "l2":
             values = pick(look.norms, found)
@@ -139,8 +138,8 @@ def _log_contributions(state: State, done: Pass) -> None:
     for rule_id, rows in done.logged.items():
         for clock in state.clocks.among(sorted(rows)):
             lane = state.lane(rule_id, clock)
-            columns = [column for column, tensor in enumerate(lane.tensors) if tensor in rows]
-            tensors = [lane.tensors[column] for column in columns]
+            tensors = [tensor for tensor in lane.tensors if tensor in rows]
+            columns = lane.columns(tensors)
             for stat, key in lane.keys.items():
                 values = _stack([rows[tensor][stat] for tensor in tensors])
                 state.recorder.add(key, clock.step, columns, values, replace=False)

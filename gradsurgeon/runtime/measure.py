@@ -168,14 +168,8 @@ def _sharded_counts(grads: Mapping[int, Tensor]) -> dict[int, Count]:
 
 
 def suspects(found: Norms) -> list[int]:
-    """Return the tensors whose norm is not finite. Reads the device: once per device."""
-    bad: list[int] = []
-    for tensors, values in found:
-        # Nearly always all are finite, and so is their sum.
-        if math.isfinite(values.sum().item()):
-            continue
-        bad += [tensors[i] for i in (~values.isfinite()).nonzero().flatten().tolist()]
-    return bad
+    """Return the tensors whose norm is not finite. Reads each device once."""
+    return suspects_of(found)[0]
 
 
 def suspects_of(*found: Norms) -> list[list[int]]:
@@ -186,8 +180,11 @@ def suspects_of(*found: Norms) -> list[list[int]]:
         for tensors, values in parts:
             devices.setdefault(values.device, []).append((place, tensors, values))
     for rows in devices.values():
-        # The numbers themselves: to ask the device which are bad would be a second wait.
         both = rows[0][2] if len(rows) == 1 else torch.cat([values for _, _, values in rows])
+        # Nearly always all are finite, and so is their sum.
+        if _torch.is_host(both) and math.isfinite(both.sum().item()):
+            continue
+        # The numbers themselves: to ask a device which are bad would be a second wait.
         row = both.tolist()
         if math.isfinite(sum(row)):
             continue
@@ -205,7 +202,7 @@ def pick(found: Norms, wanted: Sequence[int]) -> Tensor:
         if tensors == tuple(wanted):
             return values
         index = {tensor: number for number, tensor in enumerate(tensors)}
-        picked = _torch.index(tuple([index[tensor] for tensor in wanted]), values.device)
+        picked = _torch.integers(tuple([index[tensor] for tensor in wanted]), values.device)
         return values[picked]
     # Several devices: one record needs one place, and that is the host.
     table = as_dict(found)

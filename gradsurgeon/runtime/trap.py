@@ -85,10 +85,7 @@ class Traps:
         if (error := self._deferred.due()) is not None:
             return Verdict(error=error)
         watch.scaled_away = 0
-        stale = frozenset(tensors)
-        if watch.looks:
-            places = watch.looks[-1].stale(tensors, grads)
-            stale = frozenset([tensors[place] for place in places]) | edited
+        stale = watch.changed(tensors, grads, edited)
         flag = self._deferred.judge(clock, agenda.traps, (tensors, grads), watch.looks, stale)
         for lane in agenda.traps:
             if not set(lane.tensors).isdisjoint(tensors):
@@ -192,10 +189,8 @@ class Traps:
         watch: Watch, tensors: Sequence[int], grads: Sequence[Tensor], edited: set[int]
     ) -> bool:
         """Tell whether all gradients have been counted after backward, were finite, and still are."""
-        look = watch.looks[-1] if watch.looks else None
-        return (
-            look is not None and look.counts == {} and not edited and not look.stale(tensors, grads)
-        )
+        looks = watch.looks
+        return bool(looks) and looks[-1].counts == {} and not watch.changed(tensors, grads, edited)
 
     def _decide_sites(self, clock: Clock, verdict: Verdict) -> None:
         """Judge what traps on module tensors and tags saw since the last update."""
@@ -261,10 +256,7 @@ class Traps:
     def _compare(self, watch: Watch, grads: dict[int, Tensor], edited: set[int]) -> Seen:
         """Return what was non-finite at the last look, and exactly what is now."""
         look = watch.looks[-1] if watch.looks else None
-        changed = set(grads)
-        if look is not None:
-            order = list(grads)
-            changed = {order[place] for place in look.stale(order, list(grads.values()))} | edited
+        changed = watch.changed(list(grads), list(grads.values()), edited)
         stale = [tensor for tensor in grads if tensor in changed]
         fresh = measure.norms(stale, [grads[tensor] for tensor in stale]) if stale else ()
         # One read per device decides; on the host the look has already been exact.

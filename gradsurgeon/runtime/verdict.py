@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -50,6 +51,20 @@ class Watch:
     looks: list[Look] = field(default_factory=list)
     in_a_row: dict[str, int] = field(default_factory=dict)
     scaled_away: int = 0
+
+    def changed(
+        self, tensors: Sequence[int], grads: Sequence[Tensor], edited: set[int]
+    ) -> frozenset[int]:
+        """Return the tensors of whose gradient the last look does not tell any more.
+
+        Args:
+            tensors: those that have a gradient.
+            grads: the gradients.
+            edited: tensors that a rule at `step` may have made non-finite since.
+        """
+        if not self.looks:
+            return frozenset(tensors)
+        return self.looks[-1].stale(tensors, grads) | edited
 
 
 def outcome(rule: NanTrap, mode: Mode, then: str, in_a_row: int) -> str:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-import subprocess
 from typing import Any
 
 import pytest
-from commands import WITHOUT_TORCH, call
+from commands import WITHOUT_TORCH, call, git
 
 CASES = pathlib.Path(__file__).parent.parent / "cases" / "review"
 FORMS = {"text": "txt", "markdown": "md", "json": "json"}
@@ -202,9 +201,8 @@ def repository(here: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(here.parent))
     (here / "part.yaml").write_text(part("part", "layers.*"))
     (here / "rules.yaml").write_text(part("own", "embed.*", "part.yaml"))
-    identity = ("-c", "user.name=n", "-c", "user.email=e@x", "-c", "commit.gpgsign=false")
     for command in (("init", "-q", "-b", "main"), ("add", "-A"), ("commit", "-q", "-m", "x")):
-        subprocess.run(["git", *identity, *command], cwd=here, check=True)
+        git(here, *command)
     (here / "part.yaml").write_text(part("part", "layers.0.*"))
     (here / "rules.yaml").write_text(part("own", "head.*", "part.yaml"))
     return here

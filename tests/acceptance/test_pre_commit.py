@@ -11,17 +11,9 @@ import sys
 
 import pytest
 import yaml
-from commands import CLEAN, ROOT, environment
+from commands import CLEAN, ROOT, environment, git
 
 HOOKS = ROOT / ".pre-commit-hooks.yaml"
-
-
-def git(folder: pathlib.Path, *arguments: str) -> str:
-    fixed = ("-c", "user.name=x", "-c", "user.email=x@y", "-c", "commit.gpgsign=false")
-    done = subprocess.run(
-        ["git", *fixed, *arguments], cwd=folder, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
 
 
 @pytest.fixture

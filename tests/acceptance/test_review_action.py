@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import CLEAN, EDITS, ROOT
-from pull_requests import ACTION, GitHub, Job, api, git
+from commands import CLEAN, EDITS, ROOT, git
+from pull_requests import ACTION, GitHub, Job, api
 
 WRONG = CLEAN.replace("norm-log", "norm-lg")
 PARAMS = {

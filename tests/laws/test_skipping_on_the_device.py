@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from laws.test_no_waiting import Reads
-from models import data
-from torch import Tensor, nn
+from models import data, memory, same
+from torch import nn
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError, _torch
@@ -57,17 +57,6 @@ def step(
     optimizer.zero_grad()
     backward(model, number, fault)
     optimizer.step()
-
-
-def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    found = [param.detach().clone() for param in model.parameters()]
-    for state in optimizer.state.values():
-        found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
-    return found
-
-
-def same(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(map(torch.equal, left, right))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import CASES, data
+from models import CASES, data, memory, same
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 
@@ -78,20 +78,6 @@ def step(
     optimizer.step()
 
 
-def memory(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Every number that an update could move."""
-    found = [param.detach().clone() for param in model.parameters()]
-    for state in optimizer.state.values():
-        found += [value.clone() for value in state.values() if isinstance(value, Tensor)]
-    return found
-
-
-def unmoved(left: list[Tensor], right: list[Tensor]) -> bool:
-    return len(left) == len(right) and all(
-        torch.equal(a, b) for a, b in zip(left, right, strict=True)
-    )
-
-
 @pytest.fixture(params=["reads are free", "reads cost a wait"])
 def _both_kinds_of_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     # On an accelerator the trap does not look at numbers until the step; the same code runs here.
@@ -117,7 +103,7 @@ def test_the_border_is_where_the_fault_is(fault: float, word: str) -> None:
         "second.bias",
         None,
     )
-    assert unmoved(before, memory(model, optimizer))
+    assert same(before, memory(model, optimizer))
     lines = str(error).splitlines()
     assert lines[0] == "step 3, rule trap: 4 of 6 gradients are not finite after backward"
     assert lines[1] == "stopped before the update: no weight was moved"
@@ -156,7 +142,7 @@ def test_a_skipped_step_moves_nothing_and_training_goes_on_as_if_it_had_not_been
         before = memory(model, optimizer)
         assert len(before) == 6 + 18
         step(model, optimizer, 99, NAN)
-        assert unmoved(before, memory(model, optimizer))
+        assert same(before, memory(model, optimizer))
         # The gradients are hidden from the optimizer, not taken from the script.
         assert all(param.grad is not None for param in model.parameters())
         for number in range(3, 6):
@@ -167,7 +153,7 @@ def test_a_skipped_step_moves_nothing_and_training_goes_on_as_if_it_had_not_been
     plain, plain_optimizer = make()
     for number in range(6):
         step(plain, plain_optimizer, number)
-    assert unmoved(memory(model, optimizer), memory(plain, plain_optimizer))
+    assert same(memory(model, optimizer), memory(plain, plain_optimizer))
     status = session.status()["trap"]
     assert (status.fired, status.changed, status.last_step) == (7, 1 / 7, 6)
 
@@ -190,9 +176,9 @@ def test_skipping_with_other_optimizers(kind: str) -> None:
         step(model, optimizer, 0)
         before = memory(model, optimizer)
         step(model, optimizer, 1, NAN)
-        assert unmoved(before, memory(model, optimizer))
+        assert same(before, memory(model, optimizer))
         step(model, optimizer, 2)
-        assert not unmoved(before, memory(model, optimizer))
+        assert not same(before, memory(model, optimizer))
 
 
 def test_warn_warns_and_lets_the_update_happen() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
 
 import pytest
+from commands import git
 
 import gradsurgeon
 from gradsurgeon.errors import ModelError
@@ -25,15 +25,7 @@ class Repository:
         self.git("init", "-q", "-b", "main")
 
     def git(self, *arguments: str) -> str:
-        identity = ("-c", "user.name=n", "-c", "user.email=e@x", "-c", "commit.gpgsign=false")
-        done = subprocess.run(
-            ["git", *identity, *arguments],
-            cwd=self.folder,
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        return done.stdout.strip()
+        return git(self.folder, *arguments)
 
     def write(self, path: str, content: str) -> None:
         (self.folder / path).parent.mkdir(parents=True, exist_ok=True)

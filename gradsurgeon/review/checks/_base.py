@@ -7,6 +7,7 @@ an example that it finds nothing in and one that it finds. The file is found by 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -35,7 +36,7 @@ class Finding:
     others: tuple[Rule, ...] = ()
 
 
-class Check:
+class Check(ABC):
     """A question to valid rules.
 
     Attributes:
@@ -58,6 +59,6 @@ class Check:
         """Name in messages and in suppressions, from the name of the class."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(self).__name__).lower()
 
+    @abstractmethod
     def find(self, case: Case) -> Iterator[Finding]:
         """Yield what it finds."""
-        raise NotImplementedError
