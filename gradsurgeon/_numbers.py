@@ -1,4 +1,4 @@
-"""Numbers taken of gradients of any layout and dtype: norms, statistics, counts.
+"""Numbers taken of gradients of any layout and dtype: norms, ranges, counts.
 
 They work on plain tensors, strided or sparse; those of sharded gradients are put together elsewhere.
 """
@@ -6,7 +6,6 @@ They work on plain tensors, strided or sparse; those of sharded gradients are pu
 from __future__ import annotations
 
 import ctypes
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -57,16 +56,27 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     squares overflows: see `nonfinite`. An empty gradient has norm 0.
     """
     with torch.no_grad():
-        if order == 2.0 and (found := _of_small(grads)) is not None:  # noqa: PLR2004 # l2
-            return found
+        if order == 2.0 and (one := small(grads)) is not None:  # noqa: PLR2004 # l2
+            return _of_segments(*one)
         dense = [grad if grad.layout == torch.strided else values(grad) for grad in grads]
         # What differs between devices is decided here, by measurement.
         on_host = order == 2.0 and dense[0].is_cpu  # noqa: PLR2004 # l2
         return _by_kind(dense, order, _way_on_host if on_host else _way_on_device)
 
 
-def _of_small(grads: Sequence[Tensor]) -> Tensor | None:
-    """Return the 2-norms of small tensors on the host, alike in dtype; ``None`` if they are not that.
+def norm(grad: Tensor, order: float = 2.0) -> Tensor:
+    """Return the norm of one gradient, as `norms` does, as a 0-dim tensor."""
+    if order == 2.0 and grad.is_cpu and grad.dtype in _DOTTED and grad.is_contiguous():  # noqa: PLR2004
+        with torch.no_grad():
+            flat = grad.view(-1)
+            if len(flat) <= _FEW:
+                flat = flat.double()
+            return torch.dot(flat, flat).sqrt_().float()
+    return norms([grad], order)[0]
+
+
+def small(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Return small tensors on the host, alike in dtype, as one, and their lengths; else ``None``.
 
     Asking each of them what it is takes as long as measuring it. So they are copied together first,
     and what came of it is asked.
@@ -80,7 +90,7 @@ def _of_small(grads: Sequence[Tensor]) -> Tensor | None:
         return None
     if type(flat) is not Tensor or flat.dtype not in _DOTTED or len(flat) != sum(sizes):
         return None
-    return _of_segments(flat, sizes)
+    return flat, _torch.integers(sizes, flat.device)
 
 
 _DOTTED = {torch.float32, torch.float64}
@@ -126,14 +136,18 @@ def _each(grads: Sequence[Tensor], order: float) -> Tensor:
 
 def _packed(grads: Sequence[Tensor], _order: float) -> Tensor:
     """Return the 2-norms of small tensors: one copy, one reduction by segments."""
-    return _of_segments(_torch.flattened(grads), tuple([grad.numel() for grad in grads]))
+    sizes = tuple([grad.numel() for grad in grads])
+    return _of_segments(_torch.flattened(grads), _torch.integers(sizes, grads[0].device))
 
 
-def _of_segments(flat: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def _of_segments(flat: Tensor, lengths: Tensor) -> Tensor:
     # A plain sum, one after another, would lose digits in float32.
-    squares = flat.to(torch.float64).square()
-    lengths = _torch.integers(sizes, flat.device)
-    return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).sqrt_().float()
+    return by_segments(flat.double().square(), "sum", lengths).sqrt_().float()
+
+
+def by_segments(flat: Tensor, how: str, lengths: Tensor) -> Tensor:
+    """Return the ``sum``, ``min`` or ``max`` of each of the tensors that lie one after another."""
+    return torch.segment_reduce(flat, how, lengths=lengths, unsafe=True)
 
 
 def _dotted(grads: Sequence[Tensor], _order: float) -> Tensor:
@@ -193,10 +207,7 @@ def ranges(grads: Sequence[Tensor]) -> list[tuple[float, float]]:
             own = [dense[index] for index in places]
             flat = _torch.flattened(own)
             lengths = _torch.integers(tuple([one.numel() for one in own]), flat.device)
-            both = [
-                torch.segment_reduce(flat, end, lengths=lengths, unsafe=True).tolist()
-                for end in ("min", "max")
-            ]
+            both = [by_segments(flat, end, lengths).tolist() for end in ("min", "max")]
             for index, smallest, largest in zip(places, *both, strict=True):
                 found[index] = smallest, largest
         for index in large:
@@ -215,65 +226,6 @@ def first_nonfinite(grad: Tensor) -> tuple[str, int]:
     if nans := int(elements.isnan().sum()):
         return "NaN", nans
     return "Inf", int(elements.isinf().sum())
-
-
-def statistic(stat: str, grad: Tensor) -> Tensor:
-    """Return one statistic of a gradient as a 0-dim float32 tensor on its device.
-
-    Mean, extremes and zeros count the elements that a sparse gradient leaves out. An empty gradient
-    has norm 0, and NaN for what needs an element.
-    """
-    elements = values(grad)
-    missing = grad.numel() - elements.numel()
-    if elements.dtype in (torch.float16, torch.bfloat16):
-        elements = elements.float()
-    return _STATISTICS[stat](elements, missing).to(torch.float32)
-
-
-def _none(elements: Tensor) -> Tensor:
-    return torch.full((), math.nan, device=elements.device)
-
-
-def _mean(elements: Tensor, missing: int) -> Tensor:
-    return elements.sum() / (elements.numel() + missing) if elements.numel() else _none(elements)
-
-
-def _std(elements: Tensor, missing: int) -> Tensor:
-    if not elements.numel():
-        return _none(elements)
-    count = elements.numel() + missing
-    mean = elements.sum() / count
-    # Two passes: the difference of the mean square and the squared mean cancels.
-    spread = (elements - mean).abs().square().sum() + missing * mean.abs().square()
-    return (spread / count).sqrt()
-
-
-def _extreme(
-    pick: Callable[[Tensor], Tensor], limit: Callable[..., Tensor]
-) -> Callable[[Tensor, int], Tensor]:
-    def extreme(elements: Tensor, missing: int) -> Tensor:
-        if not elements.numel():
-            return _none(elements)
-        found = pick(elements)
-        return limit(found, torch.zeros_like(found)) if missing else found
-
-    return extreme
-
-
-_STATISTICS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "l1": lambda elements, _: elements.abs().sum(),
-    "l2": lambda elements, _: torch.linalg.vector_norm(elements),
-    # `vector_norm(inf)` and `amax` raise on empty tensors.
-    "linf": lambda elements, _: (
-        elements.abs().amax() if elements.numel() else torch.zeros((), device=elements.device)
-    ),
-    "mean": _mean,
-    "std": _std,
-    "min": _extreme(torch.amin, torch.minimum),
-    "max": _extreme(torch.amax, torch.maximum),
-    "zeros": lambda elements, missing: (elements == 0).sum() + missing,
-    "nonfinite": lambda elements, _: elements.isfinite().logical_not_().sum(),
-}
 
 
 def to_bytes(tensor: Tensor) -> bytes:

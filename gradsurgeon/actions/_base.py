@@ -85,8 +85,6 @@ class Edit:
     alters: Callable[[Tensor], Tensor]
     by_norm: ByNorm | None = None
     decided: Callable[[float, float, dtype], bool | None] | None = None
-    # Of one gradient: whether it must be left alone, which is worth an event.
-    gives_up: Callable[[Tensor], Tensor] | None = None
 
 
 class Rule(Options):

@@ -115,7 +115,7 @@ class ClipNorm(Rule):
             return torch.where(norm.isfinite(), clipped, torch.ones_like(clipped))
 
         def norm(grad: Tensor) -> Tensor:
-            return _numbers.norms([grad], order)[0]
+            return _numbers.norm(grad, order)
 
         def apply(grad: Tensor) -> Tensor:
             # Two 0-dim tensors promote to the wider dtype, a gradient must keep its own.
@@ -129,8 +129,5 @@ class ClipNorm(Rule):
             # A factor just below 1 may round to no change at all.
             return apply(grad).ne(grad).logical_and_(grad.isnan().logical_not_()).any()
 
-        def gives_up(grad: Tensor) -> Tensor:
-            return norm(grad).isfinite().logical_not_()
-
         by_norm = ByNorm(order, self.per == "rule", factor)
-        return Edit(apply, apply_, alters, by_norm=by_norm, gives_up=gives_up)
+        return Edit(apply, apply_, alters, by_norm=by_norm)

@@ -13,7 +13,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers, _torch
+from gradsurgeon import _dist, _numbers, _statistics, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import Piece
 from gradsurgeon.errors import GradSurgeonError
@@ -22,10 +22,10 @@ from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.deciding import changes_of_each
 from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
+from gradsurgeon.runtime.shortening import Shortening
 from gradsurgeon.runtime.state import State
 
 _graph_task = _torch.graph_task  # looked up once: this is the busiest line of all
-LEFT_ALONE = "the norm is not finite: the gradients were left alone"
 
 
 class Hook:
@@ -129,7 +129,7 @@ class TensorHook(Hook):
             return grad
         with torch.no_grad():
             true = unscaled(grad, state.scaling.scale)
-            found = {stat: _numbers.statistic(stat, true) for stat in getattr(rule, "stats", ())}
+            found = {stat: _statistics.statistic(stat, true) for stat in getattr(rule, "stats", ())}
         passes.current().logged.setdefault(rule.id, {})[self._tensor] = found
         return grad
 
@@ -140,12 +140,17 @@ class TensorHook(Hook):
                 raise GradSurgeonError(_pending(rule, state.program.names[self._tensor]))
         scale = state.scaling.scale
         part = _dist.local(grad)
+        by_norm = state.edits[piece.rule.id].by_norm
+        if by_norm is not None:
+            shortening = Shortening(by_norm, part, scale)
+            shortening.tell(state, piece.rule.id, state.clocks[self._tensor].step)
+            out = shortening.of(part)
+            return _dist.like(out, grad) if _dist.is_sharded(grad) else out
         with torch.no_grad():
             true = unscaled(part, scale)
             changed = changes_of_each([state.edits[rule.id] for rule in piece.parts], true)
             for rule, flag in zip(piece.parts, changed, strict=True):
                 state.journal.altered(rule.id, flag)
-            mention_giving_up(state, piece.rule, true, state.clocks[self._tensor].step)
         if all(flag is False for flag in changed):
             return grad
         apply = in_true_units(state.edits[piece.rule.id].apply, scale)
@@ -159,13 +164,6 @@ def _pending(rule: Rule, name: str) -> str:
         "ranks of its tensor-parallel group, so that a bound on this rank's addend bounds nothing; use "
         "`at: step`"
     )
-
-
-def mention_giving_up(state: State, rule: Rule, grad: Tensor, step: int) -> None:
-    """Note where an edit leaves a gradient alone because it could only do harm."""
-    gives_up = state.edits[rule.id].gives_up
-    if gives_up is not None:
-        state.journal.later(gives_up(grad), LEFT_ALONE, rule=rule.id, step=step)
 
 
 def check_layout(rule: Rule, grad: Tensor, name: str) -> None:

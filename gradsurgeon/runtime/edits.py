@@ -11,11 +11,12 @@ from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import ByNorm, Edit
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.agenda import Lane
-from gradsurgeon.runtime.backward import LEFT_ALONE, check_layout
+from gradsurgeon.runtime.backward import check_layout
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.deciding import can_decide, changes_of_each, decide_each
 from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.look import keep
+from gradsurgeon.runtime.shortening import LEFT_ALONE
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.targets import Mark, marks
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers, _torch
+from gradsurgeon import _dist, _numbers, _statistics, _torch
 
 Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
 
@@ -97,7 +97,7 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
         return torch.cat([statistics(stat, [grad]).cpu() for grad in grads])
     with torch.no_grad():
         if not any(_dist.is_sharded(grad) for grad in grads):
-            return torch.stack([_numbers.statistic(stat, grad) for grad in grads])
+            return _statistics.statistics(stat, grads)
         grads = [_dist.settled(grad) for grad in grads]
         return _of_shards(stat, grads, [_dist.local(grad) for grad in grads]).float()
 
@@ -125,7 +125,7 @@ def _each(stat: str, parts: Sequence[Tensor], *, empty: float) -> Tensor:
     """Return a statistic of every part, and what changes nothing for a part without elements."""
     return torch.stack(
         [
-            _numbers.statistic(stat, part)
+            _statistics.statistic(stat, part)
             if part.numel()
             else torch.full((), empty, device=part.device)
             for part in parts

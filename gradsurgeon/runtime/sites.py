@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon import _numbers, _torch
-from gradsurgeon.actions import Rule
+from gradsurgeon import _numbers, _statistics, _torch
+from gradsurgeon.actions import ByNorm, Rule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.capture import check_capture
@@ -21,6 +21,7 @@ from gradsurgeon.runtime.deciding import changes
 from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
+from gradsurgeon.runtime.shortening import Shortening
 from gradsurgeon.runtime.state import State
 from gradsurgeon.store import Key
 
@@ -82,11 +83,16 @@ class Sites:
         if not is_numeric(tensor) or not self._first(rule, tensor):
             return tensor
         edit = self.state.edits[rule.id]
+        step = self.clock_of(owner).step
+        if edit.by_norm is not None:
+            out = self._shortened(rule, edit.by_norm, tensor, step if count else None)
+        else:
+            if count:
+                with torch.no_grad(), _torch.aside(tensor) as seen:
+                    self.state.journal.altered(rule.id, changes(edit, seen))
+            out = _numbers.on_values(edit.apply, tensor)
         if count:
-            with torch.no_grad(), _torch.aside(tensor) as seen:
-                self.state.journal.altered(rule.id, changes(edit, seen))
-            self.state.journal.fired(rule.id, self.clock_of(owner).step)
-        out = _numbers.on_values(edit.apply, tensor)
+            self.state.journal.fired(rule.id, step)
         self._mark(rule, out)
         return out
 
@@ -161,15 +167,34 @@ class Sites:
         for rule in rules:
             if rule.role == "edit":
                 edit = self.state.edits[rule.id]
+                step = self.clock_of(owner).step
+                self.state.journal.fired(rule.id, step)
+                if edit.by_norm is not None:
+                    out = self._shortened(rule, edit.by_norm, out, step, scale)
+                    continue
                 with torch.no_grad(), _torch.aside(out) as seen:
                     changed = changes(edit, unscaled(seen, scale))
                     self.state.journal.altered(rule.id, changed)
-                self.state.journal.fired(rule.id, self.clock_of(owner).step)
                 if changed is not False:
                     out = _numbers.on_values(in_true_units(edit.apply, scale), out)
             else:
                 self._look(rule, names[rule.id], unscaled(out, scale), owner)
         return out if self.state.mode == "act" else grad
+
+    def _shortened(
+        self,
+        rule: Rule,
+        by_norm: ByNorm,
+        tensor: Tensor,
+        step: int | None,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """Shorten a tensor where its norm says so; count it for a step, if one is given."""
+        with _torch.aside(tensor) as seen:
+            shortening = Shortening(by_norm, seen.detach(), scale)
+            if step is not None:
+                shortening.tell(self.state, rule.id, step)
+        return shortening.of(tensor)
 
     def _look(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
         state, clock = self.state, self.clock_of(owner)
@@ -182,7 +207,7 @@ class Sites:
             for stat in getattr(rule, "stats", ()):
                 key = Key(rule.id, stat, rule.point, (name,))
                 with torch.no_grad(), _torch.aside(tensor) as seen:
-                    value = _numbers.statistic(stat, seen.detach()).reshape(1)
+                    value = _statistics.statistic(stat, seen.detach()).reshape(1)
                     state.recorder.add(key, clock.step, [0], value, replace=False)
             state.journal.fired(rule.id, clock.step)
         else:

@@ -1,0 +1,98 @@
+"""The statistics of gradients: the same numbers whichever way they are taken."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from gradsurgeon import _statistics
+
+NAN, INF = math.nan, math.inf
+SMALL, LARGE = 7, 5000  # on either side of the size up to which tensors are measured together
+
+
+def made(size: int, dtype: torch.dtype, *faults: float) -> Tensor:
+    torch.manual_seed(size)
+    grad = torch.randn(size, dtype=dtype) * 3
+    grad[::3] = 0.0
+    for place, fault in enumerate(faults):
+        grad[place + 1] = fault
+    return grad
+
+
+def lists(dtype: torch.dtype) -> dict[str, list[Tensor]]:
+    small = [made(SMALL, dtype), made(1, dtype), made(SMALL + 4, dtype)]
+    real = not dtype.is_complex
+    return {
+        "small": small,
+        "one": [made(SMALL, dtype)],
+        "large": [made(LARGE, dtype), made(LARGE + 1, dtype)],
+        "both": [*small, made(LARGE, dtype)],
+        "strange": [made(SMALL, dtype, NAN), made(SMALL + 1, dtype, INF, -INF if real else INF)],
+        "strange and large": [made(LARGE, dtype, NAN), made(LARGE, dtype, INF), made(LARGE, dtype)],
+        "transposed": [made(SMALL * 6, dtype).view(6, SMALL).t(), made(SMALL, dtype)],
+        "empty": [made(SMALL, dtype), torch.zeros(0, dtype=dtype), torch.zeros(3, dtype=dtype)],
+    }
+
+
+def expected(stat: str, grad: Tensor) -> float:
+    """Return a statistic in plain Python."""
+    numbers = grad.flatten().tolist()
+    sizes = [abs(number) for number in numbers]
+    finite = all(map(math.isfinite, sizes))
+    if stat == "nonfinite":
+        return sum(not math.isfinite(size) for size in sizes)
+    if stat == "zeros":
+        return numbers.count(0.0)
+    if any(map(math.isnan, sizes)):
+        return NAN
+    if stat == "l1":
+        return math.fsum(sizes) if finite else INF
+    if stat == "l2":
+        return math.sqrt(math.fsum(size * size for size in sizes)) if finite else INF
+    if stat == "linf":
+        return max(sizes, default=0.0)
+    if not numbers:
+        return NAN
+    if stat in ("min", "max"):
+        return {"min": min, "max": max}[stat](numbers)
+    mean = sum(numbers) / len(numbers)
+    if stat == "mean":
+        return mean
+    if not finite:
+        return NAN
+    return math.sqrt(math.fsum(abs(number - mean) ** 2 for number in numbers) / len(numbers))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("kind", lists(torch.float32))
+def test_many_at_once_one_by_one_and_by_hand(kind: str, dtype: torch.dtype) -> None:
+    grads = lists(dtype)[kind]
+    before = [grad.clone() for grad in grads]
+    for stat in ("l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"):
+        if dtype.is_complex and stat in ("mean", "min", "max"):
+            continue  # no such rule binds
+        together = _statistics.statistics(stat, grads)
+        assert together.dtype == torch.float32
+        assert together.shape == (len(grads),)
+        alone = [float(_statistics.statistic(stat, grad)) for grad in grads]
+        wanted = [expected(stat, grad) for grad in grads]
+        assert together.tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-5, nan_ok=True), stat
+        assert alone == pytest.approx(wanted, rel=1e-5, abs=1e-5, nan_ok=True), stat
+    for grad, kept in zip(grads, before, strict=True):
+        torch.testing.assert_close(grad, kept, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_what_a_sparse_gradient_leaves_out_is_zero(size: int) -> None:
+    values = made(size, torch.float32).abs() + 1.0
+    dense = torch.zeros(2 * size)
+    dense[::2] = values
+    places = torch.arange(0, 2 * size, 2)[None]
+    sparse = torch.sparse_coo_tensor(places, values, (2 * size,), check_invariants=True)
+    for stat in ("l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite"):
+        found = _statistics.statistics(stat, [sparse, dense]).tolist()
+        assert found == pytest.approx([expected(stat, dense)] * 2, rel=1e-5), stat
