@@ -195,6 +195,11 @@ def reduces(wrapper: Any) -> bool:
     return bool(wrapper.require_backward_grad_sync)
 
 
+def fills_in(wrapper: Any) -> bool:
+    """Tell whether a wrapper gives a rank gradients of parameters that only other ranks have used."""
+    return bool(wrapper.find_unused_parameters or wrapper.static_graph)
+
+
 def is_flattened(param: Tensor) -> bool:
     """Tell whether a parameter belongs to the flat parameters of `FullyShardedDataParallel`."""
     return bool(getattr(param, "_fsdp_flattened", False))

@@ -54,10 +54,7 @@ class Ranks:
         Raises:
             GradSurgeonError: the ranks may take different numbers of steps.
         """
-        if not self._known:
-            self._known = True
-            if _dist.world() > 1:
-                self._find()
+        self._meet()
         for wrapper in self._live():
             if _dist.is_joining(wrapper):
                 raise GradSurgeonError(
@@ -66,6 +63,12 @@ class Ranks:
                     "the same number of batches (`drop_last`, `DistributedSampler`), or train without "
                     "rules"
                 )
+
+    def _meet(self) -> None:
+        if not self._known:
+            self._known = True
+            if _dist.world() > 1:
+                self._find()
 
     def _find(self) -> None:
         params = [(place, one) for place, one in enumerate(self._params()) if one is not None]
@@ -95,7 +98,13 @@ class Ranks:
 
         What a rank contributes is gone by then: who wants to know must look before.
         """
+        self._meet()
         return any(_dist.reduces(wrapper) for wrapper in self._live())
+
+    @property
+    def filling_in(self) -> bool:
+        """Whether a rank gets gradients for what it has not used itself, past all hooks (DDP)."""
+        return any(_dist.fills_in(wrapper) for wrapper in self._live())
 
     @property
     def together(self) -> bool:

@@ -228,7 +228,7 @@ class Traps:
         low = scale is not None and float(scale) < 1.0
         text = f"the GradScaler skipped step {clock.step}: the scaled gradients overflowed"
         state.journal.emit("scaler-skip", text, step=clock.step)
-        if state.mode == "observe" or not watch.looks:
+        if state.mode == "observe":
             return
         for stage in state.program.traps:
             rule = cast("NanTrap", stage.rule)
@@ -237,7 +237,10 @@ class Traps:
             ):
                 continue
             tensors, grads = state.targets.grads(stage.tensors)
-            found = suspects(watch.looks[-1].norms)
+            if not tensors:
+                continue
+            last = watch.looks[-1].norms if watch.looks else measure.norms(tensors, grads)
+            found = suspects(last)
             bad = frozenset(tensor for tensor in found if tensor in stage.tensors)
             if not bad:
                 continue
@@ -281,6 +284,7 @@ class Traps:
         late: bool = False,
     ) -> Border:
         """Return the border as the first look of the step saw it, else as it was at the update."""
+        ranks = self._contributors(looks, seen, late=late)
         for number, look in enumerate(looks, 1):
             bad = look.counts
             if bad is None:
@@ -297,24 +301,29 @@ class Traps:
                 # Some may have kept a gradient from an earlier pass and got nothing in this one.
                 rest = tuple(tensor for tensor in look.tensors if tensor not in look.order)
                 order = (*look.order, *rest)
-                own = self._contributors(look, bad, late=late)
-                return Border(f"after backward{passes}", order, bad, as_dict(look.norms), own)
+                return Border(f"after backward{passes}", order, bad, as_dict(look.norms), ranks)
         order = looks[-1].order if looks else ()
         rest = tuple(tensor for tensor in tensors if tensor not in order)
         moment = "right before the update, and finite after backward: something in between did it"
         if not looks:
             moment = "right before the update"
-        return Border(moment, (*order, *rest), seen.now, norms())
+        return Border(moment, (*order, *rest), seen.now, norms(), ranks)
 
-    def _contributors(self, look: Look, bad: Iterable[int], *, late: bool) -> tuple[int, ...]:
+    def _contributors(self, looks: Sequence[Look], seen: Seen, *, late: bool) -> tuple[int, ...]:
         """Return the ranks whose share of an average was not finite. A collective where there is one.
+
+        Whether there is one must not depend on what a rank has seen by itself, such as a micro-batch
+        that was not reduced: it depends on the last pass alone, which is the one that reduced. A rank
+        whose part of the model was not used has no look at all, and got its gradients from the others.
 
         Reports that come late do so at another moment on each rank, which can only speak for itself.
         """
-        if not look.averaged:
+        last = looks[-1] if looks else None
+        if not (self._state.ranks.averaging if last is None else last.averaged):
             return ()
-        mine = [look.own[tensor] for tensor in bad if tensor in look.own]
-        guilty = any(not bool(norm.isfinite()) for norm in mine)
+        own = {} if last is None else last.own
+        bad = [own[tensor] for tensor in seen.before.union(seen.now) if tensor in own]
+        guilty = any(not bool(norm.isfinite()) for norm in bad)
         if late:
             return (_dist.rank(),) if guilty else ()
         return self._state.ranks.who(guilty)

@@ -51,6 +51,8 @@ class Upkeep:
             return
         seen = self._state.looks.get(clock)
         bypassed = self._arming.bypassed(self._arrived, clock, seen)
+        if self._state.ranks.filling_in:
+            bypassed = []
         self._changes.stepped()
         if set(bypassed) - self._revived:
             # They may belong to a part of the model that was exchanged.

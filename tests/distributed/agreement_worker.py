@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,71 @@ def module_trap(kind: str, then: str) -> dict[str, Any]:
     }
 
 
+def in_pieces(then: str, spoilt: int) -> dict[str, Any]:
+    """Accumulate two micro-batches of which the last is reduced; rank 1 spoils one of them."""
+    model, called = make("DDP")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    session = gradsurgeon.apply(called, {"version": 1, "rules": [trap(then=then)]})
+    weights = []
+    error = None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number, piece in enumerate(data(step).chunk(2)):
+            with called.no_sync() if number == 0 else nullcontext():
+                out = called(piece)
+                if step == FAULT and number == spoilt:
+                    out = everywhere(out)
+                out.square().mean().backward()
+        try:
+            optimizer.step()
+        except gradsurgeon.NonFiniteGradientError as caught:
+            error = {"rank": caught.rank, "name": caught.name, "text": str(caught)}
+            break
+        weights.append([whole(param) for param in model.parameters()])
+    session.remove()
+    return {"error": error, "weights": weights}
+
+
+class Branch(nn.Module):
+    """Uses one of its layers on rank 0 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.side = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the rank makes of ``x``."""
+        out: Tensor = self.first(x)
+        return out.add(self.side(x)) if dist.get_rank() == 0 else out
+
+
+def used_by_one(params: str, then: str) -> dict[str, Any]:
+    """Trap a gradient that one rank alone has computed, and that the other is given."""
+    model = Branch()
+    called = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    rule = trap(then=then) | {"params": params}
+    session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]})
+    weights = []
+    error = None
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        if step == FAULT:
+            model.side.register_forward_hook(lambda _m, _i, out: out * float("nan"))
+        called(data(step)).square().mean().backward()
+        try:
+            optimizer.step()
+        except gradsurgeon.NonFiniteGradientError as caught:
+            error = {"rank": caught.rank, "name": caught.name, "text": str(caught)}
+            break
+        weights.append([whole(param) for param in model.parameters()])
+    session.remove()
+    texts = [event.message for event in session.events if event.kind == "hook-rearmed"]
+    return {"error": error, "weights": weights, "rearmed": texts}
+
+
 def local_updates() -> dict[str, Any]:
     """Step on gradients that were never reduced: the ranks are on their own, and none may wait."""
     model, called = make("DDP")
@@ -198,6 +264,11 @@ def main() -> None:
                 found[f"{kind} module {then}"] = module_trap(kind, then)
     found["FSDP2 give up"] = train("FSDP2", trap(then="skip-step", give_up_after=1), everywhere)
     found["no trap"] = train("DDP", {"id": "n", "action": "norm-log", "params": "*"}, alone)
+    for spoilt in range(2):
+        for then in ("skip-step", "raise"):
+            found[f"piece {spoilt} {then}"] = in_pieces(then, spoilt)
+    for params in ("side.*", "*"):
+        found[f"used by one, {params}"] = used_by_one(params, "raise")
     found["local updates"] = local_updates()
     found["uneven"] = uneven()
     Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")

@@ -47,6 +47,37 @@ def test_an_average_is_traced_to_the_rank_that_spoilt_it(ranks: list[dict[str, A
         assert "NaN     2.bias    1 element\n" in error["text"]
 
 
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_a_micro_batch_that_is_not_reduced_is_traced_as_well(
+    ranks: list[dict[str, Any]], spoilt: int
+) -> None:
+    for number, rank in enumerate(ranks):
+        weights = rank[f"piece {spoilt} skip-step"]["weights"]
+        assert len(weights) == STEPS
+        assert weights[FAULT] == weights[FAULT - 1]
+        assert weights[FAULT + 1] != weights[FAULT]
+        assert weights == ranks[0][f"piece {spoilt} skip-step"]["weights"]
+        error = rank[f"piece {spoilt} raise"]["error"]
+        assert (error["rank"], error["name"]) == (1, "2.bias")
+        # Only the rank that spoilt it had it before the reduction.
+        seen = 1 if (spoilt, number) == (0, 1) else 2
+        assert f"after backward, micro-batch {seen} of 2; rank 1 contributed" in error["text"]
+
+
+@pytest.mark.parametrize("params", ["side.*", "*"])
+def test_what_one_rank_alone_has_used_is_traced_to_it(
+    ranks: list[dict[str, Any]], params: str
+) -> None:
+    for rank in ranks:
+        seen = rank[f"used by one, {params}"]
+        assert len(seen["weights"]) == FAULT
+        assert seen["error"]["rank"] == 0
+        assert "; rank 0 contributed what is not finite\n" in seen["error"]["text"]
+        # What DDP fills in comes past the hooks, as it should.
+        assert seen["rearmed"] == []
+    assert ranks[0][f"used by one, {params}"]["error"]["name"] == "side.bias"
+
+
 def test_elements_of_all_parts_are_counted(ranks: list[dict[str, Any]]) -> None:
     # Row 0 of layer 2 lies on rank 0, whoever spoilt it; layer 0 is spoilt on both.
     for rank in ranks:
