@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon.actions import Rule
@@ -59,7 +58,8 @@ class Engine:
         self._passes = Passes(
             self._backward_ended,
             waits=lambda: self.steps.owned or self._optimizers_known(),
-            begins=state.ranks.look_around,
+            begins=self._pass_begins,
+            scaling=state.scaling,
         )
         self.steps = Steps(
             state,
@@ -214,7 +214,7 @@ class Engine:
         if inside:
             # By the end of the pass the script has cleared this gradient.
             having, _ = self._state.targets.grads(clock.tensors)
-            after_pass(self._state, Pass(order=having))
+            after_pass(self._state, Pass(order=having, scale=self._state.scaling.scale))
         else:
             self._passes.settle()
             if self._is_idle(clock):
@@ -255,27 +255,32 @@ class Engine:
             return
         having, _ = self._state.targets.grads(clock.tensors)
         self._looked = True
-        for owner, look in after_pass(self._state, Pass(order=having)).items():
+        # A fused optimizer gets them with the scale, any other without.
+        late = Pass(order=having, scale=self._state.scaling.at_step)
+        for owner, look in after_pass(self._state, late).items():
             self._traps.saw(owner, look)
 
-    def scaler_scales(self, scaler: GradScaler) -> None:
-        """Take notice of a scaler that scales a loss.
+    def _pass_begins(self) -> None:
+        """Take notice of a backward pass.
 
         Raises:
+            GradSurgeonError: the ranks may take different numbers of steps.
             BindError: a rule cannot act under loss scaling.
         """
-        if self._state.scaling.used(scaler):
+        self._state.ranks.look_around()
+        if self._state.scaling.scale is not None:
             refuse_scaling(self._state.program)
 
     def scaler_stepped(self, optimizer: Optimizer, begun: int) -> None:
         """Count the step of an optimizer that its scaler has skipped for overflow."""
-        owner = self.steps.meet(optimizer)
-        if owner is not None and self.steps.begun == begun and self._state.scaling.active:
+        owner, scale = self.steps.meet(optimizer), self._state.scaling.stepping
+        if owner is not None and self.steps.begun == begun and scale is not None:
             self._scaled_away(owner.clock)
 
     def _scaled_away(self, clock: Clock) -> None:
         try:
             if not self._state.paused:
+                self._passes.settle()
                 self._traps.scaled_away(clock)
         finally:
             self._state.flags.forget(clock)
@@ -289,6 +294,8 @@ class Engine:
             if not inside:  # the hooks on this very gradient may still be running
                 self._upkeep.look(clock, idle=self._is_idle(clock))
         self._traps.done(clock)
+        if not inside:
+            self._state.scaling.stepped()
         self.sites.missed(clock)
         self._edits.forget()
         self._state.looks.pop(clock, None)

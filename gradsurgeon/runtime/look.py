@@ -74,26 +74,24 @@ def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
         tensors, grads = state.targets.grads(agenda.watched)
         if not tensors:
             continue
-        look = _look(done, tensors, grads, scale=state.scaling.scale, exact=bool(agenda.traps))
+        look = _look(done, tensors, grads, exact=bool(agenda.traps))
         by_tensor: dict[int, Tensor] = {}
         for lane in agenda.after:
             if lane.rule.role == "trap":
                 continue
             by_tensor = by_tensor or dict(zip(tensors, grads, strict=True))
             if lane.rule.role == "observe":
-                _log(state, lane, look, by_tensor)
+                _log(state, lane, look, by_tensor, done.scale)
             elif lane.rule.role == "capture":
-                keep(state, lane, by_tensor, state.scaling.scale)
+                keep(state, lane, by_tensor, done.scale)
         look.averaged = state.ranks.averaging
         looks[clock] = look
     state.looks.update(looks)
     return looks
 
 
-def _look(
-    done: Pass, tensors: list[int], grads: list[Tensor], *, scale: Tensor | None, exact: bool
-) -> Look:
-    found = norms(tensors, grads)
+def _look(done: Pass, tensors: list[int], grads: list[Tensor], *, exact: bool) -> Look:
+    found, scale = norms(tensors, grads), done.scale
     if scale is not None:
         found = tuple((own, values / scale.to(values.device)) for own, values in found)
     look = Look(done.order, tuple(tensors), found, marks(grads), own=done.own)
@@ -115,7 +113,9 @@ def keep(state: State, lane: Lane, grads: dict[int, Tensor], scale: Tensor | Non
             state.captures.keep(lane.rule, name, lane.clock.step, true)
 
 
-def _log(state: State, lane: Lane, look: Look, grads: dict[int, Tensor]) -> None:
+def _log(
+    state: State, lane: Lane, look: Look, grads: dict[int, Tensor], scale: Tensor | None
+) -> None:
     found: Sequence[int] = lane.tensors
     if look.tensors != lane.tensors:
         found = [tensor for tensor in lane.tensors if tensor in grads]
@@ -126,7 +126,6 @@ def _log(state: State, lane: Lane, look: Look, grads: dict[int, Tensor]) -> None
         if stat == "l2":
             values = pick(look.norms, found)
         else:
-            scale = state.scaling.scale
             with torch.no_grad():
                 values = statistics(stat, [unscaled(grads[tensor], scale) for tensor in found])
         state.recorder.add(key, lane.clock.step, columns, values, replace=True)

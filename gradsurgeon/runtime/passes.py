@@ -16,6 +16,7 @@ from torch import Tensor
 from gradsurgeon import _torch
 from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.compiled import in_backward
+from gradsurgeon.runtime.scaling import Scaling
 from gradsurgeon.runtime.state import State
 
 # A backward pass that raised never ends, so its entry stays; more than this many are forgotten.
@@ -35,6 +36,8 @@ class Pass:
     logged: dict[str, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
     # Norms of what this rank alone has contributed, where an average over ranks is about to follow.
     own: dict[int, Tensor] = field(default_factory=dict)
+    # What a `GradScaler` has multiplied its gradients by.
+    scale: Tensor | None = None
     # It began on gradients that were there before: one more micro-batch of the same step.
     continued: bool = False
     # What it has yet to reach; known only where the engine does not tell when it is through.
@@ -44,7 +47,8 @@ class Pass:
         """Return both as one pass."""
         for rule, rows in other.logged.items():
             self.logged.setdefault(rule, {}).update(rows)
-        both = Pass(logged=self.logged, own={**self.own, **other.own})
+        scale = self.scale if other.scale is None else other.scale
+        both = Pass(logged=self.logged, own={**self.own, **other.own}, scale=scale)
         for time, tensors in sorted([*self._pieces(), *other._pieces()]):
             both.runs.append((time, len(both.order)))
             both.order += tensors
@@ -78,8 +82,10 @@ class Passes:
         *,
         waits: Callable[[], bool],
         begins: Callable[[], None],
+        scaling: Scaling,
     ) -> None:
         self._finished = finished
+        self._scaling = scaling
         # Whether what ended inside another pass may wait for that one, or for the update.
         self._waits = waits
         self._begins = begins
@@ -101,7 +107,7 @@ class Passes:
             self._begins()
             while len(self._open) >= _MOST_OPEN:
                 del self._open[next(iter(self._open))]
-            running = self._open[task] = Pass()
+            running = self._open[task] = Pass(scale=self._scaling.scale)
             if _torch.in_compiled_autograd():
                 running.awaited = set()
             else:
@@ -162,4 +168,6 @@ class Passes:
         """Hand over what ended inside a pass that had nothing of its own to hand over."""
         if self._inner is not None:
             inner, self._inner = self._inner, None
+            # By now a scaler has taken its scale off, but for a fused optimizer.
+            inner.scale = self._scaling.at_step
             self._finished(inner)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -87,7 +88,7 @@ def enter(model: nn.Module, session: Session, *, beside: bool = False) -> None:
         stack = ExitStack()
         if not _watching_steps:
             stack.callback(register_optimizer_step_pre_hook(_on_step).remove)
-        stack.enter_context(watched(_on_scale, _before_scaler_steps, _after_scaler_steps))
+        stack.enter_context(watched(_on_scale, _around_scaler_step))
         _watching.append(stack)
 
 
@@ -144,23 +145,17 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 @at_update
-def _on_scale(scaler: GradScaler) -> None:
+def _on_scale(scaler: GradScaler, losses: Sequence[Tensor]) -> None:
     for session in _live():
-        session.scaler_scales(scaler)
+        session.scaler_scales(scaler, losses)
 
 
-@at_update
-def _before_scaler_steps() -> dict[Session, int]:
-    return {session: session.steps_begun for session in _live()}
-
-
-@at_update
-def _after_scaler_steps(
-    _scaler: GradScaler, optimizer: Optimizer, begun: dict[Session, int]
-) -> None:
-    for session in _live():
-        if session in begun:
-            session.scaler_stepped(optimizer, begun[session])
+@contextmanager
+def _around_scaler_step(scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
+    with ExitStack() as stack:
+        for session in _live():
+            stack.enter_context(session.scaler_steps(scaler, optimizer))
+        yield
 
 
 def _live() -> list[Session]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -277,18 +278,18 @@ class Session:
         names = Names((*things, *more), self._aliases, logged)
         return Lookup(names, records.series)
 
-    @property
-    def steps_begun(self) -> int:
-        """How often an optimizer has begun a step."""
-        return self._engine.steps.begun
+    def scaler_scales(self, scaler: GradScaler, losses: Sequence[Tensor]) -> None:
+        """Take notice of losses that a scaler has scaled."""
+        self._state.scaling.scaled(scaler, losses)
 
-    def scaler_scales(self, scaler: GradScaler) -> None:
-        """Take notice of a scaler that scales a loss."""
-        self._engine.scaler_scales(scaler)
-
-    def scaler_stepped(self, optimizer: Optimizer, begun: int) -> None:
-        """Take notice of a scaler that has stepped an optimizer, or decided not to."""
-        self._engine.scaler_stepped(optimizer, begun)
+    @contextmanager
+    def scaler_steps(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
+        """Take notice of a scaler that steps an optimizer, or decides not to."""
+        begun = self._engine.steps.begun
+        with self._state.scaling.steps(scaler):
+            yield
+            if not self.removed:
+                self._engine.scaler_stepped(optimizer, begun)
 
     def meet(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that is about to step."""

@@ -268,7 +268,8 @@ class Steps:
         # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
         self._state.scaling.at_step = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)
-        if overflow is not None and self._state.scaling.active and bool(overflow):
+        scaled = self._state.scaling.stepping is not None
+        if overflow is not None and scaled and bool(overflow):
             running.scaled_away = True
             return
         # With a closure, or under a scaler, more than the weights depends on what is decided.
@@ -276,7 +277,7 @@ class Steps:
             alone
             and overflow is None
             and self._state.scaling.at_step is None
-            and not (running.inside or self._state.scaling.active)
+            and not (running.inside or scaled)
             and bool(self._state.program.traps)
             and optimizers.obeys_flag(optimizer)
         )

@@ -224,7 +224,7 @@ class Traps:
         """
         state, watch = self._state, self._watches.setdefault(clock, Watch())
         watch.scaled_away += 1
-        scale = state.scaling.scale
+        scale = state.scaling.stepping
         low = scale is not None and float(scale) < 1.0
         text = f"the GradScaler skipped step {clock.step}: the scaled gradients overflowed"
         state.journal.emit("scaler-skip", text, step=clock.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from models import data
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
 from gradsurgeon import BindError, NonFiniteGradientError
@@ -215,3 +217,116 @@ def test_the_class_of_the_scaler_is_as_before_once_the_rules_are_off() -> None:
     assert before != (GradScaler.scale, GradScaler.step)
     session.remove()
     assert before == (GradScaler.scale, GradScaler.step)
+
+
+def norm_of(model: nn.Module) -> float:
+    return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("beside", [{"action": "norm-log"}, {"action": "nan-trap"}])
+@pytest.mark.parametrize("foreign", [False, True], ids=["alone", "beside a scaled model"])
+def test_the_scaler_of_another_model_is_none_of_its_business(
+    foreign: bool,
+    beside: dict[str, Any],
+) -> None:
+    other, other_optimizer = make()
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    bounds = (
+        {"action": "clamp", "at": "backward", "min": -0.05, "max": 0.05},
+        {"action": "clip-norm", "per": "rule", "max_norm": 0.01, "at": "step"},
+    )
+    with gradsurgeon.apply(model, rules(*bounds, beside), optimizer=optimizer) as session:
+        if foreign:
+            scaler.scale(other(data(0, 5, 4)).square().mean()).backward()
+            scaler.step(other_optimizer)
+            scaler.update()
+        (model(data(0, 5, 4)).square().mean() * 3).backward()
+        assert max(float(p.grad.abs().max()) for p in model.parameters()) == pytest.approx(0.05)
+        seen = norm_of(model)
+        optimizer.step()
+        assert norm_of(model) == pytest.approx(0.01, rel=1e-4)
+        if beside["action"] == "norm-log":
+            recorded = [session.latest(name) for name, _ in model.named_parameters()]
+            assert torch.tensor(recorded).norm() == pytest.approx(seen)
+
+
+def test_each_pass_is_taken_for_itself() -> None:
+    torch.manual_seed(4)
+    parts = {"plain": 0.0, "small": 16.0, "large": 1024.0}
+    net: Any = nn.ModuleDict({name: nn.Linear(4, 3) for name in parts})
+    optimizers = {name: torch.optim.SGD(net[name].parameters(), lr=0.1) for name in parts}
+    scalers = {name: GradScaler("cpu", init_scale=scale) for name, scale in parts.items() if scale}
+    bound = {"action": "clip-norm", "per": "rule", "max_norm": 0.05, "at": "step"}
+    log = [{"action": "norm-log"}, {"action": "norm-log", "at": "step"}]
+    clips = [bound | {"params": f"{name}.*"} for name in parts]
+    with gradsurgeon.apply(net, rules(*log, *clips)) as session:
+        # All losses are scaled before the first of them is used.
+        losses = {name: net[name](data(1, 5, 4)).square().mean() for name in parts}
+        truth = {
+            name: torch.autograd.grad(loss, net[name].weight, retain_graph=True)[0].norm()
+            for name, loss in losses.items()
+        }
+        scaled = {
+            name: scalers[name].scale(loss) if name in scalers else loss
+            for name, loss in losses.items()
+        }
+        for loss in scaled.values():
+            loss.backward()
+        for name, optimizer in optimizers.items():
+            if name in scalers:
+                scalers[name].step(optimizer)
+            else:
+                optimizer.step()
+            assert norm_of(net[name]) == pytest.approx(0.05, rel=1e-4)
+            for rule in ("r0", "r1"):
+                found = session.latest(f"{name}.weight", rule=rule)
+                assert found == pytest.approx(float(truth[name]), rel=1e-5)
+
+
+def test_a_named_scaler_may_be_asked_for_its_scale_only() -> None:
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))  # makes the scale
+    with gradsurgeon.apply(model, rules({"action": "norm-log"}), scaler=scaler) as session:
+        loss = model(data(0, 5, 4)).square().mean()
+        truth = torch.autograd.grad(loss, model[0].weight, retain_graph=True)[0].norm()
+        (loss * scaler.get_scale()).backward()
+        optimizer.step()
+        assert session.latest("0.weight") == pytest.approx(float(truth), rel=1e-5)
+
+
+def test_a_pass_that_raised_leaves_no_scale_behind() -> None:
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+
+    def fail(_grad: Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    with gradsurgeon.apply(model, rules({"action": "norm-log"})) as session:
+        out = model(data(0, 5, 4))
+        out.register_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            scaler.scale(out.square().mean()).backward()
+        loss = model(data(0, 5, 4)).square().mean()
+        truth = torch.autograd.grad(loss, model[0].weight, retain_graph=True)[0].norm()
+        loss.backward()
+        optimizer.step()
+        assert session.latest("0.weight") == pytest.approx(float(truth), rel=1e-5)
+
+
+def test_the_passes_inside_a_scaled_one_carry_its_scale() -> None:
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    with gradsurgeon.apply(model, rules({"action": "norm-log"})) as session:
+        x = data(0, 5, 4).requires_grad_()
+        truth = torch.autograd.grad(model(x).square().mean(), model[0].weight)[0].norm()
+        for factor in (float("inf"), 1.0):
+            optimizer.zero_grad()
+            out = checkpoint(model, x, use_reentrant=True)
+            scaler.scale(out.square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        history = [value for _, value in session.history("0.weight")]
+        assert math.isnan(history[0])
+        assert history[1:] == [pytest.approx(float(truth), rel=1e-5)]
