@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
@@ -115,18 +116,29 @@ class Manifest:
 
 def class_names(module: object) -> tuple[str, ...]:
     """Return the class names of a module, most derived first, without `object`."""
-    return tuple(base.__name__ for base in type(module).__mro__[:-1])
+    return _class_names(type(module))  # type: ignore[arg-type] # a class has the hash of a class
+
+
+@lru_cache(maxsize=256)
+def _class_names(kind: type) -> tuple[str, ...]:
+    return tuple(base.__name__ for base in kind.__mro__[:-1])
+
+
+@lru_cache(maxsize=256)
+def _transparent(kind: type) -> frozenset[str]:
+    """Return the names of children that a wrapper only wraps."""
+    return frozenset(
+        segment
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] in _THEIR_PACKAGES
+        for segment in _WRAPPERS.get(base.__name__, ())
+    )
 
 
 def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield canonical name and module of a tree, shared modules under each of their names."""
     yield prefix, module
-    transparent = {
-        segment
-        for base in type(module).__mro__
-        if base.__module__.partition(".")[0] in _THEIR_PACKAGES
-        for segment in _WRAPPERS.get(base.__name__, ())
-    }
+    transparent = _transparent(type(module))  # type: ignore[arg-type] # as above
     for key, child in module._modules.items():  # noqa: SLF001 # `named_children` hides shared ones
         if child is None:
             continue
@@ -136,7 +148,11 @@ def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def slots(model: Any) -> Iterator[Slot]:
     """Yield every place that holds a parameter, tied ones under each of their names."""
-    for path, module in walk(model):
+    return _slots(walk(model))
+
+
+def _slots(tree: Iterable[tuple[str, Any]]) -> Iterator[Slot]:
+    for path, module in tree:
         # `named_parameters` shows a tied parameter once, under whichever name comes first.
         for key, param in module._parameters.items():  # noqa: SLF001
             if param is not None:
@@ -145,40 +161,51 @@ def slots(model: Any) -> Iterator[Slot]:
 
 def from_model(model: Any) -> Manifest:
     """Return the manifest of a ``torch.nn.Module``, on any device, ``meta`` included."""
+    tree = list(walk(model))
     groups: dict[int, list[Slot]] = {}
-    for slot in slots(model):
+    for slot in _slots(tree):
         groups.setdefault(id(slot.owner._parameters[slot.key]), []).append(slot)  # noqa: SLF001
-    *_, (_, root) = ((path, module) for path, module in walk(model) if not path)
-    managed = _managed(model)
+    *_, root = (module for path, module in tree if not path)
+    managed = _managed(tree)
     return Manifest(
         origin=type(root).__name__,
         params=tuple(_param(group, managed) for group in groups.values()),
-        modules=tuple(_modules(model)),
+        modules=tuple(_modules(tree)),
         model_type=class_names(root),
     )
 
 
 def named_modules(model: Any) -> dict[str, Any]:
     """Return every module under each of its canonical names; wrappers give way to what they wrap."""
-    return {path or ROOT: module for path, module in walk(model)}
+    return _by_name(walk(model))
 
 
-def _modules(model: Any) -> Iterator[Module]:
+def _by_name(tree: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {path or ROOT: module for path, module in tree}
+
+
+def _modules(tree: Iterable[tuple[str, Any]]) -> Iterator[Module]:
     names: dict[int, list[str]] = {}
     found: dict[int, Any] = {}
-    for name, module in named_modules(model).items():
+    for name, module in _by_name(tree).items():
         names.setdefault(id(module), []).append(name)
         found[id(module)] = module
     for key, own in names.items():
         module = found[key]
-        inplace = getattr(module, "inplace", False) is True
+        inplace = _option(module, "inplace") is True
         yield Module(own[0], tuple(own[1:]), class_names(module), inplace)
 
 
-def _managed(model: Any) -> set[int]:
+def _option(module: Any, name: str) -> object:
+    """Return an attribute of a module, or ``None``; to ask a module for what it lacks takes long."""
+    own: dict[str, object] = vars(module)
+    return own[name] if name in own else getattr(type(module), name, None)
+
+
+def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:
     """Return the ids of the modules whose parameters `fully_shard` has in its care."""
     found: set[int] = set()
-    for _, module in walk(model):
+    for _, module in tree:
         if "FSDPModule" in class_names(module):
             found.update(id(one) for one in module.modules())
     return found
@@ -205,6 +232,6 @@ def _param(group: list[Slot], managed: set[int]) -> Param:
         dtype=str(tensor.dtype).removeprefix("torch."),
         requires_grad=tensor.requires_grad,
         module_type=tuple(types),
-        sparse=any(getattr(slot.owner, "sparse", False) is True for slot in group),
+        sparse=any(_option(slot.owner, "sparse") is True for slot in group),
         sharding=_sharding(tensor, first.owner, managed),
     )

@@ -43,8 +43,10 @@ def decide(edit: Edit, grad: Tensor, found: Range) -> bool:
 
 def changes_of_each(edits: Sequence[Edit], grad: Tensor) -> list[bool | Tensor]:
     """Tell of each of several edits, one after another, what `changes` tells of one."""
+    if len(edits) == 1:
+        return [changes(edits[0], grad)]
     host = all(can_decide(edit, grad) for edit in edits)
-    if host and (len(edits) == 1 or grad.numel() > _SMALL):
+    if host and grad.numel() > _SMALL:
         return [own[0] for own in decide_each(edits, [grad], [_numbers.ends(grad)])]
     ends = _numbers.ends(grad) if host else None
     found: list[bool | Tensor] = []
