@@ -81,6 +81,9 @@ class Records:
     def __init__(self, limit_bytes: int = MEMORY_LIMIT) -> None:
         self._limit = limit_bytes
         self._series: dict[Key, Series] = {}
+        self._width = 0
+        # Rows that each series has room for, and those of the longest one.
+        self._room, self._longest = 0, 0
         self.dropped = 0
 
     def add(
@@ -104,25 +107,27 @@ class Records:
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = Series(key, deque())
-            self._trim()
+            self._make_room(len(key.names))
         row = Row(step, array("f", values), absent)
         if replace and series.rows and series.rows[-1].step == step:
             series.rows[-1] = row
             return
         series.rows.append(row)
-        if len(series.rows) > self._rows_per_series():
+        if len(series.rows) > self._room:
             series.rows.popleft()
             self.dropped += 1
+        self._longest = max(self._longest, len(series.rows))
 
-    def _rows_per_series(self) -> int:
-        width = sum(len(key.names) for key in self._series)
-        return max(16, self._limit // (_VALUE_BYTES * max(1, width)))
-
-    def _trim(self) -> None:
-        # A new series takes its share of the room from those that were there.
-        keep = self._rows_per_series()
+    def _make_room(self, width: int) -> None:
+        """Let a new series take its share of the room from those that were there."""
+        self._width += width
+        self._room = max(16, self._limit // (_VALUE_BYTES * max(1, self._width)))
+        # Thousands of series may begin in one step: each module tensor has its own.
+        if self._longest <= self._room:
+            return
+        self._longest = self._room
         for series in self._series.values():
-            while len(series.rows) > keep:
+            while len(series.rows) > self._room:
                 series.rows.popleft()
                 self.dropped += 1
 
