@@ -157,7 +157,7 @@ class Arrival:
         self._source = None
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=4096)
 def integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Return numbers, such as positions or lengths, on a device, brought there without waiting."""
     with torch.inference_mode(mode=False):  # it is used outside as well

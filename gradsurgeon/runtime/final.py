@@ -38,6 +38,7 @@ class Finals:
         self._scale = state.scaling.at_step
         self._scaled: set[int] = set()
         self._aliased: set[int] | None = None
+        self._twice: set[int] | None = None
         # Those that were unchanged since the look when it was asked; the others are not known.
         self._as_seen: frozenset[int] | None = None
         self._shortened: set[int] = set()
@@ -111,11 +112,13 @@ class Finals:
 
     def _held_twice(self) -> set[int]:
         """Return the ids of gradients that are those of several parameters."""
-        targets = self._state.targets
-        ids = list(map(id, targets.grads(range(len(targets)))[1]))
-        if len(set(ids)) == len(ids):
-            return set()
-        return {one for one, count in Counter(ids).items() if count > 1}
+        if self._twice is None:
+            targets = self._state.targets
+            ids = list(map(id, targets.grads(range(len(targets)))[1]))
+            several = len(set(ids)) < len(ids)
+            found = Counter(ids).items() if several else ()
+            self._twice = {one for one, count in found if count > 1}
+        return self._twice
 
     def _overlapping(self) -> set[int]:
         """Return the tensors whose parts share memory: they lie side by side in one buffer by design."""

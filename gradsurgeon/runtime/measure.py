@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -201,12 +202,17 @@ def pick(found: Norms, wanted: Sequence[int]) -> Tensor:
         tensors, values = found[0]
         if tensors == tuple(wanted):
             return values
-        index = {tensor: number for number, tensor in enumerate(tensors)}
-        picked = _torch.integers(tuple([index[tensor] for tensor in wanted]), values.device)
-        return values[picked]
+        return values[_torch.integers(_places(tensors, tuple(wanted)), values.device)]
     # Several devices: one record needs one place, and that is the host.
     table = as_dict(found)
     return torch.tensor([table[tensor] for tensor in wanted])
+
+
+# A thousand rules each pick theirs in every step, and the same in each.
+@lru_cache(maxsize=4096)
+def _places(tensors: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    place = {tensor: number for number, tensor in enumerate(tensors)}
+    return tuple([place[tensor] for tensor in wanted])
 
 
 def as_dict(found: Norms) -> dict[int, float]:
