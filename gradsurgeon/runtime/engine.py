@@ -25,6 +25,7 @@ from gradsurgeon.runtime.passes import Pass, Passes
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.stepping import Steps
+from gradsurgeon.runtime.sums import count_passes
 from gradsurgeon.runtime.trap import Traps
 from gradsurgeon.runtime.upkeep import Upkeep
 from gradsurgeon.runtime.verdict import Verdict
@@ -134,7 +135,7 @@ class Engine:
         with self.manual.step_of(done):
             for clock, look in after_pass(self._state, done).items():
                 self._traps.saw(clock, look)
-        self._mention_accumulation(done)
+        count_passes(self._state, done)
         if by_hand and not self.manual.active:
             self.manual.begin(done)
             edited = self.manual.edited()
@@ -167,23 +168,6 @@ class Engine:
             )
             journal.once("no parameter", text, step=self._state.clocks.latest)
         return False
-
-    def _mention_accumulation(self, done: Pass) -> None:
-        """Say once that a bound on contributions is no bound on their sum, where there is a sum."""
-        for clock in self._state.clocks.among(done.order):
-            clock.passes += 1
-        for tensor in done.order if self._state.program.per_tensor else ():
-            clock = self._state.clocks[tensor]
-            for rule in self._state.program.per_tensor.get(tensor, ()):
-                if clock.passes > 1 and not rule.linear and rule.steps.due(clock.step):
-                    text = (
-                        "bounds the contribution of each backward pass, and several feed one update: "
-                        "their sum can exceed the bound; use `at: step` to bound the sum"
-                    )
-                    step = clock.step
-                    self._state.journal.once(
-                        "accumulation", text, rule=rule.id, step=step, warn=True
-                    )
 
     def _check(self) -> None:
         """Raise where the rules cannot act on the model as it is now."""

@@ -116,3 +116,116 @@ def test_the_trap_sees_one_pass(reentrant: bool | None, whole: bool) -> None:
     first = str(caught.value).splitlines()[0]
     assert first == "step 1, rule trap: 8 of 8 gradients are not finite after backward"
     assert caught.value.name == "last.bias"
+
+
+class Twice(nn.Module):
+    """One layer inside a checkpointed region and outside of it."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Linear(4, 4)
+        self.shared = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(self.first(x))
+        if self.reentrant is None:
+            x = self.shared(x)
+        else:
+            x = checkpoint(self.shared, x, use_reentrant=self.reentrant)
+        out: Tensor = self.last(x)
+        return out
+
+
+def run_twice(reentrant: bool | None, **rule: Any) -> tuple[Twice, gradsurgeon.Session]:
+    torch.manual_seed(6)
+    model = Twice(reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    rules = {"version": 1, "rules": [{"id": "it", "params": "*", **rule}]}
+    with gradsurgeon.apply(model, rules) as session:
+        for number in range(2):
+            optimizer.zero_grad()
+            (model(data(number, 5, 4)).square().mean() * 5).backward()
+            optimizer.step()
+    return model, session
+
+
+BOUND = {"action": "clamp", "min": -0.02, "max": 0.02}
+SEEN = {"action": "norm-log"}
+
+
+def largest(model: Twice) -> float:
+    assert model.shared.weight.grad is not None
+    return float(model.shared.weight.grad.abs().max())
+
+
+@pytest.mark.cell(
+    "activation checkpointing, reentrant",
+    "backward",
+    differs="a parameter that is used in a region and elsewhere as well gets its gradient in parts, one by "
+    "one: bounds hold for each part, `norm-log` records one of them; one warning says so. `scale` and "
+    "`zero` mean the same",
+)
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        (BOUND, "bounds parts of a gradient, and their sum can exceed the bound"),
+        ({"action": "clip-norm", "max_norm": 0.02}, "bounds parts of a gradient"),
+        (SEEN, "sees parts of a gradient, never their sum, and records one of them"),
+        ({"action": "capture"}, "sees parts of a gradient, never their sum: "),
+    ],
+    ids=["clamp", "clip-norm", "norm-log", "capture"],
+)
+def test_parts_of_a_gradient_are_told_of_once(rule: dict[str, Any], said: str) -> None:
+    with pytest.warns(gradsurgeon.GradSurgeonWarning, match=f"rule it: {said}") as warned:
+        model, session = run_twice(True, **rule, at="backward")
+    (event,) = session.events
+    assert (event.kind, event.rule, event.step) == ("notice", "it", 0)
+    assert "more than one of them reached shared." in event.message
+    assert "`use_reentrant=False`" in event.message
+    assert len(warned) == 1
+    status = session.status()["it"]
+    assert status.warnings == (event.message,)
+    # Six parameters, two of them twice, in two steps.
+    assert status.fired == 2 * (6 + 2)
+    if rule is BOUND:
+        assert 0.02 < largest(model) <= 0.04 + 1e-6
+    if rule is SEEN:
+        assert [step for step, _ in session.history("shared.weight")] == [0, 1]
+    if rule["action"] == "capture":
+        found = [key for key in session.captured("it") if key[0] == "shared.weight"]
+        assert [key[1:] for key in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("reentrant", KINDS, ids=IDS)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"action": "scale", "factor": 0.5, "at": "backward"},
+        {**BOUND, "at": "step"},
+        {**BOUND, "at": "backward", "params": ["first.*", "last.*"]},
+        {**BOUND, "at": "backward", "steps": {"from": 2}},
+        {**SEEN, "at": "accumulated"},
+    ],
+    ids=["linear", "at step", "used once", "not due", "accumulated"],
+)
+def test_what_means_the_same_in_parts_needs_no_word(
+    reentrant: bool | None, rule: dict[str, Any]
+) -> None:
+    model, session = run_twice(reentrant, **rule)
+    plain, plain_session = run_twice(None, **rule)
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one, two, atol=1e-7)
+    assert [event.kind for event in session.events] == ["never-fired"] * ("steps" in rule)
+    if rule["action"] == "norm-log":
+        found, wanted = (one.history("shared.weight") for one in (session, plain_session))
+        assert [step for step, _ in found] == [0, 1]
+        assert [norm for _, norm in found] == pytest.approx([norm for _, norm in wanted])
+
+
+@pytest.mark.parametrize("reentrant", [None, False], ids=["none", "not reentrant"])
+def test_without_parts_there_is_nothing_to_say(reentrant: bool | None) -> None:
+    model, session = run_twice(reentrant, **BOUND, at="backward")
+    assert session.events == []
+    assert largest(model) <= 0.02

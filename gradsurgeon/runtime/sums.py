@@ -1,0 +1,67 @@
+"""Rules at `backward` act on the addends of a gradient: a word, once, where there is a sum."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from gradsurgeon.actions import Rule
+from gradsurgeon.runtime.passes import Pass
+from gradsurgeon.runtime.state import State
+
+_PASSES = (
+    "bounds the contribution of each backward pass, and several feed one update: their sum can "
+    "exceed the bound; use `at: step` to bound the sum"
+)
+_REENTRANT = (
+    "{does}: backward passes ran inside one another, as checkpoint(use_reentrant=True) makes them, and "
+    "more than one of them reached {name}; use `use_reentrant=False`, or {remedy}"
+)
+
+
+def count_passes(state: State, done: Pass) -> None:
+    """Count a backward pass for the updates that it feeds, and say what a sum makes of a rule."""
+    clocks = state.clocks.among(done.order)
+    for clock in clocks:
+        clock.passes += 1
+    if not state.program.per_tensor:
+        return
+    if any(clock.passes > 1 for clock in clocks):
+        several = (tensor for tensor in done.order if state.clocks[tensor].passes > 1)
+        _say(state, "accumulation", several, lambda rule, _: "" if rule.linear else _PASSES)
+    # Passes inside one another have been put together, piece by piece.
+    if len(done.runs) > 1:
+        _say(state, "reentrant", _repeated(done), _on_parts)
+
+
+def _repeated(done: Pass) -> list[int]:
+    """Return the tensors that received several gradients in one pass."""
+    return [tensor for tensor, times in Counter(done.order).items() if times > 1]
+
+
+def _on_parts(rule: Rule, name: str) -> str:
+    """Return what to say of a rule that acted on parts of the gradient of one pass."""
+    if rule.role == "edit":
+        does = (
+            "" if rule.linear else "bounds parts of a gradient, and their sum can exceed the bound"
+        )
+        remedy = "`at: step` to bound the sum"
+    else:
+        does = "sees parts of a gradient, never their sum"
+        if rule.role == "observe":
+            does += ", and records one of them"
+        remedy = "`at: accumulated` to see the sum"
+    return does and _REENTRANT.format(does=does, name=name, remedy=remedy)
+
+
+def _say(
+    state: State, topic: str, tensors: Iterable[int], text: Callable[[Rule, str], str]
+) -> None:
+    """Warn once of each rule that acts on some of the tensors and that there is a text for."""
+    for tensor in tensors:
+        step = state.clocks[tensor].step
+        for rule in state.program.per_tensor.get(tensor, ()):
+            if not state.journal.said(topic, rule.id) and rule.steps.due(step):
+                said = text(rule, state.program.names[tensor])
+                if said:
+                    state.journal.once(topic, said, rule=rule.id, step=step, warn=True)
