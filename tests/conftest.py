@@ -1,12 +1,18 @@
-"""Every test starts from the same random state, on one thread, so that bits can be compared."""
+"""Every test starts from the same random state, on one thread, so that bits can be compared.
+
+At the end, a table of what the tests on real ranks have found. It is printed from here, because of all
+files like this one, the process that prints for several others reads only those at the top.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
 from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
+from ranks import FINAL_WEIGHTS
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,3 +39,26 @@ def _same_start() -> Iterator[None]:
         for session in list(registry._sessions.values()):
             session._state.journal.never_fired = list  # type: ignore[method-assign]
             session.remove()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [one for some in terminalreporter.stats.values() for one in some]
+    table: dict[tuple[str, str], str] = {}
+    for report in reports:
+        if isinstance(report, pytest.TestReport) and report.when == "call":
+            for setup, action, text in _told(report):
+                table[setup, action] = text
+    if not table:
+        return
+    terminalreporter.section("final weights by set-up and action")
+    terminalreporter.write_line(
+        "largest difference from one process / from the same set-up without rules"
+    )
+    for action in dict.fromkeys(action for _, action in table):
+        terminalreporter.write_line(action)
+        for setup in dict.fromkeys(setup for setup, _ in table):
+            terminalreporter.write_line(f"  {setup:<44}{table.get((setup, action), 'not run')}")
+
+
+def _told(report: pytest.TestReport) -> list[tuple[str, str, str]]:
+    return [cast("Any", told) for name, told in report.user_properties if name == FINAL_WEIGHTS]
