@@ -1,7 +1,7 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
 from gradsurgeon.planning.binding import bind, is_for, obstacles, shortfalls, undecided
-from gradsurgeon.planning.breaks import graph_breaks
+from gradsurgeon.planning.breaks import outside_graphs
 from gradsurgeon.planning.manifest import (
     ROOT,
     Manifest,
@@ -29,11 +29,11 @@ __all__ = [
     "bind",
     "examples",
     "from_model",
-    "graph_breaks",
     "hook_of",
     "is_for",
     "named_modules",
     "obstacles",
+    "outside_graphs",
     "shortfalls",
     "slots",
     "undecided",

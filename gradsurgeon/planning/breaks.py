@@ -11,10 +11,12 @@ from gradsurgeon.planning.plan import Plan
 _HOLDERS = {"ModuleList", "ModuleDict"}
 
 
-def graph_breaks(plan: Plan) -> tuple[int, int]:
+def outside_graphs(plan: Plan) -> tuple[int, int]:
     """Return how many modules with rules, and how many around them, cannot be called in a graph.
 
-    The root is none of them: what compiles the model begins inside it.
+    These are modules, no graph breaks: one of them may be called several times or never, and torch
+    gives up a whole function where a break would lie in a loop. The root is none of them: what compiles
+    the model begins inside it.
     """
     ruled = {
         binding.name
@@ -41,18 +43,19 @@ def _is_called(module: Module, paths: set[str]) -> bool:
 def breaks_of(plan: Plan) -> Iterator[str]:
     """Yield what a reader of the plan must know who compiles the model."""
     targets = {rule.target for rule in plan.rules.rules if plan.of(rule.id)}
-    own, around = graph_breaks(plan)
-    causes = []
+    own, around = outside_graphs(plan)
+    calls = []
     if own:
-        causes.append(f"each call of the {own} module{'' if own == 1 else 's'} with rules")
+        calls.append(f"the {own} module{'' if own == 1 else 's'} with rules")
     if around:
-        causes.append(f"each call of the {around} module{'' if around == 1 else 's'} around them")
+        calls.append(f"the {around} module{'' if around == 1 else 's'} around them")
     if "tensors" in targets:
-        causes.append("each call of gradsurgeon.tag()")
-    if causes:
+        calls.append("gradsurgeon.tag()")
+    if calls:
         yield (
-            f"under torch.compile {' and '.join(causes)} is a graph break: numerics may differ, and "
-            "`fullgraph=True` cannot be had"
+            f"under torch.compile no call of {' or '.join(calls)} is part of a graph: numerics may "
+            "differ, and `fullgraph=True` cannot be had. A loop with such a call in it, as in "
+            "nn.Sequential, runs uncompiled, and so does the code around the loop"
         )
     elif "modules" in targets:
         yield (

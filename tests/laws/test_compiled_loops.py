@@ -1,0 +1,101 @@
+"""What the plan says of modules that are called in a loop, beside what torch then compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from laws.test_compiled_graphs import Inner, broken, graphs, on, only
+from models import data
+from torch import Tensor, nn
+
+import gradsurgeon
+from gradsurgeon.planning import outside_graphs
+
+# As in the tests of rules on modules: torch warns about its own doing.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def forget() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+class Loop(nn.Module):
+    """Calls its layers in a loop, with something to compile before and after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Inner(), Inner()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.sin()
+        for layer in self.layers:
+            x = layer(x)
+        return x.cos()
+
+
+class Body(nn.Module):
+    """Calls something that loops."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x.relu()).exp()
+        return out
+
+
+def sequence() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 6), nn.GELU(), Inner())
+
+
+def operations_in_graphs(model: nn.Module) -> set[str]:
+    found: set[str] = set()
+
+    def backend(module: torch.fx.GraphModule, _inputs: Any) -> Any:
+        for node in module.graph.nodes:
+            if node.op in ("call_function", "call_method"):
+                found.add(getattr(node.target, "__name__", str(node.target)))
+        return module.forward
+
+    compiled: Any = torch.compile(model, backend=backend)
+    compiled(data(0, 5, 6))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "modules", "stated", "counted", "lost"),
+    [
+        (Loop, "layers.1", (1, 0), 0, {"sin", "cos"}),
+        (Loop, "layers.*", (4, 0), 2, {"sin", "cos", "linear"}),
+        (lambda: Body(Loop()), "body.layers.1", (1, 1), 1, {"sin", "cos"}),
+        (sequence, "0", (1, 0), 1, {"gelu"}),
+        (lambda: Body(sequence()), "body.0", (1, 1), 1, {"gelu"}),
+        (lambda: Body(sequence()), "body.2.lin", (1, 2), 2, {"gelu", "linear"}),
+    ],
+    ids=["loop", "all in a loop", "inner loop", "Sequential", "inner Sequential", "deeper"],
+)
+def test_what_the_plan_says_of_loops(
+    make: Any, modules: str, stated: tuple[int, int], counted: int, lost: set[str]
+) -> None:
+    forget()
+    model = make()
+    whole = operations_in_graphs(model)
+    assert lost < whole
+    assert (broken(), graphs()) == (0, 1)
+    forget()
+    plan = gradsurgeon.plan(model, only(on(modules)))
+    assert outside_graphs(plan) == stated
+    (said,) = plan.warnings
+    assert "as in nn.Sequential, runs uncompiled, and so does the code around the loop" in said
+    assert "break" not in said
+    with gradsurgeon.apply(model, plan.rules) as session:
+        found = operations_in_graphs(model)
+        assert session.status()["it"].fired > 0
+    # The breaks that torch counts can be fewer, where it gives up a loop.
+    assert broken() == counted <= sum(stated)
+    # What stands beyond the loop and the code around it is compiled as before.
+    assert found == whole - lost
