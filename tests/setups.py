@@ -40,6 +40,7 @@ SETUPS = (
     "`torch.compile`, rules first",
     "`torch.compile`, rules after the first call",
     "compiled autograd",
+    "CUDA graphs",
     "`torch.autograd.grad`, `torch.func`",
     "Hugging Face `Trainer`",
     "`accelerate`",

@@ -24,6 +24,7 @@ LIVING: list[dict[str, Any]] = [
     {"id": "clip-step", "action": "clip-norm", "max_norm": 0.1, "per": "rule", **PARAMS},
     {"id": "clamp-output-grad", **CLAMP, **OUTPUT},
 ]
+FREEZE = {"id": "freeze", "action": "freeze", **PARAMS}
 SILENCED: list[dict[str, Any]] = [
     {"id": "nan-trap", "action": "nan-trap", **PARAMS},
     {"id": "nan-trap-output-grad", "action": "nan-trap", **OUTPUT},
@@ -55,7 +56,7 @@ def test_what_a_replay_would_silence(rule: dict[str, Any]) -> None:
     assert named(rule) == [rule["id"]]
 
 
-@pytest.mark.parametrize("rule", by_id(LIVING))
+@pytest.mark.parametrize("rule", by_id([*LIVING, FREEZE]))
 def test_what_a_replay_repeats(rule: dict[str, Any]) -> None:
     assert named(rule) == []
 
@@ -85,6 +86,15 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor)
     return graph
 
 
+@pytest.mark.cell(
+    "CUDA graphs",
+    "backward",
+    "accumulated",
+    "step",
+    "modules",
+    refused="rules that look (`norm-log`, `capture`, `nan-trap`) and rules with `steps`: a replay runs no "
+    "Python",
+)
 @cuda
 @pytest.mark.parametrize("rule", by_id(SILENCED))
 def test_a_rule_that_would_be_silenced_refuses(rule: dict[str, Any]) -> None:
@@ -97,6 +107,13 @@ def test_a_rule_that_would_be_silenced_refuses(rule: dict[str, Any]) -> None:
         capture(model, optimizer, torch.randn(5, 4, device="cuda"))
 
 
+@pytest.mark.cell(
+    "CUDA graphs",
+    "backward",
+    "step",
+    "modules",
+    differs="replays repeat the edits and count no step, no firing and no change; one notice says so",
+)
 @cuda
 @pytest.mark.parametrize("rule", by_id(LIVING))
 def test_edits_are_replayed(rule: dict[str, Any]) -> None:
