@@ -200,6 +200,12 @@ def fills_in(wrapper: Any) -> bool:
     return bool(wrapper.find_unused_parameters or wrapper.static_graph)
 
 
+def averaged_by(wrapper: Any) -> list[Tensor]:
+    """Return the parameters whose gradients a wrapper averages; it can be told to leave some alone."""
+    # There is no public word for them. Those of the second list are reduced together, early or late.
+    return [*wrapper._module_parameters, *wrapper._delay_all_reduce_params]  # noqa: SLF001
+
+
 def is_flattened(param: Tensor) -> bool:
     """Tell whether a parameter belongs to the flat parameters of `FullyShardedDataParallel`."""
     return bool(getattr(param, "_fsdp_flattened", False))

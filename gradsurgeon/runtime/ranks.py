@@ -106,6 +106,11 @@ class Ranks:
         """Whether a rank gets gradients for what it has not used itself, past all hooks (DDP)."""
         return any(_dist.fills_in(wrapper) for wrapper in self._live())
 
+    def averaged(self) -> frozenset[int]:
+        """Return the ids of the parameters that the running backward pass averages over ranks."""
+        wrappers = [wrapper for wrapper in self._live() if _dist.reduces(wrapper)]
+        return frozenset(id(one) for wrapper in wrappers for one in _dist.averaged_by(wrapper))
+
     @property
     def together(self) -> bool:
         """Whether the step is one that all ranks take together."""

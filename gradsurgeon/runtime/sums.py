@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.runtime.passes import Pass
@@ -12,6 +12,10 @@ from gradsurgeon.runtime.state import State
 _PASSES = (
     "bounds the contribution of each backward pass, and several feed one update: their sum can "
     "exceed the bound; use `at: step` to bound the sum"
+)
+_RANKS = (
+    "bounds what each rank contributes, before DDP averages it over the ranks: what comes out depends on "
+    "how the batch is divided among them; use `at: step` to bound the average"
 )
 _REENTRANT = (
     "{does}: backward passes ran inside one another, as checkpoint(use_reentrant=True) makes them, and "
@@ -26,12 +30,26 @@ def count_passes(state: State, done: Pass) -> None:
         clock.passes += 1
     if not state.program.per_tensor:
         return
-    if any(clock.passes > 1 for clock in clocks):
+    if any(clock.passes > 1 for clock in clocks) and _has_bounds(state, "accumulation"):
         several = (tensor for tensor in done.order if state.clocks[tensor].passes > 1)
         _say(state, "accumulation", several, lambda rule, _: "" if rule.linear else _PASSES)
+    if state.ranks.averaging and _has_bounds(state, "ranks"):
+        _say(state, "ranks", _averaged(state, done), lambda rule, _: "" if rule.linear else _RANKS)
     # Passes inside one another have been put together, piece by piece.
     if len(done.runs) > 1:
         _say(state, "reentrant", _repeated(done), _on_parts)
+
+
+def _has_bounds(state: State, topic: str) -> bool:
+    """Tell whether there is a bound on contributions that nothing has been said of."""
+    rules = (stage.rule for stage in state.stages.values() if stage.rule.point == "backward")
+    return any(not rule.linear and not state.journal.said(topic, rule.id) for rule in rules)
+
+
+def _averaged(state: State, done: Pass) -> Iterator[int]:
+    """Yield the tensors whose gradients of a pass are averaged over ranks."""
+    averaged = state.ranks.averaged()
+    yield from (tensor for tensor in done.order if id(state.targets.param(tensor)) in averaged)
 
 
 def _repeated(done: Pass) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,23 @@ RULES: dict[str, Any] = {
         {"id": "norms", "action": "norm-log", "params": "*"},
         {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
     ],
+}
+BOUND: dict[str, Any] = {"id": "r", "action": "clamp", "params": "*", "at": "backward", "max": 0.02}
+# What is said of a rule at `backward`: the rule, and the parameters that DDP is told to leave alone.
+WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "bound": (BOUND, []),
+    "clip": (
+        {"id": "r", "action": "clip-norm", "params": "*", "at": "backward", "max_norm": 1},
+        [],
+    ),
+    "bound, later": ({**BOUND, "steps": {"from": 2}}, []),
+    "bound, no_sync": (BOUND, []),
+    "bound, one process": (BOUND, []),
+    "bound on what is left alone": ({**BOUND, "params": "2.*"}, ["2.weight", "2.bias"]),
+    "bound on what is averaged": ({**BOUND, "params": "0.*"}, ["2.weight", "2.bias"]),
+    "bound at step": ({**BOUND, "at": "step"}, []),
+    "linear": ({"id": "r", "action": "scale", "params": "*", "factor": 0.5}, []),
+    "looks": ({"id": "r", "action": "norm-log", "params": "*", "at": "backward"}, []),
 }
 
 
@@ -72,6 +91,34 @@ def run(
     return found
 
 
+def words(kind: str) -> dict[str, Any]:
+    """Train under one rule, and return what was said of it."""
+    rule, left_alone = WORDS[kind]
+    model = make()
+    called: Any = model
+    if left_alone:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, left_alone)
+    if "one process" not in kind:
+        called = DistributedDataParallel(model)
+    parts = 2 if "no_sync" in kind else 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with gradsurgeon.apply(called, {"version": 1, "rules": [rule]}) as session:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                mine = data(step).chunk(2)[dist.get_rank()].chunk(parts)
+                for number, part in enumerate(mine):
+                    with called.no_sync() if number < parts - 1 else nullcontext():
+                        called(part).square().mean().backward()
+                optimizer.step()
+    ours = [one for one in caught if issubclass(one.category, gradsurgeon.GradSurgeonWarning)]
+    return {
+        "events": [(e.kind, e.rule, e.step, e.message) for e in session.events],
+        "warnings": [str(one.message) for one in ours],
+    }
+
+
 def wrapped_loss(model: Any, part: Tensor, *, sync: bool) -> Tensor:
     """Run forward, without reduction where the micro-batch is not the last one."""
     if not sync:
@@ -97,6 +144,7 @@ def main() -> None:
     found["no_sync"] = run(ranks=2, rank=rank, when="before", options={}, parts=2)
     found["one process"] = run(ranks=1, rank=0, when="before", options={})
     found["without rules"] = run(ranks=1, rank=0, when="after", options={}, rules=None)
+    found |= {f"words: {kind}": words(kind) for kind in WORDS}
     Path(f"{sys.argv[1]}.{rank}").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
 

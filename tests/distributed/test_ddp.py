@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed.ddp_worker import WORDS
 from ranks import run_ranks
 
 SETUPS = ["before", "after", "bucket views", "static graph", "unused", "no_sync"]
@@ -50,3 +51,37 @@ def test_records_are_taken_after_the_reduction(ranks: list[dict[str, Any]], setu
         assert [step for step, _ in found] == [0, 1, 2, 3]
         for (_, a), (_, b) in zip(found, wanted, strict=True):
             assert a == pytest.approx(b, rel=1e-5, nan_ok=True)
+
+
+AVERAGE = "bounds what each rank contributes, before DDP averages it over the ranks"
+SUM = "bounds the contribution of each backward pass, and several feed one update"
+SAID = {
+    "bound": [(0, AVERAGE)],
+    "clip": [(0, AVERAGE)],
+    "bound, later": [(2, AVERAGE)],
+    # The first micro-batch is not averaged, the second one makes the sum.
+    "bound, no_sync": [(0, SUM), (0, AVERAGE)],
+    "bound on what is averaged": [(0, AVERAGE)],
+}
+
+
+@pytest.mark.cell(
+    "DDP",
+    "backward",
+    differs="bounds what each rank contributes, not the average; one warning says so. `scale` and `zero` "
+    "mean the same as at `step`",
+)
+@pytest.mark.parametrize("kind", WORDS)
+def test_a_bound_on_what_ddp_averages_is_told_of_once(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
+    wanted = SAID.get(kind, [])
+    for rank in ranks:
+        told = rank[f"words: {kind}"]
+        assert [event[:3] for event in told["events"]] == [["notice", "r", at] for at, _ in wanted]
+        for (*_, text), warned, (_, said) in zip(
+            told["events"], told["warnings"], wanted, strict=True
+        ):
+            assert text.startswith(said)
+            assert "`at: step`" in text
+            assert warned == f"rule r: {text}"
