@@ -16,9 +16,9 @@ class BoundOnContributions(Check):
     `clamp` and `clip-norm` on parameters at `backward`.
 
     ## Why it matters
-    At `backward` a rule sees what one backward pass contributes. Under gradient accumulation, and
-    under DDP, where ranks contribute, the sum can exceed the bound, and a change of the number of
-    micro-batches changes what the rule does.
+    At `backward` a rule sees what one backward pass contributes. Under gradient accumulation the sum
+    can exceed the bound; under DDP each rank bounds its own share before the average. So a change of
+    the number of micro-batches, or of ranks, changes what the rule does.
 
     ## What to do
     Write `at: step`, where the bound holds for the gradient that the optimizer gets. If each
@@ -48,6 +48,6 @@ class BoundOnContributions(Check):
             if rule.target == "params" and rule.point == "backward" and not rule.linear:
                 message = (
                     f"{rule.action} at `backward` bounds what each backward pass contributes: under "
-                    "accumulation or DDP the sum can exceed the bound"
+                    "accumulation the sum can exceed the bound, and under DDP each rank bounds its own share"
                 )
                 yield Finding(rule, ("at",), message, "`at: step` bounds the final gradient")
