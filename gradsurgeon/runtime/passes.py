@@ -159,7 +159,8 @@ class Passes:
             return
         if self._inner is not None:
             running, self._inner = self._inner.followed_by(running), None
-        if _torch.is_nested() and self._waits():
+        # One that has begun around it is handed over at its own end; else only an update can tell.
+        if _torch.is_nested() and (self._open or self._waits()):
             self._inner = running
         else:
             self._finished(running)

@@ -229,3 +229,26 @@ def test_without_parts_there_is_nothing_to_say(reentrant: bool | None) -> None:
     model, session = run_twice(reentrant, **BOUND, at="backward")
     assert session.events == []
     assert largest(model) <= 0.02
+
+
+@pytest.mark.parametrize("reentrant", KINDS, ids=IDS)
+def test_updates_by_hand_see_one_pass_as_well(reentrant: bool | None) -> None:
+    rule = {"id": "norms", "action": "norm-log", "params": "*", "at": "accumulated"}
+    found: list[Any] = []
+    for kind in (None, reentrant):
+        torch.manual_seed(0)
+        model = Net(kind)
+        with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+            for step in range(3):
+                torch.manual_seed(step)
+                model.zero_grad()
+                model(data(step, 5, 4).requires_grad_()).square().mean().backward()
+                with torch.no_grad():
+                    for param in model.parameters():
+                        assert param.grad is not None
+                        param.sub_(param.grad, alpha=0.1)
+        assert session.step == 3
+        assert [event.message[:18] for event in session.events] == ["no torch optimizer"]
+        found.append([session.history(name) for name, _ in model.named_parameters()])
+    assert [len(rows) for rows in found[1]] == [3] * len(found[1])
+    assert found[1] == found[0]
