@@ -77,6 +77,7 @@ CASES = {
     # Hooks make torch's own frames other lines.
     "exception in forward": ending("forward", 1, noisy=True),
     "SIGTERM": ending("terminated", -15),
+    "SIGTERM while it waits in C": ending("blocked", -15),
     "SIGKILL": ending("killed", -9, killed=True),
     "KeyboardInterrupt": ending("interrupted", -2),
     "os._exit": ending("at once", 7),

@@ -5,12 +5,9 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import signal
 import sys
-import threading
 import warnings
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from gradsurgeon import _dist
@@ -20,6 +17,7 @@ from gradsurgeon.launcher.debugger import install
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.settings import Settings
+from gradsurgeon.launcher.terminating import Termination
 from gradsurgeon.planning import manifest_file
 
 
@@ -41,10 +39,7 @@ class Ending:
         self._pid = os.getpid()
         atexit.register(self._finish)
         self._before_exit()
-        # A script that handles the signal itself, now or later, is left to it.
-        free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        if free and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._terminated)
+        Termination(self._finish).expect()
         if self._settings.pdb:
             install()
 
@@ -98,12 +93,3 @@ class Ending:
             # Without an optimizer that steps nobody has said so yet.
             for text in self._models.shortfalls():
                 telling.write([f"gradsurgeon: {text}"], self._models.attached[0].rank)
-
-    def _terminated(self, number: int, frame: FrameType | None) -> None:
-        """Say the last word, and die of the signal as if nobody had handled it."""
-        del frame
-        signal.signal(number, signal.SIG_DFL)
-        try:
-            self._finish()
-        finally:
-            os.kill(os.getpid(), number)

@@ -97,6 +97,15 @@ def test_each_model_has_one_header_and_one_summary(name: str, runs: Runs) -> Non
     assert len(steps) == len(case.models), shown(after)
 
 
+ENDINGS = [name for name, case in CASES.items() if "endings.py" in case.words and not case.killed]
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_however_it_ends_the_summary_is_of_the_last_step(name: str, runs: Runs) -> None:
+    _, after = both(runs, name)
+    assert "gradsurgeon: Sequential, 3 steps" in after.stderr.splitlines(), shown(after)
+
+
 BY_HAND = {"no optimizer", *(name for name, case in CASES.items() if "endings.py" in case.words)}
 EVENTFUL = {"scaler", "phases"} | BY_HAND
 
