@@ -88,8 +88,18 @@ def command_of(target: Sequence[str]) -> list[str]:
 
 
 def _flags() -> list[str]:
-    # What `subprocess` and `multiprocessing` themselves hand on: -O, -W, -X and the like.
-    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined,no-any-return] # noqa: SLF001
+    # What `subprocess` and `multiprocessing` themselves hand on: -O, -W, some -X and the like.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # noqa: SLF001
+    # What they do not. `torchrun` starts its workers with -u: their output is not to wait in a buffer.
+    if getattr(sys.__stdout__, "write_through", False):
+        flags.append("-u")
+    if sys.flags.inspect:
+        flags.append("-i")
+    for key, value in sys._xoptions.items():  # noqa: SLF001 # the documented name
+        option = key if value is True else f"{key}={value}"
+        if option not in flags:
+            flags += ["-X", option]
+    return flags
 
 
 def _become(command: list[str], environment: dict[str, str]) -> int:

@@ -145,3 +145,34 @@ def test_the_environment_does_the_same_without_the_command(tmp_path: Path) -> No
     assert seen.startswith(str(tmp_path / "r.yaml"))
     # The script does not see how the rules come in.
     assert "bootstrap" not in seen
+
+
+FLAGS = """\
+import sys
+print(sys.stdout.write_through, sys.flags.inspect, sys.flags.optimize, sorted(sys._xoptions))
+"""
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("-u",), ("-i",), ("-u", "-O", "-X", "dev", "-X", "int_max_str_digits=700")],
+    ids=" ".join,
+)
+def test_a_script_has_the_flags_of_the_interpreter(flags: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RULES, encoding="utf-8")
+    (tmp_path / "t.py").write_text(FLAGS, encoding="utf-8")
+    launch = ("-m", "gradsurgeon", "run", "--rules", "r.yaml")
+    environment = {key: v for key, v in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    plain, launched = (
+        subprocess.run(
+            [sys.executable, *flags, *how, "t.py"],
+            cwd=tmp_path,
+            env=environment,
+            input="",
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for how in ((), launch)
+    )
+    assert launched == plain
