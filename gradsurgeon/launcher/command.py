@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurgeon.errors import printable
-from gradsurgeon.launcher import idle
-from gradsurgeon.launcher.settings import RULES, Settings
+from gradsurgeon.launcher import idle, observer
+from gradsurgeon.launcher.importing import say
+from gradsurgeon.launcher.interpreters import deaf_flag, other_prefix
+from gradsurgeon.launcher.settings import RULES, STRICT, Settings
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
 _WITH_VALUE = ("--rules", "--record", "--start-step")
@@ -59,10 +61,11 @@ def main(argv: Sequence[str]) -> int:
     if arguments.print_env:
         _print_difference(environment)
         return 0
-    environment |= idle.variables(environment)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return _become(command_of(target), environment)
+    whole = target[0] == "--"
+    environment |= idle.variables(environment, command=whole)
+    return (
+        _become_command(target[1:], environment) if whole else _become_script(target, environment)
+    )
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -80,10 +83,8 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:place], words[place:]
 
 
-def command_of(target: Sequence[str]) -> list[str]:
-    """Return the command that runs a target as plain Python would, with the flags of this one."""
-    if target[0] == "--":
-        return list(target[1:])
+def script_command(target: Sequence[str]) -> list[str]:
+    """Return the command that runs a script as plain Python would, with the flags of this one."""
     return [sys.executable, *_flags(), *target]
 
 
@@ -102,19 +103,60 @@ def _flags() -> list[str]:
     return flags
 
 
-def _become(command: list[str], environment: dict[str, str]) -> int:
+def _become_script(target: list[str], environment: dict[str, str]) -> int:
+    if flag := deaf_flag():
+        why = f"with {flag} Python takes no notice of PYTHONPATH or of sitecustomize, by which they come"
+        if not _goes_on_without(f"{why}: leave {flag} out", environment):
+            return 2
+    return _become(sys.executable, script_command(target), environment)
+
+
+def _become_command(command: list[str], environment: dict[str, str]) -> int:
     if not command:
         return _fail("nothing follows `--`: a command is expected, such as torchrun")
     program = command[0] if os.path.isabs(command[0]) else shutil.which(command[0])  # noqa: PTH117
     if program is None:
         return _fail(f"{printable(command[0])}: there is no such command")
+    prefix = other_prefix(program)
+    if prefix:
+        why = f"it is run by the Python of {printable(prefix)}, gradsurgeon by that of {printable(sys.prefix)}"
+        if not _goes_on_without(
+            f"{why}: install gradsurgeon in the former, and use it", environment
+        ):
+            return 2
+    outermost = idle.MARK not in os.environ
+    # From here on this process, too, has words for who looks at the end.
+    os.environ |= environment
+    if prefix:
+        idle.leave(idle.TAKEN)  # That need not be said twice.
+    if outermost and os.name != "nt":
+        observer.start(environment[idle.MARK])
+    code = _become(program, command, environment)
+    if outermost and os.name == "nt":
+        observer.look(environment[idle.MARK])
+    return code
+
+
+def _become(program: str, command: list[str], environment: dict[str, str]) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
     if os.name == "nt":
         # There `execve` starts another process and ends this one before it.
         return subprocess.run(command, env=environment, check=False).returncode  # noqa: S603
     try:
         os.execve(program, command, environment)  # noqa: S606 # that is what was asked for
     except OSError as error:
+        idle.busy()
         return _fail(f"{printable(program)}: {error.strerror}")
+
+
+def _goes_on_without(why: str, environment: dict[str, str]) -> bool:
+    """Say why the rules will not act; tell whether to go on, as without ``--strict``."""
+    if environment.get(STRICT):
+        _fail(f"the rules cannot act: {why}")
+        return False
+    say(f"the rules will not act: {why}")
+    return True
 
 
 def _print_difference(environment: dict[str, str]) -> None:

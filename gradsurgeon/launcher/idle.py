@@ -1,7 +1,8 @@
 """Says at the end of a launched script that no rule acted, where none of its processes trained anything.
 
 Which process trains is not known beforehand: under torchrun the first one only waits for its workers.
-So whoever finds a model leaves a mark, an empty file, and the first process looks for it at the end.
+So all leave words in a file, the mark, and who was launched looks at them at the end. A command may be
+anything, such as a shell, that cannot look: `observer` does it then.
 """
 
 from __future__ import annotations
@@ -12,47 +13,88 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 
-# The process that was launched, and the file that tells it of what the others have found.
+# The process that was launched, if it can look, and the file that tells it of what the others have found.
 MAIN, MARK = "GRADSURGEON_MAIN", "GRADSURGEON_MARK"
+# A process has taken the rules; it has imported torch; something is trained, or it was told why not.
+TAKEN, TORCH, BUSY = b"p", b"t", b"b"
+
+_own: list[bytes] = []
 
 
-def variables(base: Mapping[str, str]) -> dict[str, str]:
-    """Return what the process that this one turns into, and its children, are to be told."""
+def variables(base: Mapping[str, str], *, command: bool) -> dict[str, str]:
+    """Return what the process that this one turns into, and its children, are to be told.
+
+    Args:
+        base: the environment.
+        command: it turns into something that may not be Python.
+    """
     if base.get(MARK):
         return {}  # One launcher below another: the outer one looks.
     import tempfile  # noqa: PLC0415 # no script is to pay for it
 
     name = f"gradsurgeon-{os.getpid()}-{os.urandom(8).hex()}"
-    return {MAIN: str(os.getpid()), MARK: os.path.join(tempfile.gettempdir(), name)}  # noqa: PTH118 # as in `start`
+    mark = {MARK: os.path.join(tempfile.gettempdir(), name)}  # noqa: PTH118 # as in `start`
+    return mark if command else {MAIN: str(os.getpid()), **mark}
 
 
 def start() -> None:
-    """Look for the mark when this process ends, if it is the one that was launched."""
-    if os.environ.get(MAIN) == str(os.getpid()) and os.environ.get(MARK):
+    """Take notice of the rules, and look for the mark when this process ends, if it is the one to."""
+    if os.environ.get(MARK):
+        leave(TAKEN)
         # Before anything else is registered: it runs last.
-        atexit.register(_look)
+        atexit.register(_end, os.getpid())
 
 
 def busy() -> None:
-    """Leave the mark: there is something to train, or whoever launched has been told otherwise."""
-    if mark := os.environ.get(MARK):
-        with suppress(OSError), open(mark, "ab"):  # noqa: PTH123 # pathlib takes longer to import
-            pass
+    """Leave word: there is something to train, or whoever launched has been told otherwise."""
+    leave(BUSY)
 
 
-def _look() -> None:
-    if os.environ.get(MAIN) != str(os.getpid()):
-        return  # a forked child
-    try:
-        os.unlink(os.environ[MARK])  # noqa: PTH108 # as above
-    except FileNotFoundError:
-        if "torch" not in sys.modules or hasattr(sys, "last_type"):
-            return  # Nobody expects training, or a traceback tells why there was none.
-        print(  # noqa: T201 # there is no other channel
-            "gradsurgeon: no rule acted: no optimizer was built on the parameters of a module, and no backward "
-            "pass reached any (torch.func, torch.autograd.grad and distributed autograd pass rules by)",
-            file=sys.stderr,
-            flush=True,
+def leave(word: bytes) -> None:
+    """Leave a word for who looks at the end; who is to look itself needs no file."""
+    if _is_main():
+        _own.append(word)
+    elif mark := os.environ.get(MARK):
+        with suppress(OSError), open(mark, "ab") as file:  # noqa: PTH123 # pathlib takes longer to import
+            file.write(word)
+
+
+def missing(words: bytes) -> str:
+    """Return what is to be said after some words were left, nothing where all is well."""
+    if BUSY in words:
+        return ""
+    if TORCH in words:
+        return (
+            "no rule acted: no optimizer was built on the parameters of a module, and no backward "
+            "pass reached any (torch.func, torch.autograd.grad and distributed autograd pass rules by)"
         )
-    except (OSError, KeyError):
-        pass
+    # Nobody expects training from Python without torch.
+    return (
+        "" if TAKEN in words else f"no process has taken the rules: no Python of {sys.prefix} ran"
+    )
+
+
+def collect(mark: str) -> bytes:
+    """Return the words that were left, and remove the file."""
+    try:
+        with open(mark, "rb") as file:  # noqa: PTH123 # as above
+            words = file.read()
+        os.unlink(mark)  # noqa: PTH108 # as above
+    except OSError:
+        return b""
+    return words
+
+
+def _is_main() -> bool:
+    return os.environ.get(MAIN) == str(os.getpid())
+
+
+def _end(pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child
+    if hasattr(sys, "last_type"):
+        busy()  # A traceback tells why.
+    if _is_main():
+        text = missing(b"".join(_own) + collect(os.environ.get(MARK, "")))
+        if text:
+            print(f"gradsurgeon: {text}", file=sys.stderr, flush=True)  # noqa: T201 # there is no other channel

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gradsurgeon.launcher import idle
-from gradsurgeon.launcher.settings import Settings, from_environment
+from gradsurgeon.launcher.settings import STRICT, Settings, from_environment, is_on
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
@@ -26,6 +26,8 @@ def start() -> None:
     except ValueError as error:
         idle.busy()
         say(str(error))
+        if is_on(os.environ.get(STRICT, "")):
+            os._exit(2)  # An exception is a fatal error here: no script has begun.
         return
     if settings is not None:
         chosen = settings
@@ -52,6 +54,7 @@ def give_way(settings: Settings, error: BaseException) -> None:
 
 
 def _activate(settings: Settings) -> None:
+    idle.leave(idle.TORCH)
     # Only now: this imports the rest of the package, and torch is there already.
     try:
         from gradsurgeon.launcher.watch import activate  # noqa: PLC0415 # as said

@@ -4,6 +4,7 @@ It must be quick, and must not fail: it runs in every process below the one that
 those that have nothing to do with training as well.
 """
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -42,14 +43,23 @@ def _make_importable() -> None:
             spec.loader.exec_module(module)
 
 
+def _leave_word() -> None:
+    """Tell who looks at the end that all has been said: `idle.busy` without the package."""
+    if mark := os.environ.get("GRADSURGEON_MARK"):
+        with contextlib.suppress(OSError), open(mark, "ab") as file:  # noqa: PTH123 # as above
+            file.write(b"b")
+
+
 _leave_the_path()
 try:
     _make_importable()
     from gradsurgeon.launcher.importing import start
 except Exception as error:  # noqa: BLE001 # whatever it is, the script is to run
     print(f"gradsurgeon: the script runs without rules: {error}", file=sys.stderr)  # noqa: T201
+    _leave_word()
     if os.environ.get("GRADSURGEON_STRICT"):
-        raise SystemExit(2) from None
+        sys.stderr.flush()
+        os._exit(2)  # An exception is a fatal error here: no script has begun.
 else:
     start()
 _run_the_hidden_one()

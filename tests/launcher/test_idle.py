@@ -1,0 +1,153 @@
+"""Where the rules do not get into what is run, somebody says so: before, or at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from commands import environment
+
+from gradsurgeon.launcher.settings import BOOTSTRAP
+
+TRAIN = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+print("trained")
+"""
+CHILD = (
+    f"import subprocess, sys, torch\nsubprocess.run([sys.executable, '-c', {TRAIN!r}], check=True)"
+)
+IDLE = "gradsurgeon: no rule acted: "
+NOT_TAKEN = f"gradsurgeon: no process has taken the rules: no Python of {sys.prefix} ran"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    rules = "version: 1\nrules:\n  - {id: norms, action: norm-log, params: '*'}\n"
+    (tmp_path / "rules.yaml").write_text(rules, encoding="utf-8")
+    (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
+    (tmp_path / "tmp").mkdir()
+    return tmp_path
+
+
+def run(
+    place: Path, *words: str, flags: tuple[str, ...] = (), strict: bool = False
+) -> subprocess.CompletedProcess[str]:
+    options = ["--rules", "rules.yaml", *(["--strict"] if strict else [])]
+    # Isolated, the interpreter does not look at PYTHONPATH for the package either.
+    package = environment()["PYTHONPATH"]
+    start = f"import sys; sys.path.insert(0, {package!r}); from gradsurgeon.cli import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, *flags, "-c", start, "run", *options, *words],
+        cwd=place,
+        env={**environment(), "OMP_NUM_THREADS": "1", "TMPDIR": str(place / "tmp")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def ours(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith("gradsurgeon")]
+
+
+@pytest.mark.parametrize("flag", ["-I", "-E"])
+def test_flags_that_keep_the_rules_out_are_named(flag: str, place: Path) -> None:
+    done = run(place, "train.py", flags=(flag,))
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    (line,) = ours(done)
+    assert line.startswith(
+        f"gradsurgeon: the rules will not act: with {flag} Python takes no notice"
+    )
+    refused = run(place, "train.py", flags=(flag,), strict=True)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    (line,) = ours(refused)
+    assert f"with {flag} Python takes no notice" in line
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("other")
+    venv.create(folder, symlinks=True)
+    return folder
+
+
+@pytest.mark.parametrize("how", ["python", "tool"])
+def test_another_python_is_named(how: str, place: Path, other: Path) -> None:
+    python = other / "bin" / "python"
+    tool = other / "bin" / "tool"
+    tool.write_text(f"#!{python}\nprint('done')\n", encoding="utf-8")
+    tool.chmod(0o755)
+    words = ["--", str(tool)] if how == "tool" else ["--", str(python), "-c", "print('done')"]
+    done = run(place, *words)
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    (line,) = ours(done)
+    assert line.startswith("gradsurgeon: the rules will not act: it is run by the Python of ")
+    assert str(other) in line
+    refused = run(place, *words, strict=True)
+    assert (refused.returncode, refused.stdout) == (2, "")
+
+
+def test_another_python_below_a_shell_is_noticed_at_the_end(place: Path, other: Path) -> None:
+    done = run(place, "--", "bash", "-c", f"{other}/bin/python -c 'print(1)'; exit 3", strict=True)
+    assert (done.returncode, done.stdout) == (3, "1\n")
+    assert ours(done) == [NOT_TAKEN]
+
+
+SHELL = {
+    "torch alone": ("import torch", IDLE),
+    "a child trains": (CHILD, ""),
+    "a traceback tells why": ("import torch\nraise KeyError('of its own')", ""),
+    "no torch": ("print('no torch')", ""),
+}
+
+
+@pytest.mark.parametrize("what", SHELL)
+def test_the_end_of_a_shell_is_that_of_its_processes(what: str, place: Path) -> None:
+    script, said = SHELL[what]
+    (place / "some.py").write_text(script, encoding="utf-8")
+    (place / "none.py").write_text("", encoding="utf-8")
+    commands = f"{sys.executable} none.py; {sys.executable} some.py; exit 7"
+    done = run(place, "--", "bash", "-c", commands)
+    assert done.returncode == 7
+    assert [line.startswith(IDLE) for line in ours(done)].count(True) == bool(said), done.stderr
+    assert NOT_TAKEN not in ours(done)
+    assert not list((place / "tmp").glob("gradsurgeon-*"))
+
+
+def test_a_command_ends_as_it_would(place: Path) -> None:
+    done = run(place, "--", "bash", "-c", "echo $PPID; kill -9 $$")
+    assert done.returncode == -9
+    # It is no child of the launcher but the launcher itself.
+    assert done.stdout == f"{os.getpid()}\n"
+    assert ours(done) == [NOT_TAKEN]
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["as it is", "strict"])
+def test_an_installation_that_is_broken_is_one_line(strict: bool, place: Path) -> None:
+    (place / "broken" / "gradsurgeon").mkdir(parents=True)
+    init = place / "broken" / "gradsurgeon" / "__init__.py"
+    init.write_text("raise OSError('a file is missing')\n", encoding="utf-8")
+    told = {
+        "PYTHONPATH": os.pathsep.join([str(BOOTSTRAP), str(place / "broken")]),
+        "GRADSURGEON_RULES": "rules.yaml",
+        "GRADSURGEON_STRICT": "1" if strict else "",
+    }
+    done = subprocess.run(
+        [sys.executable, "train.py"],
+        cwd=place,
+        env={**environment(), **told},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stderr == "gradsurgeon: the script runs without rules: a file is missing\n"
+    assert (done.returncode, done.stdout) == ((2, "") if strict else (0, "trained\n"))
