@@ -64,6 +64,9 @@ CASES = {
     "compiled": Case(("compiled.py",), (Trained("Sequential", "0.weight", 4),)),
     "scaler": Case(("scaled.py",), (Trained("Sequential", "0.weight", 6),)),
     "progress bar": Case(("progress.py",), (Trained("Sequential", "0.weight", 5),), noisy=True),
+    "progress bar on stdout": Case(
+        ("progress.py", "stdout"), (Trained("Sequential", "0.weight", 5),), noisy=True
+    ),
     "Trainer": Case(
         ("hf_trainer.py",), (Trained("GPT2LMHeadModel", "transformer.wte.weight", 4),), noisy=True
     ),

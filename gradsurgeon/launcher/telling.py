@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from gradsurgeon.errors import printable
@@ -21,16 +22,39 @@ _MOST_EVENTS = 5
 def write(lines: Iterable[str], rank: int) -> None:
     """Write lines to stderr, on the first rank only."""
     if rank == 0:
-        with _beside_progress_bars():
+        with beside_progress_bars():
             print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 # stdout is the script's
 
 
-def _beside_progress_bars() -> Any:
+@contextmanager
+def beside_progress_bars() -> Iterator[None]:
     """Take progress bars off the terminal for the moment, and draw them again after it."""
-    bars: Any = sys.modules.get("tqdm.std")
-    if bars is None or not getattr(bars.tqdm, "_instances", ()):
-        return nullcontext()
-    return bars.tqdm.external_write_mode(file=sys.stderr)
+    module: Any = sys.modules.get("tqdm.std")
+    if module is None or not getattr(module.tqdm, "_instances", ()):
+        yield
+        return
+    with module.tqdm.get_lock():
+        # `external_write_mode` would also redraw those on a stdout that goes elsewhere.
+        bars = [bar for bar in module.tqdm._instances if _is_in_the_way(bar)]  # noqa: SLF001 # all there are
+        for bar in bars:
+            bar.clear(nolock=True)
+        try:
+            yield
+        finally:
+            for bar in bars:
+                bar.refresh(nolock=True)
+
+
+def _is_in_the_way(bar: Any) -> bool:
+    """Tell whether a progress bar is where lines on stderr go."""
+    if not hasattr(bar, "start_t"):
+        return False  # not drawn yet
+    if bar.fp == sys.stderr:
+        return True
+    try:
+        return os.path.sameopenfile(bar.fp.fileno(), sys.stderr.fileno())
+    except (AttributeError, OSError, ValueError):
+        return False  # no file, such as a cell of a notebook
 
 
 def header(made: Attached, rules: RuleSet, optimizers: Sequence[str]) -> None:

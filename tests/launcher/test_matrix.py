@@ -106,6 +106,19 @@ def test_however_it_ends_the_summary_is_of_the_last_step(name: str, runs: Runs) 
     assert "gradsurgeon: Sequential, 3 steps" in after.stderr.splitlines(), shown(after)
 
 
+def test_what_is_said_beside_a_progress_bar_is_on_lines_of_its_own(runs: Runs) -> None:
+    _, after = both(runs, "progress bar")
+    lines = [line for line in after.stderr.split("\n") if "gradsurgeon: " in line]
+    assert len(lines) == 2, "the header and the summary"
+    for line in lines:
+        *drawn, said = line.split("\r")
+        assert said.startswith("gradsurgeon: "), "right behind the bar"
+        # What was there before has been wiped off.
+        assert not drawn or not drawn[-1].strip(), drawn[-1]
+    bars = [line for line in after.stderr.split("\r") if "5/5 |" in line]
+    assert bars, "the bar is drawn again"
+
+
 BY_HAND = {"no optimizer", *(name for name, case in CASES.items() if "endings.py" in case.words)}
 EVENTFUL = {"scaler", "phases"} | BY_HAND
 

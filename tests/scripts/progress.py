@@ -1,6 +1,7 @@
-"""A progress bar on standard error, its own warnings and log lines beside it."""
+"""A progress bar on standard error, or on the stream that is named, its own warnings and log lines beside it."""
 
 import logging
+import sys
 import warnings
 
 import torch
@@ -14,8 +15,10 @@ torch.manual_seed(18)
 model = nn.Sequential(nn.Linear(3, 4), nn.SELU(), nn.Linear(4, 1))
 optimizer = torch.optim.NAdam(model.parameters(), lr=1e-2)
 log.info("parameters %d", sum(param.numel() for param in model.parameters()))
+stream = getattr(sys, sys.argv[1]) if sys.argv[1:] else None
 # Times would differ from run to run.
-bar = tqdm(range(5), mininterval=0, bar_format="{desc} {n_fmt}/{total_fmt} |{bar:10}|")
+form = "{desc} {n_fmt}/{total_fmt} |{bar:10}|"
+bar = tqdm(range(5), mininterval=0, bar_format=form, file=stream)
 for step in bar:
     loss = model(torch.randn(4, 3)).square().mean()
     optimizer.zero_grad()
