@@ -380,3 +380,12 @@ def forget_compiled_code() -> None:
         for reference in list(convert_frame.input_codes.seen):
             if (code := reference()) is not None:
                 torch._C._dynamo.eval_frame.reset_code(code)  # noqa: SLF001
+
+
+def job_store() -> Any:
+    """Return the store by which the ranks of the default process group found each other.
+
+    ``check([key])`` and ``set(key, text)`` are documented for every kind of store; only the way to
+    this one is private.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001

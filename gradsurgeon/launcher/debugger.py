@@ -2,47 +2,95 @@
 
 from __future__ import annotations
 
+import functools
+import multiprocessing
 import os
 import pdb  # noqa: T100 # it is what was asked for
 import sys
-import tempfile
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 
 import gradsurgeon
-from gradsurgeon import _dist
-from gradsurgeon.errors import NonFiniteGradientError
+from gradsurgeon import _dist, _torch
+from gradsurgeon.errors import NonFiniteGradientError, printable
 from gradsurgeon.launcher.importing import say
 
 _OURS = tuple(str(Path(str(package.__file__)).parent) for package in (gradsurgeon, torch))
 _POLL_SECONDS = 0.2
+# Ranks that are started again may find the same store.
+_OVER = f"gradsurgeon/debugged/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
-def install() -> None:
-    """Open the debugger after a trap has ended the script, once the traceback is printed."""
-    before = sys.excepthook
+class Debugger:
+    """Opens after a trap has ended the script, once the traceback is printed."""
 
-    def hook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
-        before(kind, error, traceback)
-        if isinstance(error, NonFiniteGradientError) and traceback is not None:
-            debug(error, traceback)
+    def __init__(self) -> None:
+        # The last error of a trap of this rank that nobody has looked at.
+        self._unseen = ""
 
-    sys.excepthook = hook
+    def install(self) -> None:
+        """Wait for the error of a trap, in whatever thread."""
+        construct, end, end_of_thread = (
+            NonFiniteGradientError.__init__,
+            sys.excepthook,
+            threading.excepthook,
+        )
+
+        @functools.wraps(construct)
+        def constructed(error: NonFiniteGradientError, *args: Any, **kwargs: Any) -> None:
+            construct(error, *args, **kwargs)
+            if error.rank == _dist.rank():
+                self._unseen = str(error).partition("\n")[0]
+
+        def ended(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
+            end(kind, error, traceback)
+            self._attend(error)
+
+        def thread_ended(args: threading.ExceptHookArgs) -> None:
+            end_of_thread(args)
+            self._attend(args.exc_value)
+
+        NonFiniteGradientError.__init__ = constructed  # type: ignore[assignment,method-assign]
+        sys.excepthook, threading.excepthook = ended, thread_ended
+
+    def _attend(self, error: BaseException | None) -> None:
+        # The script may have raised another error from that of the trap.
+        while error is not None and not isinstance(error, NonFiniteGradientError):
+            error = error.__cause__ or error.__context__
+        if error is not None and error.__traceback__ is not None:
+            self._unseen = ""
+            debug(error, error.__traceback__)
+
+    def say_what_was_missed(self) -> None:
+        """Say at the end that a trap has stopped an update, and why there was no debugger."""
+        if self._unseen:
+            child = multiprocessing.parent_process() is not None
+            why = (
+                "a process that multiprocessing starts reads no input: train in the first one"
+                if child
+                else "the script caught the error: let it pass"
+            )
+            say(f"no debugger was opened at {printable(self._unseen)}")
+            say(f"  {why}")
 
 
 def debug(error: NonFiniteGradientError, traceback: TracebackType) -> None:
     """Open the debugger on the rank that trapped; let the others wait for it."""
     own = _dist.rank()
-    done = _marker()
     if _dist.world() > 1 and own != error.rank:
         say(f"rank {own} waits: rank {error.rank} trapped and is in the debugger")
-        while not done.exists():
-            time.sleep(_POLL_SECONDS)
+        # Where the other rank kept the store, it has ended with it.
+        with suppress(RuntimeError):
+            while not _torch.job_store().check([_OVER]):
+                time.sleep(_POLL_SECONDS)
         return
     where = f"rank {own} trapped" if _dist.world() > 1 else "the trap stopped the update"
     say(f"{where}: the debugger is in the line that took the step (`q` to quit)")
@@ -50,7 +98,7 @@ def debug(error: NonFiniteGradientError, traceback: TracebackType) -> None:
         pdb.post_mortem(_until_the_script(traceback))
     finally:
         if _dist.world() > 1:
-            done.touch()
+            _torch.job_store().set(_OVER, "")
 
 
 def _until_the_script(traceback: TracebackType) -> TracebackType:
@@ -66,9 +114,3 @@ def _until_the_script(traceback: TracebackType) -> TracebackType:
     for frame in reversed(frames):
         found = TracebackType(found, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return found or traceback
-
-
-def _marker() -> Path:
-    # All ranks on a machine have the same parent and the same port.
-    job = f"{os.getppid()}-{os.environ.get('MASTER_PORT', '')}"
-    return Path(tempfile.gettempdir()) / f"gradsurgeon-pdb-{job}"

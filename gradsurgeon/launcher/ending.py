@@ -13,7 +13,7 @@ from typing import NoReturn
 from gradsurgeon import _dist
 from gradsurgeon.errors import GradSurgeonWarning
 from gradsurgeon.launcher import telling
-from gradsurgeon.launcher.debugger import install
+from gradsurgeon.launcher.debugger import Debugger
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.settings import Settings
@@ -28,6 +28,7 @@ class Ending:
         self._settings = settings
         self._models = models
         self._pid = 0
+        self._debugger = Debugger()
         self._expected = self._done = False
 
     def expect(self) -> None:
@@ -41,7 +42,7 @@ class Ending:
         self._before_exit()
         Termination(self._finish).expect()
         if self._settings.pdb:
-            install()
+            self._debugger.install()
 
     def _before_exit(self) -> None:
         """Keep the records where the script leaves by `os._exit`, which runs nothing else."""
@@ -85,6 +86,7 @@ class Ending:
             warnings.simplefilter("ignore", GradSurgeonWarning)
             for one in self._models.attached:
                 one.session.remove()
+        self._debugger.say_what_was_missed()
         if self._settings.quiet or self._models.refused:
             return
         for one in self._models.attached:

@@ -1,0 +1,117 @@
+"""`run --pdb` where a trap does not simply end the main thread: the debugger opens, or somebody says why not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import environment
+
+TRAIN = """
+import atexit, os, sys, threading, time, torch, torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+def train(wrap=lambda model: model, trapped=True):
+    model = wrap(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        factor = float("nan") if trapped and step == 1 else 1.0
+        (model(torch.ones(1, 2)).sum() * factor).backward()
+        optimizer.step()
+def work(rank):
+    train()
+"""
+OPENED = "gradsurgeon: the trap stopped the update: the debugger is in the line that took the step"
+MISSED = "gradsurgeon: no debugger was opened at step 1, rule trap: "
+
+
+def start(folder: Path, script: str, *launch: str) -> subprocess.Popen[str]:
+    rules = "version: 1\nrules:\n  - {id: trap, action: nan-trap, params: '*'}\n"
+    (folder / "rules.yaml").write_text(rules, encoding="utf-8")
+    (folder / "train.py").write_text(TRAIN + script, encoding="utf-8")
+    (folder / "tmp").mkdir()
+    own = ["-m", "gradsurgeon", "run", "--rules", "rules.yaml", "--pdb", *launch, "train.py"]
+    return subprocess.Popen(
+        [sys.executable, *own],
+        cwd=folder,
+        env={**environment(), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+OTHERS = {
+    "in a thread": "thread = threading.Thread(target=train)\nthread.start()\nthread.join()\n",
+    "behind another error": """
+try:
+    train()
+except Exception as error:
+    raise KeyError("training failed") from error
+""",
+}
+
+
+@pytest.mark.parametrize("where", OTHERS)
+def test_the_debugger_opens(where: str, tmp_path: Path) -> None:
+    started = start(tmp_path, OTHERS[where])
+    out, err = started.communicate("p step, type(optimizer).__name__\nq\n", timeout=60)
+    assert "(Pdb) (1, 'SGD')" in out, err
+    assert any(line.startswith(OPENED) for line in err.splitlines())
+    assert MISSED not in err
+
+
+MISSING = {
+    "a process of multiprocessing": (
+        "if __name__ == '__main__':\n    mp.spawn(work, nprocs=1)\n",
+        "gradsurgeon:   a process that multiprocessing starts reads no input: train in the first one",
+    ),
+    "caught": (
+        "try:\n    train()\nexcept Exception:\n    sys.exit(1)\n",
+        "gradsurgeon:   the script caught the error: let it pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", MISSING)
+def test_where_it_cannot_somebody_says_so(where: str, tmp_path: Path) -> None:
+    script, why = MISSING[where]
+    started = start(tmp_path, script)
+    _, err = started.communicate("q\n", timeout=60)
+    assert started.returncode == 1
+    lines = err.splitlines()
+    (place,) = [number for number, line in enumerate(lines) if line.startswith(MISSED)]
+    assert lines[place + 1] == why
+
+
+def test_ranks_that_are_started_again_wait_again(tmp_path: Path) -> None:
+    script = """
+from torch.nn.parallel import DistributedDataParallel
+rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+# Each attempt meets anew: what gloo finds in the store of torchrun may be of the one before.
+meet = f"file://{os.getcwd()}/meet-{attempt}"
+dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+if rank == 0:
+    atexit.register(open, f"left-{attempt}", "w")
+train(DistributedDataParallel, trapped=rank == 1)
+"""
+    launch = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    started = start(tmp_path, script, "--", sys.executable, "-m", "torch.distributed.run", *launch)
+    assert started.stdin is not None
+    assert started.stderr is not None
+    attempt = 0
+    for line in started.stderr:
+        if "rank 1 trapped: the debugger is in the line" in line:
+            # Somebody who looks around for a while: the other rank would be gone by then.
+            look = f"time.sleep(2); print('gone', os.path.exists('left-{attempt}'))"
+            started.stdin.write(f"import os, time\n{look}\nq\n")
+            started.stdin.flush()
+            attempt += 1
+    out, _ = started.communicate(timeout=60)
+    assert started.returncode == 1
+    assert out.count("gone False") == attempt == 2, out
+    assert not list((tmp_path / "tmp").glob("gradsurgeon*"))
