@@ -20,6 +20,7 @@ from gradsurgeon.launcher.ending import Ending
 from gradsurgeon.launcher.importing import give_way, say
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.settings import Settings
+from gradsurgeon.launcher.warned import Warned
 from gradsurgeon.runtime import registry
 
 
@@ -37,6 +38,7 @@ def activate(settings: Settings) -> None:
         print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
         raise SystemExit(2) from None
     models = Models(settings, rules)
+    Warned(models).install()
     ending = Ending(settings, models)
     Watch(settings, models, ending).begin()
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,6 +24,22 @@ _MOST_EVENTS = 10_000
 _QUIET_STEPS = 3
 # Flags wait on the device until so many of them are worth one look.
 _DOUBTS = 256
+
+
+_NOT_THE_SCRIPT = tuple(
+    f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)
+)
+
+
+def _level_of_the_script() -> int:
+    """Return the stack level, for a warning of the caller, of the line of the script that led to it."""
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
+    while frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
+        level += 1
+        if frame.f_back is None:
+            break  # a thread of autograd: no line of the script is there
+        frame = frame.f_back
+    return level
 
 
 @dataclass(slots=True)
@@ -85,7 +104,8 @@ class Journal:
         """Warn the caller."""
         if rule:
             self._tallies[rule].warnings.append(message)
-        warnings.warn(f"{f'rule {rule}: ' if rule else ''}{message}", GradSurgeonWarning, 2)
+        text = f"{f'rule {rule}: ' if rule else ''}{message}"
+        warnings.warn(text, GradSurgeonWarning, _level_of_the_script())
 
     def _note(self, event: Event) -> None:
         self.events.append(event)

@@ -1,0 +1,61 @@
+"""Warnings of the package, as lines of the launcher; all others, and all filters, are the script's."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from gradsurgeon import _dist
+from gradsurgeon.errors import GradSurgeonWarning
+from gradsurgeon.launcher import telling
+from gradsurgeon.launcher.models import Models
+from gradsurgeon.store.layout import database_name
+
+
+class Warned:
+    """Shows the warnings that the filters let through."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._replicas = False
+
+    def install(self) -> None:
+        """Show them from now on, unless the script shows or records warnings by itself."""
+        name = "_showwarnmsg_impl"
+        # `showwarning`, which is public, is for the script to replace: it goes before this, and loses the source
+        # of a warning about a resource where it is replaced.
+        show: Any = getattr(warnings, name)
+
+        def shown(warning: warnings.WarningMessage) -> None:
+            if issubclass(warning.category, GradSurgeonWarning) and warning.file is None:
+                self._say(str(warning.message))
+            else:
+                show(warning)
+
+        setattr(warnings, name, shown)
+
+    def _say(self, text: str) -> None:
+        rank = _dist.rank()
+        if rank == 0:
+            telling.write([f"gradsurgeon: {text}"], 0)
+        elif not self._alike() or database_name(rank) in text:
+            telling.write([f"gradsurgeon: rank {rank}: {text}"], 0)
+
+    def _alike(self) -> bool:
+        """Tell whether all ranks train the same model, and warn of the same."""
+        if not self._replicas:
+            models = [one.model() for one in self._models.attached]
+            params = [
+                param for model in models if model is not None for param in model.parameters()
+            ]
+            fully_sharded: Any = sys.modules.get("torch.distributed.fsdp")
+            older = getattr(fully_sharded, "FullyShardedDataParallel", DistributedDataParallel)
+            wrappers = (DistributedDataParallel, older)
+            self._replicas = _dist.any_sharded(params) or any(
+                issubclass(type(found), wrappers) for found in gc.get_objects()
+            )
+        return self._replicas
