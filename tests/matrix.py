@@ -59,6 +59,9 @@ CASES = {
     ),
     "sweep of processes": Case(("sweep.py",), (Trained("Linear", "weight", 3),) * 2),
     "forked workers": Case(("hogwild.py",), (Trained("Linear", "weight", 3),) * 2),
+    "workers of a fork server": Case(
+        ("hogwild.py", "forkserver"), (Trained("Linear", "weight", 3),) * 2
+    ),
     "pickle and stdin": Case(("pickled.py",), (Trained("Line", "slope", 4),), stdin=NUMBERS),
     "phases": Case(("rebuilt.py",), PHASES),
     "compiled": Case(("compiled.py",), (Trained("Sequential", "0.weight", 4),)),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurgeon.errors import printable
-from gradsurgeon.launcher import idle, observer
+from gradsurgeon.launcher import idle, mark, observer
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.interpreters import deaf_flag, other_prefix
 from gradsurgeon.launcher.settings import RULES, STRICT, Settings
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         _print_difference(environment)
         return 0
     whole = target[0] == "--"
-    environment |= idle.variables(environment, command=whole)
+    environment |= mark.variables(environment, command=whole)
     return (
         _become_command(target[1:], environment) if whole else _become_script(target, environment)
     )

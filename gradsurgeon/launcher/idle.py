@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 
 # The process that was launched, if it can look, and the file that tells it of what the others have found.
@@ -19,22 +18,6 @@ MAIN, MARK = "GRADSURGEON_MAIN", "GRADSURGEON_MARK"
 TAKEN, TORCH, BUSY = b"p", b"t", b"b"
 
 _own: list[bytes] = []
-
-
-def variables(base: Mapping[str, str], *, command: bool) -> dict[str, str]:
-    """Return what the process that this one turns into, and its children, are to be told.
-
-    Args:
-        base: the environment.
-        command: it turns into something that may not be Python.
-    """
-    if base.get(MARK):
-        return {}  # One launcher below another: the outer one looks.
-    import tempfile  # noqa: PLC0415 # no script is to pay for it
-
-    name = f"gradsurgeon-{os.getpid()}-{os.urandom(8).hex()}"
-    mark = {MARK: os.path.join(tempfile.gettempdir(), name)}  # noqa: PTH118 # as in `start`
-    return mark if command else {MAIN: str(os.getpid()), **mark}
 
 
 def start() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 import venv
 from pathlib import Path
 
@@ -129,6 +130,42 @@ def test_a_command_ends_as_it_would(place: Path) -> None:
     # It is no child of the launcher but the launcher itself.
     assert done.stdout == f"{os.getpid()}\n"
     assert ours(done) == [NOT_TAKEN]
+
+
+LAST = {
+    "SIGTERM": "os.kill(os.getpid(), signal.SIGTERM)",
+    "SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)",
+    "os._exit": "os._exit(3)",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("last", LAST)
+def test_however_it_ends_nothing_is_left_behind(last: str, place: Path) -> None:
+    (place / "train.py").write_text(f"import os, signal\n{TRAIN}\n{LAST[last]}\n")
+    done = run(place, "train.py")
+    assert " parameters, " in done.stderr
+    assert not list((place / "tmp").glob("gradsurgeon-*"))
+
+
+def test_what_killed_launches_have_left_is_removed(place: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    old = time.time() - 2 * 24 * 60 * 60
+    names = {
+        "stale": f"gradsurgeon-{ended.pid}-{'0' * 16}",
+        "alive": f"gradsurgeon-{os.getpid()}-{'1' * 16}",
+        "recent": f"gradsurgeon-{ended.pid}-{'2' * 16}",
+        "of somebody": f"gradsurgeon-{ended.pid}-notes",
+    }
+    for what, name in names.items():
+        (place / "tmp" / name).write_text("")
+        if what != "recent":
+            os.utime(place / "tmp" / name, (old, old))
+    (place / "none.py").write_text("")
+    run(place, "none.py")
+    kept = {file.name for file in (place / "tmp").glob("gradsurgeon-*")}
+    assert kept == set(names.values()) - {names["stale"]}
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["as it is", "strict"])

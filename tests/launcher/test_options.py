@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -224,3 +225,21 @@ print(session.status()["own"].fired)
     # First times 3, then at most 2: the other way round it would be 3.
     assert done.out.splitlines() == ["[2.0, 2.0]"] * 3 + ["3"]
     assert "outside  clamp  fired 3  changed 100%" in done.err
+
+
+def test_accelerate_starts_the_launcher_as_one_process(place: Place) -> None:
+    (place.path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
+    (place.path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m"]
+    done = subprocess.run(
+        [sys.executable, *launch, "gradsurgeon", "run", "--rules", "rules.yaml", "train.py", "3"],
+        cwd=place.path,
+        env={**os.environ, "HF_HOME": str(place.path)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == place.run().out
+    assert "gradsurgeon: Sequential, 3 steps" in done.stderr.splitlines()

@@ -1,4 +1,6 @@
-"""Forked workers train shared weights, one after the other; the parent only looks."""
+"""Workers train shared weights, one after the other; the parent only looks. They are forked, by it or a server."""
+
+import sys
 
 import torch
 import torch.multiprocessing as mp
@@ -18,14 +20,15 @@ def work(model, seed):
     print(f"worker {seed} loss {loss.item():.9g}", flush=True)
 
 
-torch.set_num_threads(1)
-torch.manual_seed(23)
-model = nn.Linear(3, 2)
-model.share_memory()
-context = mp.get_context("fork")
-for seed in range(2):
-    worker = context.Process(target=work, args=(model, seed))
-    worker.start()
-    worker.join()
-    print("exit code", worker.exitcode, flush=True)
-print("weights", digest(model))
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.manual_seed(23)
+    model = nn.Linear(3, 2)
+    model.share_memory()
+    context = mp.get_context(*sys.argv[1:] or ["fork"])
+    for seed in range(2):
+        worker = context.Process(target=work, args=(model, seed))
+        worker.start()
+        worker.join()
+        print("exit code", worker.exitcode, flush=True)
+    print("weights", digest(model))
