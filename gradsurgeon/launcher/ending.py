@@ -81,6 +81,7 @@ class Ending:
         if self._done or os.getpid() != self._pid:
             return  # A forked child ends its own way: the records are its parent's.
         self._done = True
+        problems = self._models.conclude()
         with warnings.catch_warnings():
             # What there is to warn of at the end is in the summary.
             warnings.simplefilter("ignore", GradSurgeonWarning)
@@ -93,5 +94,5 @@ class Ending:
             telling.summary(one)
         if self._models.attached:
             # Without an optimizer that steps nobody has said so yet.
-            for text in self._models.shortfalls():
+            for text in (*problems, *self._models.shortfalls()):
                 telling.write([f"gradsurgeon: {text}"], self._models.attached[0].rank)

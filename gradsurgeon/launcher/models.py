@@ -5,18 +5,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, api, planning
-from gradsurgeon.errors import BindError, RecordError
+from gradsurgeon.errors import BindError, GradSurgeonError, RecordError
 from gradsurgeon.launcher import idle, telling
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.settings import Settings
+from gradsurgeon.launcher.weights import Imprint, differ, imprint
 from gradsurgeon.planning import Plan
 from gradsurgeon.runtime import Session
 from gradsurgeon.schema import RuleSet
@@ -35,7 +36,11 @@ class Attached:
         record: its run directory, empty for none.
         rank: the rank of this process, kept for when its process group is gone.
         observing: nothing is edited.
+        start: number of its first update.
         begun: training has begun, and its header is written.
+        provisional: a backward pass reached it, and nobody has updated it yet.
+        reached: the last backward pass reached it, while it was provisional.
+        weights: what they were before that pass.
     """
 
     title: str
@@ -45,7 +50,11 @@ class Attached:
     record: str
     rank: int
     observing: bool = False
+    start: int = 0
     begun: bool = False
+    provisional: bool = False
+    reached: bool = False
+    weights: Imprint = field(default_factory=dict)
 
     def bound(self) -> set[int]:
         """Return the ids of the parameters that the rules were bound to."""
@@ -64,6 +73,8 @@ class Models:
         self.settings = settings
         self.rules = rules
         self.attached: list[Attached] = []
+        # Leaves of earlier backward passes, by their ids.
+        self._seen: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # Where this process records its first model.
         self._folder = Path()
         # Nothing was trained: the rules fit no model.
@@ -90,7 +101,7 @@ class Models:
         Args:
             roots: the models.
             params: what is trained.
-            optimizer: by which; ``None`` where weights are updated by hand.
+            optimizer: by which; ``None`` where that is not known, because a backward pass came first.
 
         Raises:
             BindError: a rule cannot act on what it matches.
@@ -104,18 +115,115 @@ class Models:
                 f"{free} parameters of {type(optimizer).__name__} are in no module: no rule acts on them"
             )
         for root in roots:
-            self._put_on(root, optimizer)
+            self._put_on(root, optimizer, provisional=optimizer is None)
 
-    def _put_on(self, root: nn.Module, optimizer: Optimizer | None) -> None:
+    def _put_on(
+        self, root: nn.Module, optimizer: Optimizer | None, *, provisional: bool = False
+    ) -> None:
         idle.busy()
         start = self._take_over(root)
         bound = planning.bind(self.rules, planning.from_model(root), alone=False)
-        self._attach(root, bound, optimizer, start)
+        self._attach(root, bound, optimizer, start, provisional=provisional)
 
     @property
     def waiting(self) -> bool:
         """Whether rules are on models that have not begun to train."""
-        return any(not one.begun for one in self._living())
+        return any(not (one.begun or one.provisional) for one in self._living())
+
+    @property
+    def provisional(self) -> list[Attached]:
+        """The models that a backward pass reached and nobody has updated yet."""
+        return [one for one in self._living() if one.provisional]
+
+    def look(self, leaves: Sequence[Tensor]) -> None:
+        """Put the rules on models that a backward pass is the first to reach, while no optimizer is known."""
+        # Inputs are leaves as well, and others in each pass.
+        new = [
+            leaf for leaf in leaves if id(leaf) not in self._seen and isinstance(leaf, nn.Parameter)
+        ]
+        self._seen |= {id(leaf): leaf for leaf in new}
+        if new and not self.cover(new):
+            self.attach(roots_of(new), new, None)
+
+    def reached(self, params: Sequence[Tensor]) -> None:
+        """Prepare for a backward pass that nobody may mean to train by.
+
+        Args:
+            params: the leaves that it will reach.
+        """
+        leaves = {id(param) for param in params}
+        for one in self.provisional:
+            one.reached = bool(one.bound() & leaves)
+            if one.reached:
+                one.session.again()
+            if one.reached and (model := one.model()) is not None:
+                one.weights = imprint(model)
+
+    def updated(self) -> bool:
+        """Tell whether somebody has updated a model by hand since the last backward pass."""
+        return any(self._is_updated(one) for one in self.provisional)
+
+    @staticmethod
+    def _is_updated(one: Attached) -> bool:
+        return (model := one.model()) is not None and differ(one.weights, imprint(model))
+
+    def settle(self) -> None:
+        """Keep the models that were updated by hand, and those that the last backward pass reached.
+
+        Raises:
+            GradSurgeonError: the rules cannot act on such updates.
+        """
+        for one in self.provisional:
+            if one.reached or self._is_updated(one):
+                one.provisional = False
+                one.session.confirm()
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of models that a backward pass reached and nobody updated, with their records."""
+        for one in self.provisional:
+            one.session.discard()
+        # Some have gone by themselves.
+        self.attached = [one for one in self.attached if not one.provisional]
+
+    def conclude(self) -> list[str]:
+        """Decide at the end on the models that a backward pass reached and nobody was seen to update.
+
+        Returns:
+            Why the rules cannot act on them, if they cannot.
+        """
+        problems = []
+        if self.updated():
+            try:
+                self.settle()
+            except GradSurgeonError as error:
+                problems.append(str(error))
+        elif len(self.provisional) < len(self._living()):
+            self.drop()
+        # Where that is all that there is, it is what the script was about.
+        for one in self._living():
+            if one.provisional or (one.reached and not one.begun):
+                one.provisional, one.begun = False, True
+                self._tell(one, ())
+        return problems
+
+    def claim(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
+        """Let an optimizer that is new have the models that backward passes have reached before.
+
+        Returns:
+            Whether one of them stays as it is; others give way to a larger model, or a smaller one.
+        """
+        wanted = {id(param) for param in params}
+        claimed = [one for one in self.provisional if wanted & one.bound()]
+        whole = {id(root) for root in roots_of(params)} if claimed else set()
+        for one in claimed:
+            if id(one.model()) in whole and wanted & set(map(id, self._of(one))) <= one.bound():
+                one.session.meet(optimizer)
+                one.provisional = one.reached = False
+            else:
+                one.session.discard()
+        self.attached = [o for o in self.attached if o not in claimed or not o.provisional]
+        return any(not one.provisional for one in claimed)
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Tell what the rules are bound to, now that training begins.
@@ -130,7 +238,7 @@ class Models:
             BindError: a rule cannot act on what it matches.
             RecordError: records cannot be written.
         """
-        fresh = [one for one in self._living() if not one.begun]
+        fresh = [one for one in self._living() if not (one.begun or one.provisional)]
         params = [param for one in fresh for param in self._of(one)]
         for root in roots_of(params) if params else []:
             inside = {id(module) for module in root.modules()}
@@ -140,7 +248,7 @@ class Models:
             if parts and all(one.bound() != whole for one in parts):
                 self._put_on(root, None)
         for one in self._living():
-            if not one.begun:
+            if not (one.begun or one.provisional):
                 one.begun = True
                 self._tell(one, optimizers)
 
@@ -169,7 +277,8 @@ class Models:
         for one in self._living():
             model = one.model()
             if model is not None and id(model) in parts:
-                step = max(step, one.session.step)
+                if not one.provisional:
+                    step = max(step, one.session.step)
                 if one.begun:
                     one.session.remove()
                 else:
@@ -178,7 +287,13 @@ class Models:
         return step
 
     def _attach(
-        self, root: nn.Module, bound: Plan, optimizer: Optimizer | None, start: int
+        self,
+        root: nn.Module,
+        bound: Plan,
+        optimizer: Optimizer | None,
+        start: int,
+        *,
+        provisional: bool,
     ) -> None:
         title = self._title(bound.manifest.origin)
         session = record = None
@@ -193,6 +308,7 @@ class Models:
                     mode="observe" if self.settings.observe else "act",
                     start_step=start,
                     beside=True,
+                    provisional=provisional,
                 )
         made = Attached(
             title,
@@ -202,6 +318,8 @@ class Models:
             str(record or ""),
             _dist.rank(),
             observing=self.settings.observe,
+            start=start,
+            provisional=provisional,
         )
         self.attached.append(made)
 

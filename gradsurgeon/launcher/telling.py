@@ -61,7 +61,7 @@ def header(made: Attached, rules: RuleSet, optimizers: Sequence[str]) -> None:
     """Say which model was found and what each rule has bound to in it."""
     manifest = made.plan.manifest
     by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
-    by += f", from step {made.session.step}" if made.session.step else ""
+    by += f", from step {made.start}" if made.start else ""
     first = (
         f"gradsurgeon: {printable(rules.file)} on {made.title} "
         f"({len(manifest.params)} parameters, {manifest.elements:,} elements{by})"

@@ -51,6 +51,11 @@ class GuardHook(Hook):
         # Scripts that zero in place keep the tensor. Reading it is the price of not guessing.
         if not bool((param.grad != 0).any()):
             return
+        if state.provisional:
+            # Nothing has been updated since, so that this pass takes the place of the one before.
+            if self._edited and state.mode == "act":
+                state.compounded = state.program.names[self._tensor]
+            return
         passes.current().continued = True
         if self._edited and state.mode == "act":
             raise GradSurgeonError(compounding(state.program.names[self._tensor]))
@@ -100,6 +105,38 @@ class Manual:
     def begin(self, done: Pass) -> None:
         """Go over to hand-written updates, after the first pass that no optimizer has claimed."""
         self.active = True
+        full = self._full & set(done.order)
+        compounded = full & set(self.edited())
+        if compounded and self._state.mode == "act":
+            self._state.compounded = self._state.program.names[min(compounded)]
+        if self._state.provisional:
+            return
+        # No guard was there for this pass; gradients from before `apply` stand for it.
+        done.continued = bool(full)
+        self._announce()
+
+    def again(self) -> None:
+        """Take back the step that the last pass was counted as: nothing was updated after it."""
+        self._state.compounded = ""
+        if self._counted and not self._declared:
+            self._counted = False
+            clocks = self._state.clocks
+            clocks.common.step -= 1
+            clocks.start = clocks.common.step
+
+    def confirm(self) -> None:
+        """Say what waited until an update by hand was seen.
+
+        Raises:
+            BindError: a rule needs an optimizer.
+            GradSurgeonError: gradients were edited and added to before that update.
+        """
+        self._state.provisional = False
+        if self.active:
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tell what updates by hand come to, and refuse what cannot act on them."""
         self._refuse_freezes()
         self._state.journal.once("manual", _NOTICE, step=self._state.clocks.latest)
         for stage in self._state.program.traps:
@@ -110,12 +147,8 @@ class Manual:
                 )
                 step = self._state.clocks.latest
                 self._state.journal.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
-        # No guard was there for this pass; gradients from before `apply` stand for it.
-        full = self._full & set(done.order)
-        done.continued = bool(full)
-        compounded = full & set(self.edited())
-        if compounded and self._state.mode == "act":
-            raise GradSurgeonError(compounding(self._state.program.names[min(compounded)]))
+        if self._state.compounded:
+            raise GradSurgeonError(compounding(self._state.compounded))
 
     def _refuse_freezes(self) -> None:
         for stage in self._state.program.freezes:
@@ -172,7 +205,10 @@ class Manual:
         Returns:
             The gradients that were edited at the end of the pass that it is about to consume.
         """
-        if self.active and self._counted and not self._declared:
+        if self._state.provisional:
+            self._state.provisional = False
+            self.again()
+        elif self.active and self._counted and not self._declared:
             self._state.clocks.start = self._state.clocks.common.step - 1
         self.active = False
         return self._edited

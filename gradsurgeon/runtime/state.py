@@ -36,6 +36,11 @@ class State:
     recorder: Recorder
     mode: Mode = "act"
     paused: bool = False
+    # An optimizer may turn up after these backward passes: what an update by hand would have to be told or
+    # refused waits until one is seen.
+    provisional: bool = False
+    # The parameter that a pass reached while an edited gradient was still there.
+    compounded: str = ""
     edits: dict[str, Edit] = field(default_factory=dict)
     captures: Captures = field(init=False)
     flags: Flags = field(init=False)
