@@ -175,7 +175,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="gradsurgeon run",
         usage=_USAGE,
         description="Run a training script with rules on it, without editing it.",
-        epilog="The exit code is that of the script. GRADSURGEON_DISABLE=1 turns everything off.",
+        epilog="The exit code is that of the script, but for --strict: 2 where a rule, or all of them, could not "
+        "act. GRADSURGEON_DISABLE=1 turns everything off.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -193,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print the plan at the first step, write params.json, stop",
     )
     add("--pdb", action="store_true", help="open the debugger where a trap stops the update")
-    add("--quiet", action="store_true", help="neither header nor summary")
+    add("--quiet", action="store_true", help="neither header nor summary, only errors")
     add("--strict", action="store_true", help="stop where the rules cannot be put on the script")
     add(
         "--print-env",

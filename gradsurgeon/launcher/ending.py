@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from gradsurgeon import _dist
-from gradsurgeon.errors import GradSurgeonWarning
-from gradsurgeon.launcher import telling
+from gradsurgeon.errors import BindError, GradSurgeonWarning
+from gradsurgeon.launcher import exiting, telling
 from gradsurgeon.launcher.debugger import Debugger
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.models import Models
@@ -53,7 +53,7 @@ class Ending:
             try:
                 self._finish()
             finally:
-                leave(status)
+                leave(exiting.code(status))
 
         os._exit = left
 
@@ -88,11 +88,23 @@ class Ending:
             for one in self._models.attached:
                 one.session.remove()
         self._debugger.say_what_was_missed()
-        if self._settings.quiet or self._models.refused:
-            return
-        for one in self._models.attached:
-            telling.summary(one)
-        if self._models.attached:
-            # Without an optimizer that steps nobody has said so yet.
-            for text in (*problems, *self._models.shortfalls()):
-                telling.write([f"gradsurgeon: {text}"], self._models.attached[0].rank)
+        attached = self._models.attached
+        if not attached or (self._models.refused and _ended_by(BindError)):
+            return  # The traceback tells why.
+        if not self._settings.quiet:
+            for one in attached:
+                telling.summary(one)
+        # Without an optimizer that steps nobody has said so yet.
+        problems += self._models.shortfalls()
+        if self._models.refused:
+            problems = [
+                f"the rules were refused, and the script went on: {one}" for one in problems
+            ]
+        telling.write([f"gradsurgeon: error: {one}" for one in problems], attached[0].rank)
+        if problems and self._settings.strict:
+            exiting.refuse()
+
+
+def _ended_by(kind: type[BaseException]) -> bool:
+    """Tell whether an error that nobody has caught ends the script."""
+    return isinstance(getattr(sys, "last_value", None), kind)

@@ -21,7 +21,7 @@ _MOST_EVENTS = 5
 
 def write(lines: Iterable[str], rank: int) -> None:
     """Write lines to stderr, on the first rank only."""
-    if rank == 0:
+    if rank == 0 and (lines := list(lines)):
         with beside_progress_bars():
             print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 # stdout is the script's
 
