@@ -66,6 +66,10 @@ class Ending:
         if not self._settings.dry_run or not self._models.attached:
             return
         self._done = True
+        self._show_plans()
+        sys.exit(0)
+
+    def _show_plans(self) -> None:
         if _dist.rank() == 0:
             for number, one in enumerate(self._models.attached):
                 print(one.plan, flush=True)  # noqa: T201 # it is the product
@@ -74,13 +78,13 @@ class Ending:
                     path = path.with_name(f"{path.stem}.{one.title}{path.suffix}")
                 path.write_text(manifest_file.dumps(one.plan.manifest), encoding="utf-8")
                 say(f"dry run: wrote {path}")
-        sys.exit(0)
 
     def _finish(self) -> None:
         """Take the rules off and say what they did."""
         if self._done or os.getpid() != self._pid:
             return  # A forked child ends its own way: the records are its parent's.
         self._done = True
+        by_hand = self._models.updated()
         problems = self._models.conclude()
         with warnings.catch_warnings():
             # What there is to warn of at the end is in the summary.
@@ -91,17 +95,26 @@ class Ending:
         attached = self._models.attached
         if not attached or (self._models.refused and _ended_by(BindError)):
             return  # The traceback tells why.
-        if not self._settings.quiet:
+        problems += self._models.shortfalls()
+        if self._settings.dry_run and by_hand and not problems:
+            self._show_plans()  # Only one update, after which no backward pass came.
+            return
+        if self._settings.dry_run:
+            seen = "; ".join(map(telling.untrained, attached))
+            text = (
+                f"dry run: no optimizer took a step until the end, so that no plan was made: {seen}"
+            )
+            problems.insert(0, text)
+        elif not self._settings.quiet:
             for one in attached:
                 telling.summary(one)
         # Without an optimizer that steps nobody has said so yet.
-        problems += self._models.shortfalls()
         if self._models.refused:
             problems = [
                 f"the rules were refused, and the script went on: {one}" for one in problems
             ]
         telling.write([f"gradsurgeon: error: {one}" for one in problems], attached[0].rank)
-        if problems and self._settings.strict:
+        if problems and (self._settings.strict or self._settings.dry_run):
             exiting.refuse()
 
 

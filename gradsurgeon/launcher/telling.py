@@ -108,6 +108,12 @@ def summary(made: Attached) -> None:
     write(lines, made.rank)
 
 
+def untrained(made: Attached) -> str:
+    """Say of a model that was not updated what was seen of it."""
+    seen = "gradients came" if made.begun else "an optimizer was built, and no gradient came"
+    return f"{made.title}: {seen}"
+
+
 def _events(events: Sequence[Event]) -> list[str]:
     """Return the events that matter: the last ones in full, the others counted."""
     telling = [event for event in events if event.kind != "notice"]
