@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -92,27 +93,32 @@ class Ending:
             for one in self._models.attached:
                 one.session.remove()
         self._debugger.say_what_was_missed()
-        attached = self._models.attached
-        if not attached or (self._models.refused and _ended_by(BindError)):
+        if not self._models.attached or (self._models.refused and _ended_by(BindError)):
             return  # The traceback tells why.
-        problems += self._models.shortfalls()
+        if not self._models.fitting:
+            # Without an optimizer that steps nobody has said so yet.
+            problems += self._models.shortfalls()
         if self._settings.dry_run and by_hand and not problems:
             self._show_plans()  # Only one update, after which no backward pass came.
-            return
+        else:
+            self._say(problems)
+
+    def _say(self, problems: Sequence[str]) -> None:
+        """Say what the rules did, or why they could not."""
+        attached = self._models.attached
+        if self._models.refused:
+            problems = [
+                f"the rules were refused, and the script went on: {one}" for one in problems
+            ]
         if self._settings.dry_run:
             seen = "; ".join(map(telling.untrained, attached))
             text = (
                 f"dry run: no optimizer took a step until the end, so that no plan was made: {seen}"
             )
-            problems.insert(0, text)
+            problems = [text, *problems]
         elif not self._settings.quiet:
             for one in attached:
                 telling.summary(one)
-        # Without an optimizer that steps nobody has said so yet.
-        if self._models.refused:
-            problems = [
-                f"the rules were refused, and the script went on: {one}" for one in problems
-            ]
         telling.write([f"gradsurgeon: error: {one}" for one in problems], attached[0].rank)
         if problems and (self._settings.strict or self._settings.dry_run):
             exiting.refuse()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ class Attached:
         start: number of its first update.
         begun: training has begun, and its header is written.
         provisional: a backward pass reached it, and nobody has updated it yet.
+        replaced: another one has taken its place, with all of its parameters.
         reached: the last backward pass reached it, while it was provisional.
         weights: what they were before that pass.
     """
@@ -53,6 +54,7 @@ class Attached:
     start: int = 0
     begun: bool = False
     provisional: bool = False
+    replaced: bool = False
     reached: bool = False
     weights: Imprint = field(default_factory=dict)
 
@@ -77,8 +79,8 @@ class Models:
         self._seen: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # Where this process records its first model.
         self._folder = Path()
-        # Nothing was trained: the rules fit no model.
-        self.refused = False
+        # The rules have been found to fit the models, or not to.
+        self.fitting = self.refused = False
         # Optimizers whose parameters are in no module, by class name.
         self.homeless: dict[str, int] = {}
 
@@ -280,6 +282,7 @@ class Models:
                 if not one.provisional:
                     step = max(step, one.session.step)
                 if one.begun:
+                    one.replaced = True
                     one.session.remove()
                 else:
                     one.session.discard()
@@ -296,6 +299,7 @@ class Models:
         provisional: bool,
     ) -> None:
         title = self._title(bound.manifest.origin)
+        bound = replace(bound, title=title)
         session = record = None
         while session is None:
             record = self._place(title)
@@ -322,6 +326,10 @@ class Models:
             provisional=provisional,
         )
         self.attached.append(made)
+        if len(self.attached) > 1:
+            # Models of one script like to have the same names for their parameters.
+            for one in self.attached:
+                one.session.name_model(one.title)
 
     def _title(self, origin: str) -> str:
         title, number = origin, 1
@@ -369,7 +377,11 @@ class Models:
         if self.attached and (missing := self.shortfalls()):
             self.refused = True
             raise BindError(missing)
+        self.fitting = True
 
     def shortfalls(self) -> list[str]:
         """Return what is wrong with rules that match too little in all models together."""
-        return planning.shortfalls(self.rules, [one.plan.manifest for one in self.attached])
+        return planning.shortfalls(
+            self.rules,
+            {one.title: one.plan.manifest for one in self.attached if not one.replaced},
+        )

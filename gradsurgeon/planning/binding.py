@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -61,29 +61,45 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     return replace(plan, warnings=(*_overlaps(plan), *breaks_of(plan), *notes))
 
 
-def shortfalls(rules: RuleSet, manifests: Sequence[Manifest]) -> list[str]:
-    """Return what is wrong with rules that match too little in several models together."""
+def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
+    """Return what is wrong with rules that match too little in several models together.
+
+    Args:
+        rules: in file order.
+        models: by what they are called.
+    """
     found = []
     for rule in rules.rules:
         if rule.target == "tensors":
             continue
-        own = [one for one in manifests if rule.model is None or is_for(rule.model, one)]
+        own = {
+            title: one
+            for title, one in models.items()
+            if rule.model is None or is_for(rule.model, one)
+        }
+        several = len(own) > 1
         whole = Manifest(
-            origin=", ".join(one.origin for one in own),
-            params=tuple(param for one in own for param in one.params),
-            modules=tuple(module for one in own for module in one.modules),
+            origin=", ".join(own),
+            params=tuple(param for one in own.values() for param in one.params),
+            modules=tuple(module for one in own.values() for module in one.modules),
         )
-        known = _names(whole)[rule.target]
-        matched = [thing for one in own for thing in _names(one)[rule.target].match(rule)[0]]
+        known = _names(whole, f"the models {printable(whole.origin)}" if several else "the model")
+        matched = [
+            (title, thing)
+            for title, one in own.items()
+            for thing in _names(one)[rule.target].match(rule)[0]
+        ]
+        owners = [title for title, _ in matched] if several else []
+        things = [thing for _, thing in matched]
         place = f"{rules.place(rule.id)}: rule {rule.id}: "
-        found += [place + text for text in _shortfall(rule, matched, known)]
+        found += [place + text for text in _shortfall(rule, things, known[rule.target], owners)]
     return found
 
 
-def _names(manifest: Manifest) -> dict[str, Names]:
+def _names(manifest: Manifest, owner: str = "the model") -> dict[str, Names]:
     return {
-        "params": Names("parameter", manifest.params),
-        "modules": Names("module", manifest.modules),
+        "params": Names("parameter", manifest.params, owner),
+        "modules": Names("module", manifest.modules, owner),
     }
 
 
@@ -157,13 +173,15 @@ def _doubts(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
         yield "acts in every forward, evaluation included; `when: train` limits it to training"
 
 
-def _shortfall(rule: Rule, matched: Sequence[Thing], names: Names) -> Iterator[str]:
+def _shortfall(
+    rule: Rule, matched: Sequence[Thing], names: Names, owners: Sequence[str] = ()
+) -> Iterator[str]:
     if not matched and not rule.optional:
         yield names.no_match(rule)
     if rule.expect is not None and rule.expect.params != len(matched):
         yield (
             f"expected {rule.expect.params} parameters, matched {len(matched)}"
-            f"{examples(matched)}; correct the pattern or the `expect`"
+            f"{examples(matched, owners)}; correct the pattern or the `expect`"
         )
 
 

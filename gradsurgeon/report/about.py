@@ -35,6 +35,7 @@ def describe(plan: Plan, *, mode: str, start_step: int, torch: str) -> dict[str,
         },
         "model": {
             "origin": plan.manifest.origin,
+            "title": plan.subject,
             "params": [
                 {"name": param.name, "aliases": list(param.aliases)}
                 for param in plan.manifest.params

@@ -184,6 +184,10 @@ class Session:
             )
         return self._removed or self._engine.manual.tick()
 
+    def name_model(self, title: str) -> None:
+        """Let messages of traps say which model they are about: there are several."""
+        self._state.title = title
+
     def again(self) -> None:
         """Let the next backward pass take the place of the last: nothing was updated in between."""
         self._engine.manual.again()
