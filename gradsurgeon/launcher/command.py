@@ -20,8 +20,10 @@ from gradsurgeon.launcher import idle, mark, observer
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.interpreters import deaf_flag, other_prefix
 from gradsurgeon.launcher.settings import RULES, STRICT, Settings
+from gradsurgeon.store import job
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
+_REFUSED = 2
 _WITH_VALUE = ("--rules", "--record", "--start-step")
 
 
@@ -41,12 +43,11 @@ def main(argv: Sequence[str]) -> int:
     path = Path(rules).absolute()
     if not path.is_file():
         return _fail(f"{printable(rules)}: there is no such rule file")
-    # Of several ranks another one may have begun already; it has looked before it did.
-    alone = "RANK" not in os.environ
-    if arguments.record and alone and (Path(arguments.record) / "run.json").exists():
-        return _fail(
-            f"{printable(arguments.record)} holds a run already: name another directory, or remove it"
-        )
+    if arguments.record and job.is_taken(Path(arguments.record)):
+        text = f"{printable(arguments.record)} holds a run already: name another directory, or remove it"
+        # All ranks find the same; one of each machine says so.
+        local = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+        return _fail(text) if local == "0" else _REFUSED
     settings = Settings(
         rules=str(path),
         record=str(Path(arguments.record).absolute()) if arguments.record else "",
@@ -167,7 +168,7 @@ def _print_difference(environment: dict[str, str]) -> None:
 
 def _fail(text: str) -> int:
     print(f"gradsurgeon run: {text}", file=sys.stderr)  # noqa: T201 # a command line prints
-    return 2
+    return _REFUSED
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -33,13 +33,15 @@ class Ending:
         self._expected = self._done = False
 
     def expect(self) -> None:
-        """Prepare for the end: something is going to be trained."""
+        """Prepare for the end: something more is going to be trained."""
+        # What a session writes at its end is to come before its records are closed at exit.
+        atexit.unregister(self._finish)
+        atexit.register(self._finish)
         if self._expected:
             return
         self._expected = True
         # Of whoever trains: a forked worker may be the first to do so.
         self._pid = os.getpid()
-        atexit.register(self._finish)
         self._before_exit()
         Termination(self._finish).expect()
         if self._settings.pdb:
@@ -87,13 +89,12 @@ class Ending:
         self._done = True
         by_hand = self._models.updated()
         problems = self._models.conclude()
-        with warnings.catch_warnings():
-            # What there is to warn of at the end is in the summary.
-            warnings.simplefilter("ignore", GradSurgeonWarning)
-            for one in self._models.attached:
-                one.session.remove()
+        # Of a run that was refused nothing stays in the way of the next.
+        stopped = _ended_by(BindError)
+        refused = (stopped or self._models.refused is not None) and self._models.idle
+        self._take_off(discard=refused)
         self._debugger.say_what_was_missed()
-        if not self._models.attached or (self._models.refused and _ended_by(BindError)):
+        if not self._models.attached or (refused and stopped):
             return  # The traceback tells why.
         if not self._models.fitting:
             # Without an optimizer that steps nobody has said so yet.
@@ -103,13 +104,23 @@ class Ending:
         else:
             self._say(problems)
 
+    def _take_off(self, *, discard: bool) -> None:
+        with warnings.catch_warnings():
+            # What there is to warn of at the end is in the summary.
+            warnings.simplefilter("ignore", GradSurgeonWarning)
+            for one in self._models.attached:
+                if discard:
+                    one.session.discard()
+                    one.record = ""
+                else:
+                    one.session.remove()
+
     def _say(self, problems: Sequence[str]) -> None:
         """Say what the rules did, or why they could not."""
         attached = self._models.attached
-        if self._models.refused:
-            problems = [
-                f"the rules were refused, and the script went on: {one}" for one in problems
-            ]
+        if self._models.refused is not None:
+            on = "" if self._models.idle else ", and the script went on"
+            problems = [f"the rules were refused{on}: {one}" for one in problems]
         if self._settings.dry_run:
             seen = "; ".join(map(telling.untrained, attached))
             text = (

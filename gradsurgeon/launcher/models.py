@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -14,58 +14,14 @@ from torch.optim import Optimizer
 from gradsurgeon import _dist, api, planning
 from gradsurgeon.errors import BindError, GradSurgeonError, RecordError
 from gradsurgeon.launcher import idle, telling
+from gradsurgeon.launcher.attached import Attached
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.settings import Settings
-from gradsurgeon.launcher.weights import Imprint, differ, imprint
 from gradsurgeon.planning import Plan
-from gradsurgeon.runtime import Session
 from gradsurgeon.schema import RuleSet
+from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name
-
-
-@dataclass(slots=True)
-class Attached:
-    """One model with rules on it.
-
-    Attributes:
-        title: class name of the model, with a number where there are several of a kind.
-        model: reached weakly, as the session does.
-        plan: what the rules bound to.
-        session: the rules at work.
-        record: its run directory, empty for none.
-        rank: the rank of this process, kept for when its process group is gone.
-        observing: nothing is edited.
-        start: number of its first update.
-        begun: training has begun, and its header is written.
-        provisional: a backward pass reached it, and nobody has updated it yet.
-        replaced: another one has taken its place, with all of its parameters.
-        reached: the last backward pass reached it, while it was provisional.
-        weights: what they were before that pass.
-    """
-
-    title: str
-    model: weakref.ref[nn.Module]
-    plan: Plan
-    session: Session
-    record: str
-    rank: int
-    observing: bool = False
-    start: int = 0
-    begun: bool = False
-    provisional: bool = False
-    replaced: bool = False
-    reached: bool = False
-    weights: Imprint = field(default_factory=dict)
-
-    def bound(self) -> set[int]:
-        """Return the ids of the parameters that the rules were bound to."""
-        names = {name for param in self.plan.manifest.params for name in param.names}
-        return {
-            id(slot.owner._parameters[slot.key])  # noqa: SLF001 # the place itself
-            for slot in planning.slots(self.model())
-            if slot.name in names
-        }
 
 
 class Models:
@@ -79,8 +35,9 @@ class Models:
         self._seen: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # Where this process records its first model.
         self._folder = Path()
-        # The rules have been found to fit the models, or not to.
-        self.fitting = self.refused = False
+        # The rules have been found to fit the models; or not to, after so many updates.
+        self.fitting = False
+        self.refused: int | None = None
         # Optimizers whose parameters are in no module, by class name.
         self.homeless: dict[str, int] = {}
 
@@ -158,16 +115,11 @@ class Models:
             one.reached = bool(one.bound() & leaves)
             if one.reached:
                 one.session.again()
-            if one.reached and (model := one.model()) is not None:
-                one.weights = imprint(model)
+                one.imprint()
 
     def updated(self) -> bool:
         """Tell whether somebody has updated a model by hand since the last backward pass."""
-        return any(self._is_updated(one) for one in self.provisional)
-
-    @staticmethod
-    def _is_updated(one: Attached) -> bool:
-        return (model := one.model()) is not None and differ(one.weights, imprint(model))
+        return any(one.is_updated() for one in self.provisional)
 
     def settle(self) -> None:
         """Keep the models that were updated by hand, and those that the last backward pass reached.
@@ -176,9 +128,13 @@ class Models:
             GradSurgeonError: the rules cannot act on such updates.
         """
         for one in self.provisional:
-            if one.reached or self._is_updated(one):
+            if one.reached or one.is_updated():
                 one.provisional = False
-                one.session.confirm()
+                try:
+                    one.session.confirm()
+                except GradSurgeonError:
+                    self.refused = self._updates()
+                    raise
         self.drop()
 
     def drop(self) -> None:
@@ -219,7 +175,7 @@ class Models:
         claimed = [one for one in self.provisional if wanted & one.bound()]
         whole = {id(root) for root in roots_of(params)} if claimed else set()
         for one in claimed:
-            if id(one.model()) in whole and wanted & set(map(id, self._of(one))) <= one.bound():
+            if id(one.model()) in whole and wanted & set(map(id, one.params())) <= one.bound():
                 one.session.meet(optimizer)
                 one.provisional = one.reached = False
             else:
@@ -241,7 +197,7 @@ class Models:
             RecordError: records cannot be written.
         """
         fresh = [one for one in self._living() if not (one.begun or one.provisional)]
-        params = [param for one in fresh for param in self._of(one)]
+        params = [param for one in fresh for param in one.params()]
         for root in roots_of(params) if params else []:
             inside = {id(module) for module in root.modules()}
             parts = [one for one in fresh if id(one.model()) in inside]
@@ -254,16 +210,11 @@ class Models:
                 one.begun = True
                 self._tell(one, optimizers)
 
-    @staticmethod
-    def _of(one: Attached) -> list[nn.Parameter]:
-        model = one.model()
-        return [] if model is None else list(model.parameters())
-
     def _tell(self, one: Attached, optimizers: Sequence[Optimizer]) -> None:
         one.rank = _dist.rank()
         if self.settings.quiet or self.settings.dry_run:
             return
-        own = {id(param) for param in self._of(one)}
+        own = {id(param) for param in one.params()}
         by = {
             type(optimizer).__name__: None
             for optimizer in optimizers
@@ -351,7 +302,10 @@ class Models:
         base = self._folder = Path(self.settings.record)
         number = 1
         # Ranks go by their own files: they come to the same number without asking each other.
-        while (self._folder / database_name(_dist.rank())).exists():
+        while (
+            job.is_of_another_start(self._folder)
+            or (self._folder / database_name(_dist.rank())).exists()
+        ):
             number += 1
             self._folder = base / f"process-{number}"
         return self._folder
@@ -375,9 +329,17 @@ class Models:
             # The process group may have come after the optimizer, and will be gone at the end.
             one.rank = _dist.rank()
         if self.attached and (missing := self.shortfalls()):
-            self.refused = True
+            self.refused = self._updates()
             raise BindError(missing)
         self.fitting = True
+
+    def _updates(self) -> int:
+        return sum(one.session.step - one.start for one in self.attached)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has been updated, or nothing since the rules were refused."""
+        return self._updates() <= (self.refused or 0)
 
     def shortfalls(self) -> list[str]:
         """Return what is wrong with rules that match too little in all models together."""

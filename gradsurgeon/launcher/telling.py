@@ -14,7 +14,7 @@ from gradsurgeon.events import Event
 from gradsurgeon.schema import RuleSet
 
 if TYPE_CHECKING:
-    from gradsurgeon.launcher.models import Attached
+    from gradsurgeon.launcher.attached import Attached
 
 _MOST_EVENTS = 5
 

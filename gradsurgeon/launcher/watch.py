@@ -149,6 +149,8 @@ class Watch:
 
     def _begin(self) -> None:
         self._models.begin(list(self._known))
+        if self._models.attached:
+            self._ending.expect()
 
     def _guarded(self, work: Any) -> None:
         """Do the launcher's work; whatever goes wrong with it, the script goes on.

@@ -12,6 +12,8 @@ import pytest
 from commands import environment
 from outside import Folder
 
+import gradsurgeon
+
 PAIR = """
 import sys, torch
 from torch import nn
@@ -30,7 +32,8 @@ for step in range(3):
         net(torch.ones(1, 2)).sum().mul(float("nan") if (net, step) == (pair[{bad}], 1) else 1).backward()
         optimizer.step()
 """
-TRAP = """  - {id: norms, action: norm-log, params: '*'}
+TRAP = """  - {id: late, action: norm-log, params: '*', steps: {from: 100}}
+  - {id: norms, action: norm-log, params: '*'}
   - {id: trap, action: nan-trap, params: '*'}
 """
 
@@ -60,6 +63,11 @@ def test_a_trap_names_the_model(folder: Folder, bad: int, title: str) -> None:
     assert sum(head in line for line in done.lines) == 1, done.lines
     if bad:
         return
+    # What is found out at the end is in the records of each.
+    for place in ("run", "run/Net-2"):
+        with gradsurgeon.open_run(folder.path / place) as run:
+            never = [event.rule for event in run.events if event.kind == "never-fired"]
+        assert never == ["late"], place
     # A report says which of them it is of, and which others there are.
     own, other = report(folder, "run"), report(folder, "run/Net-2")
     assert " on Net: " in own[0]
@@ -78,12 +86,12 @@ def test_a_trap_names_the_model(folder: Folder, bad: int, title: str) -> None:
 
 def test_an_expectation_that_is_not_met_names_the_models(folder: Folder) -> None:
     rule = "  - {id: all, action: norm-log, params: '*', expect: {params: 5}}\n"
-    done = folder.run(PAIR.format(bad=0), rules=rule, record=False)
+    done = folder.run(PAIR.format(bad=0), rules=rule)
     assert done.code == 1
     names = "(Net: body.weight, Net: body.bias, Net-2: body.weight, ...)"
     assert f"rule all: expected 5 parameters, matched 4 {names};" in done.lines[-1]
     rule = "  - {id: head, action: norm-log, params: 'head.*'}\n"
-    done = folder.run(PAIR.format(bad=0), rules=rule, record=False)
+    done = folder.run(PAIR.format(bad=0), rules=rule)
     assert 'no parameter of the models Net, Net-2 matches "head.*"' in done.lines[-1]
 
 
