@@ -172,6 +172,7 @@ def attach(
             start_step=start_step,
             writer=writer,
             scaler=scaler,
+            outside=beside,
             provisional=provisional,
         )
         runtime.enter(model, made, beside=beside)

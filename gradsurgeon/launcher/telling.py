@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
+from gradsurgeon.planning import NO_MATCH
+from gradsurgeon.planning.table import count
 from gradsurgeon.schema import RuleSet
 
 if TYPE_CHECKING:
@@ -64,17 +66,22 @@ def header(made: Attached, rules: RuleSet, optimizers: Sequence[str]) -> None:
     by += f", from step {made.start}" if made.start else ""
     first = (
         f"gradsurgeon: {printable(rules.file)} on {made.title} "
-        f"({len(manifest.params)} parameters, {manifest.elements:,} elements{by})"
+        f"({count(len(manifest.params), 'parameter')}, {count(manifest.elements, 'element')}{by})"
     )
     rows = []
     for rule in rules.rules:
         bound = made.plan.of(rule.id)
-        kind = {"params": "parameters", "modules": "modules", "tensors": "tags"}[rule.target]
-        what = f"{len(bound)} {kind}" if bound else "nothing in this model"
+        kind = {"params": "parameter", "modules": "module", "tensors": "tag"}[rule.target]
+        what = count(len(bound), kind) if bound else "nothing in this model"
         when = "before each update" if rule.role == "trap" else f"at {rule.point}"
         rows.append((printable(rule.id), rule.action, when, what))
     lines = [first, *_columns(rows)]
-    own = [f"{rule}: {text}" for rule, texts in made.plan.rule_warnings.items() for text in texts]
+    own = [
+        f"{rule}: {text}"
+        for rule, texts in made.plan.rule_warnings.items()
+        for text in texts
+        if text != NO_MATCH  # its row says so
+    ]
     lines += [f"  note: {printable(text)}" for text in (*made.plan.warnings, *own)]
     if made.observing:
         lines.append("  observing only: nothing is edited")

@@ -15,6 +15,8 @@ from gradsurgeon.planning.matching import Names, Thing, examples
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.schema import RuleSet
 
+NO_MATCH = "matches nothing in this model"
+
 
 def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     """Bind rules to the parameters and modules of a manifest.
@@ -51,8 +53,13 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
         if alone:
             complaints += [place + text for text in _shortfall(rule, matched, known)]
         complaints += [place + text for text in obstacles(rule, matched, manifest)]
-        elsewhere = () if alone or matched else ("matches nothing in this model",)
-        warnings[rule.id] = (*doubts, *elsewhere, *_doubts(rule, matched), *rule.notes)
+        said: tuple[str, ...] = (NO_MATCH,)
+        if matched:
+            said = (*_doubts(rule, matched), *rule.notes)
+        elif rule.optional:
+            said = ("matches nothing (optional)",)
+        # Of a rule that has no effect here it is of no use to say what its effect would be.
+        warnings[rule.id] = (*doubts, *said)
         bindings += _bindings(rule, matched)
     if complaints:
         raise BindError(complaints)
@@ -157,8 +164,6 @@ def _doubts(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     params = [thing for thing in matched if isinstance(thing, Param)]
     if params and not any(param.requires_grad for param in params):
         yield "all parameters it matches are frozen: it acts once they are not"
-    if rule.optional and not matched:
-        yield "matches nothing (optional)"
     if rule.target != "modules":
         return
     if rule.ref.grad and rule.ref.side == "input":

@@ -22,7 +22,7 @@ def render(plan: Plan) -> str:
     head = (
         f"plan: {printable(plan.rules.file)} on {printable(plan.subject)}: "
         f"{count(len(plan.rules.rules), 'rule')}, {count(len(manifest.params), 'parameter')}, "
-        f"{manifest.elements:,} elements"
+        f"{count(manifest.elements, 'element')}"
     )
     return "\n".join([head, "", *_rules(plan), "", *_chains(plan), *_warnings(plan)])
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.planning.table import count, grid
 
 _EVENTS = 20
@@ -67,7 +67,7 @@ def _remark(info: RuleInfo, status: RuleStatus, trips: Sequence[Event]) -> str:
 def by_kind(events: Iterable[Event]) -> dict[str, int]:
     """Return how many events there are of each kind; what all ranks note is one."""
     noted = Counter((one.kind, one.rule, one.step, one.rank) for one in events)
-    most: dict[tuple[str, str, int], int] = {}
+    most: dict[tuple[EventKind, str, int], int] = {}
     for (kind, rule, step, _), number in noted.items():
         most[kind, rule, step] = max(number, most.get((kind, rule, step), 0))
     found: dict[str, int] = {}

@@ -50,6 +50,7 @@ class Session:
         writer: RunWriter | None = None,
         scaler: GradScaler | None = None,
         optimize: bool = True,
+        outside: bool = False,
         provisional: bool = False,
     ) -> None:
         program = compile_plan(plan, optimize=optimize)
@@ -68,6 +69,7 @@ class Session:
             journal=journal,
             recorder=recorder,
             mode=mode,
+            outside=outside,
             provisional=provisional,
             scaling=Scaling(scaler),
             edits={

@@ -39,6 +39,8 @@ class State:
     paused: bool = False
     # What the model is called, where there are several.
     title: str = ""
+    # The launcher has put the rules on: the script has no session.
+    outside: bool = False
     # An optimizer may turn up after these backward passes: what an update by hand would have to be told or
     # refused waits until one is seen.
     provisional: bool = False

@@ -102,3 +102,25 @@ def test_a_dry_run_has_a_plan_for_each(folder: Folder) -> None:
     files = [folder.path / name for name in ("params.json", "params.Net-2.json")]
     shapes = [json.loads(file.read_text())["params"][0]["shape"] for file in files]
     assert shapes == [[3, 2], [1, 2]]
+
+
+def test_a_header_says_once_that_a_rule_fits_nothing_here(folder: Folder) -> None:
+    script = """
+import torch
+from torch import nn
+pair = nn.Linear(1, 1, bias=False), nn.Sequential(nn.Linear(1, 1))
+optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in pair]
+for net, optimizer in zip(pair, optimizers):
+    net(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+"""
+    done = folder.run(script, rules="  - {id: cut, action: zero, params: '0.bias'}\n", record=False)
+    assert done.code == 0, done.lines
+    first, second = (i for i, line in enumerate(done.lines) if " updated by " in line)
+    assert "on Linear (1 parameter, 1 element, updated by SGD)" in done.lines[first]
+    assert done.lines[first + 1 : second] == ["  cut  zero  at backward  nothing in this model"]
+    assert "on Sequential (2 parameters, 2 elements, updated by SGD)" in done.lines[second]
+    assert done.lines[second + 1 : second + 3] == [
+        "  cut  zero  at backward  1 parameter",
+        "  note: cut: zero is not freeze: weight decay and momentum still move the weight",
+    ]

@@ -202,7 +202,9 @@ for step in range(2):
     rules = "  - {id: half, action: scale, factor: 0.5, params: '*', at: step}\n"
     done = folder.run(script, rules=rules)
     assert (done.code, done.out) == (1, "step 0\n")
-    assert any("the edit would compound" in line for line in done.lines)
+    (said,) = [line for line in done.lines if "the edit would compound" in line]
+    # Nobody in the script has a session yet.
+    assert "gradsurgeon.apply(model, rules, optimizer=[]), and call tick() of that session" in said
     # Without an edit the second pass goes on with the step of the first.
     done = folder.run(script, record=False)
     assert (done.code, done.out) == (0, "step 0\nstep 1\n")

@@ -300,6 +300,13 @@ def test_the_rules_say_what_they_did() -> None:
     assert row(text, "norms")[2:] == ["8", "0", "-", "-", "NEVER", "FIRED"]
 
 
+@pytest.mark.parametrize(("top", "marked"), [(1.0, False), (1.9, False), (2.0, True)])
+def test_a_norm_that_stands_out_is_a_spike(top: float, *, marked: bool) -> None:
+    text = report(records({"w": [1.0, top, 1.0]})).text()
+    assert ("<- spike" in text) == marked
+    assert ("largest spike: w, " in text) == marked
+
+
 def test_a_trap_that_several_ranks_note_is_one() -> None:
     seen = [(0, 3), (1, 3), (0, 5), (1, 5)]
     events = [Event("trap", "watch", step, rank, "w", f"step {step}: bad") for rank, step in seen]
