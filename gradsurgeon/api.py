@@ -139,6 +139,7 @@ def attach(
     start_step: int = 0,
     replace: bool = False,
     beside: bool = False,
+    provisional: bool = False,
 ) -> Session:
     """Attach a plan to the model it was made for, as `apply` does once it has bound the rules.
 
@@ -152,6 +153,7 @@ def attach(
         start_step: as for `apply`.
         replace: as for `apply`.
         beside: do not count as the session of the model, and act after it.
+        provisional: whether an optimizer is going to update the model is not known yet.
 
     Raises:
         RecordError: the run directory cannot be written, or holds a run already.
@@ -170,6 +172,8 @@ def attach(
             start_step=start_step,
             writer=writer,
             scaler=scaler,
+            outside=beside,
+            provisional=provisional,
         )
         runtime.enter(model, made, beside=beside)
     except BaseException:

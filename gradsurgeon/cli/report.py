@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradsurgeon.cli import fail
-from gradsurgeon.errors import RecordError
-from gradsurgeon.report import from_run, needs_ascii
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.planning.table import count, grid
+from gradsurgeon.report import from_run, needs_ascii, title_of
 from gradsurgeon.store.layout import RUN_FILE
 from gradsurgeon.store.run import open_run
 
@@ -19,16 +22,27 @@ if TYPE_CHECKING:
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; 2 where there is no run that can be read."""
     plain = arguments.ascii or needs_ascii(sys.stdout.encoding)
+    folder = Path(arguments.run)
+    inside = sorted(file.parent for file in folder.glob(f"*/**/{RUN_FILE}"))
     try:
-        for number, folder in enumerate(_runs(arguments.run)):
+        own = (folder / RUN_FILE).exists() or not inside
+        if own:
             with open_run(folder) as found:
-                text = from_run(found).text(ascii_only=plain)
-            print(f"\n{text}" if number else text)
+                print(from_run(found).text(ascii_only=plain))
+        if inside:
+            head = f"{count(len(inside), 'run')} inside {printable(arguments.run)}, of other models or processes:"
+            print("\n".join([*([""] if own else []), head, *_commands(inside)]))
     except RecordError as error:
         return fail(str(error))
     return 0
 
 
-def _runs(path: str) -> list[str | Path]:
-    """Return a run directory and those inside it: a script that trains several models has several."""
-    return [path, *sorted(file.parent for file in Path(path).glob(f"*/{RUN_FILE}"))]
+def _commands(folders: Sequence[Path]) -> Iterator[str]:
+    """Yield for each run inside another how to see it, and what it is of."""
+    rows = []
+    for folder in folders:
+        with open_run(folder) as found:
+            title = title_of(found)
+        command = f"gradsurgeon report {shlex.quote(str(folder))}"
+        rows.append((printable(command), printable(title)))
+    yield from grid(rows)

@@ -19,7 +19,8 @@ from gradsurgeon.errors import printable
 from gradsurgeon.launcher import idle, mark, observer
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.interpreters import deaf_flag, other_prefix
-from gradsurgeon.launcher.settings import RULES, STRICT, Settings
+from gradsurgeon.launcher.settings import DISABLE, RULES, STRICT, Settings, is_on
+from gradsurgeon.store import job
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
 _WITH_VALUE = ("--rules", "--record", "--start-step")
@@ -35,20 +36,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(own)
     if not arguments.print_env and not target:
         return _fail(f"no script is given\nusage: {_USAGE}")
+    if _is_off() and not arguments.print_env:
+        return _become_target(target, dict(os.environ))
     rules = arguments.rules or os.environ.get(RULES, "")
-    if not rules:
-        return _fail(f"no rules are given: pass `--rules FILE`, or set {RULES}")
-    path = Path(rules).absolute()
-    if not path.is_file():
-        return _fail(f"{printable(rules)}: there is no such rule file")
-    # Of several ranks another one may have begun already; it has looked before it did.
-    alone = "RANK" not in os.environ
-    if arguments.record and alone and (Path(arguments.record) / "run.json").exists():
-        return _fail(
-            f"{printable(arguments.record)} holds a run already: name another directory, or remove it"
-        )
+    if problem := _problem(rules, arguments.record):
+        return _fail(problem)
     settings = Settings(
-        rules=str(path),
+        rules=str(Path(rules).absolute()),
         record=str(Path(arguments.record).absolute()) if arguments.record else "",
         dry_run=str(Path.cwd() / "params.json") if arguments.dry_run else "",
         start_step=arguments.start_step,
@@ -61,11 +55,23 @@ def main(argv: Sequence[str]) -> int:
     if arguments.print_env:
         _print_difference(environment)
         return 0
-    whole = target[0] == "--"
-    environment |= mark.variables(environment, command=whole)
-    return (
-        _become_command(target[1:], environment) if whole else _become_script(target, environment)
-    )
+    environment |= mark.variables(environment, command=target[0] == "--")
+    return _become_target(target, environment)
+
+
+def _is_off() -> bool:
+    return is_on(os.environ.get(DISABLE, ""))
+
+
+def _problem(rules: str, record: str | None) -> str:
+    """Return why nothing can be run, empty where it can."""
+    if not rules:
+        return f"no rules are given: pass `--rules FILE`, or set {RULES}"
+    if not Path(rules).is_file():
+        return f"{printable(rules)}: there is no such rule file"
+    if record and job.is_taken(Path(record)):
+        return f"{printable(record)} holds a run already: name another directory, or remove it"
+    return ""
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -103,8 +109,14 @@ def _flags() -> list[str]:
     return flags
 
 
+def _become_target(target: list[str], environment: dict[str, str]) -> int:
+    if target[0] == "--":
+        return _become_command(target[1:], environment)
+    return _become_script(target, environment)
+
+
 def _become_script(target: list[str], environment: dict[str, str]) -> int:
-    if flag := deaf_flag():
+    if not _is_off() and (flag := deaf_flag()):
         why = f"with {flag} Python takes no notice of PYTHONPATH or of sitecustomize, by which they come"
         if not _goes_on_without(f"{why}: leave {flag} out", environment):
             return 2
@@ -117,6 +129,8 @@ def _become_command(command: list[str], environment: dict[str, str]) -> int:
     program = command[0] if os.path.isabs(command[0]) else shutil.which(command[0])  # noqa: PTH117
     if program is None:
         return _fail(f"{printable(command[0])}: there is no such command")
+    if _is_off():
+        return _become(program, command, environment)
     prefix = other_prefix(program)
     if prefix:
         why = f"it is run by the Python of {printable(prefix)}, gradsurgeon by that of {printable(sys.prefix)}"
@@ -166,7 +180,9 @@ def _print_difference(environment: dict[str, str]) -> None:
 
 
 def _fail(text: str) -> int:
-    print(f"gradsurgeon run: {text}", file=sys.stderr)  # noqa: T201 # a command line prints
+    # All ranks of a machine find the same; one of them says so.
+    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
+        print(f"gradsurgeon run: {text}", file=sys.stderr)  # noqa: T201 # a command line prints
     return 2
 
 
@@ -175,11 +191,12 @@ def _parser() -> argparse.ArgumentParser:
         prog="gradsurgeon run",
         usage=_USAGE,
         description="Run a training script with rules on it, without editing it.",
-        epilog="The exit code is that of the script. GRADSURGEON_DISABLE=1 turns everything off.",
+        epilog="The exit code is that of the script, but for --strict: 2 where a rule, or all of them, could not "
+        "act. GRADSURGEON_DISABLE=1 turns everything off.",
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--rules", metavar="FILE", help=f"the rule file; {RULES} if not given")
+    add("--rules", metavar="FILE", help=f"the rule file; that of {RULES} if not given")
     add("--record", metavar="DIR", help="write records to this run directory")
     add("--start-step", metavar="N", type=_step, default=0, help="number of the first update")
     add(
@@ -193,12 +210,12 @@ def _parser() -> argparse.ArgumentParser:
         help="print the plan at the first step, write params.json, stop",
     )
     add("--pdb", action="store_true", help="open the debugger where a trap stops the update")
-    add("--quiet", action="store_true", help="neither header nor summary")
+    add("--quiet", action="store_true", help="neither header nor summary, only errors")
     add("--strict", action="store_true", help="stop where the rules cannot be put on the script")
     add(
         "--print-env",
         action="store_true",
-        help="print the environment for a shell to read, and stop",
+        help="print what a shell has to set so that plain `python` does the same, PYTHONPATH included, and stop",
     )
     return parser
 

@@ -7,12 +7,13 @@ import functools
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from gradsurgeon import _dist
-from gradsurgeon.errors import GradSurgeonWarning
-from gradsurgeon.launcher import telling
+from gradsurgeon.errors import BindError, GradSurgeonWarning
+from gradsurgeon.launcher import exiting, telling
 from gradsurgeon.launcher.debugger import Debugger
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.models import Models
@@ -32,13 +33,15 @@ class Ending:
         self._expected = self._done = False
 
     def expect(self) -> None:
-        """Prepare for the end: something is going to be trained."""
+        """Prepare for the end: something more is going to be trained."""
+        # What a session writes at its end is to come before its records are closed at exit.
+        atexit.unregister(self._finish)
+        atexit.register(self._finish)
         if self._expected:
             return
         self._expected = True
         # Of whoever trains: a forked worker may be the first to do so.
         self._pid = os.getpid()
-        atexit.register(self._finish)
         self._before_exit()
         Termination(self._finish).expect()
         if self._settings.pdb:
@@ -53,7 +56,7 @@ class Ending:
             try:
                 self._finish()
             finally:
-                leave(status)
+                leave(exiting.code(status))
 
         os._exit = left
 
@@ -66,6 +69,10 @@ class Ending:
         if not self._settings.dry_run or not self._models.attached:
             return
         self._done = True
+        self._show_plans()
+        sys.exit(0)
+
+    def _show_plans(self) -> None:
         if _dist.rank() == 0:
             for number, one in enumerate(self._models.attached):
                 print(one.plan, flush=True)  # noqa: T201 # it is the product
@@ -74,24 +81,60 @@ class Ending:
                     path = path.with_name(f"{path.stem}.{one.title}{path.suffix}")
                 path.write_text(manifest_file.dumps(one.plan.manifest), encoding="utf-8")
                 say(f"dry run: wrote {path}")
-        sys.exit(0)
 
     def _finish(self) -> None:
         """Take the rules off and say what they did."""
         if self._done or os.getpid() != self._pid:
             return  # A forked child ends its own way: the records are its parent's.
         self._done = True
+        by_hand = self._models.updated()
+        problems = self._models.conclude()
+        # Of a run that was refused nothing stays in the way of the next.
+        stopped = _ended_by(BindError)
+        refused = (stopped or self._models.refused is not None) and self._models.idle
+        self._take_off(discard=refused)
+        self._debugger.say_what_was_missed()
+        if not self._models.attached or (refused and stopped):
+            return  # The traceback tells why.
+        if not self._models.fitting:
+            # Without an optimizer that steps nobody has said so yet.
+            problems += self._models.shortfalls()
+        if self._settings.dry_run and by_hand and not problems:
+            self._show_plans()  # Only one update, after which no backward pass came.
+        else:
+            self._say(problems)
+
+    def _take_off(self, *, discard: bool) -> None:
         with warnings.catch_warnings():
             # What there is to warn of at the end is in the summary.
             warnings.simplefilter("ignore", GradSurgeonWarning)
             for one in self._models.attached:
-                one.session.remove()
-        self._debugger.say_what_was_missed()
-        if self._settings.quiet or self._models.refused:
-            return
-        for one in self._models.attached:
-            telling.summary(one)
-        if self._models.attached:
-            # Without an optimizer that steps nobody has said so yet.
-            for text in self._models.shortfalls():
-                telling.write([f"gradsurgeon: {text}"], self._models.attached[0].rank)
+                if discard:
+                    one.session.discard()
+                    one.record = ""
+                else:
+                    one.session.remove()
+
+    def _say(self, problems: Sequence[str]) -> None:
+        """Say what the rules did, or why they could not."""
+        attached = self._models.attached
+        if self._models.refused is not None:
+            on = "" if self._models.idle else ", and the script went on"
+            problems = [f"the rules were refused{on}: {one}" for one in problems]
+        if self._settings.dry_run:
+            seen = "; ".join(map(telling.untrained, attached))
+            text = (
+                f"dry run: no optimizer took a step until the end, so that no plan was made: {seen}"
+            )
+            problems = [text, *problems]
+        elif not self._settings.quiet:
+            for one in attached:
+                telling.summary(one)
+        telling.write([f"gradsurgeon: error: {one}" for one in problems], attached[0].rank)
+        if problems and (self._settings.strict or self._settings.dry_run):
+            exiting.refuse()
+
+
+def _ended_by(kind: type[BaseException]) -> bool:
+    """Tell whether an error that nobody has caught ends the script."""
+    return isinstance(getattr(sys, "last_value", None), kind)

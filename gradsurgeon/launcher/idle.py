@@ -12,6 +12,9 @@ import os
 import sys
 from contextlib import suppress
 
+from gradsurgeon.launcher import exiting
+from gradsurgeon.launcher.settings import DRY_RUN, STRICT
+
 # The process that was launched, if it can look, and the file that tells it of what the others have found.
 MAIN, MARK = "GRADSURGEON_MAIN", "GRADSURGEON_MARK"
 # A process has taken the rules; it has imported torch; something is trained, or it was told why not.
@@ -81,3 +84,5 @@ def _end(pid: int) -> None:
         text = missing(b"".join(_own) + collect(os.environ.get(MARK, "")))
         if text:
             print(f"gradsurgeon: {text}", file=sys.stderr, flush=True)  # noqa: T201 # there is no other channel
+            if any(os.environ.get(name) for name in (STRICT, DRY_RUN)):
+                exiting.refuse()

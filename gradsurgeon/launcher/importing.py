@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from gradsurgeon.launcher import idle
+from gradsurgeon.launcher import exiting, idle
 from gradsurgeon.launcher.settings import STRICT, Settings, from_environment, is_on
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def start() -> None:
         return
     if settings is not None:
         chosen = settings
+        exiting.start()
         idle.start()
         sys.meta_path.insert(0, _Finder("torch", lambda: _activate(chosen)))
 

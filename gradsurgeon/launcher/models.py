@@ -5,56 +5,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, api, planning
-from gradsurgeon.errors import BindError, RecordError
+from gradsurgeon.errors import BindError, GradSurgeonError, RecordError
 from gradsurgeon.launcher import idle, telling
+from gradsurgeon.launcher.attached import Attached
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.planning import Plan
-from gradsurgeon.runtime import Session
 from gradsurgeon.schema import RuleSet
+from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name
-
-
-@dataclass(slots=True)
-class Attached:
-    """One model with rules on it.
-
-    Attributes:
-        title: class name of the model, with a number where there are several of a kind.
-        model: reached weakly, as the session does.
-        plan: what the rules bound to.
-        session: the rules at work.
-        record: its run directory, empty for none.
-        rank: the rank of this process, kept for when its process group is gone.
-        observing: nothing is edited.
-        begun: training has begun, and its header is written.
-    """
-
-    title: str
-    model: weakref.ref[nn.Module]
-    plan: Plan
-    session: Session
-    record: str
-    rank: int
-    observing: bool = False
-    begun: bool = False
-
-    def bound(self) -> set[int]:
-        """Return the ids of the parameters that the rules were bound to."""
-        names = {name for param in self.plan.manifest.params for name in param.names}
-        return {
-            id(slot.owner._parameters[slot.key])  # noqa: SLF001 # the place itself
-            for slot in planning.slots(self.model())
-            if slot.name in names
-        }
 
 
 class Models:
@@ -64,10 +31,13 @@ class Models:
         self.settings = settings
         self.rules = rules
         self.attached: list[Attached] = []
+        # Leaves of earlier backward passes, by their ids.
+        self._seen: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # Where this process records its first model.
         self._folder = Path()
-        # Nothing was trained: the rules fit no model.
-        self.refused = False
+        # The rules have been found to fit the models; or not to, after so many updates.
+        self.fitting = False
+        self.refused: int | None = None
         # Optimizers whose parameters are in no module, by class name.
         self.homeless: dict[str, int] = {}
 
@@ -90,7 +60,7 @@ class Models:
         Args:
             roots: the models.
             params: what is trained.
-            optimizer: by which; ``None`` where weights are updated by hand.
+            optimizer: by which; ``None`` where that is not known, because a backward pass came first.
 
         Raises:
             BindError: a rule cannot act on what it matches.
@@ -104,18 +74,114 @@ class Models:
                 f"{free} parameters of {type(optimizer).__name__} are in no module: no rule acts on them"
             )
         for root in roots:
-            self._put_on(root, optimizer)
+            self._put_on(root, optimizer, provisional=optimizer is None)
 
-    def _put_on(self, root: nn.Module, optimizer: Optimizer | None) -> None:
+    def _put_on(
+        self, root: nn.Module, optimizer: Optimizer | None, *, provisional: bool = False
+    ) -> None:
         idle.busy()
         start = self._take_over(root)
         bound = planning.bind(self.rules, planning.from_model(root), alone=False)
-        self._attach(root, bound, optimizer, start)
+        self._attach(root, bound, optimizer, start, provisional=provisional)
 
     @property
     def waiting(self) -> bool:
         """Whether rules are on models that have not begun to train."""
-        return any(not one.begun for one in self._living())
+        return any(not (one.begun or one.provisional) for one in self._living())
+
+    @property
+    def provisional(self) -> list[Attached]:
+        """The models that a backward pass reached and nobody has updated yet."""
+        return [one for one in self._living() if one.provisional]
+
+    def look(self, leaves: Sequence[Tensor]) -> None:
+        """Put the rules on models that a backward pass is the first to reach, while no optimizer is known."""
+        # Inputs are leaves as well, and others in each pass.
+        new = [
+            leaf for leaf in leaves if id(leaf) not in self._seen and isinstance(leaf, nn.Parameter)
+        ]
+        self._seen |= {id(leaf): leaf for leaf in new}
+        if new and not self.cover(new):
+            self.attach(roots_of(new), new, None)
+
+    def reached(self, params: Sequence[Tensor]) -> None:
+        """Prepare for a backward pass that nobody may mean to train by.
+
+        Args:
+            params: the leaves that it will reach.
+        """
+        leaves = {id(param) for param in params}
+        for one in self.provisional:
+            one.reached = bool(one.bound() & leaves)
+            if one.reached:
+                one.session.again()
+                one.imprint()
+
+    def updated(self) -> bool:
+        """Tell whether somebody has updated a model by hand since the last backward pass."""
+        return any(one.is_updated() for one in self.provisional)
+
+    def settle(self) -> None:
+        """Keep the models that were updated by hand, and those that the last backward pass reached.
+
+        Raises:
+            GradSurgeonError: the rules cannot act on such updates.
+        """
+        for one in self.provisional:
+            if one.reached or one.is_updated():
+                one.provisional = False
+                try:
+                    one.session.confirm()
+                except GradSurgeonError:
+                    self.refused = self._updates()
+                    raise
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of models that a backward pass reached and nobody updated, with their records."""
+        for one in self.provisional:
+            one.session.discard()
+        # Some have gone by themselves.
+        self.attached = [one for one in self.attached if not one.provisional]
+
+    def conclude(self) -> list[str]:
+        """Decide at the end on the models that a backward pass reached and nobody was seen to update.
+
+        Returns:
+            Why the rules cannot act on them, if they cannot.
+        """
+        problems = []
+        if self.updated():
+            try:
+                self.settle()
+            except GradSurgeonError as error:
+                problems.append(str(error))
+        elif len(self.provisional) < len(self._living()):
+            self.drop()
+        # Where that is all that there is, it is what the script was about.
+        for one in self._living():
+            if one.provisional or (one.reached and not one.begun):
+                one.provisional, one.begun = False, True
+                self._tell(one, ())
+        return problems
+
+    def claim(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
+        """Let an optimizer that is new have the models that backward passes have reached before.
+
+        Returns:
+            Whether one of them stays as it is; others give way to a larger model, or a smaller one.
+        """
+        wanted = {id(param) for param in params}
+        claimed = [one for one in self.provisional if wanted & one.bound()]
+        whole = {id(root) for root in roots_of(params)} if claimed else set()
+        for one in claimed:
+            if id(one.model()) in whole and wanted & set(map(id, one.params())) <= one.bound():
+                one.session.meet(optimizer)
+                one.provisional = one.reached = False
+            else:
+                one.session.discard()
+        self.attached = [o for o in self.attached if o not in claimed or not o.provisional]
+        return any(not one.provisional for one in claimed)
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Tell what the rules are bound to, now that training begins.
@@ -130,8 +196,8 @@ class Models:
             BindError: a rule cannot act on what it matches.
             RecordError: records cannot be written.
         """
-        fresh = [one for one in self._living() if not one.begun]
-        params = [param for one in fresh for param in self._of(one)]
+        fresh = [one for one in self._living() if not (one.begun or one.provisional)]
+        params = [param for one in fresh for param in one.params()]
         for root in roots_of(params) if params else []:
             inside = {id(module) for module in root.modules()}
             parts = [one for one in fresh if id(one.model()) in inside]
@@ -140,20 +206,15 @@ class Models:
             if parts and all(one.bound() != whole for one in parts):
                 self._put_on(root, None)
         for one in self._living():
-            if not one.begun:
+            if not (one.begun or one.provisional):
                 one.begun = True
                 self._tell(one, optimizers)
-
-    @staticmethod
-    def _of(one: Attached) -> list[nn.Parameter]:
-        model = one.model()
-        return [] if model is None else list(model.parameters())
 
     def _tell(self, one: Attached, optimizers: Sequence[Optimizer]) -> None:
         one.rank = _dist.rank()
         if self.settings.quiet or self.settings.dry_run:
             return
-        own = {id(param) for param in self._of(one)}
+        own = {id(param) for param in one.params()}
         by = {
             type(optimizer).__name__: None
             for optimizer in optimizers
@@ -169,8 +230,10 @@ class Models:
         for one in self._living():
             model = one.model()
             if model is not None and id(model) in parts:
-                step = max(step, one.session.step)
+                if not one.provisional:
+                    step = max(step, one.session.step)
                 if one.begun:
+                    one.replaced = True
                     one.session.remove()
                 else:
                     one.session.discard()
@@ -178,9 +241,16 @@ class Models:
         return step
 
     def _attach(
-        self, root: nn.Module, bound: Plan, optimizer: Optimizer | None, start: int
+        self,
+        root: nn.Module,
+        bound: Plan,
+        optimizer: Optimizer | None,
+        start: int,
+        *,
+        provisional: bool,
     ) -> None:
         title = self._title(bound.manifest.origin)
+        bound = replace(bound, title=title)
         session = record = None
         while session is None:
             record = self._place(title)
@@ -193,6 +263,7 @@ class Models:
                     mode="observe" if self.settings.observe else "act",
                     start_step=start,
                     beside=True,
+                    provisional=provisional,
                 )
         made = Attached(
             title,
@@ -202,8 +273,14 @@ class Models:
             str(record or ""),
             _dist.rank(),
             observing=self.settings.observe,
+            start=start,
+            provisional=provisional,
         )
         self.attached.append(made)
+        if len(self.attached) > 1:
+            # Models of one script like to have the same names for their parameters.
+            for one in self.attached:
+                one.session.name_model(one.title)
 
     def _title(self, origin: str) -> str:
         title, number = origin, 1
@@ -225,7 +302,10 @@ class Models:
         base = self._folder = Path(self.settings.record)
         number = 1
         # Ranks go by their own files: they come to the same number without asking each other.
-        while (self._folder / database_name(_dist.rank())).exists():
+        while (
+            job.is_of_another_start(self._folder)
+            or (self._folder / database_name(_dist.rank())).exists()
+        ):
             number += 1
             self._folder = base / f"process-{number}"
         return self._folder
@@ -249,9 +329,21 @@ class Models:
             # The process group may have come after the optimizer, and will be gone at the end.
             one.rank = _dist.rank()
         if self.attached and (missing := self.shortfalls()):
-            self.refused = True
+            self.refused = self._updates()
             raise BindError(missing)
+        self.fitting = True
+
+    def _updates(self) -> int:
+        return sum(one.session.step - one.start for one in self.attached)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing has been updated, or nothing since the rules were refused."""
+        return self._updates() <= (self.refused or 0)
 
     def shortfalls(self) -> list[str]:
         """Return what is wrong with rules that match too little in all models together."""
-        return planning.shortfalls(self.rules, [one.plan.manifest for one in self.attached])
+        return planning.shortfalls(
+            self.rules,
+            {one.title: one.plan.manifest for one in self.attached if not one.replaced},
+        )

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
+from gradsurgeon.planning import NO_MATCH
+from gradsurgeon.planning.table import count
 from gradsurgeon.schema import RuleSet
 
 if TYPE_CHECKING:
-    from gradsurgeon.launcher.models import Attached
+    from gradsurgeon.launcher.attached import Attached
 
 _MOST_EVENTS = 5
 
 
 def write(lines: Iterable[str], rank: int) -> None:
     """Write lines to stderr, on the first rank only."""
-    if rank == 0:
+    if rank == 0 and (lines := list(lines)):
         with beside_progress_bars():
             print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 # stdout is the script's
 
@@ -61,20 +63,25 @@ def header(made: Attached, rules: RuleSet, optimizers: Sequence[str]) -> None:
     """Say which model was found and what each rule has bound to in it."""
     manifest = made.plan.manifest
     by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
-    by += f", from step {made.session.step}" if made.session.step else ""
+    by += f", from step {made.start}" if made.start else ""
     first = (
         f"gradsurgeon: {printable(rules.file)} on {made.title} "
-        f"({len(manifest.params)} parameters, {manifest.elements:,} elements{by})"
+        f"({count(len(manifest.params), 'parameter')}, {count(manifest.elements, 'element')}{by})"
     )
     rows = []
     for rule in rules.rules:
         bound = made.plan.of(rule.id)
-        kind = {"params": "parameters", "modules": "modules", "tensors": "tags"}[rule.target]
-        what = f"{len(bound)} {kind}" if bound else "nothing in this model"
+        kind = {"params": "parameter", "modules": "module", "tensors": "tag"}[rule.target]
+        what = count(len(bound), kind) if bound else "nothing in this model"
         when = "before each update" if rule.role == "trap" else f"at {rule.point}"
         rows.append((printable(rule.id), rule.action, when, what))
     lines = [first, *_columns(rows)]
-    own = [f"{rule}: {text}" for rule, texts in made.plan.rule_warnings.items() for text in texts]
+    own = [
+        f"{rule}: {text}"
+        for rule, texts in made.plan.rule_warnings.items()
+        for text in texts
+        if text != NO_MATCH  # its row says so
+    ]
     lines += [f"  note: {printable(text)}" for text in (*made.plan.warnings, *own)]
     if made.observing:
         lines.append("  observing only: nothing is edited")
@@ -106,6 +113,12 @@ def summary(made: Attached) -> None:
     if made.record:
         lines.append(f"  gradsurgeon report {printable(made.record)}")
     write(lines, made.rank)
+
+
+def untrained(made: Attached) -> str:
+    """Say of a model that was not updated what was seen of it."""
+    seen = "gradients came" if made.begun else "an optimizer was built, and no gradient came"
+    return f"{made.title}: {seen}"
 
 
 def _events(events: Sequence[Event]) -> list[str]:

@@ -80,10 +80,7 @@ class Watch:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             self._stop_waiting()
-            if self._optimized:
-                self._guarded(self._begin)
-            else:
-                self._guarded(lambda: self._find_without_optimizer(tensors))
+            self._guarded(lambda: self._before_pass(tensors))
             original(tensors, *args, **kwargs)
 
         torch.autograd.backward = backward
@@ -104,36 +101,56 @@ class Watch:
             self._optimized = True
             self._guarded(lambda: self._find(optimizer))
 
-    def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
-        del args, kwargs
-        # One that was copied or loaded has not been built.
-        self._born(optimizer)
-        if self._models.waiting:
-            self._stop_waiting()
-            self._guarded(self._begin)
+    def _before_pass(self, tensors: Any) -> None:
+        if self._models.provisional and self._models.updated():
+            self._settle()
+        if self._optimized or self._checked:
+            self._begin()
+        else:
+            self._models.look(leaves_of(tensors))
+        if self._models.provisional:
+            self._models.reached(leaves_of(tensors))
+            self._ending.expect()
+            self._wait_for_backward()
+
+    def _settle(self) -> None:
+        """Take updates by hand for granted, now that one was seen."""
+        self._models.settle()
+        self._begin()
+        self._check()
+
+    def _check(self) -> None:
         if not self._checked:
             self._checked = True
             self._models.check()
             self._guarded(self._ending.dry_run)
 
+    def _on_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
+        del args, kwargs
+        # One that was copied or loaded has not been built.
+        self._born(optimizer)
+        if self._models.provisional:
+            self._stop_waiting()
+            self._guarded(self._settle if self._models.updated() else self._models.drop)
+        if self._models.waiting:
+            self._stop_waiting()
+            self._guarded(self._begin)
+        self._check()
+
     def _find(self, optimizer: Optimizer) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        claimed = self._models.claim(optimizer, params)
         if not self._models.cover(params):
             self._models.attach(roots_of(params), params, optimizer)
+            claimed = True
+        if claimed:
             self._ending.expect()
             self._wait_for_backward()
 
     def _begin(self) -> None:
         self._models.begin(list(self._known))
-
-    def _find_without_optimizer(self, tensors: Any) -> None:
-        params = leaves_of(tensors)
-        self._models.attach(roots_of(params), params, None)
-        self._ending.expect()
-        self._begin()
-        self._checked = True
-        self._models.check()
-        self._ending.dry_run()
+        if self._models.attached:
+            self._ending.expect()
 
     def _guarded(self, work: Any) -> None:
         """Do the launcher's work; whatever goes wrong with it, the script goes on.

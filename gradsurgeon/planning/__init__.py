@@ -1,6 +1,6 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
-from gradsurgeon.planning.binding import bind, is_for, obstacles, shortfalls, undecided
+from gradsurgeon.planning.binding import NO_MATCH, bind, is_for, obstacles, shortfalls, undecided
 from gradsurgeon.planning.breaks import outside_graphs
 from gradsurgeon.planning.manifest import (
     ROOT,
@@ -17,6 +17,7 @@ from gradsurgeon.planning.matching import Names, Thing, examples
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 
 __all__ = [
+    "NO_MATCH",
     "ROOT",
     "Binding",
     "Manifest",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
@@ -14,6 +14,8 @@ from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
 from gradsurgeon.planning.matching import Names, Thing, examples
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.schema import RuleSet
+
+NO_MATCH = "matches nothing in this model"
 
 
 def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
@@ -51,8 +53,13 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
         if alone:
             complaints += [place + text for text in _shortfall(rule, matched, known)]
         complaints += [place + text for text in obstacles(rule, matched, manifest)]
-        elsewhere = () if alone or matched else ("matches nothing in this model",)
-        warnings[rule.id] = (*doubts, *elsewhere, *_doubts(rule, matched), *rule.notes)
+        said: tuple[str, ...] = (NO_MATCH,)
+        if matched:
+            said = (*_doubts(rule, matched), *rule.notes)
+        elif rule.optional:
+            said = ("matches nothing (optional)",)
+        # Of a rule that has no effect here it is of no use to say what its effect would be.
+        warnings[rule.id] = (*doubts, *said)
         bindings += _bindings(rule, matched)
     if complaints:
         raise BindError(complaints)
@@ -61,29 +68,45 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     return replace(plan, warnings=(*_overlaps(plan), *breaks_of(plan), *notes))
 
 
-def shortfalls(rules: RuleSet, manifests: Sequence[Manifest]) -> list[str]:
-    """Return what is wrong with rules that match too little in several models together."""
+def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
+    """Return what is wrong with rules that match too little in several models together.
+
+    Args:
+        rules: in file order.
+        models: by what they are called.
+    """
     found = []
     for rule in rules.rules:
         if rule.target == "tensors":
             continue
-        own = [one for one in manifests if rule.model is None or is_for(rule.model, one)]
+        own = {
+            title: one
+            for title, one in models.items()
+            if rule.model is None or is_for(rule.model, one)
+        }
+        several = len(own) > 1
         whole = Manifest(
-            origin=", ".join(one.origin for one in own),
-            params=tuple(param for one in own for param in one.params),
-            modules=tuple(module for one in own for module in one.modules),
+            origin=", ".join(own),
+            params=tuple(param for one in own.values() for param in one.params),
+            modules=tuple(module for one in own.values() for module in one.modules),
         )
-        known = _names(whole)[rule.target]
-        matched = [thing for one in own for thing in _names(one)[rule.target].match(rule)[0]]
+        known = _names(whole, f"the models {printable(whole.origin)}" if several else "the model")
+        matched = [
+            (title, thing)
+            for title, one in own.items()
+            for thing in _names(one)[rule.target].match(rule)[0]
+        ]
+        owners = [title for title, _ in matched] if several else []
+        things = [thing for _, thing in matched]
         place = f"{rules.place(rule.id)}: rule {rule.id}: "
-        found += [place + text for text in _shortfall(rule, matched, known)]
+        found += [place + text for text in _shortfall(rule, things, known[rule.target], owners)]
     return found
 
 
-def _names(manifest: Manifest) -> dict[str, Names]:
+def _names(manifest: Manifest, owner: str = "the model") -> dict[str, Names]:
     return {
-        "params": Names("parameter", manifest.params),
-        "modules": Names("module", manifest.modules),
+        "params": Names("parameter", manifest.params, owner),
+        "modules": Names("module", manifest.modules, owner),
     }
 
 
@@ -141,8 +164,6 @@ def _doubts(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     params = [thing for thing in matched if isinstance(thing, Param)]
     if params and not any(param.requires_grad for param in params):
         yield "all parameters it matches are frozen: it acts once they are not"
-    if rule.optional and not matched:
-        yield "matches nothing (optional)"
     if rule.target != "modules":
         return
     if rule.ref.grad and rule.ref.side == "input":
@@ -157,13 +178,15 @@ def _doubts(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
         yield "acts in every forward, evaluation included; `when: train` limits it to training"
 
 
-def _shortfall(rule: Rule, matched: Sequence[Thing], names: Names) -> Iterator[str]:
+def _shortfall(
+    rule: Rule, matched: Sequence[Thing], names: Names, owners: Sequence[str] = ()
+) -> Iterator[str]:
     if not matched and not rule.optional:
         yield names.no_match(rule)
     if rule.expect is not None and rule.expect.params != len(matched):
         yield (
             f"expected {rule.expect.params} parameters, matched {len(matched)}"
-            f"{examples(matched)}; correct the pattern or the `expect`"
+            f"{examples(matched, owners)}; correct the pattern or the `expect`"
         )
 
 

@@ -17,8 +17,9 @@ _EXAMPLES = 3
 class Names:
     """All names of one kind of thing, aliases included, and what each of them stands for."""
 
-    def __init__(self, noun: str, things: Sequence[Thing]) -> None:
+    def __init__(self, noun: str, things: Sequence[Thing], owner: str = "the model") -> None:
         self.noun = noun
+        self._of = owner
         self.names = [name for thing in things for name in thing.names if name != ROOT]
         self._owner = [thing for thing in things for name in thing.names if name != ROOT]
         self._root = [thing for thing in things if thing.name == ROOT]
@@ -82,7 +83,7 @@ class Names:
         if not found:
             texts = ", ".join(quoted(pattern) for pattern in rule.patterns)
             hints = dict.fromkeys(suggest(pattern.text, self.names) for pattern in rule.patterns)
-            return f"no {self.noun} of the model matches {texts}; {'; '.join(hints)}"
+            return f"no {self.noun} of {self._of} matches {texts}; {'; '.join(hints)}"
         reasons = Counter(filter(None, (failed(rule.where, thing) for thing in found)))
         plural = f"{len(found)} {self.noun}s match"
         if not reasons:
@@ -114,11 +115,14 @@ def _failed_param(where: Where, param: Param) -> str:
     return ""
 
 
-def examples(things: Sequence[Thing]) -> str:
-    """Return the first names in parentheses."""
+def examples(things: Sequence[Thing], owners: Sequence[str] = ()) -> str:
+    """Return the first names in parentheses, each with its owner where there are several."""
     if not things:
         return ""
-    shown = ", ".join(printable(thing.name) for thing in things[:_EXAMPLES])
+    names = [thing.name for thing in things[:_EXAMPLES]]
+    if owners:
+        names = [f"{owner}: {name}" for owner, name in zip(owners, names, strict=False)]
+    shown = ", ".join(map(printable, names))
     return f" ({shown}{', ...' if len(things) > _EXAMPLES else ''})"
 
 

@@ -53,6 +53,7 @@ class Plan:
         bindings: every rule on everything it matched, rule by rule.
         rule_warnings: per rule id, what is doubtful about its match.
         warnings: what is doubtful about rules together.
+        title: what the model is called among several, empty where its class name will do.
     """
 
     rules: RuleSet
@@ -60,6 +61,12 @@ class Plan:
     bindings: tuple[Binding, ...]
     rule_warnings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    title: str = ""
+
+    @property
+    def subject(self) -> str:
+        """What the model is called."""
+        return self.title or self.manifest.origin
 
     @cached_property
     def chains(self) -> dict[str, tuple[str, ...]]:

@@ -20,9 +20,9 @@ def render(plan: Plan) -> str:
     """Return the table: rules with what they bind, then the chain per tensor, then warnings."""
     manifest = plan.manifest
     head = (
-        f"plan: {printable(plan.rules.file)} on {printable(manifest.origin)}: "
+        f"plan: {printable(plan.rules.file)} on {printable(plan.subject)}: "
         f"{count(len(plan.rules.rules), 'rule')}, {count(len(manifest.params), 'parameter')}, "
-        f"{manifest.elements:,} elements"
+        f"{count(manifest.elements, 'element')}"
     )
     return "\n".join([head, "", *_rules(plan), "", *_chains(plan), *_warnings(plan)])
 

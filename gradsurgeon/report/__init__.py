@@ -3,7 +3,7 @@
 from gradsurgeon.report.about import describe
 from gradsurgeon.report.happened import RuleInfo
 from gradsurgeon.report.page import Report
-from gradsurgeon.report.sources import from_run, summary
+from gradsurgeon.report.sources import from_run, summary, title_of
 from gradsurgeon.report.spark import ABSENT, BLOCKS, NONFINITE, ZERO, needs_ascii, sparkline
 
 __all__ = [
@@ -18,4 +18,5 @@ __all__ = [
     "needs_ascii",
     "sparkline",
     "summary",
+    "title_of",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 
 from gradsurgeon.planning import Plan
 from gradsurgeon.schema import VERSION
+from gradsurgeon.store import job
 
 
 def describe(plan: Plan, *, mode: str, start_step: int, torch: str) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def describe(plan: Plan, *, mode: str, start_step: int, torch: str) -> dict[str,
         "torch": torch,
         "python": platform.python_version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "job": job.current(),
         "mode": mode,
         "start_step": start_step,
         "rules": {
@@ -35,6 +37,7 @@ def describe(plan: Plan, *, mode: str, start_step: int, torch: str) -> dict[str,
         },
         "model": {
             "origin": plan.manifest.origin,
+            "title": plan.subject,
             "params": [
                 {"name": param.name, "aliases": list(param.aliases)}
                 for param in plan.manifest.params

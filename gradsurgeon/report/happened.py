@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.planning.table import count, grid
 
 _EVENTS = 20
@@ -23,7 +25,11 @@ class RuleInfo:
     logged: tuple[str, ...] = ()
 
 
-def rule_lines(infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus]) -> Iterator[str]:
+def rule_lines(
+    infos: Mapping[str, RuleInfo],
+    statuses: Mapping[str, RuleStatus],
+    events: Sequence[Event] = (),
+) -> Iterator[str]:
     """Yield what each rule did."""
     if not statuses:
         return
@@ -38,20 +44,36 @@ def rule_lines(infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus]
                 f"{status.fired:,}",
                 "-" if info.role in _CHANGING_NOTHING else f"{100 * status.changed:.3g}%",
                 "-" if status.last_step is None else str(status.last_step),
-                _remark(info, status),
+                _remark(info, status, [e for e in events if (e.kind, e.rule) == ("trap", rule)]),
             )
         )
     yield f"rules ({len(statuses)})"
     yield from grid(rows, right=frozenset({2, 3, 4, 5}))
 
 
-def _remark(info: RuleInfo, status: RuleStatus) -> str:
+def _remark(info: RuleInfo, status: RuleStatus, trips: Sequence[Event]) -> str:
     if not status.fired:
         return "NEVER FIRED"
     if info.role == "trap":
-        tripped = round(status.changed * status.fired)
-        return f"tripped in {count(tripped, 'step')}" if tripped else "never tripped"
+        ranks = sorted({event.rank for event in trips}) or [0]
+        # Each rank counts its own; and events are bounded, which the count is not.
+        counted = math.ceil(round(status.changed * status.fired) / len(ranks))
+        tripped = max(counted, len({event.step for event in trips}))
+        on = f" on ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
+        return f"tripped in {count(tripped, 'step')}{on}" if tripped else "never tripped"
     return "changed nothing" if info.role == "edit" and not status.changed else ""
+
+
+def by_kind(events: Iterable[Event]) -> dict[str, int]:
+    """Return how many events there are of each kind; what all ranks note is one."""
+    noted = Counter((one.kind, one.rule, one.step, one.rank) for one in events)
+    most: dict[tuple[EventKind, str, int], int] = {}
+    for (kind, rule, step, _), number in noted.items():
+        most[kind, rule, step] = max(number, most.get((kind, rule, step), 0))
+    found: dict[str, int] = {}
+    for (kind, _, _), number in most.items():
+        found[kind] = found.get(kind, 0) + number
+    return found
 
 
 def event_lines(events: Sequence[Event]) -> Iterator[str]:
@@ -68,11 +90,11 @@ def event_lines(events: Sequence[Event]) -> Iterator[str]:
     # The beginning tells what went wrong first, the end what stopped the run.
     early, late = folded[: _EVENTS // 2], folded[_EVENTS // 2 :]
     left_out = late[: -(_EVENTS // 2)]
-    yield f"events ({len(events):,})"
+    yield f"events ({sum(by_kind(events).values()):,})"
     for group in early:
         yield from _entry(group)
     if left_out:
-        yield f"  ... and {sum(map(len, left_out)):,} more"
+        yield f"  ... and {sum(sum(by_kind(group).values()) for group in left_out):,} more"
     for group in late[len(left_out) :]:
         yield from _entry(group)
 
@@ -85,8 +107,9 @@ def _entry(group: Sequence[Event]) -> Iterator[str]:
     ranks = sorted({event.rank for event in group})
     if ranks != [0]:
         head += f"  rank {', '.join(map(str, ranks))}"
-    if len(group) > 1:
-        head += f"  x{len(group):,}, steps {min(steps)}..{max(steps)}"
+    (number,) = by_kind(group).values()
+    if number > 1:
+        head += f"  x{number:,}, steps {min(steps)}..{max(steps)}"
     yield head
     for line in first.message.split("\n"):
         yield f"      {printable(line)}".rstrip()

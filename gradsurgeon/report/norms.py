@@ -22,6 +22,8 @@ _ROWS = 40
 _WORST_ROWS = 5  # kept for the worst of each sort, wherever in the model it is
 _MARK = "  <- spike"
 _NAMES = 4
+# How often its median a norm is that stands out: those of any training differ by less.
+_SPIKE = 2.0
 # What the optimizer acted on is nearest to `accumulated`, the point all set-ups have in common.
 _POINTS = ("accumulated", "step", "backward", "forward")
 
@@ -130,9 +132,9 @@ def _table(
 
 
 def _spikiest(layers: Sequence[_Layer]) -> _Layer | None:
-    """Return the layer whose maximum stands out most, ``None`` where all are flat."""
+    """Return the layer whose maximum stands out most, ``None`` where none does."""
     worst = max(layers, key=lambda layer: layer.ratio)
-    return worst if worst.ratio > 1 else None
+    return worst if worst.ratio >= _SPIKE else None
 
 
 def _callouts(report: Report, layers: Sequence[_Layer], noun: str) -> Iterator[str]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.happened import RuleInfo, event_lines, rule_lines
+from gradsurgeon.report.happened import RuleInfo, by_kind, event_lines, rule_lines
 from gradsurgeon.report.measured import InMemory, Measured
 from gradsurgeon.report.norms import norm_lines
 from gradsurgeon.store import Records
@@ -52,7 +51,7 @@ class Report:
         sections = [
             [self._header()],
             list(norm_lines(self, columns, ascii_only=ascii_only)),
-            list(rule_lines(self.rules, self.statuses)),
+            list(rule_lines(self.rules, self.statuses, self.events)),
             list(event_lines(self.events)),
         ]
         text = "\n\n".join("\n".join(section) for section in sections if section)
@@ -67,9 +66,9 @@ class Report:
         seen = list(self.measured.span() or ())
         seen += [one.last_step for one in self.statuses.values() if one.last_step is not None]
         steps = f"steps {min(seen)}..{max(seen)}" if seen else "no step seen"
-        kinds = Counter(event.kind for event in self.events)
-        by_kind = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
-        events = count(len(self.events), "event") + (f" ({by_kind})" if by_kind else "")
+        kinds = by_kind(self.events)
+        each = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
+        events = count(sum(kinds.values()), "event") + (f" ({each})" if each else "")
         dropped = self.records.dropped
         lost = f"{count(dropped, 'row')} dropped, the oldest: memory is bounded" if dropped else ""
         notes = "".join(f"; {printable(note)}" for note in (lost, *self.notes) if note)

@@ -32,7 +32,7 @@ def summary(session: Session) -> Report:
         for rule in plan.rules.rules
     }
     return Report(
-        title=f"{plan.rules.file} on {plan.manifest.origin}",
+        title=f"{plan.rules.file} on {plan.subject}",
         params=tuple(param.name for param in plan.manifest.params),
         rules=rules,
         statuses=session.status(),
@@ -43,8 +43,6 @@ def summary(session: Session) -> Report:
 
 def from_run(run: Run) -> Report:
     """Return the report of a run directory, finished or still being written."""
-    rules: dict[str, Any] = _mapping(run.meta.get("rules"))
-    model: dict[str, Any] = _mapping(run.meta.get("model"))
     roles: dict[str, Any] = _mapping(run.meta.get("roles"))
     infos = {
         rule["id"]: RuleInfo(
@@ -55,7 +53,7 @@ def from_run(run: Run) -> Report:
         for rule in run.rules
     }
     return Report(
-        title=f"{rules.get('file', '?')} on {model.get('origin', '?')}",
+        title=title_of(run),
         params=run.params,
         rules=infos,
         statuses=run.status(),
@@ -63,6 +61,12 @@ def from_run(run: Run) -> Report:
         events=tuple(run.events),
         notes=_notes(run),
     )
+
+
+def title_of(run: Run) -> str:
+    """Return which rules a run was of, and on which model."""
+    rules, model = _mapping(run.meta.get("rules")), _mapping(run.meta.get("model"))
+    return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
 
 
 def _mapping(value: object) -> dict[str, Any]:

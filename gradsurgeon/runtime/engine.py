@@ -18,7 +18,7 @@ from gradsurgeon.runtime.changes import Changes
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.edits import StepEdits
 from gradsurgeon.runtime.look import after_pass
-from gradsurgeon.runtime.manual import Manual
+from gradsurgeon.runtime.manual import Manual, how_to_tick
 from gradsurgeon.runtime.modules import ModuleHooks
 from gradsurgeon.runtime.optimizers import why_not_met
 from gradsurgeon.runtime.passes import Pass, Passes
@@ -163,7 +163,7 @@ class Engine:
         if not (self.manual.declared or journal.said("no parameter")) and self._is_by_hand():
             text = (
                 "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call "
-                "with other tensors, inputs=): it counts as no step; call session.tick() right before "
+                f"with other tensors, inputs=): it counts as no step; {how_to_tick(self._state)} right before "
                 "each update if the script updates other tensors in their place"
             )
             journal.once("no parameter", text, step=self._state.clocks.latest)

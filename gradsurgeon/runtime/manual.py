@@ -19,8 +19,18 @@ from gradsurgeon.runtime.verdict import Verdict
 
 _NOTICE = (
     "no torch optimizer owns the parameters: the end of a backward pass that began on empty gradients "
-    "counts as the step; call session.tick() right before each update to mark the steps yourself"
+    "counts as the step; {tick} right before each update to mark the steps yourself"
 )
+
+
+def how_to_tick(state: State) -> str:
+    """Return how a script can mark its steps."""
+    if state.outside:
+        # Nobody in there has a session whose steps could be marked.
+        return (
+            "put the rules on in the script, by gradsurgeon.apply(), and call tick() of the session"
+        )
+    return "call session.tick()"
 
 
 class GuardHook(Hook):
@@ -45,26 +55,39 @@ class GuardHook(Hook):
         if _torch.is_capturing():
             raise GradSurgeonError(
                 "a CUDA graph is being captured and no torch optimizer owns the parameters: whether a "
-                "backward pass is a step of its own would have to be read from the device; pass "
-                "optimizer=[] to apply() and call session.tick() before each update"
+                f"backward pass is a step of its own would have to be read from the device; {_declare(state)} "
+                "before each update"
             )
         # Scripts that zero in place keep the tensor. Reading it is the price of not guessing.
         if not bool((param.grad != 0).any()):
             return
+        if state.provisional:
+            # Nothing has been updated since, so that this pass takes the place of the one before.
+            if self._edited and state.mode == "act":
+                state.compounded = state.program.names[self._tensor]
+            return
         passes.current().continued = True
         if self._edited and state.mode == "act":
-            raise GradSurgeonError(compounding(state.program.names[self._tensor]))
+            raise GradSurgeonError(compounding(state, state.program.names[self._tensor]))
 
 
-def compounding(name: str) -> str:
+def compounding(state: State, name: str) -> str:
     """Return the message on a second pass onto gradients that were edited as final ones."""
     return (
         f"a second backward pass reached {name} while its gradient of the pass before, which a rule at "
         "`step` has already edited, was still there: the edit would compound. No torch optimizer owns "
-        "the parameters, so every backward pass counts as a step. If the script accumulates, pass "
-        "optimizer=[] to apply() and call session.tick() right before each update; if it does not, "
-        "clear the gradients after the update"
+        "the parameters, so every backward pass counts as a step. If the script accumulates, "
+        f"{_declare(state)} right before each update; if it does not, clear the gradients after the update"
     )
+
+
+def _declare(state: State) -> str:
+    if state.outside:
+        return (
+            "put the rules on in the script, by gradsurgeon.apply(model, rules, optimizer=[]), and call "
+            "tick() of that session"
+        )
+    return "pass optimizer=[] to apply() and call session.tick()"
 
 
 class Manual:
@@ -100,22 +123,56 @@ class Manual:
     def begin(self, done: Pass) -> None:
         """Go over to hand-written updates, after the first pass that no optimizer has claimed."""
         self.active = True
+        full = self._full & set(done.order)
+        compounded = full & set(self.edited())
+        if compounded and self._state.mode == "act":
+            self._state.compounded = self._state.program.names[min(compounded)]
+        if self._state.provisional:
+            return
+        # No guard was there for this pass; gradients from before `apply` stand for it.
+        done.continued = bool(full)
+        self._announce()
+
+    def again(self) -> None:
+        """Take back the step that the last pass was counted as: nothing was updated after it."""
+        self._state.compounded = ""
+        if self._counted and not self._declared:
+            self._counted = False
+            clocks = self._state.clocks
+            clocks.common.step -= 1
+            clocks.start = clocks.common.step
+
+    def confirm(self) -> None:
+        """Say what waited until an update by hand was seen.
+
+        Raises:
+            BindError: a rule needs an optimizer.
+            GradSurgeonError: gradients were edited and added to before that update.
+        """
+        self._state.provisional = False
+        if self.active:
+            self._announce()
+
+    def _announce(self) -> None:
+        """Tell what updates by hand come to, and refuse what cannot act on them."""
         self._refuse_freezes()
-        self._state.journal.once("manual", _NOTICE, step=self._state.clocks.latest)
+        text = _NOTICE.format(tick=how_to_tick(self._state))
+        self._state.journal.once("manual", text, step=self._state.clocks.latest)
         for stage in self._state.program.traps:
             if getattr(stage.rule, "then", "") == "skip-step":
                 text = (
                     "`then: skip-step` cannot hide gradients from an update written by hand: it will "
-                    "raise instead, unless the script asks session.tick() whether to update"
+                    "raise instead"
+                    + (
+                        ""
+                        if self._state.outside
+                        else ", unless the script asks session.tick() whether to update"
+                    )
                 )
                 step = self._state.clocks.latest
                 self._state.journal.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
-        # No guard was there for this pass; gradients from before `apply` stand for it.
-        full = self._full & set(done.order)
-        done.continued = bool(full)
-        compounded = full & set(self.edited())
-        if compounded and self._state.mode == "act":
-            raise GradSurgeonError(compounding(self._state.program.names[min(compounded)]))
+        if self._state.compounded:
+            raise GradSurgeonError(compounding(self._state, self._state.compounded))
 
     def _refuse_freezes(self) -> None:
         for stage in self._state.program.freezes:
@@ -159,7 +216,7 @@ class Manual:
             trapped = next(e for e in reversed(self._state.journal.events) if e.kind == "trap")
             raise NonFiniteGradientError(
                 f"{trapped.message}\n(`then: skip-step` cannot hide gradients from an update written by "
-                "hand: pass optimizer=[] to apply() and update only where session.tick() is true)",
+                f"hand: {_declare(self._state)}, and update only where that is true)",
                 rule=trapped.rule,
                 step=trapped.step,
                 rank=trapped.rank,
@@ -172,7 +229,10 @@ class Manual:
         Returns:
             The gradients that were edited at the end of the pass that it is about to consume.
         """
-        if self.active and self._counted and not self._declared:
+        if self._state.provisional:
+            self._state.provisional = False
+            self.again()
+        elif self.active and self._counted and not self._declared:
             self._state.clocks.start = self._state.clocks.common.step - 1
         self.active = False
         return self._edited

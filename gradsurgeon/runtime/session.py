@@ -50,6 +50,8 @@ class Session:
         writer: RunWriter | None = None,
         scaler: GradScaler | None = None,
         optimize: bool = True,
+        outside: bool = False,
+        provisional: bool = False,
     ) -> None:
         program = compile_plan(plan, optimize=optimize)
         rules = plan.rules.rules
@@ -67,6 +69,8 @@ class Session:
             journal=journal,
             recorder=recorder,
             mode=mode,
+            outside=outside,
+            provisional=provisional,
             scaling=Scaling(scaler),
             edits={
                 rule.id: rule.compile() for rule in (*rules, *program.merged) if rule.role == "edit"
@@ -133,6 +137,8 @@ class Session:
         """Let go of everything that belonged to the model."""
         if not self._removed:
             self._removed = True
+            if self._state.provisional:
+                self._state.recorder.discard()
             self._compiled.detach(None)
             self._close()
 
@@ -179,6 +185,22 @@ class Session:
                 "parameters and its steps are counted by themselves: remove the call"
             )
         return self._removed or self._engine.manual.tick()
+
+    def name_model(self, title: str) -> None:
+        """Let messages of traps say which model they are about: there are several."""
+        self._state.title = title
+
+    def again(self) -> None:
+        """Let the next backward pass take the place of the last: nothing was updated in between."""
+        self._engine.manual.again()
+
+    def confirm(self) -> None:
+        """Take notice that weights are updated by hand, where that was not certain.
+
+        Raises:
+            GradSurgeonError: the rules cannot act on such updates, or not on these.
+        """
+        self._engine.manual.confirm()
 
     @property
     def events(self) -> list[Event]:

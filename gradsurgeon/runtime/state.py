@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from gradsurgeon.actions import Edit, Rule
 from gradsurgeon.compiler import Group, Piece, Program, Stage
+from gradsurgeon.errors import printable
 from gradsurgeon.runtime.agenda import Agenda, Lane, Lanes
 from gradsurgeon.runtime.captures import Captures
 from gradsurgeon.runtime.clock import Clock, Clocks
@@ -36,6 +37,15 @@ class State:
     recorder: Recorder
     mode: Mode = "act"
     paused: bool = False
+    # What the model is called, where there are several.
+    title: str = ""
+    # The launcher has put the rules on: the script has no session.
+    outside: bool = False
+    # An optimizer may turn up after these backward passes: what an update by hand would have to be told or
+    # refused waits until one is seen.
+    provisional: bool = False
+    # The parameter that a pass reached while an edited gradient was still there.
+    compounded: str = ""
     edits: dict[str, Edit] = field(default_factory=dict)
     captures: Captures = field(init=False)
     flags: Flags = field(init=False)
@@ -63,6 +73,11 @@ class State:
         self._in_backward = frozenset(self.stages)
         for stage in (*self.program.after_backward, *self.program.at_step):
             self.stages[stage.rule.id] = stage
+
+    def place(self, step: int, rule: str) -> str:
+        """Return what a message on a rule begins with."""
+        model = f", model {printable(self.title)}" if self.title else ""
+        return f"step {step}, rule {rule}{model}"
 
     def agenda(self, clock: Clock) -> Agenda:
         """Return what is due in the step that a clock is in."""

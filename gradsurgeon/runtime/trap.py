@@ -337,7 +337,7 @@ class Traps:
         if in_a_row >= rule.give_up_after:
             then = "raise"
         name = finding.name
-        head = f"step {step}, rule {rule.id}: {finding.head}"
+        head = f"{state.place(step, rule.id)}: {finding.head}"
         text = "\n".join([head, outcome(rule, state.mode, then, in_a_row), *finding.lines])
         state.journal.altered(rule.id, torch.ones((), dtype=torch.bool))
         warn = then == "warn" and state.mode == "act"

@@ -51,7 +51,7 @@ class TestReport:
         done = call("report", "run", cwd=here, code=WITHOUT_TORCH)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.startswith(
-            "summary: rules.yaml on Net: steps 0..2, 2 events (2 trap); 2 ranks"
+            "summary: rules.yaml on Net: steps 0..2, 1 event (1 trap); 2 ranks"
         )
         assert "non-finite: 1 parameter, first at step 1: w" in done.stdout
         assert "✗" in done.stdout

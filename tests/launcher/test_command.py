@@ -118,32 +118,58 @@ def test_what_cannot_be_run_is_said_before_anything_runs(
     assert text in capsys.readouterr().err
 
 
+TRAINS = """
+import os, sys, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before = model.weight.tolist()
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+print("moved", model.weight.tolist() != before, sys.path)
+"""
+FROZEN = "version: 1\nrules:\n  - {id: still, action: zero, params: weight}\n"
+
+
 def test_the_environment_does_the_same_without_the_command(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(RULES, encoding="utf-8")
-    (tmp_path / "t.py").write_text(
-        "import os, sys; print(os.environ['GRADSURGEON_RULES'], sys.path)\n"
-    )
-    told = subprocess.run(
-        [sys.executable, "-m", "gradsurgeon", "run", "--rules", "r.yaml", "--print-env"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    (tmp_path / "r.yaml").write_text(FROZEN, encoding="utf-8")
+    (tmp_path / "t.py").write_text(TRAINS, encoding="utf-8")
+
+    def python(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=tmp_path,
+            env={**os.environ, **more},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+
+    told = python("-m", "gradsurgeon", "run", "--rules", "r.yaml", "--print-env").stdout
     pairs = [shlex.split(line)[1].partition("=") for line in told.splitlines()]
-    environment = {**os.environ, **{key: value for key, _, value in pairs}}
-    assert environment["GRADSURGEON_RULES"] == str(tmp_path / "r.yaml")
-    seen = subprocess.run(
-        [sys.executable, "t.py"],
+    variables = {key: value for key, _, value in pairs}
+    assert variables["GRADSURGEON_RULES"] == str(tmp_path / "r.yaml")
+    seen = python("t.py", **variables)
+    assert seen.stdout.startswith("moved False")
+    assert "  still  zero  fired 1  changed 100%  last at step 0" in seen.stderr.splitlines()
+    # The script does not see how the rules come in.
+    assert "bootstrap" not in seen.stdout
+    # The rules alone do not: Python would not know where to begin.
+    alone = python("t.py", GRADSURGEON_RULES=variables["GRADSURGEON_RULES"])
+    assert alone.stdout.startswith("moved True")
+    assert alone.stderr == ""
+
+
+def test_where_everything_is_turned_off_nothing_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("print('of its own'); raise SystemExit(7)", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "gradsurgeon", "run", "--rules", "gone.yaml", "t.py"],
         cwd=tmp_path,
-        env=environment,
+        env={**os.environ, "GRADSURGEON_DISABLE": "1"},
         capture_output=True,
         text=True,
-        check=True,
-    ).stdout
-    assert seen.startswith(str(tmp_path / "r.yaml"))
-    # The script does not see how the rules come in.
-    assert "bootstrap" not in seen
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (7, "of its own\n", "")
 
 
 FLAGS = """\

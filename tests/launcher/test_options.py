@@ -91,6 +91,49 @@ def test_a_dry_run_stops_at_the_first_step_and_writes_the_manifest(place: Place)
     assert manifest["params"][0]["shape"] == [3, 4]
 
 
+NO_STEP = """
+import torch
+from torch import nn
+model = nn.Linear(2, 1)
+{optimizer}
+model(torch.ones(1, 2)).sum().backward()
+{after}
+"""
+SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
+
+
+@pytest.mark.parametrize(
+    ("script", "seen"),
+    [
+        (NO_STEP.format(optimizer=SGD, after=""), "Linear: gradients came"),
+        (NO_STEP.format(optimizer="", after=""), "Linear: gradients came"),
+        (
+            NO_STEP.format(optimizer=SGD, after="").replace("model(", "# "),
+            "Linear: an optimizer was built, and no gradient came",
+        ),
+        ("import torch", "no optimizer was built on the parameters of a module"),
+    ],
+    ids=["no step", "no optimizer", "no gradient", "nothing"],
+)
+def test_a_dry_run_that_sees_no_step_says_so_and_fails(
+    place: Place, script: str, seen: str
+) -> None:
+    done = place.run("--dry-run", script=script)
+    assert (done.code, done.out) == (2, "")
+    (line,) = done.err.splitlines()
+    assert line.startswith("gradsurgeon: ")
+    assert seen in line
+    assert not (place.path / "params.json").exists()
+
+
+def test_a_dry_run_of_updates_by_hand_ends_with_the_first(place: Place) -> None:
+    after = "model.weight.data.sub_(model.weight.grad)"
+    done = place.run("--dry-run", script=NO_STEP.format(optimizer="", after=after))
+    assert done.code == 0, done.err
+    assert done.out.startswith("plan: ")
+    assert (place.path / "params.json").exists()
+
+
 def test_observing_edits_nothing_and_says_what_it_would(place: Place) -> None:
     plain = place.run(rules=NORMS)
     edited = place.run(rules=CLAMP)

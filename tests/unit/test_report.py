@@ -300,6 +300,33 @@ def test_the_rules_say_what_they_did() -> None:
     assert row(text, "norms")[2:] == ["8", "0", "-", "-", "NEVER", "FIRED"]
 
 
+@pytest.mark.parametrize(("top", "marked"), [(1.0, False), (1.9, False), (2.0, True)])
+def test_a_norm_that_stands_out_is_a_spike(top: float, *, marked: bool) -> None:
+    text = report(records({"w": [1.0, top, 1.0]})).text()
+    assert ("<- spike" in text) == marked
+    assert ("largest spike: w, " in text) == marked
+
+
+def test_a_trap_that_several_ranks_note_is_one() -> None:
+    seen = [(0, 3), (1, 3), (0, 5), (1, 5)]
+    events = [Event("trap", "watch", step, rank, "w", f"step {step}: bad") for rank, step in seen]
+    # A notice of one rank alone, twice in a step, and the same of another.
+    events += [
+        Event("notice", "", 3, rank, "", text) for rank, text in ((0, "a"), (0, "b"), (1, "a"))
+    ]
+    text = report(
+        events=events,
+        rules={"watch": RuleInfo("nan-trap", "trap")},
+        statuses={"watch": RuleStatus(8, 20, 0.2, 9)},
+    ).text()
+    assert "4 events (2 trap, 2 notice)" in text.splitlines()[0]
+    assert row(text, "watch")[6:] == ["tripped", "in", "2", "steps", "on", "ranks", "0,", "1"]
+    assert "events (4)" in text
+    assert "  step 3  trap  watch  w  rank 0, 1  x2, steps 3..5\n" in text
+    # The same step on both: no repetition.
+    assert "  step 3  notice  rank 0, 1\n      a" in text
+
+
 def test_the_header_counts_steps_and_events_by_kind() -> None:
     events = [event(1, kind="trap"), event(1), event(3)]
     head = report(records({"w": [1.0] * 5}), events=events).text().splitlines()[0]

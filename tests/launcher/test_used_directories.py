@@ -1,0 +1,126 @@
+"""`--record DIR` where there is a run already: refused before training, in the same way on all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import environment
+from outside import NORMS, Folder
+
+from gradsurgeon.launcher.settings import Settings
+from gradsurgeon.store import job
+
+SCRIPT = """
+import os, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+print("trained")
+"""
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def test_ranks_refuse_it_together_before_anything_is_trained(folder: Folder) -> None:
+    done = folder.run(SCRIPT, start=torchrun(1))
+    assert (done.code, done.out) == (0, "trained\n"), done.lines
+    before = folder.databases()
+    assert before == ["run/rank-0.db"]
+    for ranks in (1, 2):
+        done = folder.run(SCRIPT, start=torchrun(ranks))
+        assert done.code != 0
+        assert done.out == ""
+        said = [line for line in done.lines if line.startswith("gradsurgeon ru")]
+        text = "gradsurgeon run: run holds a run already: name another directory, or remove it"
+        assert said == [text], done.lines
+        # What torchrun says of each rank.
+        assert sum("exitcode" in line and ": 2 " in line for line in done.lines) >= 1
+        assert folder.databases() == before
+
+
+def test_more_ranks_than_before_go_to_one_directory_of_their_own(folder: Folder) -> None:
+    """Where the environment alone brings the rules in, nobody looks before all ranks have begun."""
+    (folder.path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (folder.path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
+    settings = Settings(rules=str(folder.path / "rules.yaml"), record=str(folder.path / "run"))
+    variables = settings.environment(environment())
+    for ranks in (1, 2):
+        done = subprocess.run(
+            [sys.executable, *torchrun(ranks), "train.py"],
+            cwd=folder.path,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (0, "trained\n" * ranks), done.stderr
+    new = [f"run/process-2/rank-{rank}.db" for rank in (0, 1)]
+    assert folder.databases() == [*new, "run/rank-0.db"]
+
+
+@pytest.mark.parametrize(
+    "update", ["optimizer.step()", "model.weight.data.sub_(model.weight.grad)"]
+)
+def test_a_run_that_was_refused_is_not_in_the_way_of_the_next(folder: Folder, update: str) -> None:
+    script = SCRIPT.replace("optimizer.step()", update)
+    if "data" in update:
+        script = script.replace("optimizer =", "# ").replace(
+            'print("', 'model(torch.ones(1, 2)).sum().backward(); print("'
+        )
+    gone = "  - {id: gone, action: zero, params: 'decodr.*'}\n"
+    done = folder.run(script, rules=NORMS + gone)
+    assert (done.code, done.out) == (1, "")
+    assert not (folder.path / "run").exists()
+    done = folder.run(script)
+    assert (done.code, done.out) == (0, "trained\n")
+    assert folder.databases() == ["run/rank-0.db"]
+
+
+OWN = {"host": "here", "parent": "7", "launch": "here/29500/none", "attempt": "0"}
+OLD, NEW = 1000.0, 0.0
+
+
+@pytest.mark.parametrize(
+    ("theirs", "age", "attempt", "taken", "another"),
+    [
+        (None, OLD, "0", True, True),  # a run of a single process
+        ({}, OLD, "0", False, False),  # another rank has begun
+        ({"parent": "6"}, NEW, "0", True, True),
+        ({"attempt": "0"}, OLD, "1", False, True),  # these ranks are started once more
+        ({"host": "there", "parent": "6"}, NEW, "0", False, False),
+        ({"host": "there", "parent": "6"}, OLD, "0", True, False),
+        ({"host": "there", "launch": "there/29500/none"}, NEW, "0", True, True),
+    ],
+)
+def test_ranks_know_the_runs_of_their_own_job(
+    theirs: dict[str, str] | None,
+    age: float,
+    attempt: str,
+    *,
+    taken: bool,
+    another: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job, "current", lambda: {**OWN, "attempt": attempt})
+    about = {"format": 1} if theirs is None else {"format": 1, "job": {**OWN, **theirs}}
+    (tmp_path / "run.json").write_text(json.dumps(about), encoding="utf-8")
+    os.utime(tmp_path / "run.json", (time.time() - age,) * 2)
+    assert job.is_taken(tmp_path) is taken
+    assert job.is_of_another_start(tmp_path) is another
+    assert not job.is_taken(tmp_path / "nothing")
+    assert not job.is_of_another_start(tmp_path / "nothing")
