@@ -88,7 +88,12 @@ print("alive")
 
 
 def test_an_interrupt_from_outside_is_that_of_plain_python(tmp_path: Path) -> None:
-    started = start(tmp_path, "train()\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    # A shell starts what it leaves in the background deaf to it, and so are all below that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = start(tmp_path, "train()\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert started.stdout is not None
     assert started.stdout.readline() == "ready\n"
     started.send_signal(signal.SIGINT)
