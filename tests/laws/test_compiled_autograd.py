@@ -16,7 +16,10 @@ import gradsurgeon
 from gradsurgeon import NonFiniteGradientError, RuleStatus
 
 # As in the tests of rules on modules: torch warns about its own doing.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.no_cover,  # which would trace the compiler as well
+]
 
 WAYS = ["around backward", "by configuration"]
 STEPS = 3

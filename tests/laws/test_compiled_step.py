@@ -43,6 +43,7 @@ pytestmark = [
     # Importing inductor, which is what compiling an optimizer does, torch warns of its own function.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
     pytest.mark.filterwarnings("ignore:the rules on modules.*came after the first compiled call"),
+    pytest.mark.no_cover,  # which would trace the compiler as well
 ]
 
 
