@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.store import job
 from gradsurgeon.store.layout import RUN_FILE, database_name
 
 # WAL needs memory that all processes share, which readers on another machine do not. These file
@@ -129,7 +130,9 @@ def _begun_by_others(folder: Path, rank: int) -> bool:
     """Tell whether the run there is one that rank 0 of this one did not begin."""
     if not (folder / RUN_FILE).exists():
         return False
-    return rank == 0 or not is_live(folder / database_name(0))
+    # Rank 0 of this very job may have finished: nothing says that ranks wait for each other.
+    ours = bool(job.current()) and not job.is_of_another_start(folder)
+    return rank == 0 or not (ours or is_live(folder / database_name(0)))
 
 
 def _taken(where: str, database: Path) -> str:

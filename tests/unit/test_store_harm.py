@@ -16,9 +16,11 @@ import pytest
 from runs import KEY, another_process, listing, meta, values, write
 
 from gradsurgeon import Event, RecordError
-from gradsurgeon.store import Key
+from gradsurgeon.store import Key, job
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
+
+pytestmark = pytest.mark.cover_children
 
 # SQLite's layer for files without shared memory: as on a network file system, it refuses WAL.
 NO_WAL = "unix-none"
@@ -110,6 +112,21 @@ def test_a_second_writer_in_this_process_is_refused(tmp_path: pathlib.Path) -> N
     assert listing(tmp_path) == ["rank-0.db", "run.json"]
 
 
+@pytest.mark.parametrize("parent", ["7", "8"])
+def test_a_rank_may_be_done_before_another_of_its_job_begins(
+    parent: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"host": "here", "parent": "7", "launch": "here/29500/none", "attempt": "0"}
+    RunWriter(tmp_path, meta={**meta(), "job": own}).close()
+    monkeypatch.setattr(job, "current", lambda: {**own, "parent": parent})
+    if parent == "7":
+        RunWriter(tmp_path, rank=1).close()
+        assert listing(tmp_path) == ["rank-0.db", "rank-1.db", "run.json"]
+    else:
+        with pytest.raises(RecordError, match="mixed up"):
+            RunWriter(tmp_path, rank=1)
+
+
 def test_a_reader_in_the_way_delays_and_loses_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,7 +172,7 @@ DISK_FULL = """
 import resource, sys
 from runs import meta, values
 from gradsurgeon import Event
-from gradsurgeon.store import Key
+from gradsurgeon.store import Key, job
 from gradsurgeon.store.writer import RunWriter
 writer = RunWriter(sys.argv[1], meta=meta())
 said = []
