@@ -7,7 +7,6 @@ parts and puts the results together with `reduce`.
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from gradsurgeon import _live
 
 Op = Literal["sum", "max"]
 Groups = tuple[Any, ...]
@@ -179,9 +180,8 @@ def data_parallel(params: Iterable[Tensor]) -> list[Any]:
     """
     if world() == 1 or "torch.nn.parallel.distributed" not in sys.modules:
         return []
-    wrapper = torch.nn.parallel.DistributedDataParallel
     wanted = {id(param) for param in params}
-    found = [one for one in gc.get_objects() if issubclass(type(one), wrapper)]
+    found = _live.instances(torch.nn.parallel.DistributedDataParallel)
     return [one for one in found if any(id(param) in wanted for param in one.parameters())]
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradsurgeon import _live
+
 # A graph with more nodes than this is not walked to its end.
 _MOST_NODES = 1_000_000
 
@@ -21,8 +23,7 @@ def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
     wanted = {id(param) for param in params}
     # What only waits to be collected must not pass for a model.
     gc.collect()
-    # The type is asked, not the object: proxies claim to be what they stand for.
-    modules = [found for found in gc.get_objects() if issubclass(type(found), nn.Module)]
+    modules = _live.instances(nn.Module)
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         if not _is_loss(module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
-from gradsurgeon import _torch
+from gradsurgeon import _live, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import BindError
 
@@ -23,14 +23,10 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
     """Return the optimizers, among all live objects, that hold some of these parameters."""
     wanted = {id(param) for param in params}
 
-    # The type is asked, not the object: proxies claim to be what they stand for.
-    kinds = _all_kinds(Optimizer)
-
     def candidates() -> list[Optimizer]:
-        optimizers = [found for found in gc.get_objects() if type(found) in kinds]
         return [
             found
-            for found in optimizers
+            for found in _live.instances(Optimizer)
             if any(id(param) in wanted for param in params_of(found))
             and _torch.stepping(found) is not None
         ]
@@ -42,10 +38,6 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
         gc.collect()
         found = candidates()
     return found
-
-
-def _all_kinds(kind: type[Optimizer]) -> set[type[Optimizer]]:
-    return {kind}.union(*(_all_kinds(one) for one in kind.__subclasses__()))
 
 
 def size_of(optimizer: Optimizer) -> int:
