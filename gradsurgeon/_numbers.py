@@ -136,8 +136,13 @@ def _each(grads: Sequence[Tensor], order: float) -> Tensor:
 
 def _packed(grads: Sequence[Tensor], _order: float) -> Tensor:
     """Return the 2-norms of small tensors: one copy, one reduction by segments."""
+    return _of_segments(*_together(grads))
+
+
+def _together(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return dense tensors, alike in dtype, one after another, and their lengths."""
     sizes = tuple([grad.numel() for grad in grads])
-    return _of_segments(_torch.flattened(grads), _torch.integers(sizes, grads[0].device))
+    return _torch.flattened(grads), _torch.integers(sizes, grads[0].device)
 
 
 def _of_segments(flat: Tensor, lengths: Tensor) -> Tensor:
@@ -204,9 +209,7 @@ def ranges(grads: Sequence[Tensor]) -> list[tuple[float, float]]:
             elif grad.numel():
                 large.append(index)
         for places in small.values():
-            own = [dense[index] for index in places]
-            flat = _torch.flattened(own)
-            lengths = _torch.integers(tuple([one.numel() for one in own]), flat.device)
+            flat, lengths = _together([dense[index] for index in places])
             both = [by_segments(flat, end, lengths).tolist() for end in ("min", "max")]
             for index, smallest, largest in zip(places, *both, strict=True):
                 found[index] = smallest, largest

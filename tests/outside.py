@@ -12,6 +12,14 @@ from commands import environment
 
 import gradsurgeon
 
+TRAIN = """
+import os, torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+print("trained")
+"""
 NORMS = "  - {id: norms, action: norm-log, params: '*'}\n"
 
 

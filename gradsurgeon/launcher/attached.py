@@ -13,7 +13,7 @@ from gradsurgeon.planning import Plan
 from gradsurgeon.runtime import Session
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Attached:
     """One model with rules on it.
 

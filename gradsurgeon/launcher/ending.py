@@ -88,7 +88,7 @@ class Ending:
             return  # A forked child ends its own way: the records are its parent's.
         self._done = True
         by_hand = self._models.updated()
-        problems = self._models.conclude()
+        problems = self._models.conclude(by_hand)
         # Of a run that was refused nothing stays in the way of the next.
         stopped = _ended_by(BindError)
         refused = (stopped or self._models.refused is not None) and self._models.idle

@@ -37,7 +37,7 @@ def _sweep(folder: Path) -> None:
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             found = _NAME.fullmatch(entry.name)
-            if found is not None and not _is_alive(int(found[1])):
+            if found is not None and not is_alive(int(found[1])):
                 with suppress(OSError):
                     about = entry.stat(follow_symlinks=False)
                     # What cannot be seen from here may be alive in another container.
@@ -48,7 +48,8 @@ def _sweep(folder: Path) -> None:
                         Path(entry.path).unlink()
 
 
-def _is_alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
+    """Tell whether there is a process of this number, be it somebody else's."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -117,18 +117,21 @@ class Models:
                 one.session.again()
                 one.imprint()
 
-    def updated(self) -> bool:
-        """Tell whether somebody has updated a model by hand since the last backward pass."""
-        return any(one.is_updated() for one in self.provisional)
+    def updated(self) -> list[Attached]:
+        """Return the models that somebody has updated by hand since the last backward pass."""
+        return [one for one in self.provisional if one.is_updated()]
 
-    def settle(self) -> None:
+    def settle(self, updated: Sequence[Attached]) -> None:
         """Keep the models that were updated by hand, and those that the last backward pass reached.
+
+        Args:
+            updated: the former.
 
         Raises:
             GradSurgeonError: the rules cannot act on such updates.
         """
         for one in self.provisional:
-            if one.reached or one.is_updated():
+            if one.reached or one in updated:
                 one.provisional = False
                 try:
                     one.session.confirm()
@@ -144,16 +147,19 @@ class Models:
         # Some have gone by themselves.
         self.attached = [one for one in self.attached if not one.provisional]
 
-    def conclude(self) -> list[str]:
+    def conclude(self, updated: Sequence[Attached]) -> list[str]:
         """Decide at the end on the models that a backward pass reached and nobody was seen to update.
+
+        Args:
+            updated: those that were updated by hand since the last pass.
 
         Returns:
             Why the rules cannot act on them, if they cannot.
         """
         problems = []
-        if self.updated():
+        if updated:
             try:
-                self.settle()
+                self.settle(updated)
             except GradSurgeonError as error:
                 problems.append(str(error))
         elif len(self.provisional) < len(self._living()):

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from gradsurgeon.launcher import idle
 from gradsurgeon.launcher.importing import say
+from gradsurgeon.launcher.mark import is_alive
 
 _POLL_SECONDS = 0.2
 
@@ -56,7 +57,7 @@ def _observe(pid: int, ended: int, mark: str) -> NoReturn:
     most = os.sysconf("SC_OPEN_MAX")
     if ended == -1:
         os.closerange(3, most)
-        while _alive(pid):
+        while is_alive(pid):
             time.sleep(_POLL_SECONDS)
     else:
         os.closerange(3, ended)
@@ -72,11 +73,3 @@ def look(mark: str) -> None:
     """Say what is missing now that a command has ended."""
     if text := idle.missing(idle.collect(mark)):
         say(text)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.planning import NO_MATCH
-from gradsurgeon.planning.table import count
+from gradsurgeon.planning.table import NOUNS, count, grid
 from gradsurgeon.schema import RuleSet
 
 if TYPE_CHECKING:
@@ -71,11 +71,10 @@ def header(made: Attached, rules: RuleSet, optimizers: Sequence[str]) -> None:
     rows = []
     for rule in rules.rules:
         bound = made.plan.of(rule.id)
-        kind = {"params": "parameter", "modules": "module", "tensors": "tag"}[rule.target]
-        what = count(len(bound), kind) if bound else "nothing in this model"
+        what = count(len(bound), NOUNS[rule.target]) if bound else "nothing in this model"
         when = "before each update" if rule.role == "trap" else f"at {rule.point}"
         rows.append((printable(rule.id), rule.action, when, what))
-    lines = [first, *_columns(rows)]
+    lines = [first, *grid(rows)]
     own = [
         f"{rule}: {text}"
         for rule, texts in made.plan.rule_warnings.items()
@@ -108,7 +107,7 @@ def summary(made: Attached) -> None:
         changed = f"changed {status.changed:.0%}" if rule.role == "edit" else ""
         last = "" if status.last_step is None else f"last at step {status.last_step}"
         rows.append((printable(rule.id), rule.action, f"fired {status.fired:,}", changed, last))
-    lines += _columns(rows)
+    lines += grid(rows)
     lines += _events(session.events)
     if made.record:
         lines.append(f"  gradsurgeon report {printable(made.record)}")
@@ -127,7 +126,7 @@ def _events(events: Sequence[Event]) -> list[str]:
     lines = []
     if len(telling) > _MOST_EVENTS:
         counts = Counter(event.kind for event in telling[:-_MOST_EVENTS])
-        before = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        before = ", ".join(f"{many} {kind}" for kind, many in counts.items())
         lines.append(f"  earlier: {before}")
     for event in telling[-_MOST_EVENTS:]:
         text = printable(event.message.partition("\n")[0])
@@ -136,14 +135,3 @@ def _events(events: Sequence[Event]) -> list[str]:
         place = "" if text.startswith("step ") else f"step {event.step}{rule}: "
         lines.append(f"  {event.kind}: {place}{text}")
     return lines
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

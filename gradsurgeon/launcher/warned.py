@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import warnings
 from typing import Any
-
-from torch.nn.parallel import DistributedDataParallel
 
 from gradsurgeon import _dist
 from gradsurgeon.errors import GradSurgeonWarning
@@ -52,10 +48,9 @@ class Warned:
             params = [
                 param for model in models if model is not None for param in model.parameters()
             ]
-            fully_sharded: Any = sys.modules.get("torch.distributed.fsdp")
-            older = getattr(fully_sharded, "FullyShardedDataParallel", DistributedDataParallel)
-            wrappers = (DistributedDataParallel, older)
-            self._replicas = _dist.any_sharded(params) or any(
-                issubclass(type(found), wrappers) for found in gc.get_objects()
+            self._replicas = (
+                _dist.any_sharded(params)
+                or any(map(_dist.is_flattened, params))
+                or bool(_dist.data_parallel(params))
             )
         return self._replicas

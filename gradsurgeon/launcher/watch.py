@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradsurgeon import api
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
 from gradsurgeon.launcher import idle
+from gradsurgeon.launcher.attached import Attached
 from gradsurgeon.launcher.discovery import leaves_of, roots_of
 from gradsurgeon.launcher.ending import Ending
 from gradsurgeon.launcher.importing import give_way, say
@@ -102,20 +104,22 @@ class Watch:
             self._guarded(lambda: self._find(optimizer))
 
     def _before_pass(self, tensors: Any) -> None:
-        if self._models.provisional and self._models.updated():
-            self._settle()
-        if self._optimized or self._checked:
-            self._begin()
+        if updated := self._models.updated():
+            self._settle(updated)
+        waiting = not (self._optimized or self._checked)
+        leaves = leaves_of(tensors) if waiting or self._models.provisional else []
+        if waiting:
+            self._models.look(leaves)
         else:
-            self._models.look(leaves_of(tensors))
+            self._begin()
         if self._models.provisional:
-            self._models.reached(leaves_of(tensors))
+            self._models.reached(leaves)
             self._ending.expect()
             self._wait_for_backward()
 
-    def _settle(self) -> None:
+    def _settle(self, updated: Sequence[Attached]) -> None:
         """Take updates by hand for granted, now that one was seen."""
-        self._models.settle()
+        self._models.settle(updated)
         self._begin()
         self._check()
 
@@ -131,7 +135,8 @@ class Watch:
         self._born(optimizer)
         if self._models.provisional:
             self._stop_waiting()
-            self._guarded(self._settle if self._models.updated() else self._models.drop)
+            updated = self._models.updated()
+            self._guarded(lambda: self._settle(updated) if updated else self._models.drop())
         if self._models.waiting:
             self._stop_waiting()
             self._guarded(self._begin)

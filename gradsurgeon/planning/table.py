@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 6
 _TIED_SHOWN = 2
-_NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
+NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
 
 def render(plan: Plan) -> str:
@@ -34,7 +34,7 @@ def count(number: int, noun: str) -> str:
 
 def grid(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> Iterator[str]:
     """Yield lines with the cells of each column aligned, those in ``right`` to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
             cell.rjust(width) if column in right else cell.ljust(width)
@@ -58,7 +58,7 @@ def _rules(plan: Plan) -> Iterator[str]:
                 rule.action,
                 rule.point,
                 bound[0].hook if bound else "-",
-                f"{count(len(bound), _NOUNS[rule.target])}{frozen}",
+                f"{count(len(bound), NOUNS[rule.target])}{frozen}",
                 f"{sum(binding.numel for binding in bound):,}" if rule.target == "params" else "-",
                 f"{window}{every}".strip() or "all",
             )

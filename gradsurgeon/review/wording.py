@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 
-from gradsurgeon.planning.table import count
+from gradsurgeon.planning.table import NOUNS, count
 from gradsurgeon.review.difference import Chain, Change, Difference
 from gradsurgeon.review.fields import Field, spelled
 from gradsurgeon.review.findings import Finding
@@ -21,7 +21,6 @@ _SHOWN = 6
 _SAME = 10  # unchanged rules that are named
 _PAIRS = 10  # of rules that newly change the same tensors
 _CHAIN = 40  # rules of one chain
-_NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ def finding(one: Finding, difference: Difference, arrow: str) -> Words:
     if one.kind == "overlap":
         first, second = one.detail.split(", then ")
         kinds = {rule.id: rule.target for rule in difference.new.rules}
-        what = count(len(one.names), _NOUNS[kinds[one.rules[0]]])
+        what = count(len(one.names), NOUNS[kinds[one.rules[0]]])
         shared = (rules[0], " and ", rules[1], f" now both change {what}: ", *names(one.names))
         return (*shared, ". First ", rules[0], f" ({first}), then ", rules[1], f" ({second}).")
     return _order(one, difference, arrow)
@@ -173,7 +172,7 @@ def order(difference: Difference, arrow: str) -> Words:
 
 def binds(change: Change, arrow: str) -> tuple[str, str]:
     """Return how much a rule matches before and after: number of things, and of elements."""
-    noun = "" if change.target == "params" else f" {_NOUNS[change.target]}s"
+    noun = "" if change.target == "params" else f" {NOUNS[change.target]}s"
     sides = [f"{len(side):,}" for side in (change.before, change.after)]
     elements = [short(side) for side in (change.elements_before, change.elements_after)]
     if change.target != "params":

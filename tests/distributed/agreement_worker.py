@@ -52,29 +52,29 @@ def spoil_row(row: int) -> Callable[[Tensor], Tensor]:
     return hook
 
 
-def train(kind: str, rule: dict[str, Any], spoil: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """Train, with a fault in one step that ``spoil`` brings about through the output of layer 2."""
-    model, called = make(kind)
+def outcome(
+    model: nn.Module, root: nn.Module, rule: dict[str, Any], backward: Callable[[int], None]
+) -> dict[str, Any]:
+    """Train until a rule raises, and return what it raised, the weights after each step, and the events.
+
+    Args:
+        model: what the optimizer updates.
+        root: what the rule is bound to.
+        rule: the only one.
+        backward: makes the gradients of a step.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]})
+    session = gradsurgeon.apply(root, {"version": 1, "rules": [rule]})
     weights = []
     error = None
     for step in range(STEPS):
         optimizer.zero_grad()
-        out = called(data(step))
-        if step == FAULT:
-            out = spoil(out)
-        out.square().mean().backward()
+        backward(step)
         try:
             optimizer.step()
         except gradsurgeon.NonFiniteGradientError as caught:
-            error = {
-                "rank": caught.rank,
-                "name": caught.name,
-                "step": caught.step,
-                "rule": caught.rule,
-                "text": str(caught),
-            }
+            error = {"rank": caught.rank, "name": caught.name, "step": caught.step}
+            error |= {"rule": caught.rule, "text": str(caught)}
             break
         weights.append([whole(param) for param in model.parameters()])
     session.remove()
@@ -84,6 +84,19 @@ def train(kind: str, rule: dict[str, Any], spoil: Callable[[Tensor], Any]) -> di
         "events": [(event.kind, event.step, event.name) for event in session.events],
         "texts": [event.message for event in session.events],
     }
+
+
+def train(kind: str, rule: dict[str, Any], spoil: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """Train, with a fault in one step that ``spoil`` brings about through the output of layer 2."""
+    model, called = make(kind)
+
+    def backward(step: int) -> None:
+        out = called(data(step))
+        if step == FAULT:
+            out = spoil(out)
+        out.square().mean().backward()
+
+    return outcome(model, called, rule, backward)
 
 
 def whole(param: Tensor) -> list[float]:
@@ -122,7 +135,6 @@ def module_trap(kind: str, then: str) -> dict[str, Any]:
 
     probe = Probe()
     holder = nn.ModuleDict({"net": model, "probe": probe})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     rule = {
         "id": "trap",
         "action": "nan-trap",
@@ -130,55 +142,30 @@ def module_trap(kind: str, then: str) -> dict[str, Any]:
         "tensor": "output.grad",
         "then": then,
     }
-    session = gradsurgeon.apply(holder, {"version": 1, "rules": [rule]})
-    weights = []
-    error = None
-    for step in range(STEPS):
-        optimizer.zero_grad()
+
+    def backward(step: int) -> None:
         side = torch.ones(2, requires_grad=True)
         seen = probe(side)
         if step == FAULT and dist.get_rank() == 1:
             seen = seen * float("nan")
         (called(data(step)).square().mean() + seen.sum()).backward()
-        try:
-            optimizer.step()
-        except gradsurgeon.NonFiniteGradientError as caught:
-            error = {"rank": caught.rank, "name": caught.name, "step": caught.step}
-            error |= {"rule": caught.rule, "text": str(caught)}
-            break
-        weights.append([whole(param) for param in model.parameters()])
-    session.remove()
-    return {
-        "error": error,
-        "weights": weights,
-        "events": [(event.kind, event.step, event.name) for event in session.events],
-        "texts": [event.message for event in session.events],
-    }
+
+    return outcome(model, holder, rule, backward)
 
 
 def in_pieces(then: str, spoilt: int) -> dict[str, Any]:
     """Accumulate two micro-batches of which the last is reduced; rank 1 spoils one of them."""
     model, called = make("DDP")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    session = gradsurgeon.apply(called, {"version": 1, "rules": [trap(then=then)]})
-    weights = []
-    error = None
-    for step in range(STEPS):
-        optimizer.zero_grad()
+
+    def backward(step: int) -> None:
         for number, piece in enumerate(data(step).chunk(2)):
             with called.no_sync() if number == 0 else nullcontext():
                 out = called(piece)
                 if step == FAULT and number == spoilt:
                     out = everywhere(out)
                 out.square().mean().backward()
-        try:
-            optimizer.step()
-        except gradsurgeon.NonFiniteGradientError as caught:
-            error = {"rank": caught.rank, "name": caught.name, "text": str(caught)}
-            break
-        weights.append([whole(param) for param in model.parameters()])
-    session.remove()
-    return {"error": error, "weights": weights}
+
+    return outcome(model, called, trap(then=then), backward)
 
 
 class Branch(nn.Module):
@@ -200,25 +187,13 @@ def used_by_one(params: str, then: str) -> dict[str, Any]:
     """Trap a gradient that one rank alone has computed, and that the other is given."""
     model = Branch()
     called = DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    rule = trap(then=then) | {"params": params}
-    session = gradsurgeon.apply(called, {"version": 1, "rules": [rule]})
-    weights = []
-    error = None
-    for step in range(STEPS):
-        optimizer.zero_grad()
+
+    def backward(step: int) -> None:
         if step == FAULT:
             model.side.register_forward_hook(lambda _m, _i, out: out * float("nan"))
         called(data(step)).square().mean().backward()
-        try:
-            optimizer.step()
-        except gradsurgeon.NonFiniteGradientError as caught:
-            error = {"rank": caught.rank, "name": caught.name, "text": str(caught)}
-            break
-        weights.append([whole(param) for param in model.parameters()])
-    session.remove()
-    texts = [event.message for event in session.events if event.kind == "hook-rearmed"]
-    return {"error": error, "weights": weights, "rearmed": texts}
+
+    return outcome(model, called, trap(then=then) | {"params": params}, backward)
 
 
 def local_updates() -> dict[str, Any]:

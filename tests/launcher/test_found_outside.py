@@ -2,62 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from commands import environment
+from outside import Folder
 
-import gradsurgeon
-
-NORMS = "  - {id: norms, action: norm-log, params: '*'}\n"
 IDLE = "gradsurgeon: no rule acted: "
 
 
-@dataclass
-class Launched:
-    code: int
-    out: str
-    lines: list[str]
-
-    def headers(self) -> list[str]:
-        return [line for line in self.lines if " parameters, " in line]
-
-
-@dataclass
-class Place:
-    """A folder with a script and rules; records go to `run`."""
-
-    path: Path
-
-    def run(self, script: str, *options: str, rules: str = NORMS) -> Launched:
-        (self.path / "train.py").write_text(script, encoding="utf-8")
-        (self.path / "rules.yaml").write_text(f"version: 1\nrules:\n{rules}", encoding="utf-8")
-        own = ["--rules", "rules.yaml", "--record", "run", *options]
-        done = subprocess.run(
-            [sys.executable, "-m", "gradsurgeon", "run", *own, "train.py"],
-            cwd=self.path,
-            env={**environment(), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=120,
-        )
-        return Launched(done.returncode, done.stdout, done.stderr.splitlines())
-
-    def steps(self, name: str, folder: str = "run") -> list[int]:
-        with gradsurgeon.open_run(self.path / folder) as run:
-            return [step for step, _ in run.history(name)]
-
-    def databases(self) -> list[str]:
-        return sorted(str(file.relative_to(self.path)) for file in self.path.rglob("*.db"))
-
-
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
 
 
 AGENT = """
@@ -83,22 +38,22 @@ for _ in range(3):
 """
 
 
-def test_a_model_that_builds_its_own_optimizers_is_found_whole(place: Place) -> None:
-    done = place.run(AGENT)
+def test_a_model_that_builds_its_own_optimizers_is_found_whole(folder: Folder) -> None:
+    done = folder.run(AGENT)
     assert done.code == 0, done.lines
     (header,) = done.headers()
     # Three of actor and critic are there when the first optimizer is built; the last when training begins.
     assert header.endswith("on Agent (5 parameters, 13 elements, updated by Adam and SGD)")
-    assert place.databases() == ["run/rank-0.db"]
+    assert folder.databases() == ["run/rank-0.db"]
     for name in ("actor.weight", "critic.weight", "scale"):
-        assert place.steps(name) == [0, 1, 2], name
+        assert folder.steps(name) == [0, 1, 2], name
     assert "gradsurgeon: Agent, 3 steps" in done.lines
     assert not any("never" in line for line in done.lines)
 
 
-def test_rules_for_what_comes_after_the_optimizer_match(place: Place) -> None:
+def test_rules_for_what_comes_after_the_optimizer_match(folder: Folder) -> None:
     rules = "  - {id: late, action: norm-log, params: [critic.*, scale]}\n"
-    done = place.run(AGENT, rules=rules)
+    done = folder.run(AGENT, rules=rules)
     assert done.code == 0, done.lines
     assert [line for line in done.lines if "late" in line] == [
         "  late  norm-log  at accumulated  3 parameters",
@@ -106,7 +61,7 @@ def test_rules_for_what_comes_after_the_optimizer_match(place: Place) -> None:
     ]
 
 
-def test_layers_with_optimizers_of_their_own_have_their_full_names(place: Place) -> None:
+def test_layers_with_optimizers_of_their_own_have_their_full_names(folder: Folder) -> None:
     script = """
 import torch
 from torch import nn
@@ -123,15 +78,15 @@ for _ in range(3):
         x.square().sum().backward()
         layer.optimizer.step()
 """
-    done = place.run(script)
+    done = folder.run(script)
     assert done.code == 0, done.lines
     (header,) = done.headers()
     assert "on Sequential (4 parameters, 11 elements, updated by SGD)" in header
-    assert place.databases() == ["run/rank-0.db"]
-    assert place.steps("0.weight") == place.steps("1.weight") == [0, 1, 2]
+    assert folder.databases() == ["run/rank-0.db"]
+    assert folder.steps("0.weight") == folder.steps("1.weight") == [0, 1, 2]
 
 
-def test_a_mere_wrapper_that_comes_later_renames_nothing(place: Place) -> None:
+def test_a_mere_wrapper_that_comes_later_renames_nothing(folder: Folder) -> None:
     script = """
 import torch
 from torch import nn
@@ -148,20 +103,20 @@ for _ in range(2):
     engine(torch.ones(4, 3)).sum().backward()
     optimizer.step()
 """
-    done = place.run(script)
+    done = folder.run(script)
     (header,) = done.headers()
     assert "on Sequential (2 parameters" in header
-    assert place.steps("0.weight") == [0, 1]
+    assert folder.steps("0.weight") == [0, 1]
 
 
-def test_models_that_are_never_trained_are_one_line_each(place: Place) -> None:
+def test_models_that_are_never_trained_are_one_line_each(folder: Folder) -> None:
     script = """
 import torch
 from torch import nn
 nets = [nn.Linear(2, 1), nn.Linear(3, 1)]
 optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
 """
-    done = place.run(script)
+    done = folder.run(script)
     assert done.lines == [
         "gradsurgeon: Linear: no gradient came until the end, so no rule acted on it",
         "gradsurgeon: Linear-2: no gradient came until the end, so no rule acted on it",
@@ -203,8 +158,8 @@ weight.sum().backward()
 
 
 @pytest.mark.parametrize("how", UNSEEN)
-def test_a_script_on_which_no_rule_could_act_is_told_so(how: str, place: Place) -> None:
-    done = place.run(UNSEEN[how])
+def test_a_script_on_which_no_rule_could_act_is_told_so(how: str, folder: Folder) -> None:
+    done = folder.run(UNSEEN[how])
     assert done.code == 0, done.lines
     assert [line.startswith(IDLE) for line in done.lines].count(True) == 1, done.lines
     assert done.lines[-1].startswith(IDLE)
@@ -228,14 +183,14 @@ subprocess.run([sys.executable, "-c", train], check=True)
     [(CHILD, 0), ("import torch\nraise KeyError('of its own')", 1), ("print('no torch')", 0)],
     ids=["a child trains", "a traceback tells why", "no torch"],
 )
-def test_nobody_else_is_told_so(script: str, code: int, place: Place) -> None:
-    done = place.run(script)
+def test_nobody_else_is_told_so(script: str, code: int, folder: Folder) -> None:
+    done = folder.run(script)
     assert done.code == code, done.lines
     assert not any(line.startswith(IDLE) for line in done.lines)
 
 
-def test_the_mark_of_a_busy_process_does_not_stay(place: Place, tmp_path: Path) -> None:
-    done = place.run("import os\nprint(os.environ['GRADSURGEON_MARK'])\n" + CHILD)
+def test_the_mark_of_a_busy_process_does_not_stay(folder: Folder, tmp_path: Path) -> None:
+    done = folder.run("import os\nprint(os.environ['GRADSURGEON_MARK'])\n" + CHILD)
     mark = Path(done.out.strip())
     assert mark.parent.is_dir()
     assert not mark.exists()
