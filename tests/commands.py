@@ -6,7 +6,11 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import IO
+from unittest import mock
 
 from gradsurgeon import cli
 
@@ -47,6 +51,50 @@ def call(
         timeout=120,
         check=False,
     )
+
+
+def call_here(*arguments: str, cwd: pathlib.Path) -> subprocess.CompletedProcess[str]:
+    """Do in this process, which has imported torch already, what `call` does in one of its own."""
+    known, before = set(sys.modules), pathlib.Path.cwd()
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as out,
+        tempfile.TemporaryFile("w+", encoding="utf-8") as err,
+        mock.patch.dict(os.environ, environment(), clear=True),
+        mock.patch.object(sys, "path", ["", *sys.path]),
+        _instead("stdout", out),
+        _instead("stderr", err),
+    ):
+        err.reconfigure(line_buffering=True)
+        os.chdir(cwd)
+        try:
+            code = cli.main(arguments)
+        except SystemExit as end:  # argparse
+            code = end.code if isinstance(end.code, int) else 1
+        finally:
+            os.chdir(before)
+            # The models of the next test have the same names.
+            for name in set(sys.modules) - known:
+                if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(cwd)):
+                    del sys.modules[name]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
+
+
+@contextmanager
+def _instead(name: str, stream: IO[str]) -> Iterator[None]:
+    """Let a stream be another one, and the descriptor below it, which children of ours write to."""
+    number = {"stdout": 1, "stderr": 2}[name]
+    own = os.dup(number)
+    os.dup2(stream.fileno(), number)
+    try:
+        with mock.patch.object(sys, name, stream):
+            yield
+    finally:
+        os.dup2(own, number)
+        os.close(own)
 
 
 def git(folder: pathlib.Path, *arguments: str) -> str:

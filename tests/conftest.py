@@ -7,6 +7,7 @@ files like this one, the process that prints for several others reads only those
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any, cast
@@ -21,6 +22,23 @@ def _quick_search() -> None:
     # begin, such as torch itself, need not be searched a hundred times.
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _measured() -> str | None:
+    # What makes Python measure coverage from its start. Where torch is imported it takes half as long
+    # again, and hundreds of processes run through the same few files.
+    return os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+
+
+@pytest.fixture(autouse=True)
+def _children(
+    _measured: str | None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if _measured and request.node.get_closest_marker("cover_children"):
+        monkeypatch.setenv("COVERAGE_PROCESS_CONFIG", _measured)
+    else:
+        monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
 
 
 @pytest.fixture(autouse=True)

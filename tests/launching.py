@@ -143,9 +143,6 @@ def call(
         # The neighbours that it imports.
         variables["PYTHONPATH"] = os.pathsep.join([variables["PYTHONPATH"], str(SCRIPTS)])
     record = place / "record"
-    if rules is None and edit is None:
-        # Nothing of gradsurgeon runs there: there is no coverage to measure, which takes its time.
-        variables.pop("COVERAGE_PROCESS_CONFIG", None)
     if rules is not None:
         file = place / "rules.yaml"
         file.write_text(rules, encoding="utf-8")

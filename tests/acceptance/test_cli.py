@@ -16,6 +16,8 @@ from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.schema import VERSION
 
+pytestmark = pytest.mark.cover_children
+
 PARAMS = pathlib.Path(__file__).parent.parent / "cases/review/params.json"
 FOURTEEN = pathlib.Path(__file__).parent.parent / "cases/schema/bad/fourteen-mistakes.yaml"
 

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from commands import WITHOUT_TORCH, call, git
 
+pytestmark = pytest.mark.cover_children
+
 CASES = pathlib.Path(__file__).parent.parent / "cases" / "review"
 FORMS = {"text": "txt", "markdown": "md", "json": "json"}
 SIDES = ("old.yaml", "new.yaml", "--params", "params.json")

@@ -11,6 +11,8 @@ import sys
 import pytest
 from commands import WITHOUT_TORCH, call, environment, write_rules
 
+pytestmark = pytest.mark.cover_children
+
 MACHINE = {"json": "problems", "sarif": "runs"}
 
 

@@ -17,6 +17,8 @@ from gradsurgeon.actions._target import parse_tensor, target_flaws
 from gradsurgeon.review import catalogue
 from gradsurgeon.review.checks import CHECKS
 
+pytestmark = pytest.mark.cover_children
+
 
 class TestExplain:
     def test_without_a_name_it_lists_the_actions_and_then_the_checks(

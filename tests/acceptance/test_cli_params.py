@@ -7,7 +7,7 @@ import pathlib
 import re
 
 import pytest
-from commands import WITHOUT_TORCH, call, write_rules
+from commands import WITHOUT_TORCH, call, call_here, write_rules
 
 NET = """
 import torch
@@ -68,7 +68,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return what the command writes; it takes seconds to import torch."""
     folder = tmp_path_factory.mktemp("params")
     (folder / "net.py").write_text(NET)
-    done = call("params", "--model", "net:small", "-o", "params.json", cwd=folder)
+    done = call_here("params", "--model", "net:small", "-o", "params.json", cwd=folder)
     assert (done.returncode, done.stdout) == (0, "")
     assert re.search(
         r"^params.json: Transformer, 19 parameters, 320 elements, sha256:[0-9a-f]{64}$",
@@ -114,7 +114,7 @@ class TestParams:
         assert "643 parameters, 65,476,509,696 elements" in done.stderr
 
     def test_a_file_that_cannot_be_written_leaves_nothing(self, here: pathlib.Path) -> None:
-        done = call("params", "--model", "net:small", "-o", "no/params.json", cwd=here)
+        done = call_here("params", "--model", "net:small", "-o", "no/params.json", cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert "gradsurgeon: cannot write no/params.json: No such file" in done.stderr
 
@@ -137,7 +137,7 @@ class TestParams:
     def test_what_it_cannot_do(
         self, here: pathlib.Path, arguments: tuple[str, ...], reason: str
     ) -> None:
-        done = call("params", *arguments, cwd=here)
+        done = call_here("params", *arguments, cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert reason in done.stderr
         assert "gradsurgeon/" not in done.stderr
@@ -145,12 +145,12 @@ class TestParams:
 
 class TestCheck:
     def test_up_to_date(self, written: pathlib.Path) -> None:
-        done = call("params", "--check", "params.json", "--model", "net:small", cwd=written)
+        done = call_here("params", "--check", "params.json", "--model", "net:small", cwd=written)
         assert (done.returncode, done.stdout) == (0, "")
         assert "params.json is up to date: Transformer, 19 parameters" in done.stderr
 
     def test_stale(self, written: pathlib.Path) -> None:
-        done = call("params", "--check", "params.json", "--model", "net:wider", cwd=written)
+        done = call_here("params", "--check", "params.json", "--model", "net:wider", cwd=written)
         assert done.returncode == 1
         lines = done.stdout.splitlines()
         assert lines[0] == "params.json is stale:"
@@ -160,24 +160,24 @@ class TestCheck:
         assert "  + module layers.2 (Block)" in lines
         assert "  ~ module layers.0.norm: aliases ['twice'] -> nothing" in lines
         assert lines[-1] == "write it again: gradsurgeon params --model net:wider -o params.json"
-        back = call("params", "--model", "net:wider", "-o", "wider.json", cwd=written)
+        back = call_here("params", "--model", "net:wider", "-o", "wider.json", cwd=written)
         assert back.returncode == 0
-        done = call("params", "--check", "wider.json", "--model", "net:small", cwd=written)
+        done = call_here("params", "--check", "wider.json", "--model", "net:small", cwd=written)
         assert "  - parameter layers.2.attn.q.weight float32 [4, 4]" in done.stdout.splitlines()
 
     def test_another_order_is_stale(self, written: pathlib.Path) -> None:
         data = json.loads((written / "params.json").read_text())
         data["params"].reverse()
         (written / "params.json").write_text(json.dumps(data))
-        done = call("params", "--check", "params.json", "--model", "net:small", cwd=written)
+        done = call_here("params", "--check", "params.json", "--model", "net:small", cwd=written)
         assert done.returncode == 1
         assert "  ~ the order of the parameters" in done.stdout.splitlines()
 
     def test_a_hash_alone(self, written: pathlib.Path) -> None:
         own = json.loads((written / "params.json").read_text())["hash"]
-        done = call("params", "--check", own, "--model", "net:small", cwd=written)
+        done = call_here("params", "--check", own, "--model", "net:small", cwd=written)
         assert (done.returncode, done.stdout) == (0, "")
-        done = call("params", "--check", own, "--model", "net:wider", cwd=written)
+        done = call_here("params", "--check", own, "--model", "net:wider", cwd=written)
         assert done.returncode == 1
         assert re.match(f"stale: the hash of Transformer is sha256:.*, not {own}\n", done.stdout)
 
@@ -197,7 +197,7 @@ class TestPlan:
         self, written: pathlib.Path, form: str
     ) -> None:
         end = ("--format", form)
-        known = call("plan", "rules.yaml", "--model", "net:small", *end, cwd=written)
+        known = call_here("plan", "rules.yaml", "--model", "net:small", *end, cwd=written)
         done = call(
             "plan", "rules.yaml", "--params", "params.json", *end, cwd=written, code=WITHOUT_TORCH
         )
@@ -207,7 +207,7 @@ class TestPlan:
 
     def test_the_documented_form_of_json(self, written: pathlib.Path) -> None:
         arguments = ("plan", "rules.yaml", "--params", "params.json", "--format", "json")
-        found = json.loads(call(*arguments, cwd=written).stdout)
+        found = json.loads(call_here(*arguments, cwd=written).stdout)
         assert list(found) == ["version", "model", "rules", "chains", "warnings"]
         assert found["version"] == 1
         assert found["model"] == {"params": 19, "elements": 320}
@@ -255,7 +255,7 @@ class TestPlan:
             head = f"plan: clean.yaml on {name}: 1 rule, 1 parameter, 3 elements"
             assert done.stdout.startswith(head)
             assert f"names come from {name}: it does not tell buffers" in done.stdout
-        done = call("plan", "rules.yaml", "--params", "model.safetensors", cwd=written)
+        done = call_here("plan", "rules.yaml", "--params", "model.safetensors", cwd=written)
         assert (done.returncode, done.stdout) == (1, "")
         assert "rule flat: `where: module_type` cannot be decided" in done.stderr
         assert "rule own: `model` cannot be decided" in done.stderr
@@ -264,12 +264,12 @@ class TestPlan:
     def test_one_source_of_names_exactly(
         self, written: pathlib.Path, sources: tuple[str, ...]
     ) -> None:
-        done = call("plan", "clean.yaml", *sources, cwd=written)
+        done = call_here("plan", "clean.yaml", *sources, cwd=written)
         assert (done.returncode, done.stdout) == (2, "")
         assert "--model" in done.stderr
 
     def test_a_wrong_manifest_is_no_fault_of_the_rules(self, written: pathlib.Path) -> None:
         (written / "params.json").write_text('{"version": 1, "params": 3}')
-        done = call("plan", "clean.yaml", "--params", "params.json", cwd=written)
+        done = call_here("plan", "clean.yaml", "--params", "params.json", cwd=written)
         assert (done.returncode, done.stdout) == (2, "")
         assert "params.json params: error: expected a list, found the number 3" in done.stderr

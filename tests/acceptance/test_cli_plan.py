@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import WITHOUT_TORCH, call, environment, write_rules
+from commands import WITHOUT_TORCH, call, call_here, environment, write_rules
 
 NET = """
 import os, subprocess, time, torch
@@ -106,7 +106,7 @@ class TestPlan:
         ]
 
     def test_the_table(self, here: pathlib.Path) -> None:
-        done = call("plan", "edits.yaml", "--model", "net:build", cwd=here)
+        done = call_here("plan", "edits.yaml", "--model", "net:build", cwd=here)
         assert done.returncode == 0
         head, _, table = done.stdout.partition("\n\n")
         assert head == "plan: edits.yaml on Sequential: 2 rules, 4 parameters, 23 elements"
@@ -122,7 +122,7 @@ class TestPlan:
             '  - {id: calm, action: scale, params: "*", factor: 0.5}\n'
             '  - {id: calmer, action: scale, params: "*.weight", factor: 0.25}\n'
         )
-        done = call("plan", "twice.yaml", "--model", "net:build", cwd=here)
+        done = call_here("plan", "twice.yaml", "--model", "net:build", cwd=here)
         assert done.returncode == 0
         assert done.stdout.partition("\nprograms")[2].splitlines() == [
             " that run shorter than they are written",
@@ -130,13 +130,16 @@ class TestPlan:
             "      runs as: calm+calmer (scale factor 0.125)",
             "      2 parameters: {0..1}.weight",
         ]
-        assert "programs" not in call("plan", "edits.yaml", "--model", "net:build", cwd=here).stdout
-        form = call("plan", "twice.yaml", "--model", "net:build", "--format", "json", cwd=here)
+        assert (
+            "programs"
+            not in call_here("plan", "edits.yaml", "--model", "net:build", cwd=here).stdout
+        )
+        form = call_here("plan", "twice.yaml", "--model", "net:build", "--format", "json", cwd=here)
         assert json.loads(form.stdout)["chains"]["0.weight"] == ["calm", "calmer"]
 
     def test_a_model_that_needs_values_is_built_for_real(self, here: pathlib.Path) -> None:
         arguments = ("plan", "clean.yaml", "--model", "net:reads_a_value", "--format", "json")
-        done = call(*arguments, cwd=here)
+        done = call_here(*arguments, cwd=here)
         assert done.returncode == 0
         assert json.loads(done.stdout)["model"] == {"params": 2, "elements": 15}
         assert re.search(
@@ -147,7 +150,9 @@ class TestPlan:
 
     @pytest.mark.parametrize("name", ["Net", "Zoo.Net", "ready"])
     def test_a_class_or_a_module_will_do(self, here: pathlib.Path, name: str) -> None:
-        done = call("plan", "clean.yaml", "--model", f"net:{name}", "--format", "json", cwd=here)
+        done = call_here(
+            "plan", "clean.yaml", "--model", f"net:{name}", "--format", "json", cwd=here
+        )
         assert json.loads(done.stdout)["rules"][0]["params"] == ["fc.weight", "fc.bias"]
 
     def test_the_installed_command_finds_the_current_folder(self, here: pathlib.Path) -> None:
@@ -173,26 +178,28 @@ class TestPlan:
         ],
     )
     def test_no_model(self, here: pathlib.Path, model: str, reason: str) -> None:
-        done = call("plan", "clean.yaml", "--model", model, cwd=here)
+        done = call_here("plan", "clean.yaml", "--model", model, cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert reason in done.stderr
         assert "gradsurgeon/cli" not in done.stderr
 
     def test_rules_that_match_nothing(self, here: pathlib.Path) -> None:
-        done = call("plan", "astray.yaml", "--model", "net:build", "--format", "json", cwd=here)
+        done = call_here(
+            "plan", "astray.yaml", "--model", "net:build", "--format", "json", cwd=here
+        )
         assert (done.returncode, done.stdout) == (1, "")
         assert 'astray.yaml:3:10: rule norms: no parameter of the model matches "head.*"' in (
             done.stderr
         )
 
     def test_wrong_rules_are_told_before_a_model_is_built(self, here: pathlib.Path) -> None:
-        done = call("plan", "wrong.yaml", "--model", "net:build", cwd=here)
+        done = call_here("plan", "wrong.yaml", "--model", "net:build", cwd=here)
         assert (done.returncode, done.stdout) == (1, "")
         assert "wrong.yaml:3:25: error: unknown action `norm-lg`" in done.stderr
         assert "printed" not in done.stderr
 
     def test_a_missing_rule_file_is_told_apart(self, here: pathlib.Path) -> None:
-        done = call("plan", "gone.yaml", "--model", "net:build", cwd=here)
+        done = call_here("plan", "gone.yaml", "--model", "net:build", cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert "gone.yaml:1:1: error: cannot read the file: No such file" in done.stderr
 

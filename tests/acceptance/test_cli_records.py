@@ -20,6 +20,8 @@ from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
 
+pytestmark = pytest.mark.cover_children
+
 EVIL = '=cmd|"/c calc"!A1,\n\x1b[2J'
 
 

@@ -106,6 +106,7 @@ def test_a_stream_without_blocks_gets_ascii() -> None:
     assert found.stdout.isascii()
 
 
+@pytest.mark.cover_children
 def test_the_demo_fails_without_a_trap(tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
     rules.write_text(RULES, encoding="utf-8")

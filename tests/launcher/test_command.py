@@ -13,6 +13,8 @@ import pytest
 from gradsurgeon.launcher.command import main, script_command, split
 from gradsurgeon.launcher.settings import BOOTSTRAP, Settings, from_environment
 
+pytestmark = pytest.mark.cover_children
+
 RULES = "version: 1\nrules:\n  - {id: norms, action: norm-log, params: '*'}\n"
 
 

@@ -56,6 +56,7 @@ except Exception as error:
 }
 
 
+@pytest.mark.cover_children
 @pytest.mark.parametrize("where", OTHERS)
 def test_the_debugger_opens(where: str, tmp_path: Path) -> None:
     started = start(tmp_path, OTHERS[where])

@@ -11,17 +11,12 @@ from pathlib import Path
 
 import pytest
 from commands import environment
+from outside import NORMS, TRAIN
 
 from gradsurgeon.launcher.settings import BOOTSTRAP
 
-TRAIN = """
-import torch
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model(torch.ones(1, 2)).sum().backward()
-optimizer.step()
-print("trained")
-"""
+pytestmark = pytest.mark.cover_children
+
 CHILD = (
     f"import subprocess, sys, torch\nsubprocess.run([sys.executable, '-c', {TRAIN!r}], check=True)"
 )
@@ -31,8 +26,7 @@ NOT_TAKEN = f"gradsurgeon: no process has taken the rules: no Python of {sys.pre
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    rules = "version: 1\nrules:\n  - {id: norms, action: norm-log, params: '*'}\n"
-    (tmp_path / "rules.yaml").write_text(rules, encoding="utf-8")
+    (tmp_path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
     (tmp_path / "train.py").write_text(TRAIN, encoding="utf-8")
     (tmp_path / "tmp").mkdir()
     return tmp_path

@@ -14,6 +14,8 @@ import pytest
 
 import gradsurgeon
 
+pytestmark = pytest.mark.cover_children
+
 SCRIPT = """
 import sys, torch
 from torch import nn

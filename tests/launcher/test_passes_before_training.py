@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from outside import NORMS, Folder
 
+pytestmark = pytest.mark.cover_children
+
 HALF = (
     "  - {id: half, action: scale, factor: 0.5, params: '*', at: step, steps: {from: 0, to: 1}}\n"
 )

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from commands import environment
 
+pytestmark = pytest.mark.cover_children
+
 RULES = "version: 1\nrules:\n  - {id: norms, action: norm-log, params: '*'}\n"
 TRAIN = """
 import os, signal, sys, time, torch

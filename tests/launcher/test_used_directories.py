@@ -11,19 +11,10 @@ from pathlib import Path
 
 import pytest
 from commands import environment
-from outside import NORMS, Folder
+from outside import NORMS, TRAIN, Folder
 
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.store import job
-
-SCRIPT = """
-import os, torch
-model = torch.nn.Linear(2, 1)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model(torch.ones(1, 2)).sum().backward()
-optimizer.step()
-print("trained")
-"""
 
 
 def torchrun(ranks: int) -> tuple[str, ...]:
@@ -36,12 +27,12 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def test_ranks_refuse_it_together_before_anything_is_trained(folder: Folder) -> None:
-    done = folder.run(SCRIPT, start=torchrun(1))
+    done = folder.run(TRAIN, start=torchrun(1))
     assert (done.code, done.out) == (0, "trained\n"), done.lines
     before = folder.databases()
     assert before == ["run/rank-0.db"]
     for ranks in (1, 2):
-        done = folder.run(SCRIPT, start=torchrun(ranks))
+        done = folder.run(TRAIN, start=torchrun(ranks))
         assert done.code != 0
         assert done.out == ""
         said = [line for line in done.lines if line.startswith("gradsurgeon ru")]
@@ -54,7 +45,7 @@ def test_ranks_refuse_it_together_before_anything_is_trained(folder: Folder) -> 
 
 def test_more_ranks_than_before_go_to_one_directory_of_their_own(folder: Folder) -> None:
     """Where the environment alone brings the rules in, nobody looks before all ranks have begun."""
-    (folder.path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (folder.path / "train.py").write_text(TRAIN, encoding="utf-8")
     (folder.path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
     settings = Settings(rules=str(folder.path / "rules.yaml"), record=str(folder.path / "run"))
     variables = settings.environment(environment())
@@ -76,7 +67,7 @@ def test_more_ranks_than_before_go_to_one_directory_of_their_own(folder: Folder)
     "update", ["optimizer.step()", "model.weight.data.sub_(model.weight.grad)"]
 )
 def test_a_run_that_was_refused_is_not_in_the_way_of_the_next(folder: Folder, update: str) -> None:
-    script = SCRIPT.replace("optimizer.step()", update)
+    script = TRAIN.replace("optimizer.step()", update)
     if "data" in update:
         script = script.replace("optimizer =", "# ").replace(
             'print("', 'model(torch.ones(1, 2)).sum().backward(); print("'

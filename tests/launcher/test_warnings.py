@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from commands import environment
 
+pytestmark = pytest.mark.cover_children
+
 # A parameter is replaced in the second step, of which the session warns.
 TRAIN = """
 import sys, warnings, torch

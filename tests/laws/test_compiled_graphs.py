@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from models import data
 from torch import Tensor, nn
 

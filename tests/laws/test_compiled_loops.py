@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from laws.test_compiled_graphs import Inner, broken, graphs, on, only
 from models import data
 from torch import Tensor, nn

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,9 @@ from gradsurgeon.planning import Manifest, Module, Param
 from gradsurgeon.review import markdown, text
 from gradsurgeon.review.difference import Difference, compare
 from gradsurgeon.schema import RuleSet
+
+# Thousands of inputs take the same few lines, and tracing them twice the time.
+pytestmark = pytest.mark.no_cover
 
 NAMES = [f"{stem}.{at}.{leaf}" for stem in "ab" for at in range(3) for leaf in ("w", "bias")]
 MANIFEST = Manifest(

@@ -14,6 +14,9 @@ from fuzzing import CASES, SETTINGS, SHAPES, answered, copied, in_their_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
+# Thousands of inputs take the same few lines, and tracing them twice the time.
+pytestmark = pytest.mark.no_cover
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:

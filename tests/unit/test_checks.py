@@ -329,6 +329,7 @@ class TestSuppression:
         ]
 
 
+@pytest.mark.no_cover  # thousands of inputs, the same few lines
 class TestProofs:
     PIECES = (
         "a",
@@ -428,6 +429,7 @@ class TestProofs:
                 assert due <= also, (one, other)
 
 
+@pytest.mark.no_cover  # thousands of inputs, the same few lines
 class TestHugeFiles:
     def test_many_rules_are_compared_up_to_a_limit_which_is_said(
         self, tmp_path: pathlib.Path

@@ -22,6 +22,8 @@ from gradsurgeon.store import Records
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
 
+pytestmark = pytest.mark.cover_children
+
 
 class Parts:
     """Journal, recorder and writer of one session."""
