@@ -31,14 +31,26 @@ def _measured() -> str | None:
     return os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _children_of_a_file(_measured: str | None, request: pytest.FixtureRequest) -> Iterator[None]:
+    # Before whatever processes its tests share.
+    with pytest.MonkeyPatch.context() as patch:
+        _measure(_measured, request, patch)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _children(
+def _children_of_a_test(
     _measured: str | None, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if _measured and request.node.get_closest_marker("cover_children"):
-        monkeypatch.setenv("COVERAGE_PROCESS_CONFIG", _measured)
+    _measure(_measured, request, monkeypatch)
+
+
+def _measure(how: str | None, request: pytest.FixtureRequest, patch: pytest.MonkeyPatch) -> None:
+    if how and request.node.get_closest_marker("cover_children"):
+        patch.setenv("COVERAGE_PROCESS_CONFIG", how)
     else:
-        monkeypatch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
+        patch.delenv("COVERAGE_PROCESS_CONFIG", raising=False)
 
 
 @pytest.fixture(autouse=True)

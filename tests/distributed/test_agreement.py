@@ -9,6 +9,8 @@ import pytest
 from distributed.agreement_worker import FAULT, STEPS
 from ranks import run_ranks
 
+pytestmark = pytest.mark.cover_children
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

@@ -9,6 +9,8 @@ import pytest
 from distributed.sharded_worker import STATS
 from ranks import run_ranks
 
+pytestmark = pytest.mark.cover_children
+
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 

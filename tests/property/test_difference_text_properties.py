@@ -17,9 +17,6 @@ from gradsurgeon.review import markdown, text
 from gradsurgeon.review.difference import Difference, compare
 from gradsurgeon.schema import RuleSet
 
-# Thousands of inputs take the same few lines, and tracing them twice the time.
-pytestmark = pytest.mark.no_cover
-
 NASTY = (
     "`",
     "``x``",

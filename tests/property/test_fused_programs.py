@@ -16,9 +16,6 @@ from gradsurgeon.planning import Plan
 from gradsurgeon.runtime import Session, deciding
 from gradsurgeon.runtime.state import Mode
 
-# Thousands of inputs take the same few lines, and tracing them twice the time.
-pytestmark = pytest.mark.no_cover
-
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=120)
 STEPS = 3
 SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
