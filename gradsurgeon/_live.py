@@ -1,8 +1,10 @@
-"""The live objects of a kind: nothing on a parameter tells who owns it."""
+"""Live objects: those of a kind, since nothing on a parameter tells who owns it, and many new ones."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
@@ -18,3 +20,19 @@ def instances(kind: type[_T]) -> list[_T]:
 
 def _derived(kind: type[Any]) -> list[type[Any]]:
     return [kind, *(each for one in kind.__subclasses__() for each in _derived(one))]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Keep Python's collector of cycles off while many objects are built that all stay.
+
+    Beside half a million objects of a large library each of its full runs takes 0.1 s and finds nothing.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

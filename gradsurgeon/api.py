@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from gradsurgeon import planning, schema, source
+from gradsurgeon import _live, planning, schema, source
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.planning import Manifest, Plan
@@ -38,15 +38,16 @@ def load(rules: Rules) -> RuleSet:
     """
     if isinstance(rules, RuleSet):
         return rules
-    if isinstance(rules, dict):
-        return schema.validate(schema.Built(rules))
-    if isinstance(rules, str) and "\n" in rules:
-        return schema.validate(source.parse(rules))
-    if isinstance(rules, str | os.PathLike):
-        return schema.validate(source.read(rules))
-    given: object = rules
-    if isinstance(given, list | tuple) and all(isinstance(rule, Rule) for rule in given):
-        return schema.from_rules(given)
+    with _live.uncollected():
+        if isinstance(rules, dict):
+            return schema.validate(schema.Built(rules))
+        if isinstance(rules, str) and "\n" in rules:
+            return schema.validate(source.parse(rules))
+        if isinstance(rules, str | os.PathLike):
+            return schema.validate(source.read(rules))
+        given: object = rules
+        if isinstance(given, list | tuple) and all(isinstance(rule, Rule) for rule in given):
+            return schema.from_rules(given)
     raise TypeError(
         f"rules are a path, a text, a dict, a RuleSet or a list of rules, not {type(rules).__name__}"
     )

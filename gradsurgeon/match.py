@@ -12,7 +12,7 @@ import re
 import warnings
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from heapq import nlargest
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -48,7 +48,14 @@ class Pattern:
     """A compiled pattern; made by `compile_pattern`."""
 
     text: str
-    regex: re.Pattern[str] = field(repr=False, compare=False)
+    expression: re.Pattern[str] | str = field(repr=False, compare=False)
+
+    @cached_property
+    def regex(self) -> re.Pattern[str]:
+        """What names are compared with; that of a glob is made when the first name comes."""
+        if isinstance(self.expression, str):
+            return re.compile(self.expression, re.DOTALL)
+        return self.expression
 
     def matches(self, name: str) -> bool:
         """Tell whether the whole of ``name`` matches."""
@@ -87,7 +94,7 @@ def compile_pattern(text: str) -> Pattern:
         raise PatternError(message, "write a list of patterns")
     # Each combination on its own: a list in the middle would make matching backtrack, or go wrong.
     choices = (_join(itertools.chain(*choice)) for choice in itertools.product(*parts))
-    return Pattern(text, re.compile("|".join(choices), re.DOTALL))
+    return Pattern(text, "|".join(choices))
 
 
 def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:

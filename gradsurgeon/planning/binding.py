@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
+from gradsurgeon import _live
 from gradsurgeon.actions import MOMENTS, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
@@ -18,6 +19,7 @@ from gradsurgeon.schema import RuleSet
 NO_MATCH = "matches nothing in this model"
 
 
+@_live.uncollected()
 def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     """Bind rules to the parameters and modules of a manifest.
 

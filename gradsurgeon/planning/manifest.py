@@ -8,6 +8,8 @@ from functools import lru_cache
 from math import prod
 from typing import Any, Literal
 
+from gradsurgeon import _live
+
 # Wrappers put one segment between their own name and that of the module they wrap. The segment is
 # dropped only where its owner really is such a wrapper: a model may call a child `module`. They are
 # told by name so that planning needs no torch, and subclasses count.
@@ -159,6 +161,7 @@ def _slots(tree: Iterable[tuple[str, Any]]) -> Iterator[Slot]:
                 yield Slot(f"{path}.{key}" if path else key, module, key)
 
 
+@_live.uncollected()
 def from_model(model: Any) -> Manifest:
     """Return the manifest of a ``torch.nn.Module``, on any device, ``meta`` included."""
     tree = list(walk(model))
