@@ -16,8 +16,6 @@ import yaml
 from commands import CLEAN, EDITS, ROOT, git
 from pull_requests import ACTION, GitHub, Job, api
 
-pytestmark = pytest.mark.cover_children
-
 WRONG = CLEAN.replace("norm-log", "norm-lg")
 PARAMS = {
     "version": 1,

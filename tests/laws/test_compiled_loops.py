@@ -17,7 +17,6 @@ from gradsurgeon.planning import outside_graphs
 # As in the tests of rules on modules: torch warns about its own doing.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.no_cover,  # which would trace the compiler as well
 ]
 
 
