@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ def main() -> None:
     }
     Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
+    # A thread of gloo that lets go of its last tensor while Python ends would abort the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":

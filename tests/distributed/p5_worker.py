@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,8 @@ def main() -> None:
     }
     Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
+    # A thread of gloo that lets go of its last tensor while Python ends would abort the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":
