@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -52,3 +53,5 @@ main()
 # What holds process groups has to be gone by then, or the process may abort at its end.
 gc.collect()
 dist.destroy_process_group()
+# So have the threads of gloo that still let go of tensors.
+time.sleep(0.3)

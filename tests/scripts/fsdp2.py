@@ -1,6 +1,7 @@
 """Run by torchrun: fully sharded parameters."""
 
 import gc
+import time
 
 import torch
 import torch.distributed as dist
@@ -63,3 +64,5 @@ main()
 # What holds process groups has to be gone by then, or the process may abort at its end.
 gc.collect()
 dist.destroy_process_group()
+# So have the threads of gloo that still let go of tensors.
+time.sleep(0.3)
