@@ -130,9 +130,11 @@ def _begun_by_others(folder: Path, rank: int) -> bool:
     """Tell whether the run there is one that rank 0 of this one did not begin."""
     if not (folder / RUN_FILE).exists():
         return False
+    if rank == 0:
+        return True
     # Rank 0 of this very job may have finished: nothing says that ranks wait for each other.
     ours = bool(job.current()) and not job.is_of_another_start(folder)
-    return rank == 0 or not (ours or is_live(folder / database_name(0)))
+    return not (ours or is_live(folder / database_name(0)))
 
 
 def _taken(where: str, database: Path) -> str:
