@@ -28,6 +28,10 @@ def listing(path: pathlib.Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir())
 
 
+# Which start of ranks a run belongs to.
+JOB = {"host": "here", "parent": "7", "launch": "here/29500/none", "attempt": "0"}
+
+
 def meta(names: Sequence[str] = KEY.names, **more: Any) -> dict[str, Any]:
     """Return what `run.json` says of a run with one rule on some parameters."""
     return {

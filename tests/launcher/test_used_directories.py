@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from commands import environment
 from outside import NORMS, TRAIN, Folder
+from runs import JOB
 
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.store import job
@@ -81,7 +82,6 @@ def test_a_run_that_was_refused_is_not_in_the_way_of_the_next(folder: Folder, up
     assert folder.databases() == ["run/rank-0.db"]
 
 
-OWN = {"host": "here", "parent": "7", "launch": "here/29500/none", "attempt": "0"}
 OLD, NEW = 1000.0, 0.0
 
 
@@ -107,8 +107,8 @@ def test_ranks_know_the_runs_of_their_own_job(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(job, "current", lambda: {**OWN, "attempt": attempt})
-    about = {"format": 1} if theirs is None else {"format": 1, "job": {**OWN, **theirs}}
+    monkeypatch.setattr(job, "current", lambda: {**JOB, "attempt": attempt})
+    about = {"format": 1} if theirs is None else {"format": 1, "job": {**JOB, **theirs}}
     (tmp_path / "run.json").write_text(json.dumps(about), encoding="utf-8")
     os.utime(tmp_path / "run.json", (time.time() - age,) * 2)
     assert job.is_taken(tmp_path) is taken

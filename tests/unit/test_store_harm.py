@@ -13,7 +13,7 @@ import sys
 import time
 
 import pytest
-from runs import KEY, another_process, listing, meta, values, write
+from runs import JOB, KEY, another_process, listing, meta, values, write
 
 from gradsurgeon import Event, RecordError
 from gradsurgeon.store import Key, job
@@ -116,9 +116,8 @@ def test_a_second_writer_in_this_process_is_refused(tmp_path: pathlib.Path) -> N
 def test_a_rank_may_be_done_before_another_of_its_job_begins(
     parent: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = {"host": "here", "parent": "7", "launch": "here/29500/none", "attempt": "0"}
-    RunWriter(tmp_path, meta={**meta(), "job": own}).close()
-    monkeypatch.setattr(job, "current", lambda: {**own, "parent": parent})
+    RunWriter(tmp_path, meta={**meta(), "job": JOB}).close()
+    monkeypatch.setattr(job, "current", lambda: {**JOB, "parent": parent})
     if parent == "7":
         RunWriter(tmp_path, rank=1).close()
         assert listing(tmp_path) == ["rank-0.db", "rank-1.db", "run.json"]
