@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from gradsurgeon.launcher.settings import DISABLE, RULES, STRICT, Settings, is_o
 from gradsurgeon.store import job
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
+# A first rank that starts on a busy machine may come seconds after the others.
+_FIRST_RANK_SECONDS = 10.0
 _WITH_VALUE = ("--rules", "--record", "--start-step")
 
 
@@ -180,9 +183,14 @@ def _print_difference(environment: dict[str, str]) -> None:
 
 
 def _fail(text: str) -> int:
-    # All ranks of a machine find the same; one of them says so.
-    if os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")) == "0":
-        print(f"gradsurgeon run: {text}", file=sys.stderr)  # noqa: T201 # a command line prints
+    # All ranks of a machine find the same, and the first says so. What has started them ends all as soon
+    # as one has ended: the others leave it the time to speak, and speak for themselves if still there.
+    rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
+    who = "gradsurgeon run"
+    if rank != "0":
+        time.sleep(_FIRST_RANK_SECONDS)
+        who = f"{who}: rank {printable(rank)}"
+    print(f"{who}: {text}", file=sys.stderr)  # noqa: T201 # a command line prints
     return 2
 
 
