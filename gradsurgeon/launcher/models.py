@@ -204,7 +204,8 @@ class Models:
         """
         fresh = [one for one in self._living() if not (one.begun or one.provisional)]
         params = [param for one in fresh for param in one.params()]
-        for root in roots_of(params) if params else []:
+        known = [model for one in fresh if (model := one.model()) is not None]
+        for root in roots_of(params, known) if params else []:
             inside = {id(module) for module in root.modules()}
             parts = [one for one in fresh if id(one.model()) in inside]
             # A mere wrapper that came after it has the same parameters, and gives way to what it wraps.
