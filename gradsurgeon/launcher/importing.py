@@ -9,6 +9,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from gradsurgeon import _live
 from gradsurgeon.launcher import exiting, idle
 from gradsurgeon.launcher.settings import STRICT, Settings, from_environment, is_on
 
@@ -57,12 +58,13 @@ def give_way(settings: Settings, error: BaseException) -> None:
 def _activate(settings: Settings) -> None:
     idle.leave(idle.TORCH)
     # Only now: this imports the rest of the package, and torch is there already.
-    try:
-        from gradsurgeon.launcher.watch import activate  # noqa: PLC0415 # as said
-    except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
-        give_way(settings, error)
-    else:
-        activate(settings)
+    with _live.uncollected():
+        try:
+            from gradsurgeon.launcher.watch import activate  # noqa: PLC0415 # as said
+        except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
+            give_way(settings, error)
+        else:
+            activate(settings)
 
 
 class _Finder(MetaPathFinder):
