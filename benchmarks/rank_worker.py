@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -104,6 +105,8 @@ def main() -> None:
         Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
     distributed.barrier()
     distributed.destroy_process_group()
+    # A thread of gloo that lets go of its last tensor while Python ends would abort the process.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from outside import Folder
 
 SCRIPT = """
-import os, torch
+import os, time, torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,6 +24,8 @@ for step in range(3):
 print([param.tolist() for param in model.parameters()])
 if dist.is_initialized():
     dist.destroy_process_group()
+    # Threads of gloo that still let go of tensors would abort the process at its end.
+    time.sleep(0.3)
 """
 RULES = """\
   - {id: norms, action: norm-log, params: '*'}
