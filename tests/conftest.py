@@ -15,6 +15,9 @@ from typing import Any, cast
 import pytest
 from ranks import FINAL_WEIGHTS
 
+# Python's collector would walk through all of torch some thousand times, and find nothing there.
+gc.set_threshold(50_000, 20, 50)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_search() -> None:

@@ -15,8 +15,6 @@ from outside import NORMS, TRAIN
 
 from gradsurgeon.launcher.settings import BOOTSTRAP
 
-pytestmark = pytest.mark.cover_children
-
 CHILD = (
     f"import subprocess, sys, torch\nsubprocess.run([sys.executable, '-c', {TRAIN!r}], check=True)"
 )
@@ -54,6 +52,7 @@ def ours(done: subprocess.CompletedProcess[str]) -> list[str]:
     return [line for line in done.stderr.splitlines() if line.startswith("gradsurgeon")]
 
 
+@pytest.mark.cover_children
 @pytest.mark.parametrize("flag", ["-I", "-E"])
 def test_flags_that_keep_the_rules_out_are_named(flag: str, place: Path) -> None:
     done = run(place, "train.py", flags=(flag,))
@@ -75,6 +74,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.cover_children
 @pytest.mark.parametrize("how", ["python", "tool"])
 def test_another_python_is_named(how: str, place: Path, other: Path) -> None:
     python = other / "bin" / "python"
@@ -91,6 +91,7 @@ def test_another_python_is_named(how: str, place: Path, other: Path) -> None:
     assert (refused.returncode, refused.stdout) == (2, "")
 
 
+@pytest.mark.cover_children
 def test_another_python_below_a_shell_is_noticed_at_the_end(place: Path, other: Path) -> None:
     done = run(place, "--", "bash", "-c", f"{other}/bin/python -c 'print(1)'; exit 3", strict=True)
     assert (done.returncode, done.stdout) == (3, "1\n")
@@ -118,6 +119,7 @@ def test_the_end_of_a_shell_is_that_of_its_processes(what: str, place: Path) -> 
     assert not list((place / "tmp").glob("gradsurgeon-*"))
 
 
+@pytest.mark.cover_children
 def test_a_command_ends_as_it_would(place: Path) -> None:
     done = run(place, "--", "bash", "-c", "echo $PPID; kill -9 $$")
     assert done.returncode == -9
@@ -142,6 +144,7 @@ def test_however_it_ends_nothing_is_left_behind(last: str, place: Path) -> None:
     assert not list((place / "tmp").glob("gradsurgeon-*"))
 
 
+@pytest.mark.cover_children
 def test_what_killed_launches_have_left_is_removed(place: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -162,6 +165,7 @@ def test_what_killed_launches_have_left_is_removed(place: Path) -> None:
     assert kept == set(names.values()) - {names["stale"]}
 
 
+@pytest.mark.cover_children
 @pytest.mark.parametrize("strict", [False, True], ids=["as it is", "strict"])
 def test_an_installation_that_is_broken_is_one_line(strict: bool, place: Path) -> None:
     (place / "broken" / "gradsurgeon").mkdir(parents=True)

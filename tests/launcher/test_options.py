@@ -14,8 +14,6 @@ import pytest
 
 import gradsurgeon
 
-pytestmark = pytest.mark.cover_children
-
 SCRIPT = """
 import sys, torch
 from torch import nn
@@ -81,6 +79,7 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
+@pytest.mark.cover_children
 def test_a_dry_run_stops_at_the_first_step_and_writes_the_manifest(place: Place) -> None:
     done = place.run("--dry-run", "--record", "run")
     assert done.code == 0
@@ -104,6 +103,7 @@ model(torch.ones(1, 2)).sum().backward()
 SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
 
 
+@pytest.mark.cover_children
 @pytest.mark.parametrize(
     ("script", "seen"),
     [
@@ -128,6 +128,7 @@ def test_a_dry_run_that_sees_no_step_says_so_and_fails(
     assert not (place.path / "params.json").exists()
 
 
+@pytest.mark.cover_children
 def test_a_dry_run_of_updates_by_hand_ends_with_the_first(place: Place) -> None:
     after = "model.weight.data.sub_(model.weight.grad)"
     done = place.run("--dry-run", script=NO_STEP.format(optimizer="", after=after))
@@ -156,6 +157,7 @@ def test_a_schedule_goes_on_where_an_earlier_run_ended(place: Place) -> None:
     assert "from step 40" in done.err
 
 
+@pytest.mark.cover_children
 def test_the_debugger_opens_in_the_line_of_the_script(place: Place) -> None:
     done = place.run("--pdb", rules=TRAP, args="6", stdin="p step, type(optimizer).__name__\nq\n")
     assert done.code == 1
@@ -165,6 +167,7 @@ def test_the_debugger_opens_in_the_line_of_the_script(place: Place) -> None:
     assert "the debugger is in the line that took the step" in done.err
 
 
+@pytest.mark.cover_children
 def test_the_debugger_opens_on_the_rank_that_trapped_and_the_other_waits(place: Place) -> None:
     place.launch = (
         "--",
@@ -196,6 +199,7 @@ for step in range(4):
     assert "rank 1 trapped: the debugger is in the line that took the step" in done.err
 
 
+@pytest.mark.cover_children
 def test_a_rule_file_with_mistakes_stops_before_training(place: Place) -> None:
     done = place.run(rules="  - {id: norms, action: norm-lag, params: '*'}\n")
     assert done.code == 2
@@ -204,6 +208,7 @@ def test_a_rule_file_with_mistakes_stops_before_training(place: Place) -> None:
     assert "did you mean `norm-log`?" in done.err
 
 
+@pytest.mark.cover_children
 def test_records_that_cannot_be_written_stop_before_training(place: Place) -> None:
     (place.path / "file").write_text("", encoding="utf-8")
     done = place.run("--record", "file")
@@ -211,6 +216,7 @@ def test_records_that_cannot_be_written_stop_before_training(place: Place) -> No
     assert "RecordError" in done.err
 
 
+@pytest.mark.cover_children
 @pytest.mark.parametrize("strict", [False, True], ids=["as it is", "strict"])
 def test_where_the_launcher_fails_the_script_runs_on_unless_strict(
     place: Place, strict: bool
@@ -223,6 +229,7 @@ def test_where_the_launcher_fails_the_script_runs_on_unless_strict(
     assert (done.code, bool(done.out)) == ((2, False) if strict else (0, True))
 
 
+@pytest.mark.cover_children
 def test_what_comes_to_a_model_later_is_bound_as_well(place: Place) -> None:
     script = """
 import torch
