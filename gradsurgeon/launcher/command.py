@@ -25,7 +25,7 @@ from gradsurgeon.store import job
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
 # A first rank that starts on a busy machine may come seconds after the others.
-_FIRST_RANK_SECONDS = 10.0
+_FIRST_RANK_SECONDS = 5.0
 _WITH_VALUE = ("--rules", "--record", "--start-step")
 
 
