@@ -58,13 +58,12 @@ def give_way(settings: Settings, error: BaseException) -> None:
 def _activate(settings: Settings) -> None:
     idle.leave(idle.TORCH)
     # Only now: this imports the rest of the package, and torch is there already.
-    with _live.uncollected():
-        try:
-            from gradsurgeon.launcher.watch import activate  # noqa: PLC0415 # as said
-        except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
-            give_way(settings, error)
-        else:
-            activate(settings)
+    try:
+        from gradsurgeon.launcher.watch import activate  # noqa: PLC0415 # as said
+    except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
+        give_way(settings, error)
+    else:
+        activate(settings)
 
 
 class _Finder(MetaPathFinder):
@@ -115,5 +114,7 @@ class _Loader(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._executed()
+        # Nothing of what torch and we build here will ever be garbage.
+        with _live.uncollected():
+            self._loader.exec_module(module)
+            self._executed()

@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradsurgeon import api
+from gradsurgeon import _live, api
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
 from gradsurgeon.launcher import idle
 from gradsurgeon.launcher.attached import Attached
@@ -64,7 +64,9 @@ class Watch:
 
         @functools.wraps(construct)
         def constructed(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            construct(optimizer, *args, **kwargs)
+            # The first one makes torch import its compiler, of which all stays.
+            with _live.uncollected():
+                construct(optimizer, *args, **kwargs)
             self._born(optimizer)
 
         Optimizer.__init__ = constructed  # type: ignore[assignment,method-assign]

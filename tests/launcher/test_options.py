@@ -295,3 +295,17 @@ def test_accelerate_starts_the_launcher_as_one_process(place: Place) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == place.run().out
     assert "gradsurgeon: Sequential, 3 steps" in done.stderr.splitlines()
+
+
+def test_the_collector_of_the_script_is_left_as_it_was(place: Place) -> None:
+    script = """
+import gc, torch
+print(gc.isenabled())
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print(gc.isenabled())
+gc.disable()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+print(gc.isenabled())
+"""
+    assert place.run(script=script).out.split() == ["True", "True", "False"]
