@@ -27,11 +27,11 @@ def roots_of(params: Sequence[Tensor], known: Iterable[nn.Module] = ()) -> list[
     wanted = {id(param) for param in params}
     alive = {id(model) for model in known}
     found = _tops_of(wanted) if alive else []
-    if not found or not alive.issuperset(map(id, found)):
-        # What only waits to be collected must not pass for a model.
-        gc.collect()
-        found = _tops_of(wanted)
-    return found
+    if found and alive.issuperset(map(id, found)):
+        return found
+    # What only waits to be collected must not pass for a model.
+    gc.collect()
+    return _tops_of(wanted)
 
 
 def _tops_of(wanted: set[int]) -> list[nn.Module]:
