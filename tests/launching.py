@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from commands import environment
+from ranks import torchrun
 
 import gradsurgeon
 
 SCRIPTS = Path(__file__).with_name("scripts")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 OBSERVE = """\
 version: 1
 rules:
@@ -155,7 +155,7 @@ def call(
         ]
         words = ["-m", "gradsurgeon", "run", *own, *options, *words]
     done = subprocess.run(
-        [sys.executable, *(TORCHRUN if case.distributed else ()), *words],
+        [sys.executable, *(torchrun() if case.distributed else ()), *words],
         cwd=SCRIPTS,
         env={**variables, **(env or {})},
         input=case.stdin.encode(),

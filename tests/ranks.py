@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,19 +11,25 @@ from typing import Any
 
 # What a test tells of itself goes with its report, from the process it ran in to the one that prints.
 FINAL_WEIGHTS = "final weights"
-_LAUNCH = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run_ranks(worker: Path, out: Path, *args: str) -> list[dict[str, Any]]:
+def torchrun(ranks: int = 2) -> tuple[str, ...]:
+    """Return what comes after `python` to start a script on some ranks."""
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+
+
+def run_ranks(worker: Path, out: Path) -> list[dict[str, Any]]:
     """Run a worker on two ranks.
 
     Args:
-        worker: a script that takes a path and writes JSON to that path with ``.<rank>`` appended.
-        out: the path.
-        args: passed on to the script after the path.
+        worker: a script that ends in `worker.work`.
+        out: the path that it writes to, with ``.<rank>`` appended.
     """
+    # Where it finds `worker`.
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, *_LAUNCH, str(worker), str(out), *args],
+        [sys.executable, *torchrun(), str(worker), str(out)],
+        env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from worker import work
 
 import gradsurgeon
 
@@ -228,10 +225,8 @@ def uneven() -> dict[str, Any]:
     return {"text": text}
 
 
-def main() -> None:
-    """Run every part; the file named on the command line gets the rank as its ending."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main() -> dict[str, Any]:
+    """Run every part."""
     found: dict[str, Any] = {}
     for kind in ("DDP", "FSDP2"):
         for then in ("skip-step", "raise", "warn"):
@@ -247,11 +242,8 @@ def main() -> None:
         found[f"used by one, {params}"] = used_by_one(params, "raise")
     found["local updates"] = local_updates()
     found["uneven"] = uneven()
-    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
-    # A thread of gloo that lets go of its last tensor while Python ends would abort the process.
-    os._exit(0)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    work(main)

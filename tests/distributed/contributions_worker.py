@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from worker import work
 
 import gradsurgeon
 
@@ -92,22 +89,16 @@ def whole(param: Tensor) -> list[float]:
     return [float(value) for value in full.detach().flatten()]
 
 
-def main() -> None:
-    """Run every part; the file named on the command line gets the rank as its ending."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {
+def main() -> dict[str, Any]:
+    """Run every part."""
+    return {
         f"{kind} {what} {hand}": train(kind, what, hand=hand)
         for kind in ("DDP", "FSDP2")
         for what in RULES
         if (kind, what) != ("FSDP2", "backward")
         for hand in ("hooks", "rules", "neither")
     }
-    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
-    # A thread of gloo that lets go of its last tensor while Python ends would abort the process.
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    work(main)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from worker import work
 
 import gradsurgeon
 
@@ -129,10 +126,8 @@ def wrapped_loss(model: Any, part: Tensor, *, sync: bool) -> Tensor:
     return loss
 
 
-def main() -> None:
-    """Run every set-up; the file named on the command line gets the rank as its ending."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main() -> dict[str, Any]:
+    """Run every set-up."""
     rank = dist.get_rank()
     setups: dict[str, dict[str, Any]] = {
         "before": {"when": "before", "options": {}},
@@ -146,11 +141,8 @@ def main() -> None:
     found["one process"] = run(ranks=1, rank=0, when="before", options={})
     found["without rules"] = run(ranks=1, rank=0, when="after", options={}, rules=None)
     found |= {f"words: {kind}": words(kind) for kind in WORDS}
-    Path(f"{sys.argv[1]}.{rank}").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
-    # A thread of gloo that lets go of its last tensor while Python ends would abort the process.
-    os._exit(0)
+    return found
 
 
 if __name__ == "__main__":
-    main()
+    work(main)

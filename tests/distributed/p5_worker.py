@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from worker import work
 
 import gradsurgeon
 
@@ -111,23 +108,17 @@ def sync(model: Any, *, on: bool) -> None:
         model.set_requires_gradient_sync(on)
 
 
-def main() -> None:
-    """Run every set-up; the file named on the command line gets the rank as its ending."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main() -> dict[str, Any]:
+    """Run every set-up."""
     # Sessions look for wrappers among all live objects: torch itself need not be searched each time.
     gc.freeze()
-    found = {
+    return {
         f"{process} | {variant} | {action}": train(process, variant, rules)
         for process in PROCESSES
         for variant in VARIANTS
         for action, rules in {**ACTIONS, "no rules": []}.items()
     }
-    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
-    # A thread of gloo that lets go of its last tensor while Python ends would abort the process.
-    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    work(main)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from worker import work
 
 import gradsurgeon
 
@@ -312,17 +309,11 @@ def redundancy() -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    """Run every part; the file named on the command line gets the rank as its ending."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def main() -> dict[str, Any]:
+    """Run every part."""
     parts = (statistics, captured, mixed_precision, late, refused, tensor_parallel, redundancy)
-    found = {part.__name__: part() for part in parts}
-    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
-    # A thread of gloo that lets go of its last tensor while Python ends would abort the process.
-    os._exit(0)
+    return {part.__name__: part() for part in parts}
 
 
 if __name__ == "__main__":
-    main()
+    work(main)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from commands import environment
+from ranks import torchrun
 
 TRAIN = """
 import atexit, os, sys, threading, time, torch, torch.distributed as dist
@@ -100,8 +101,7 @@ if rank == 0:
     atexit.register(open, f"left-{attempt}", "w")
 train(DistributedDataParallel, trapped=rank == 1)
 """
-    launch = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
-    started = start(tmp_path, script, "--", sys.executable, "-m", "torch.distributed.run", *launch)
+    started = start(tmp_path, script, "--", sys.executable, *torchrun(), "--max-restarts", "1")
     assert started.stdin is not None
     assert started.stderr is not None
     attempt = 0

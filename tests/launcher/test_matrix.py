@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from launching import (
     OBSERVE,
-    TORCHRUN,
     Case,
     Outcome,
     Runs,
@@ -25,6 +24,7 @@ from launching import (
     trained,
 )
 from matrix import CASES
+from ranks import torchrun
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +305,7 @@ def test_rules_put_on_from_outside_do_what_they_do_from_inside(edited: str, runs
 def test_a_command_of_its_own_carries_the_rules_to_its_ranks(runs: Runs) -> None:
     case = CASES["DDP"]
     # `gradsurgeon run -- python -m torch.distributed.run ...`: the ranks are grandchildren.
-    whole = Case(("--", sys.executable, *TORCHRUN, *case.words))
+    whole = Case(("--", sys.executable, *torchrun(), *case.words))
     inside = "    " + attach("model").replace("\n", "\n    ")
     futures = (
         runs.launched(whole, EDIT),

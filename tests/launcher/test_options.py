@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ranks import torchrun
 
 import gradsurgeon
 
@@ -169,16 +170,7 @@ def test_the_debugger_opens_in_the_line_of_the_script(place: Place) -> None:
 
 @pytest.mark.cover_children
 def test_the_debugger_opens_on_the_rank_that_trapped_and_the_other_waits(place: Place) -> None:
-    place.launch = (
-        "--",
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-    )
+    place.launch = ("--", sys.executable, *torchrun(), "train.py")
     script = """
 import torch, torch.distributed as dist
 from torch import nn

@@ -12,14 +12,11 @@ from pathlib import Path
 import pytest
 from commands import environment
 from outside import NORMS, TRAIN, Folder
+from ranks import torchrun
 from runs import JOB
 
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.store import job
-
-
-def torchrun(ranks: int) -> tuple[str, ...]:
-    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import environment
+from ranks import torchrun
 
 # A parameter is replaced in the second step, of which the session warns.
 TRAIN = """
@@ -113,8 +114,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize("wrap", WRAPPED, ids=["copies", "each its own"])
 def test_ranks_that_train_the_same_warn_once(wrap: str, tmp_path: Path) -> None:
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = run(tmp_path, RANKS % wrap, "--", sys.executable, *launch)
+    done = run(tmp_path, RANKS % wrap, "--", sys.executable, *torchrun())
     assert done.code == 0, done.err
     lines = [line.rpartition("\r")[2] for line in done.err.split("\n")]
     assert sorted(

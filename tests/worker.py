@@ -1,0 +1,28 @@
+"""What a worker does that `ranks.run_ranks` runs on two ranks: the same first and last in each."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+
+def work(find: Callable[[], dict[str, Any]]) -> NoReturn:
+    """Write down what this rank finds, to the file named on the command line with the rank as its ending.
+
+    Args:
+        find: runs between ranks that know each other; returns what JSON can hold.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = find()
+    Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+    # A thread of gloo that lets go of its last tensor while Python ends would abort the process.
+    os._exit(0)
