@@ -218,6 +218,30 @@ def ranges(grads: Sequence[Tensor]) -> list[tuple[float, float]]:
     return found
 
 
+def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply strided tensors in place by a factor of shape ``[1]`` on a device, in float32 at least.
+
+    A 0-dim factor would be rounded to half precision before it is used, where CUDA multiplies: one
+    below the smallest half would become 0, and one above the largest infinite.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for part in parts:
+        kinds.setdefault((part.device, part.dtype), []).append(part)
+    for (device, kind), own in kinds.items():
+        there = factor.to(device)
+        if kind in _HALF:
+            # What `GradScaler` unscales with: it multiplies in float32, all tensors in one call.
+            ignored = torch.zeros(1, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                own, ignored, there.float()
+            )  # as below
+        else:
+            torch._foreach_mul_(own, there.reshape(()))  # it has no public name
+
+
+_HALF = {torch.float16, torch.bfloat16}
+
+
 def nonfinite(grad: Tensor) -> Tensor:
     """Return the number of NaN and infinite elements, as a 0-dim tensor on the device."""
     return values(grad).isfinite().logical_not_().sum()

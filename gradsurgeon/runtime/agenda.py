@@ -42,8 +42,10 @@ class Agenda:
         in_update: what is run for them.
         watched: the tensors of ``after``, ascending.
         trapped: those of them that a trap watches, ascending.
+        normed: those of them whose norm after backward somebody reads, ascending.
         stepped: the tensors of ``at_step``, ascending.
         edited: the tensors that an edit at the step may write.
+        frozen: the tensors that are hidden from the optimizer.
         hooked: the tensors that need hooks, ascending: those of ``in_backward`` and ``after``.
     """
 
@@ -51,9 +53,11 @@ class Agenda:
         "after",
         "at_step",
         "edited",
+        "frozen",
         "hooked",
         "in_backward",
         "in_update",
+        "normed",
         "stepped",
         "trapped",
         "traps",
@@ -74,7 +78,13 @@ class Agenda:
         self.traps = tuple(lane for lane in self.after if lane.rule.role == "trap")
         self.watched = _tensors(self.after)
         self.trapped = _tensors(self.traps)
+        self.normed = _tensors(
+            lane for lane in self.after if lane.rule.role == "trap" or "l2" in lane.keys
+        )
         self.stepped = _tensors(self.at_step)
+        self.frozen = frozenset(
+            tensor for lane in self.at_step if lane.rule.role == "freeze" for tensor in lane.tensors
+        )
         self.hooked = _tensors((*self.in_backward, *self.after))
         self.edited = frozenset(
             tensor for lane in self.at_step if lane.rule.role == "edit" for tensor in lane.tensors

@@ -8,10 +8,9 @@ from contextlib import ExitStack
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _torch
 from gradsurgeon.runtime.backward import PassHook, TensorHook
 from gradsurgeon.runtime.clock import Clock
-from gradsurgeon.runtime.look import Look
 from gradsurgeon.runtime.manual import GuardHook
 from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.state import State
@@ -37,16 +36,12 @@ class Arming:
         self._resting: dict[int, Tensor] = {}
         # A pass must be noticed where rules act on what modules hand on.
         self._may_rest = not (program.modules or program.tags)
-        # For each clock which gradients were seen in its last step, by id.
-        self._last: dict[Clock, tuple[tuple[int, ...], list[int]]] = {}
         self._own: dict[Clock, tuple[tuple[int, ...], frozenset[int]]] = {}
 
     def arm(self) -> None:
         """Put hooks on all tensors of the program; on failure none stays."""
         with ExitStack() as undo:
             undo.callback(self.disarm)
-            for grad in self._state.targets.grads(self._armed)[1]:
-                _see(grad)  # what was there before the hooks did not have to pass them
             for tensor in self._armed:
                 self._arm(tensor)
             undo.pop_all()
@@ -58,24 +53,14 @@ class Arming:
             if (param := self._state.targets.param(tensor)) is not None:
                 self._handles.setdefault(tensor, []).append(self._put_guard(tensor, param))
 
-    def replaced(self, clock: Clock | None = None) -> list[int]:
-        """Return the tensors, of a clock or of all, whose parameter is not the one with the hooks.
-
-        A parameter that is gone from the model is in no optimizer's care.
-        """
+    def replaced(self) -> list[int]:
+        """Return the tensors whose parameter is not the one with the hooks."""
         places = self._state.targets.places_of(self._armed)
-        if [id(owner.get(key)) for owner, key in places] == list(self._ids.values()):
+        now = [id(owner.get(key)) for owner, key in places]
+        if now == list(self._ids.values()):
             return []
-        found = []
-        common = self._state.clocks.common
-        wanted = self._armed if clock is None else sorted({*clock.tensors, *common.tensors})
-        for tensor in wanted:
-            if tensor not in self._ids:
-                continue
-            param = self._state.targets.param(tensor)
-            if self._ids[tensor] != id(param):
-                found.append(tensor)
-        return found
+        armed = zip(self._armed, now, strict=True)
+        return [tensor for tensor, param in armed if self._ids.get(tensor, param) != param]
 
     def rearm(self, tensor: int) -> bool:
         """Put the hooks on the parameter that now stands under the name.
@@ -113,6 +98,10 @@ class Arming:
         for tensor in self._of(clock):
             self._switch(tensor, on=tensor in wanted)
 
+    def on(self, clock: Clock) -> bool:
+        """Tell whether hooks are on all tensors of a clock, so that a backward pass would be noticed."""
+        return self._kept.get(clock, self._armed) is self._armed or bool(self._kept[clock])
+
     def keep_all(self) -> None:
         """Have hooks on all tensors: whose step comes next is not known any more."""
         for clock in list(self._kept):
@@ -124,7 +113,6 @@ class Arming:
         if param is None or on == bool(handles):
             return
         if on:
-            _see(param.grad)
             self._arm(tensor)
         elif handles and _torch.is_newest_hook(param, handles):
             for handle in self._handles.pop(tensor):
@@ -132,32 +120,20 @@ class Arming:
             _torch.forget_empty_hooks(param)
             self._resting[tensor] = param
 
-    def bypassed(self, arrived: set[int], clock: Clock, seen: Look | None) -> list[int]:
-        """Return the tensors of a clock with a new gradient that did not come through their hooks.
-
-        Args:
-            arrived: those whose hooks were called since the last step.
-            clock: whose step it is.
-            seen: what was seen last.
-        """
+    def missing(self, tensors: Iterable[int]) -> list[int]:
+        """Return the tensors that somebody has taken our hooks off."""
         found = []
-        missing = self._of(clock).difference(arrived).intersection(self._handles)
-        last = dict(zip(*self._last[clock], strict=True)) if missing and clock in self._last else {}
-        for tensor in missing:
+        for tensor in tensors:
             param = self._state.targets.param(tensor)
-            if param is None or (grad := param.grad) is None:
-                continue
-            # What was there in the step before, and arrives no more, is no new gradient.
-            if not _seen(grad) and id(grad) != last.get(tensor):
+            if param is not None and self._handles.get(tensor) and not self._has_hook(param):
                 found.append(tensor)
-            _see(grad)
-        if clock is self._state.clocks.common:
-            # An optimizer may turn up and take these very gradients for its own step.
-            for grad in self._state.targets.grads(self._of(clock))[1]:
-                _see(grad)
-        elif seen is not None:
-            self._last[clock] = seen.tensors, seen.marks[0]
-        return sorted(found)
+        return found
+
+    def _has_hook(self, param: Tensor) -> bool:
+        return any(
+            isinstance(hook, PassHook) and hook.belongs_to(self._state)
+            for hook in _torch.post_accumulate_hooks(param)
+        )
 
     def _of(self, clock: Clock) -> frozenset[int]:
         known = self._own.get(clock)
@@ -166,10 +142,18 @@ class Arming:
             self._own[clock] = known
         return known[1]
 
-    def revive(self, tensor: int) -> None:
-        """Install the hooks of a parameter anew."""
-        if (param := self._state.targets.param(tensor)) is not None:
-            _torch.reinstall_hooks(param)
+    def revive(self, param: Tensor) -> int | None:
+        """Install the hooks of a parameter anew, whose content was swapped with that of another tensor.
+
+        Returns:
+            The tensor, if it is one with hooks of ours.
+        """
+        for tensor, identity in self._ids.items():
+            same = identity == id(param) and self._state.targets.param(tensor) is param
+            if same and self._handles.get(tensor):
+                _torch.reinstall_hooks(param)
+                return tensor
+        return None
 
     def disarm(self) -> None:
         """Take all hooks off."""
@@ -182,8 +166,6 @@ class Arming:
             param = self._state.targets.param(tensor)
             if param is not None:
                 _torch.forget_empty_hooks(param)
-                if param.is_leaf and param.grad is not None:
-                    vars(param.grad).pop(_SEEN, None)
 
     def _arm(self, tensor: int) -> None:
         param = self._state.targets.param(tensor)
@@ -222,17 +204,3 @@ class Arming:
         edited = self._guards[tensor]
         guard = GuardHook(self._state, self._passes, tensor, f"gradsurgeon:{name}", edited=edited)
         return _torch.register_hook(param, guard)
-
-
-# The address of a gradient says little: a new one is likely to get that of the old one. A word on the
-# tensor itself goes with the tensor.
-_SEEN = "_gradsurgeon_seen"
-
-
-def _see(grad: Tensor | None) -> None:
-    if grad is not None:
-        setattr(grad, _SEEN, _dist.version(grad))
-
-
-def _seen(grad: Tensor) -> bool:
-    return bool(getattr(grad, _SEEN, None) == _dist.version(grad))

@@ -9,6 +9,7 @@ Python cannot collect.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -68,9 +69,9 @@ class PassHook(Hook):
     @in_backward
     def __call__(self, param: Tensor) -> None:
         """Note the arrival, and under DDP what this rank has got before it is averaged."""
-        arrivals = self._arrivals
-        if arrivals.task == _graph_task():
-            arrivals.order.append(self._tensor)
+        task, order = self._arrivals.now
+        if task == _graph_task():
+            order.append(self._tensor)
             return
         if (live := self._live()) is None:
             return
@@ -107,6 +108,7 @@ class TensorHook(Hook):
             state.journal.once("autograd.grad", text, step=clock.step)
             return None
         check_capture(state)
+        self._note_sum(state, passes, param, due)
         if state.scaling.scale is not None:
             # A rule lets elements pass that are not finite, whatever made them so.
             due = [one for piece in due for one in piece.apart]
@@ -117,6 +119,20 @@ class TensorHook(Hook):
                 for rule in piece.parts:
                     state.journal.fired(rule.id, clock.step)
         return None if out is grad or state.mode == "observe" else out
+
+    def _note_sum(self, state: State, passes: Passes, param: Tensor, due: Sequence[Piece]) -> None:
+        """Note whether this pass adds to a gradient that is there already, where that matters.
+
+        Scripts that zero in place keep the tensor, so that its elements have to be asked; one tensor for
+        each pass, and none once it has been said.
+        """
+        if param.grad is None or _torch.is_capturing() or not state.clocks[self._tensor].passes:
+            return
+        bounds = [rule.id for piece in due for rule in piece.parts if not rule.linear]
+        added_to = passes.current().added_to
+        if not added_to and any(not state.journal.said("accumulation", rule) for rule in bounds):
+            with torch.no_grad():
+                added_to[self._tensor] = (_dist.local(param.grad) != 0).any()
 
     def _one(self, state: State, passes: Passes, piece: Piece, grad: Tensor) -> Tensor:
         rule = piece.rule

@@ -57,6 +57,8 @@ class Changes:
         self._warned: set[str] = set()
         self._steps = 0
         self._next = _FIRST_LOOK
+        # By id: an address that another module has got since only leads to one look more.
+        self._modules = set(map(id, model.modules()))
 
     def stepped(self) -> None:
         """Count a step, and look where it is time to."""
@@ -64,6 +66,10 @@ class Changes:
         if self._steps >= self._next:
             self._next = 2 * self._steps
             self.look()
+
+    def knows(self, module: nn.Module) -> bool:
+        """Tell whether a module is part of the model, as it was looked at last."""
+        return id(module) in self._modules
 
     def look(self, *, closing: bool = False) -> None:
         """Find the parameters and modules of the plan in the model as it is now.
@@ -74,6 +80,7 @@ class Changes:
         model = self._model()
         if model is None:
             return
+        self._modules = set(map(id, model.modules()))
         self._follow_params(model, closing=closing)
         for name, there in self._hooks.refresh(named_modules(model)):
             what = "was replaced by another module" if there else "is gone from the model"

@@ -53,18 +53,24 @@ class Clocks:
         """Give tensors to a clock, a new one unless ``clock`` is given, and return it.
 
         A schedule must not begin anew because the script rebuilt its optimizer, so the clock goes
-        on from the latest one that its tensors had.
+        on from the latest one that its tensors had. What the clock had besides goes by the common one
+        again: an optimizer may exchange its parameters.
         """
         wanted = tuple(sorted(tensors))
         clock = clock or Clock(self.start)
-        if all(self._of[tensor] is clock for tensor in wanted):
+        held = [tensor for tensor, holder in enumerate(self._of) if holder is clock]
+        if held == list(wanted):
             return clock
+        for tensor in held:
+            self._of[tensor] = self.common
         earlier = [self._of[tensor] for tensor in wanted]
         clock.step = max([clock.step, *(one.step for one in earlier if one is not self.common)])
+        # Passes that came before their optimizer was known feed its next update all the same.
+        clock.passes = max([clock.passes, *(one.passes for one in earlier)])
         for tensor in wanted:
             self._of[tensor] = clock
         clock.tensors = wanted
-        for other in {id(one): one for one in self._of}.values():
+        for other in {id(one): one for one in (*self._of, *earlier, self.common)}.values():
             other.tensors = tuple(i for i, one in enumerate(self._of) if one is other)
         self.version += 1
         return clock

@@ -43,7 +43,6 @@ class Case:
         step: what the clock said.
         lanes: the traps that were due.
         tensors: the trapped ones that had a gradient.
-        stale: those of them whose gradient had changed since the last look.
         looks: what was seen after each backward pass; the norms are yet to come.
     """
 
@@ -52,7 +51,6 @@ class Case:
     step: int
     lanes: tuple[Lane, ...]
     tensors: tuple[int, ...]
-    stale: frozenset[int]
     looks: tuple[Look, ...]
 
     def looks_with(self, numbers: Iterator[float]) -> list[Look]:
@@ -67,7 +65,6 @@ class Case:
             look.arrived,
             look.tensors,
             ((look.tensors, norms),),
-            ([], []),
             averaged=look.averaged,
             own=own,
         )
@@ -112,7 +109,7 @@ class Deferred:
         program = state.program
         if any(rule.role == "trap" for rule, _ in program.site_rules):
             return False
-        if any(lane.rule.role == "freeze" for lane in agenda.at_step):
+        if agenda.frozen or any(lane.rule.may_overflow for lane in agenda.at_step):
             return False
         devices = {values.device for look in looks for _, values in look.norms}
         return (
@@ -127,19 +124,21 @@ class Deferred:
         lanes: tuple[Lane, ...],
         seen: tuple[Sequence[int], Sequence[Tensor]],
         looks: Sequence[Look],
-        stale: frozenset[int],
     ) -> Tensor:
         """Return the flag that tells the optimizer to skip: 0-dim float32, on the device."""
         tensors, grads = seen
         # Not of norms, which overflow over elements that are finite.
         worst = measure.norms(tensors, grads, math.inf)[0][1]
-        parts = [part for look in looks for part in (look.norms[0][1], *look.own.values())]
+        parts = [
+            part
+            for look in looks
+            for part in (*(values for _, values in look.norms), *look.own.values())
+        ]
         kept = tuple(
             Look(
                 tuple(look.arrived),
                 look.tensors,
                 (),
-                ([], []),
                 averaged=look.averaged,
                 own=dict.fromkeys(look.own, _NONE),
             )
@@ -148,7 +147,7 @@ class Deferred:
         with torch.no_grad():
             row = torch.cat([*[part.reshape(-1).float() for part in parts], worst])
             self._count += 1
-            case = Case(self._count, clock, clock.step, lanes, tuple(tensors), stale, kept)
+            case = Case(self._count, clock, clock.step, lanes, tuple(tensors), kept)
             self._ring.put(case, row)
             return worst.isfinite().logical_not_().any().to(torch.float32)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -18,7 +20,6 @@ from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.look import keep
 from gradsurgeon.runtime.shortening import LEFT_ALONE
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.targets import Mark, marks
 
 
 class StepEdits:
@@ -26,68 +27,76 @@ class StepEdits:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        # What the edits left behind in this step. Where a closure is called again and computes no new
-        # gradients, those that are still the same have had their turn.
-        self._left: dict[int, Mark] = {}
-        # The same of the last run, to be put there if there is another one in this step.
-        self._last: tuple[list[int], tuple[list[int], list[int]]] | None = None
+        # Gradients that were edited as final ones at the end of a pass, before an optimizer turned up.
+        self._spared: set[int] = set()
+        # What the edits of the last step have made of a few elements, to be found again in the next one
+        # where the script updates twice from one gradient.
+        self._left: dict[Clock, _Left] = {}
 
-    def run(self, clock: Clock) -> set[int]:
+    def run(self, clock: Clock, finals: Finals, scale: Tensor | None, *, acting: bool) -> set[int]:
         """Act on the gradients of one clock.
+
+        Args:
+            clock: that of the optimizer.
+            finals: its gradients.
+            scale: what a `GradScaler` has multiplied them by, where the optimizer divides by it.
+            acting: whether the update takes place; where it does not, there is nothing to edit.
 
         Returns:
             The tensors that an edit may have made non-finite.
         """
         state = self._state
         agenda = state.agenda(clock)
-        if not agenda.at_step:
-            return set()
-        fresh = self._fresh(*state.targets.grads(agenda.stepped))
-        finals = Finals(state, fresh, state.looks.get(clock))
+        edited = agenda.edited - self._spared if acting else frozenset()
+        self._spared.clear()
         suspicious: set[int] = set()
-        acting = state.mode == "act"
         with torch.no_grad():
-            finals.unscale(agenda.edited)
+            finals.unscale(edited)
+            left = self._recognize(clock, finals, edited)
             try:
                 for lane in agenda.in_update:
-                    if having := finals.having(lane.tensors):
+                    having = finals.having(lane.tensors)
+                    if lane.rule.role == "edit":
+                        having = [tensor for tensor in having if tensor in edited]
+                    if having:
                         self._one(lane, finals, having)
                         for rule in lane.parts:
                             if rule.role != "capture":  # counts by itself
                                 state.journal.fired(rule.id, clock.step, len(having))
-                            if rule.may_overflow and acting:
+                            if rule.may_overflow and state.mode == "act":
                                 suspicious.update(having)
             finally:
-                finals.rescale()
-        if acting:
-            finals.tell_look(suspicious)
-            left = finals.having(agenda.edited)
-            self._last = left, marks(finals.of(left))
+                if left is not None:
+                    self._left[clock] = left.with_after(finals[left.tensor])
+                finals.rescale(scale)
         return suspicious
 
-    def _fresh(self, tensors: list[int], grads: list[Tensor]) -> dict[int, Tensor]:
-        """Return the gradients that have not had their turn in this step."""
-        found = dict(zip(tensors, grads, strict=True))
-        if self._last is not None:
-            left, seen = self._last
-            self._left.update(zip(left, zip(*seen, strict=True), strict=True))
-            self._last = None
-        if not self._left:
-            return found
-        now = zip(tensors, zip(*marks(grads), strict=True), strict=True)
-        return {tensor: found[tensor] for tensor, mark in now if self._left.get(tensor) != mark}
+    def _recognize(self, clock: Clock, finals: Finals, edited: Iterable[int]) -> _Left | None:
+        """Say it once where a gradient is what the edits of the last step have left.
 
-    def spare(self, edited: dict[int, Mark]) -> None:
-        """Leave gradients alone that have been edited as final ones already."""
-        self._left.update(edited)
-
-    def forget(self) -> None:
-        """Forget what the edits left behind: the step is over.
-
-        Marks must not outlive it. A new gradient is likely to get the address of the old one.
+        Returns:
+            What to recognize this one by in the next step, yet without what the edits make of it.
         """
-        self._left.clear()
-        self._last = None
+        before = self._left.pop(clock, None)
+        having = finals.having(sorted(edited)) if self._state.mode == "act" else []
+        if not having:
+            return None
+        if before is not None and before.tensor in finals:
+            again = before.is_found_in(finals[before.tensor])
+            for lane in self._state.agenda(clock).at_step:
+                if lane.rule.role == "edit" and before.tensor in lane.tensors:
+                    rule = lane.rule.id
+                    self._state.journal.later(again, _TWICE, rule=rule, step=clock.step)
+                    break
+        return _Left(having[0], _sample(finals[having[0]]))
+
+    def arrived(self, tensors: Iterable[int]) -> None:
+        """Note that gradients have got something that no rule at the step has seen."""
+        self._spared.difference_update(tensors)
+
+    def spare(self, tensors: Iterable[int]) -> None:
+        """Leave gradients alone in the next update that have been edited for it already."""
+        self._spared.update(tensors)
 
     def _one(self, lane: Lane, finals: Finals, tensors: Sequence[int]) -> None:
         state, rule = self._state, lane.rule
@@ -131,7 +140,14 @@ class StepEdits:
         finals.wrote(edit, biting)
 
     def _by_norm(self, lane: Lane, edit: ByNorm, finals: Finals, tensors: Sequence[int]) -> None:
-        journal, rule = self._state.journal, lane.rule
+        state, rule = self._state, lane.rule
+        journal = state.journal
+        if edit.over_rule:
+            # What is hidden from the optimizer in this step is not consumed.
+            frozen = state.agenda(lane.clock).frozen
+            tensors = [tensor for tensor in tensors if tensor not in frozen]
+            if not tensors:
+                return
         norms = finals.norms(tensors, edit.order)
         if edit.over_rule:
             norms = torch.linalg.vector_norm(norms, edit.order, keepdim=True)
@@ -164,14 +180,11 @@ class StepEdits:
             same = len(set(factors)) == 1
             torch._foreach_mul_(parts, factors[0] if same else list(factors))
             return
-        alike = {part.device for part in parts} == {factors.device}
-        if len(factors) == 1 and alike and all(part.ndim for part in parts):
-            torch._foreach_mul_(parts, factors[0])
+        if len(factors) == 1:
+            _numbers.multiply_(parts, factors)
             return
-        for part, factor in zip(parts, factors.expand(len(parts)).unbind(), strict=True):
-            on_device = factor.to(part.device)
-            # In place, 0-dim tensors would take the wider dtype.
-            part.copy_(part * on_device) if part.ndim == 0 else part.mul_(on_device)
+        for part, factor in zip(parts, factors.unsqueeze(1).unbind(), strict=True):
+            _numbers.multiply_([part], factor)
 
     def _log(self, lane: Lane, finals: Finals, tensors: Sequence[int]) -> None:
         columns = lane.columns(tensors)
@@ -181,6 +194,43 @@ class StepEdits:
             else:
                 values = measure.statistics(stat, finals.of(tensors))
             self._state.recorder.add(key, lane.clock.step, columns, values, replace=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """A few elements of one gradient, before and after the edits of a step."""
+
+    tensor: int
+    before: Tensor
+    after: Tensor | None = None
+
+    def with_after(self, grad: Tensor) -> _Left:
+        """Return this with what the edits have made of the gradient."""
+        return replace(self, after=_sample(grad))
+
+    def is_found_in(self, grad: Tensor) -> Tensor:
+        """Tell whether a gradient is what the edits have left, having changed it; 0-dim, not read."""
+        now, after = _sample(grad), cast("Tensor", self.after)
+        if now.shape != after.shape or now.device != after.device:
+            return torch.zeros((), dtype=torch.bool, device="cpu")
+        return (now == after).all() & (after != self.before).any()
+
+
+_SAMPLED = 16
+_TWICE = (
+    "the gradient is what this rule has left at the last update: the script updates twice from one "
+    "gradient, and the edit compounds"
+)
+
+
+def _sample(grad: Tensor) -> Tensor:
+    """Return copies of a few elements of what a rank holds of a gradient; of a sparse one, none."""
+    part = _dist.local(grad)
+    if part.layout != torch.strided:
+        return torch.empty(0, device="cpu")
+    while part.ndim > 1:
+        part = part[0] if len(part) else part.flatten()
+    return part[:_SAMPLED].clone() if part.ndim else part.reshape(1).clone()
 
 
 def _apply(edit: Edit, grads: list[Tensor]) -> None:

@@ -6,9 +6,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradsurgeon import _dist
 from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
@@ -17,6 +18,7 @@ from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.changes import Changes
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.edits import StepEdits
+from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.look import after_pass
 from gradsurgeon.runtime.manual import Manual, how_to_tick
 from gradsurgeon.runtime.modules import ModuleHooks
@@ -25,8 +27,9 @@ from gradsurgeon.runtime.passes import Pass, Passes
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.stepping import Steps
-from gradsurgeon.runtime.sums import count_passes
+from gradsurgeon.runtime.sums import count_passes, tell_of_no_pass
 from gradsurgeon.runtime.trap import Traps
+from gradsurgeon.runtime.update import Update
 from gradsurgeon.runtime.upkeep import Upkeep
 from gradsurgeon.runtime.verdict import Verdict
 
@@ -64,7 +67,7 @@ class Engine:
         )
         self.steps = Steps(
             state,
-            judge=self._judge,
+            judge=lambda update: self._judge(update.clock, update),
             finished=self._finished,
             first_owner=self._optimizer_appeared,
             new_params=self._look_at_model,
@@ -83,14 +86,15 @@ class Engine:
         self._search_on = optimizers is None
         # Whether backward passes came and no update has followed yet.
         self.unstepped = self._stepped = False
-        # Whether any gradient has been looked at yet.
-        self._looked = False
+        # The tensors that had a gradient before the hooks went on.
+        self._early: set[int] = set()
         # Named optimizers are met when the hooks go on; then they are held weakly.
         self._given = list(optimizers or ())
 
     def attach(self) -> None:
         """Put the hooks on; on failure nothing stays."""
         try:
+            self._early = set(self._state.targets.grads(range(len(self._state.targets)))[0])
             self._arming.arm()
             self._module_hooks.attach(named_modules(self._model()))
             for optimizer in self._given:
@@ -128,8 +132,10 @@ class Engine:
         if self._state.paused:
             return
         self.unstepped |= bool(done.order)
-        self._looked = True
+        self._early.clear()
         self._upkeep.arrived(done.order)
+        self._edits.arrived(done.order)
+        self.manual.look_back(done)
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
         with self.manual.step_of(done):
@@ -187,37 +193,43 @@ class Engine:
         edited = self.manual.withdraw()
         self._edits.spare(edited)
 
-    def _judge(self, clock: Clock, *, inside: bool = False, flagged: bool = False) -> Verdict:
-        """Do what is due right before an update, which may come inside a backward pass.
+    def _judge(self, clock: Clock, update: Update | None = None) -> Verdict:
+        """Do what is due right before an update.
 
         Args:
             clock: of the update.
-            inside: whether it comes inside a backward pass.
-            flagged: whether a flag on the device can tell the optimizer to skip.
+            update: the call of the optimizer; ``None`` where weights are updated by hand.
         """
-        if inside:
+        state = self._state
+        if state.paused:
+            return Verdict()
+        scale = None if update is None else update.scale
+        if update is not None and update.inside:
             # By the end of the pass the script has cleared this gradient.
-            having, _ = self._state.targets.grads(clock.tensors)
-            after_pass(self._state, Pass(order=having, scale=self._state.scaling.scale))
+            having, _ = state.targets.grads(clock.tensors)
+            after_pass(state, Pass(order=having, scale=state.scaling.scale))
         else:
-            self._passes.settle()
+            self._passes.settle(scale)
             if self._is_idle(clock):
                 return Verdict()
-            self._catch_up(clock)
-        edited = self._edits.run(clock)
-        late = self._traps.defer(clock, edited) if flagged else None
-        if late is not None:
-            return late
-        verdict = self._traps.decide(clock, edited)
-        if self._traps.differ_by_rank and self._state.ranks.together:
+            self._catch_up(clock, scale)
+        agenda = state.agenda(clock)
+        finals = Finals(state, {*agenda.trapped, *agenda.stepped}, scale)
+        # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
+        verdict = (
+            self._traps.defer(clock, finals) if update is not None and update.flaggable else None
+        )
+        deferred = verdict is not None
+        if verdict is None:
+            verdict = self._traps.decide(clock, finals)
+        stopped = verdict.skip or verdict.error is not None
+        suspicious = self._edits.run(clock, finals, scale, acting=not stopped)
+        if suspicious and not deferred and agenda.traps:
+            self._traps.decide_edited(clock, suspicious, verdict)
+        if not deferred and self._traps.differ_by_rank and state.ranks.together:
             self._traps.agree(clock, verdict)
-        if self._state.mode == "act":
-            verdict.frozen = tuple(
-                tensor
-                for lane in self._state.agenda(clock).at_step
-                if lane.rule.role == "freeze"
-                for tensor in lane.tensors
-            )
+        if state.mode == "act":
+            verdict.frozen = tuple(sorted(agenda.frozen))
         return verdict
 
     def _is_idle(self, clock: Clock) -> bool:
@@ -227,22 +239,23 @@ class Engine:
             return False
         return not self._state.agenda(clock).lanes
 
-    def _catch_up(self, clock: Clock) -> None:
-        """Look at gradients that came before the hooks.
+    def _catch_up(self, clock: Clock, scale: Tensor | None) -> None:
+        """Look at gradients that came before the hooks; say where none came through them.
 
         Sharding a model after `apply` replaces all of its parameters; and a session can begin between
         a backward pass and the update that it feeds.
         """
         if clock.passes or self.manual.active:
             return
-        if not self._upkeep.rearm(clock) and self._looked:
-            return
+        early, self._early = self._early, set()
         having, _ = self._state.targets.grads(clock.tensors)
-        self._looked = True
-        # A fused optimizer gets them with the scale, any other without.
-        late = Pass(order=having, scale=self._state.scaling.at_step)
-        for owner, look in after_pass(self._state, late).items():
-            self._traps.saw(owner, look)
+        late = early.union(self._upkeep.rearm())
+        if not late.isdisjoint(having):
+            # A fused optimizer gets them with the scale, any other without.
+            for owner, look in after_pass(self._state, Pass(order=having, scale=scale)).items():
+                self._traps.saw(owner, look)
+        elif having and self._arming.on(clock):
+            tell_of_no_pass(self._state, clock, having)
 
     def _pass_begins(self) -> None:
         """Take notice of a backward pass.
@@ -256,16 +269,21 @@ class Engine:
             refuse_scaling(self._state.program)
 
     def scaler_stepped(self, optimizer: Optimizer, begun: int) -> None:
-        """Count the step of an optimizer that its scaler has skipped for overflow."""
-        owner, scale = self.steps.meet(optimizer), self._state.scaling.stepping
-        if owner is not None and self.steps.begun == begun and scale is not None:
-            self._scaled_away(owner.clock)
+        """Count the step of an optimizer that its scaler has skipped for overflow.
 
-    def _scaled_away(self, clock: Clock) -> None:
+        Args:
+            optimizer: the one that the scaler was to step.
+            begun: how many steps it had begun before.
+        """
+        owner, scale = self.steps.meet(optimizer), self._state.scaling.stepping(optimizer)
+        if owner is not None and owner.begun == begun and scale is not None:
+            self._scaled_away(owner.clock, scale)
+
+    def _scaled_away(self, clock: Clock, scale: Tensor) -> None:
         try:
             if not self._state.paused:
-                self._passes.settle()
-                self._traps.scaled_away(clock)
+                self._passes.settle(None)
+                self._traps.scaled_away(clock, scale)
         finally:
             self._state.flags.forget(clock)
             # No rule at the step point could fire in a step that did not take place.
@@ -281,8 +299,6 @@ class Engine:
         if not inside:
             self._state.scaling.stepped()
         self.sites.missed(clock)
-        self._edits.forget()
-        self._state.looks.pop(clock, None)
         clock.tick()
         if clock is not self._state.clocks.common and not inside:
             self._arming.keep(clock, self._state.agenda(clock).hooked)
@@ -346,6 +362,22 @@ class Engine:
         """Find the parameters of the program again, where there is reason to believe they moved."""
         if self._model() is not None:
             self._upkeep.find_again()
+
+    def knows(self, module: nn.Module) -> bool:
+        """Tell whether a module is part of the model, as it was looked at last."""
+        return self._changes.knows(module)
+
+    def model_changed(self) -> None:
+        """Put hooks on what has been exchanged, before a forward pass goes through it."""
+        params = self._state.targets.params()
+        # Between its passes a sharded model has other parameters than when it steps.
+        if not any(param is not None and _dist.is_sharded(param) for param in params):
+            self._look_at_model()
+            self._upkeep.tell_swapped()
+
+    def swapped(self, tensors: Sequence[Tensor]) -> None:
+        """Take notice of tensors whose contents were exchanged."""
+        self._upkeep.swapped(tensors)
 
     def say_what_changed(self) -> None:
         """Note what of the model went unnoticed until the session ends."""

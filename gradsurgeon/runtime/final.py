@@ -13,8 +13,8 @@ from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import Edit
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.deciding import after
-from gradsurgeon.runtime.look import Look
-from gradsurgeon.runtime.measure import pick
+from gradsurgeon.runtime.measure import Norms, pick
+from gradsurgeon.runtime.scaling import unscaled
 from gradsurgeon.runtime.state import State
 
 Range = tuple[float, float]
@@ -25,23 +25,26 @@ class Finals:
 
     Args:
         state: what the parts of a session share.
-        grads: by tensor, those that a rule at `step` acts on.
-        look: what was seen of them after backward.
+        tensors: those that some rule acts on or looks at.
+        scale: what a `GradScaler` has multiplied them by, where the optimizer divides by it.
     """
 
-    def __init__(self, state: State, grads: dict[int, Tensor], look: Look | None) -> None:
+    def __init__(self, state: State, tensors: Iterable[int], scale: Tensor | None) -> None:
         self._state = state
-        self._now = grads
-        self._look = look
+        self._now = dict(zip(*state.targets.grads(tensors), strict=True))
+        self._scale = scale
+        # The norms of gradients as the script has handed them over, once they have been taken.
+        self._handed_over: Norms = ()
+        self._edited: set[int] = set()
+        # Those that belong to this parameter alone, so that they may be written.
         self._ours: set[int] = set()
         self._ranges: dict[int, Range] = {}
-        self._scale = state.scaling.at_step
-        self._scaled: set[int] = set()
+        self._scaled: dict[int, Tensor] = {}
         self._aliased: set[int] | None = None
         self._twice: set[int] | None = None
-        # Those that were unchanged since the look when it was asked; the others are not known.
-        self._as_seen: frozenset[int] | None = None
-        self._shortened: set[int] = set()
+
+    def __contains__(self, tensor: int) -> bool:
+        return tensor in self._now
 
     def __getitem__(self, tensor: int) -> Tensor:
         return self._now[tensor]
@@ -54,35 +57,39 @@ class Finals:
         """Return the gradients of some tensors."""
         return list(map(self._now.__getitem__, tensors))
 
-    def unscale(self, edited: frozenset[int]) -> None:
-        """Take the scale of a `GradScaler` off, which a fused optimizer gets its gradients with.
+    def norms_handed_over(self, tensors: Sequence[int]) -> Norms:
+        """Take the 2-norms of gradients that no rule has edited yet; later rules need not do so again."""
+        self._handed_over = measure.norms(tensors, self.of(tensors), scale=self._scale)
+        return self._handed_over
 
-        It is a power of two, so that dividing and multiplying lose nothing.
-        """
+    def unscale(self, edited: Iterable[int]) -> None:
+        """Take the scale of a `GradScaler` off, which a fused optimizer gets its gradients with."""
         if self._scale is None:
             return
-        acting = self._state.mode == "act"
-        self._scaled = set(edited) & self._now.keys() if acting else set()
-        self.writable(self._scaled)
+        written = self.having(edited) if self._state.mode == "act" else []
+        self._scaled = dict(zip(written, self._owned(written), strict=True))
         for tensor, grad in self._now.items():
-            factor = self._scale.to(grad.device)
-            self._now[tensor] = grad.div_(factor) if tensor in self._scaled else grad / factor
-        self._look = None
+            # In float32: half precision cannot hold the scale, nor what is small without it.
+            self._now[tensor] = unscaled(grad, self._scale)
+        self._scale = None
 
-    def rescale(self) -> None:
-        """Put the scale back on."""
-        for tensor in self._scaled:
-            grad = self._now[tensor]
-            grad.mul_(cast("Tensor", self._scale).to(grad.device))
+    def rescale(self, scale: Tensor | None) -> None:
+        """Put the scale back on what was edited without it."""
+        for tensor, grad in self._scaled.items():
+            factor = cast("Tensor", scale).to(grad.device)
+            grad.copy_(self._now[tensor] * factor)
 
     def writable(self, tensors: Iterable[int]) -> list[Tensor]:
         """Return gradients that may be written: those that the optimizer gets, and nobody else.
 
         Where rules only observe, copies that nobody gets at all.
         """
+        wanted = list(tensors)
+        self._edited.update(wanted)
+        return self._owned(wanted)
+
+    def _owned(self, tensors: Sequence[int]) -> list[Tensor]:
         fresh = [tensor for tensor in tensors if tensor not in self._ours]
-        if fresh and self._look is not None and self._as_seen is None:
-            self._as_seen = self._unchanged(self._look)
         self._ours.update(fresh)
         grads = self.of(fresh)
         if self._state.mode == "observe":
@@ -130,38 +137,17 @@ class Finals:
         return self._aliased
 
     def norms(self, tensors: Sequence[int], order: float) -> Tensor:
-        """Return the norms of some gradients, float32: as seen after backward, where they still hold."""
-        look = self._look
-        if look is not None and order == 2.0 and self._ours.isdisjoint(tensors):  # noqa: PLR2004 # l2
-            if self._as_seen is None:
-                self._as_seen = self._unchanged(look)
-            if self._as_seen.issuperset(tensors):
-                return pick(look.norms, tensors)
+        """Return the norms of some gradients as they are by now, float32."""
+        if order == 2.0 and self._edited.isdisjoint(tensors):  # noqa: PLR2004 # l2
+            known = {tensor for own, _ in self._handed_over for tensor in own}
+            if known.issuperset(tensors):
+                return pick(self._handed_over, tensors)
         return pick(measure.norms(tensors, self.of(tensors), order), tensors)
 
-    def _unchanged(self, look: Look) -> frozenset[int]:
-        """Return the tensors whose gradient is as it was seen after backward."""
-        stale = look.stale(list(self._now), list(self._now.values()))
-        return frozenset(self._now) - stale
-
     def shortened(self, tensors: Sequence[int]) -> None:
-        """Note that gradients were multiplied by at most 1: what was finite still is."""
-        self._shortened.update(tensors)
+        """Note that gradients were multiplied: their ranges are not what they were."""
         for tensor in tensors:
             self._ranges.pop(tensor, None)
-
-    def tell_look(self, suspicious: set[int]) -> None:
-        """Tell what was seen after backward that a change since was ours, and can have spoilt nothing."""
-        look = self._look
-        if look is None or self._as_seen is None:
-            return
-        safe = self._as_seen - suspicious
-        if look.counts is None:
-            # What became of a bad element must be looked at; a factor leaves it as it was.
-            safe &= self._shortened
-        else:
-            safe -= look.counts.keys()
-        look.follow({tensor: self._now[tensor] for tensor in safe & self._ours})
 
     def ranges(self, tensors: Sequence[int]) -> list[Range]:
         """Return the smallest and the largest element of some gradients on the host."""

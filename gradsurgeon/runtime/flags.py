@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.journal import Journal
+from gradsurgeon.runtime.measure import read
 
 # A long validation between two updates must not pile up flags without end.
 _MOST = 4096
@@ -81,18 +81,3 @@ class Flags:
             )
             step = flag.clock().step
             self._journal.emit("notice", text, rule=flag.rule.id, step=step, name=flag.name)
-
-
-def read(counts: list[Tensor]) -> list[int]:
-    """Return 0-dim counts as numbers: one wait per device."""
-    if len({count.device for count in counts}) <= 1:
-        return torch.stack(counts).tolist() if counts else []
-    devices: dict[torch.device, list[int]] = {}
-    for place, count in enumerate(counts):
-        devices.setdefault(count.device, []).append(place)
-    found = [0] * len(counts)
-    for places in devices.values():
-        values = torch.stack([counts[place] for place in places]).tolist()
-        for place, value in zip(places, values, strict=True):
-            found[place] = value
-    return found

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.runtime.agenda import Lane
+from gradsurgeon.runtime.agenda import Agenda, Lane
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.measure import Count, Norms, counts, norms, pick, statistics, suspects
 from gradsurgeon.runtime.passes import Pass
 from gradsurgeon.runtime.scaling import unscaled
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.targets import mark, marks
 
 
 @dataclass(slots=True)
@@ -25,9 +24,8 @@ class Look:
     Attributes:
         arrived: the tensors in the order in which backward delivered them, others than the watched
             ones and repetitions included.
-        tensors: the watched tensors that had a gradient, ascending.
+        tensors: those of the tensors whose norm somebody reads that had a gradient, ascending.
         norms: their 2-norms, float32; one tensor per device, with the positions it covers.
-        marks: what tells whether a gradient has changed since: its id and its version.
         counts: exact numbers of non-finite elements, where looking was free (on the host).
         averaged: whether an average over ranks followed the pass.
         own: norms of what this rank alone contributed to it.
@@ -36,33 +34,16 @@ class Look:
     arrived: Sequence[int]
     tensors: tuple[int, ...]
     norms: Norms
-    marks: tuple[list[int], list[int]]
     counts: dict[int, Count] | None = None
     averaged: bool = False
     own: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The tensors in the order in which backward delivered them, watched ones only."""
-        watched = set(self.tensors)
+        """The tensors in the order in which backward delivered them."""
+        normed = set(self.tensors)
         # A tensor can receive its gradient twice in one pass (reentrant checkpointing).
-        return tuple(dict.fromkeys(tensor for tensor in self.arrived if tensor in watched))
-
-    def stale(self, tensors: Sequence[int], grads: Sequence[Tensor]) -> frozenset[int]:
-        """Return the tensors whose gradient was not seen as it is now."""
-        now = marks(grads)
-        if now == self.marks and self.tensors == tuple(tensors):
-            return frozenset()
-        seen = dict(zip(self.tensors, zip(*self.marks, strict=True), strict=True))
-        found = zip(tensors, zip(*now, strict=True), strict=True)
-        return frozenset([tensor for tensor, mark in found if seen.get(tensor) != mark])
-
-    def follow(self, grads: Mapping[int, Tensor]) -> None:
-        """Take gradients for those that were seen: what was written to them since is known."""
-        ids, versions = self.marks
-        places = {tensor: place for place, tensor in enumerate(self.tensors)} if grads else {}
-        for tensor, grad in grads.items():
-            ids[places[tensor]], versions[places[tensor]] = mark(grad)
+        return tuple(dict.fromkeys(tensor for tensor in self.arrived if tensor in normed))
 
 
 def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
@@ -74,33 +55,27 @@ def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
         tensors, grads = state.targets.grads(agenda.watched)
         if not tensors:
             continue
-        look = _look(done, tensors, grads, exact=bool(agenda.traps))
-        by_tensor: dict[int, Tensor] = {}
+        by_tensor = dict(zip(tensors, grads, strict=True))
+        look = _look(done, agenda, by_tensor)
         for lane in agenda.after:
-            if lane.rule.role == "trap":
-                continue
-            by_tensor = by_tensor or dict(zip(tensors, grads, strict=True))
             if lane.rule.role == "observe":
                 _log(state, lane, look, by_tensor, done.scale)
             elif lane.rule.role == "capture":
                 keep(state, lane, by_tensor, done.scale)
         look.averaged = state.ranks.averaging
         looks[clock] = look
-    state.looks.update(looks)
     return looks
 
 
-def _look(done: Pass, tensors: list[int], grads: list[Tensor], *, exact: bool) -> Look:
-    found, scale = norms(tensors, grads), done.scale
-    if scale is not None:
-        found = tuple((own, values / scale.to(values.device)) for own, values in found)
-    look = Look(done.order, tuple(tensors), found, marks(grads), own=done.own)
-    if exact and all(_torch.is_host(values) for _, values in found):
+def _look(done: Pass, agenda: Agenda, grads: dict[int, Tensor]) -> Look:
+    tensors = [tensor for tensor in agenda.normed if tensor in grads]
+    found = norms(tensors, [grads[tensor] for tensor in tensors], scale=done.scale)
+    look = Look(done.order, tuple(tensors), found, own=done.own)
+    if agenda.traps and all(_torch.is_host(values) for _, values in found):
         # On the host a look is free, and an exact one now is worth more than one after the script
         # has clipped. On a device it would be a wait.
-        bad = suspects(found)
-        by_tensor = dict(zip(tensors, grads, strict=True)) if bad else {}
-        look.counts = counts({tensor: by_tensor[tensor] for tensor in bad})
+        bad = set(suspects(found)).intersection(agenda.trapped)
+        look.counts = counts({tensor: grads[tensor] for tensor in sorted(bad)})
     return look
 
 

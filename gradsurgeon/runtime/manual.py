@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
-from gradsurgeon import _torch
+from gradsurgeon import _dist, _torch
 from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientError
+from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.backward import Hook
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.passes import Pass, Passes
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.targets import Mark, mark
 from gradsurgeon.runtime.verdict import Verdict
 
 _NOTICE = (
@@ -44,7 +45,7 @@ class GuardHook(Hook):
 
     @in_backward
     def __call__(self, _grad: Tensor | None) -> None:
-        """Refuse a second pass onto an edited gradient; note one onto an unedited gradient."""
+        """Note what the gradient holds that this pass is about to add to."""
         live = self._live()
         if live is None:
             return
@@ -58,17 +59,16 @@ class GuardHook(Hook):
                 f"backward pass is a step of its own would have to be read from the device; {_declare(state)} "
                 "before each update"
             )
-        # Scripts that zero in place keep the tensor. Reading it is the price of not guessing.
-        if not bool((param.grad != 0).any()):
-            return
-        if state.provisional:
-            # Nothing has been updated since, so that this pass takes the place of the one before.
-            if self._edited and state.mode == "act":
-                state.compounded = state.program.names[self._tensor]
-            return
-        passes.current().continued = True
-        if self._edited and state.mode == "act":
-            raise GradSurgeonError(compounding(state, state.program.names[self._tensor]))
+        # Scripts that zero in place keep the tensor. Reading it is the price of not guessing: here where it
+        # is free, once at the end of the pass where it is a wait.
+        with torch.no_grad():
+            held = (_dist.local(param.grad) != 0).any()
+        if _torch.is_host(held):
+            if not bool(held):
+                return
+            if self._edited and state.mode == "act" and not state.provisional:
+                raise GradSurgeonError(compounding(state, state.program.names[self._tensor]))
+        passes.current().onto.append((self._tensor, self._edited, held))
 
 
 def compounding(state: State, name: str) -> str:
@@ -107,14 +107,38 @@ class Manual:
         # Declared: the script marks its steps, a backward pass is never one.
         self._declared = declared
         self._counted = False
-        self._edited: dict[int, Mark] = {}
+        self._edited: list[int] = []
         self.active = declared
+        self._began = state.clocks.common.step
         self._full = set(state.targets.grads(range(len(state.targets)))[0])
 
     @property
     def declared(self) -> bool:
         """Whether the script marks its steps."""
         return self._declared
+
+    def look_back(self, done: Pass) -> None:
+        """Find out whether a pass went on with an earlier one. Reads each device once.
+
+        Raises:
+            GradSurgeonError: it was added to gradients that were edited as final ones.
+        """
+        held = measure.read([flag for _, _, flag in done.onto])
+        onto = [
+            (tensor, edited)
+            for (tensor, edited, _), any_ in zip(done.onto, held, strict=True)
+            if any_
+        ]
+        compounded = [tensor for tensor, edited in onto if edited and self._state.mode == "act"]
+        if self._state.provisional:
+            # Nothing has been updated since, so that this pass takes the place of the one before.
+            if compounded:
+                self._state.compounded = self._state.program.names[compounded[0]]
+            return
+        done.continued |= bool(onto)
+        if compounded:
+            name = self._state.program.names[compounded[0]]
+            raise GradSurgeonError(compounding(self._state, name))
 
     def edited(self) -> list[int]:
         """Return the tensors that a rule at `step` edits: a second pass onto them would compound."""
@@ -207,8 +231,7 @@ class Manual:
             verdict = self._judge(clock)
         if not done.continued:
             self._counted = True
-            edited = self._state.targets.grads(self.edited())
-            self._edited = {tensor: mark(grad) for tensor, grad in zip(*edited, strict=True)}
+            self._edited = self._state.targets.grads(self.edited())[0]
             self._finished(clock)
         if verdict.error is not None:
             raise verdict.error
@@ -223,17 +246,26 @@ class Manual:
                 name=trapped.name,
             )
 
-    def withdraw(self) -> dict[int, Mark]:
+    def withdraw(self) -> list[int]:
         """Leave the counting to an optimizer that has turned up after all.
 
+        What was counted stays counted: who has steps of both kinds must find no number twice.
+
         Returns:
-            The gradients that were edited at the end of the pass that it is about to consume.
+            The tensors that were edited at the end of the pass that it is about to consume.
         """
+        clocks = self._state.clocks
         if self._state.provisional:
             self._state.provisional = False
             self.again()
         elif self.active and self._counted and not self._declared:
-            self._state.clocks.start = self._state.clocks.common.step - 1
+            counted = clocks.common.step - self._began
+            text = (
+                "an optimizer owns the parameters from now on; the backward passes before it were counted "
+                f"as {counted} step{'s' if counted > 1 else ''}, which stay counted; make it before the first "
+                "backward pass, or name it: apply(..., optimizer=)"
+            )
+            self._state.journal.once("late optimizer", text, step=clocks.common.step)
         self.active = False
         return self._edited
 

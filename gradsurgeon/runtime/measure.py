@@ -34,8 +34,26 @@ class Count:
     ranks: tuple[int, ...] = ()
 
 
-def norms(tensors: Sequence[int], grads: Sequence[Tensor], order: float = 2.0) -> Norms:
-    """Return the norms of gradients, float32; one tensor per device, with the tensors it covers."""
+def norms(
+    tensors: Sequence[int],
+    grads: Sequence[Tensor],
+    order: float = 2.0,
+    *,
+    scale: Tensor | None = None,
+) -> Norms:
+    """Return the norms of gradients, float32; one tensor per device, with the tensors it covers.
+
+    Args:
+        tensors: their indices.
+        grads: the gradients.
+        order: of the norm.
+        scale: what a `GradScaler` has multiplied them by; the norms are without it.
+    """
+    if not grads:
+        return ()
+    if scale is not None:
+        found = norms(tensors, grads, order)
+        return tuple((own, values / scale.to(values.device)) for own, values in found)
     sharded = _dist.any_sharded(grads)
     if sharded:
         grads = [_dist.settled(grad) for grad in grads]
@@ -218,3 +236,18 @@ def _places(tensors: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...
 def as_dict(found: Norms) -> dict[int, float]:
     """Return the norms as numbers by tensor. Waits for the device."""
     return {i: float(v) for own, row in found for i, v in zip(own, row.tolist(), strict=True)}
+
+
+def read(counts: list[Tensor]) -> list[int]:
+    """Return 0-dim counts or flags as numbers: one wait per device."""
+    if len({count.device for count in counts}) <= 1:
+        return torch.stack(counts).tolist() if counts else []
+    devices: dict[torch.device, list[int]] = {}
+    for place, count in enumerate(counts):
+        devices.setdefault(count.device, []).append(place)
+    found = [0] * len(counts)
+    for places in devices.values():
+        values = torch.stack([counts[place] for place in places]).tolist()
+        for place, value in zip(places, values, strict=True):
+            found[place] = value
+    return found

@@ -15,6 +15,8 @@ from gradsurgeon import _live, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import BindError
 
+# Numbers that an optimizer keeps for itself, with where it keeps them.
+Counters = list[tuple[dict[Any, Any], dict[Any, Any]]]
 # Weights and state, to be put back.
 Snapshot = tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]]
 
@@ -38,11 +40,6 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
         gc.collect()
         found = candidates()
     return found
-
-
-def size_of(optimizer: Optimizer) -> int:
-    """Return how many parameters an optimizer holds."""
-    return sum(len(group["params"]) for group in getattr(optimizer, "param_groups", ()))
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -101,6 +98,43 @@ def restore(optimizer: Optimizer, kept: Snapshot) -> None:
             param.copy_(value)
     optimizer.state.clear()
     optimizer.state.update(copy.deepcopy(state, {id(p): p for p in params_of(optimizer)}))
+
+
+def counters(optimizer: Optimizer) -> Counters:
+    """Copy what an optimizer keeps besides the state of its parameters.
+
+    A step without gradients leaves weights and their state alone, but optimizers count steps, weights
+    and learning rates per group, under names of their own in the state, or on themselves.
+    """
+    parts: list[dict[Any, Any]] = [*optimizer.param_groups, optimizer.state, vars(optimizer)]
+    return [
+        (
+            part,
+            {key: copy.deepcopy(value) for key, value in part.items() if _is_counter(key, value)},
+        )
+        for part in parts
+    ]
+
+
+def put_back(kept: Counters) -> None:
+    """Put back what `counters` has copied, and take out the counters that have come since."""
+    for part, values in kept:
+        for key in [key for key, value in part.items() if _is_counter(key, value)]:
+            if key not in values:
+                del part[key]
+        for key, value in values.items():
+            now = part.get(key)
+            if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
+                # Captured graphs and schedulers hold the tensor itself.
+                with torch.no_grad():
+                    now.copy_(value)
+            else:
+                part[key] = value
+
+
+def _is_counter(key: object, value: object) -> bool:
+    """Tell a number that an optimizer keeps for itself from its parameters, their state and tables."""
+    return not isinstance(key, Tensor) and isinstance(value, int | float | Tensor | None)
 
 
 def why_not_met(optimizer: Optimizer) -> str:

@@ -6,6 +6,7 @@ nothing is known to be running.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +41,11 @@ class Pass:
     scale: Tensor | None = None
     # It began on gradients that were there before: one more micro-batch of the same step.
     continued: bool = False
+    # Gradients that were there before it, where that matters: the tensor, whether it was edited as a final
+    # one, and whether it held anything but zeros.
+    onto: list[tuple[int, bool, Tensor]] = field(default_factory=list)
+    # Whether gradients held something before it, of tensors with a bound on what one pass contributes.
+    added_to: dict[int, Tensor] = field(default_factory=dict)
     # What it has yet to reach; known only where the engine does not tell when it is through.
     awaited: set[int] | None = None
 
@@ -53,6 +59,8 @@ class Pass:
             both.runs.append((time, len(both.order)))
             both.order += tensors
         both.continued = self.continued or other.continued
+        both.onto = [*self.onto, *other.onto]
+        both.added_to = {**self.added_to, **other.added_to}
         return both
 
     def _pieces(self) -> Iterator[tuple[int, list[int]]]:
@@ -69,8 +77,8 @@ class Arrivals:
     follows its course, is to compare a number and to append to a list: a model has thousands of them.
     """
 
-    task: int = NONE
-    order: list[int] = field(default_factory=list)
+    # Both in one, because the hooks of one pass may run in the threads of several devices at once.
+    now: tuple[int, list[int]] = (NONE, [])
 
 
 class Passes:
@@ -90,7 +98,8 @@ class Passes:
         self._waits = waits
         self._begins = begins
         self.arrivals = Arrivals()
-        self._inner: Pass | None = None
+        # Passes that ended inside another one, by the thread that both run in.
+        self._inner: dict[int, Pass] = {}
         self._time = count()
         self._open: dict[int, Pass] = {}
         self._training: tuple[int, bool] = (-1, False)
@@ -106,11 +115,13 @@ class Passes:
                 return self._early[1]
             self._begins()
             while len(self._open) >= _MOST_OPEN:
-                del self._open[next(iter(self._open))]
-            running = self._open[task] = Pass(scale=self._scaling.scale)
+                self._open.pop(next(iter(self._open)), None)
+            fresh = Pass(scale=self._scaling.scale)
             if _torch.in_compiled_autograd():
-                running.awaited = set()
-            else:
+                fresh.awaited = set()
+            # The threads of two devices can come here at once.
+            running = self._open.setdefault(task, fresh)
+            if running is fresh and running.awaited is None:
                 _torch.queue_callback(partial(self._ending, task))
         return running
 
@@ -126,7 +137,7 @@ class Passes:
         if running.awaited is None:
             # What each rank has got before an average is measured by each hook.
             if not state.ranks.averaging:
-                self.arrivals.task, self.arrivals.order = task, running.order
+                self.arrivals.now = task, running.order
             return
         # Compiled autograd runs no callback at its end: the last gradient is the end.
         if first:
@@ -152,23 +163,28 @@ class Passes:
 
     @in_backward
     def _ended(self, task: int) -> None:
-        if self.arrivals.task == task:
-            self.arrivals.task = NONE
+        if self.arrivals.now[0] == task:
+            self.arrivals.now = NONE, []
         running = self._open.pop(task, None)
         if running is None:
             return
-        if self._inner is not None:
-            running, self._inner = self._inner.followed_by(running), None
+        thread = threading.get_ident()
+        inner = self._inner.pop(thread, None)
+        if inner is not None:
+            running = inner.followed_by(running)
         # One that has begun around it is handed over at its own end; else only an update can tell.
         if _torch.is_nested() and (self._open or self._waits()):
-            self._inner = running
+            self._inner[thread] = running
         else:
             self._finished(running)
 
-    def settle(self) -> None:
-        """Hand over what ended inside a pass that had nothing of its own to hand over."""
-        if self._inner is not None:
-            inner, self._inner = self._inner, None
-            # By now a scaler has taken its scale off, but for a fused optimizer.
-            inner.scale = self._scaling.at_step
+    def settle(self, scale: Tensor | None) -> None:
+        """Hand over what ended inside a pass that had nothing of its own to hand over.
+
+        Args:
+            scale: that a fused optimizer gets its gradients with; for others the scaler has taken it off.
+        """
+        while self._inner:
+            _, inner = self._inner.popitem()
+            inner.scale = scale
             self._finished(inner)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.modules.module import (
+    register_module_forward_pre_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _torch
+from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.compiled import at_update, on_site
 from gradsurgeon.runtime.scaling import watched
@@ -27,6 +34,8 @@ _beside: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictiona
 # What is watched for all sessions together: steps of optimizers and uses of scalers.
 _watching: list[ExitStack] = []
 _watching_steps: list[RemovableHandle] = []
+# There until the next forward pass, once a module of a model has got something new.
+_before_forward: list[RemovableHandle] = []
 # The rules on tags of all sessions, by their ids.
 _on_tags: list[str] = []
 
@@ -89,6 +98,10 @@ def enter(model: nn.Module, session: Session, *, beside: bool = False) -> None:
         if not _watching_steps:
             stack.callback(register_optimizer_step_pre_hook(_on_step).remove)
         stack.enter_context(watched(_on_scale, _around_scaler_step))
+        stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
+        stack.callback(register_module_module_registration_hook(_on_registration).remove)
+        stack.callback(register_module_parameter_registration_hook(_on_registration).remove)
+        stack.callback(_look_at_models)
         _watching.append(stack)
 
 
@@ -142,6 +155,28 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     if _beside and _sessions:
         for session in list(_beside.values()):
             session.step_after(list(_sessions.values()), optimizer)
+
+
+def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
+    """Let conversions exchange the contents of tensors, which takes their hooks away."""
+    original(first, second)
+    for session in _live():
+        session.swapped((first, second))
+
+
+def _on_registration(module: nn.Module, name: str, value: object) -> None:
+    """Look for exchanged parameters and layers before the next forward pass goes through them."""
+    del name, value
+    if not _before_forward and any(session.knows(module) for session in _live()):
+        _before_forward.append(register_module_forward_pre_hook(_look_at_models))
+
+
+@on_site
+def _look_at_models(*_: object) -> None:
+    while _before_forward:
+        _before_forward.pop().remove()
+    for session in _live():
+        session.model_changed()
 
 
 @at_update

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon import _torch
+from gradsurgeon._patching import Patch
 from gradsurgeon.runtime.compiled import in_backward
 
 
@@ -37,11 +38,9 @@ class Scaling:
         # them: one that raises ends as well.
         self._running: WeakValueDictionary[int, _Scaled] = WeakValueDictionary()
         # But compiled autograd runs nothing at the end of a pass, and so keeps nothing.
-        self._kept: _Scaled | None = None
-        # The scaler that is stepping an optimizer, or about to decide that it does not.
-        self._stepping: weakref.ref[GradScaler] | None = None
-        # The scale on the gradients that the step point is about to see; fused optimizers only.
-        self.at_step: Tensor | None = None
+        self._kept: dict[int, _Scaled] = {}
+        # The scalers that are stepping an optimizer, or about to decide that they do not.
+        self._stepping: dict[int, weakref.ref[GradScaler]] = {}
 
     def _concerns(self, scaler: GradScaler) -> bool:
         return scaler.is_enabled() and (self._named is None or self._named() is scaler)
@@ -65,16 +64,16 @@ class Scaling:
 
     def began(self, scaler: GradScaler) -> None:
         """Take notice of a backward pass that begins at a scaled loss."""
-        task = _torch.graph_task()
-        running = self._running[task] = _Scaled(_scale_of(scaler))
+        task, thread = _torch.graph_task(), threading.get_ident()
+        running = self._running[task] = _Scaled(_scale_of(scaler), thread)
         if _torch.in_compiled_autograd():
-            self._kept = running
+            self._kept[thread] = running
         else:
             _torch.queue_callback(running)
 
     def stepped(self) -> None:
-        """Forget the pass that led to a step."""
-        self._kept = None
+        """Forget the pass that led to a step of this thread."""
+        self._kept.pop(threading.get_ident(), None)
 
     @property
     def scale(self) -> Tensor | None:
@@ -85,23 +84,35 @@ class Scaling:
         if not self._running:
             return None
         found = self._running.get(_torch.graph_task())
-        # A pass inside another one, as of reentrant checkpointing, has its gradients from that one.
-        return (found or max(self._running.items())[1]).scale
+        if found is None:
+            # A pass inside another one, as of reentrant checkpointing, has its gradients from that one,
+            # which runs in the same thread. What other threads train is none of its business.
+            thread = threading.get_ident()
+            mine = [t for t, scaled in list(self._running.items()) if scaled.thread == thread]
+            found = self._running.get(max(mine)) if mine else None
+        return None if found is None else found.scale
 
     @contextmanager
-    def steps(self, scaler: GradScaler) -> Iterator[None]:
-        """Take notice of a scaler that is about to step an optimizer, or to leave it alone."""
-        before = self._stepping
-        self._stepping = weakref.ref(scaler) if self._concerns(scaler) else None
-        try:
-            yield
-        finally:
-            self._stepping = before
+    def steps(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[bool]:
+        """Take notice of a scaler that is about to step an optimizer, or to leave it alone.
 
-    @property
-    def stepping(self) -> Tensor | None:
+        Yields:
+            Whether it is news: not where a derived class calls the method of its base.
+        """
+        key = id(_torch.stepping(optimizer) or optimizer)
+        if not self._concerns(scaler) or key in self._stepping:
+            yield False
+            return
+        self._stepping[key] = weakref.ref(scaler)
+        try:
+            yield True
+        finally:
+            del self._stepping[key]
+
+    def stepping(self, optimizer: Optimizer) -> Tensor | None:
         """The scale of the scaler that is stepping an optimizer, as a 0-dim tensor."""
-        scaler = self._stepping() if self._stepping is not None else None
+        reference = self._stepping.get(id(_torch.stepping(optimizer) or optimizer))
+        scaler = None if reference is None else reference()
         return None if scaler is None else _scale_of(scaler)
 
 
@@ -110,6 +121,7 @@ class _Scaled:
     """A running backward pass that carries a scale; the engine keeps it and calls it at the end."""
 
     scale: Tensor
+    thread: int
 
     def __call__(self) -> None:
         """Do nothing: that it was kept is all."""
@@ -163,25 +175,50 @@ def watched(
 ) -> Iterator[None]:
     """Take notice of every use of a scaler: there is no hook for it.
 
+    Classes derived from `GradScaler` may scale and step in their own ways, as `ShardedGradScaler` does,
+    and may be defined later than this: those are known from their first object on.
+
     Args:
         on_scale: called with a scaler and the losses that it has scaled.
         around_step: what to be in while a scaler steps an optimizer, or decides not to.
     """
-    scale, step = GradScaler.scale, GradScaler.step
+    patches: dict[type, list[Patch]] = {}
 
-    @functools.wraps(scale)
-    def scale_seen(self: GradScaler, outputs: Any) -> Any:
-        found = scale(self, outputs)
-        on_scale(self, list(_tensors(found)))
+    def scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
+        found = original(scaler, *args, **kwargs)
+        on_scale(scaler, list(_tensors(found)))
         return found
 
-    @functools.wraps(step)
-    def step_seen(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        with around_step(self, optimizer):
-            return step(self, optimizer, *args, **kwargs)
+    def step(
+        original: Callable[..., Any],
+        scaler: GradScaler,
+        optimizer: Optimizer,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        with around_step(scaler, optimizer):
+            return original(scaler, optimizer, *args, **kwargs)
 
-    GradScaler.scale, GradScaler.step = scale_seen, step_seen  # type: ignore[method-assign]
+    def construct(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        watch(type(args[0]))
+        original(*args, **kwargs)
+
+    def watch(kind: type[Any]) -> None:
+        for base in kind.__mro__:
+            if issubclass(base, GradScaler) and base not in patches:
+                methods = {"scale": scale, "step": step}
+                own = {name: way for name, way in methods.items() if name in vars(base)}
+                patches[base] = [Patch(base, name, way) for name, way in own.items()]
+
+    for kind in _derived(GradScaler):
+        watch(kind)
+    patches.setdefault(GradScaler, []).append(Patch(GradScaler, "__init__", construct))
     try:
         yield
     finally:
-        GradScaler.scale, GradScaler.step = scale, step  # type: ignore[method-assign]
+        for patch in [patch for own in patches.values() for patch in own]:
+            patch.undo()
+
+
+def _derived(kind: type[Any]) -> list[type[Any]]:
+    return [kind, *(each for one in kind.__subclasses__() for each in _derived(one))]

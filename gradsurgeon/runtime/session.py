@@ -307,11 +307,23 @@ class Session:
     @contextmanager
     def scaler_steps(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
         """Take notice of a scaler that steps an optimizer, or decides not to."""
-        begun = self._engine.steps.begun
-        with self._state.scaling.steps(scaler):
+        begun = self._engine.steps.begun(optimizer)
+        with self._state.scaling.steps(scaler, optimizer) as news:
             yield
-            if not self.removed:
+            if news and not self.removed:
                 self._engine.scaler_stepped(optimizer, begun)
+
+    def knows(self, module: nn.Module) -> bool:
+        """Tell whether a module is part of the model, as it was looked at last."""
+        return self._engine.knows(module)
+
+    def model_changed(self) -> None:
+        """Find parameters and modules again, before a forward pass."""
+        self._engine.model_changed()
+
+    def swapped(self, tensors: Sequence[Tensor]) -> None:
+        """Take notice of tensors whose contents were exchanged."""
+        self._engine.swapped(tensors)
 
     def meet(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that is about to step."""

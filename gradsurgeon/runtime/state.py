@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from gradsurgeon.actions import Edit, Rule
 from gradsurgeon.compiler import Group, Piece, Program, Stage
@@ -19,9 +19,6 @@ from gradsurgeon.runtime.recorder import Recorder
 from gradsurgeon.runtime.scaling import Scaling
 from gradsurgeon.runtime.targets import Targets
 from gradsurgeon.store import Key
-
-if TYPE_CHECKING:
-    from gradsurgeon.runtime.look import Look
 
 Mode = Literal["act", "observe"]
 
@@ -54,8 +51,6 @@ class State:
     trapped: frozenset[int] = field(init=False)
     stages: dict[str, Stage] = field(init=False)
     _in_backward: frozenset[str] = field(init=False)
-    # The last look at the gradients of the step that a clock is in.
-    looks: dict[Clock, Look] = field(default_factory=dict)
     _lanes: dict[Clock, Lanes] = field(default_factory=dict)
     _divided: int = -1  # as of which division into clocks
 

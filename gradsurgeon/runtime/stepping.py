@@ -7,10 +7,10 @@ the closure is wrapped and the rules act when it returns.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from types import FrameType
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,8 +22,8 @@ from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import at_update
-from gradsurgeon.runtime.optimizers import Snapshot
 from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.update import Arguments, Update
 from gradsurgeon.runtime.verdict import Verdict
 
 
@@ -33,25 +33,13 @@ class Owner:
 
     clock: Clock
     handles: tuple[RemovableHandle, ...]
-    params: int
+    # The ids of its parameters and of those of the model, by which it is told what it owns: all of them
+    # are alive when they are compared, so that no id stands for two.
+    identity: tuple[list[int], list[int]]
     tensors: tuple[int, ...] = ()
     version: int = -1
-
-
-@dataclass(slots=True)
-class Running:
-    """One call of `Optimizer.step` under way."""
-
-    frame: FrameType
-    clock: Clock
-    hidden: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    snapshot: Snapshot | None = None
-    # It runs inside a backward pass, on what that pass has finished so far.
-    inside: bool = False
-    skipped: bool = False
-    scaled_away: bool = False
-    # Told by a flag on the device whether to skip.
-    flagged: Optimizer | None = None
+    # How many steps it has begun; a scaler that skips one leaves it as it is.
+    begun: int = 0
 
 
 class Steps:
@@ -61,11 +49,11 @@ class Steps:
         self,
         state: State,
         *,
-        judge: Callable[..., Verdict],
+        judge: Callable[[Update], Verdict],
         finished: Callable[..., None],
         first_owner: Callable[[], None],
         new_params: Callable[[], None],
-        scaled_away: Callable[[Clock], None],
+        scaled_away: Callable[[Clock, Tensor], None],
         recheck: Callable[[], None],
         gone: Callable[[], None],
     ) -> None:
@@ -79,11 +67,13 @@ class Steps:
         self._recheck = recheck
         # An optimizer has been collected: somebody else may update its parameters from now on.
         self._gone = gone
-        # How often an optimizer of ours has begun a step; a scaler that skips one leaves it as it is.
-        self.begun = 0
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
-        self._foreign: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._running: Running | None = None
+        self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Steps under way, by thread and optimizer: each thread may step optimizers of its own, one
+        # inside another.
+        self._running: dict[tuple[int, int], Update] = {}
 
     @property
     def owned(self) -> bool:
@@ -103,32 +93,33 @@ class Steps:
 
     def meet(self, optimizer: Optimizer) -> Owner | None:
         """Make an optimizer known; it is the owner from now on of what it holds."""
-        self._forget_failed()
-        size = optimizers.size_of(optimizer)
         owner = self._owners.get(optimizer)
         if owner is None:
             # A wrapper and what it wraps are one optimizer, with one clock.
             inner = _torch.stepping(optimizer)
             if inner is not optimizer:
                 return None if inner is None else self.meet(inner)
-        if owner is not None and owner.params == size:
+        params = optimizers.params_of(optimizer)
+        identity = list(map(id, params)), self._state.targets.ids()
+        if owner is not None and owner.identity == identity:
             return owner
-        if owner is None and self._foreign.get(optimizer) == size:
+        if owner is None and self._foreign.get(optimizer) == identity:
             return None
-        tensors = self._held(optimizer, size)
-        if not tensors:
-            self._foreign[optimizer] = size
-            return None
-        if owner is None and self._is_inner(tensors):
-            return None
+        tensors = self._held(params)
+        identity = identity[0], self._state.targets.ids()  # parameters may have been found again
         if owner is None:
+            if not tensors:
+                self._foreign[optimizer] = identity
+                return None
+            if self._is_inner(tensors):
+                return None
             self._check(optimizer, tensors)
             if not self._owners:
                 self._first_owner()
-            owner = Owner(Clock(self._state.clocks.start), self._hooks_on(optimizer), size)
+            owner = Owner(Clock(self._state.clocks.start), self._hooks_on(optimizer), identity)
             weakref.finalize(optimizer, _call, weakref.WeakMethod(self._left)).atexit = False
             self._owners[optimizer] = owner
-        owner.params, owner.tensors, owner.version = size, tuple(tensors), -1
+        owner.identity, owner.tensors, owner.version = identity, tuple(tensors), -1
         self._claim(owner)
         return owner
 
@@ -153,13 +144,12 @@ class Steps:
                 handle.remove()
             owner.handles = self._hooks_on(optimizer)
 
-    def _held(self, optimizer: Optimizer, size: int) -> list[int]:
-        """Return the tensors of the session that an optimizer holds."""
-        params = optimizers.params_of(optimizer)
+    def _held(self, params: list[Tensor]) -> list[int]:
+        """Return the tensors of the session that are among the parameters of an optimizer."""
         if any(_dist.is_flattened(param) for param in params):
             self._recheck()
         tensors = self._state.targets.owned(params)
-        if len(tensors) < size:
+        if len(tensors) < len(params):
             # Of another model, or of this one, but unknown.
             self._new_params()
             tensors = self._state.targets.owned(params)
@@ -170,10 +160,16 @@ class Steps:
 
         `ZeroRedundancyOptimizer` has one inside for the part of the weights that is this rank's.
         """
-        running = self._running
-        if running is None or not _is_below(sys._getframe(1), running.frame):  # noqa: SLF001 # as below
-            return False
-        return set(tensors) <= set(running.clock.tensors)
+        held = set(tensors)
+        return any(held <= set(outer.clock.tensors) for outer in self._under_way())
+
+    def _under_way(self) -> list[Update]:
+        """Return the steps that this thread is in the middle of; those that have raised end here."""
+        mine = [one for one in list(self._running.values()) if one.thread == threading.get_ident()]
+        for update in mine:
+            if not update.is_on_stack():
+                self.end(update, took_place=False)
+        return [update for update in mine if not update.ended]
 
     def _check(self, optimizer: Optimizer, tensors: Iterable[int]) -> None:
         """Refuse an optimizer that no gradient can be hidden from.
@@ -210,11 +206,16 @@ class Steps:
             clocks.claim(owner.tensors, owner.clock)
             owner.version = clocks.version
 
+    def begun(self, optimizer: Optimizer) -> int:
+        """Return how many steps an optimizer has begun."""
+        owner = self._owners.get(_torch.stepping(optimizer) or optimizer)
+        return 0 if owner is None else owner.begun
+
     def close(self) -> None:
         """Take all hooks off the optimizers and give hidden gradients back."""
-        if self._running is not None:
-            self._restore(self._running)
-            self._running = None
+        for update in list(self._running.values()):
+            update.give_back()
+        self._running.clear()
         for owner in list(self._owners.values()):
             for handle in owner.handles:
                 handle.remove()
@@ -224,136 +225,120 @@ class Steps:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        frame = sys._getframe(1)  # noqa: SLF001 # the one way to tell a nested step from a failed one
-        if self._running is not None:
-            if _is_below(frame, self._running.frame):
-                # `super().step()`, or a wrapper that steps an inner optimizer: one update, one visit.
-                return None
-            # The last step raised, so torch never called the post hook. It was an attempt.
-            self._end(self._running, took_place=False)
+        frame = id(sys._getframe(1))  # noqa: SLF001 # the one way to tell a nested step from a failed one
+        if any(outer.optimizer() is optimizer for outer in self._under_way()):
+            # `super().step()`, or a wrapper that steps an inner optimizer: one update, one visit.
+            return None
         owner = self._owners[optimizer]
-        self.begun += 1
+        owner.begun += 1
         self._claim(owner)
-        inside = _torch.graph_task() != -1
-        if inside:
+        update = Update(optimizer, owner.clock, frame, inside=_torch.graph_task() != -1)
+        if update.inside:
             self._refuse_inside(owner)
-        running = self._running = Running(frame, owner.clock, inside=inside)
+        self._running[update.key] = update
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._act(optimizer, running, alone=True)
-            return None
+            self._act(optimizer, update, alone=True)
+            return args, self._arguments(update, kwargs)
         if not optimizers.evaluates_before_moving(optimizer):
-            running.snapshot = optimizers.snapshot(optimizer)
-        wrapped = self._wrapped(closure, optimizer, running)
+            update.snapshot = optimizers.snapshot(optimizer)
+        wrapped = self._wrapped(closure, optimizer, update)
         if len(args) > 1:
-            return (args[0], wrapped, *args[2:]), kwargs
-        return args, {**kwargs, "closure": wrapped}
+            return (args[0], wrapped, *args[2:]), self._arguments(update, kwargs)
+        return args, self._arguments(update, {**kwargs, "closure": wrapped})
+
+    def _arguments(self, update: Update, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return keyword arguments by whose end a step is seen to end, if it raises."""
+        steps = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            # A hook that comes later may have exchanged them: then the step goes on without.
+            if sys.is_finalizing() or (known := steps()) is None:
+                return
+            if not (update.ended or update.is_on_stack()):
+                known.end(update, took_place=False)
+
+        arguments = Arguments(kwargs)
+        update.arguments = weakref.ref(arguments, gone)
+        return arguments
 
     def _wrapped(
-        self, closure: Callable[[], Any], optimizer: Optimizer, running: Running
+        self, closure: Callable[[], Any], optimizer: Optimizer, update: Update
     ) -> Callable[[], Any]:
         def evaluate() -> Any:
             # An optimizer may evaluate several times; the closure must find its gradients again.
-            self._restore(running)
+            update.give_back()
             result = closure()
-            self._act(optimizer, running)
+            self._act(optimizer, update)
             return result
 
         return evaluate
 
-    def _act(self, optimizer: Optimizer, running: Running, *, alone: bool = False) -> None:
-        if self._state.paused:
-            return
-        check_capture(self._state)
+    def _act(self, optimizer: Optimizer, update: Update, *, alone: bool = False) -> None:
+        if not self._state.paused:
+            check_capture(self._state)
         # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
-        self._state.scaling.at_step = getattr(optimizer, "grad_scale", None)
+        update.scale = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)
-        scaled = self._state.scaling.stepping is not None
-        if overflow is not None and scaled and bool(overflow):
-            running.scaled_away = True
+        scaler = self._state.scaling.stepping(optimizer)
+        if overflow is not None and scaler is not None and bool(overflow):
+            update.overflowed = scaler
             return
         # With a closure, or under a scaler, more than the weights depends on what is decided.
-        flagged = (
+        update.flaggable = (
             alone
             and overflow is None
-            and self._state.scaling.at_step is None
-            and not (running.inside or scaled)
+            and update.scale is None
+            and not (update.inside or scaler is not None)
             and bool(self._state.program.traps)
             and optimizers.obeys_flag(optimizer)
         )
-        verdict = self._judge(running.clock, inside=running.inside, flagged=flagged)
+        verdict = self._judge(update)
         if verdict.error is not None:
-            self._undo(optimizer, running)
-            self._end(running)
+            self._undo(optimizer, update)
+            self.end(update)
             raise verdict.error
         if verdict.flag is not None:
-            running.flagged = optimizer
+            update.flagged = True
             _torch.set_found_inf(optimizer, verdict.flag)
         elif verdict.skip:
-            running.skipped = True
-            self._undo(optimizer, running)
+            update.skipped = True
+            self._undo(optimizer, update)
             # A gradient of zero would still decay the weight and feed the moments; none at all is
-            # what optimizers leave alone.
-            self._hide(running, optimizers.params_of(optimizer))
+            # what optimizers leave alone. What they count for themselves is put back.
+            update.kept = optimizers.counters(optimizer)
+            update.hide(optimizers.params_of(optimizer))
         elif verdict.frozen:
-            self._hide(running, [self._state.targets.param(i) for i in verdict.frozen])
+            update.hide([self._state.targets.param(i) for i in verdict.frozen])
 
-    def _hide(self, running: Running, params: Iterable[Tensor | None]) -> None:
-        for param in params:
-            if param is not None and param.grad is not None:
-                running.hidden.append((param, param.grad))
-                param.grad = None
-
-    def _undo(self, optimizer: Optimizer, running: Running) -> None:
+    def _undo(self, optimizer: Optimizer, update: Update) -> None:
         """Take back what an optimizer did in this step before the trap could see its gradients."""
-        if running.snapshot is None:
-            return
-        optimizers.restore(optimizer, running.snapshot)
+        if update.snapshot is not None:
+            optimizers.restore(optimizer, update.snapshot)
 
     @at_update
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        del args, kwargs
-        running = self._running
-        if running is None or running.frame is not sys._getframe(1):  # noqa: SLF001 # as above
+        del args
+        update = self._running.get((threading.get_ident(), id(optimizer)))
+        if update is None or not update.ends_with(kwargs, id(sys._getframe(1))):  # noqa: SLF001 # as above
             return
-        if running.skipped:
-            self._undo(optimizer, running)
-        self._end(running)
+        if update.skipped:
+            self._undo(optimizer, update)
+            if update.kept is not None:
+                optimizers.put_back(update.kept)
+        self.end(update)
 
-    def _end(self, running: Running, *, took_place: bool = True) -> None:
-        self._running = None
-        self._state.scaling.at_step = None
-        self._restore(running)
-        if running.scaled_away:
-            self._scaled_away(running.clock)
+    def end(self, update: Update, *, took_place: bool = True) -> None:
+        """End a step: give back what was hidden, and count it."""
+        update.ended = True
+        self._running.pop(update.key, None)
+        update.give_back()
+        if update.overflowed is not None:
+            self._scaled_away(update.clock, update.overflowed)
         else:
-            self._finished(running.clock, took_place=took_place, inside=running.inside)
-
-    def _forget_failed(self) -> None:
-        """Let go of a step that raised: its frame keeps alive whatever the script had at hand."""
-        running = self._running
-        if running is not None and not _is_below(sys._getframe(), running.frame):  # noqa: SLF001
-            self._end(running, took_place=False)
-
-    def _restore(self, running: Running) -> None:
-        for param, grad in running.hidden:
-            if param.grad is None:
-                param.grad = grad
-        running.hidden.clear()
-        if running.flagged is not None:
-            _torch.clear_found_inf(running.flagged)
-            running.flagged = None
+            self._finished(update.clock, took_place=took_place, inside=update.inside)
 
 
 def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     if (found := method()) is not None:
         found()
-
-
-def _is_below(frame: FrameType | None, outer: FrameType) -> bool:
-    """Tell whether ``outer`` is still running, somewhere below ``frame`` on the stack."""
-    while frame is not None:
-        if frame is outer:
-            return True
-        frame = frame.f_back
-    return False

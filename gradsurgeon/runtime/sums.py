@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gradsurgeon.actions import Rule
+from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.measure import read
 from gradsurgeon.runtime.passes import Pass
 from gradsurgeon.runtime.state import State
 
@@ -30,7 +32,7 @@ def count_passes(state: State, done: Pass) -> None:
         clock.passes += 1
     if not state.program.per_tensor:
         return
-    if any(clock.passes > 1 for clock in clocks) and _has_bounds(state, "accumulation"):
+    if done.added_to and any(read(list(done.added_to.values()))):
         several = (tensor for tensor in done.order if state.clocks[tensor].passes > 1)
         _say(state, "accumulation", several, lambda rule, _: "" if rule.linear else _PASSES)
     if state.ranks.averaging and _has_bounds(state, "ranks"):
@@ -38,6 +40,30 @@ def count_passes(state: State, done: Pass) -> None:
     # Passes inside one another have been put together, piece by piece.
     if len(done.runs) > 1:
         _say(state, "reentrant", _repeated(done), _on_parts)
+
+
+def tell_of_no_pass(state: State, clock: Clock, having: Sequence[int]) -> None:
+    """Say of an update with gradients that no backward pass has given, which rules that concerns.
+
+    Either the script has assigned them, or it updates twice from one gradient. Nobody can tell which: that
+    a tensor is the same does not say that its content is.
+    """
+    agenda = state.agenda(clock)
+    with_gradient = set(having)
+    for lane in (*agenda.in_backward, *agenda.after):
+        if lane.rule.role != "trap" and not with_gradient.isdisjoint(lane.tensors):
+            text = _PAST_HOOKS.format(
+                does=_DOES.get(lane.rule.role, "acts on"), point=lane.rule.point
+            )
+            state.journal.once("no pass", text, rule=lane.rule.id, step=clock.step, warn=True)
+
+
+_DOES = {"observe": "records", "capture": "captures", "edit": "edits"}
+_PAST_HOOKS = (
+    "no backward pass gave the gradients of this update (the script assigns them, as "
+    "`p.grad = torch.autograd.grad(...)` does, or updates twice from one gradient), and this rule {does} only "
+    "what a backward pass delivers (`at: {point}`): use `at: step` for what the optimizer gets"
+)
 
 
 def _has_bounds(state: State, topic: str) -> bool:

@@ -7,7 +7,6 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from gradsurgeon import _dist
 from gradsurgeon.planning import slots
 
 
@@ -42,6 +41,10 @@ class Targets:
         """Return all parameters, ``None`` where the name is gone."""
         return [owner.get(key) for owner, key in self._places]
 
+    def ids(self) -> list[int]:
+        """Return the ids of all parameters, to compare them while they are alive."""
+        return [id(owner.get(key)) for owner, key in self._places]
+
     def grads(self, tensors: Iterable[int]) -> tuple[list[int], list[Tensor]]:
         """Return the tensors that have a gradient now, and these gradients."""
         wanted = list(tensors)
@@ -67,16 +70,3 @@ class Targets:
     def forget(self) -> None:
         """Let go of everything, once the model is gone or the session removed."""
         self._places = [({}, key) for _, key in self._places]
-
-
-Mark = tuple[int, int]
-
-
-def mark(grad: Tensor) -> Mark:
-    """Return what changes whenever somebody replaces or writes a gradient."""
-    return id(grad), _dist.version(grad)
-
-
-def marks(grads: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-    """Return the `mark` of each gradient, ids and versions apart."""
-    return list(map(id, grads)), _dist.versions(grads)

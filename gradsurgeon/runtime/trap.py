@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -19,6 +19,7 @@ from gradsurgeon.runtime.agenda import Lane
 from gradsurgeon.runtime.border import Border, Finding, window
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.deferred import Case, Deferred
+from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.look import Look
 from gradsurgeon.runtime.measure import Count, as_dict, suspects, suspects_of
@@ -45,12 +46,12 @@ class Traps:
         if (watch := self._watches.get(clock)) is not None:
             watch.looks.clear()
 
-    def decide(self, clock: Clock, edited: set[int]) -> Verdict:
-        """Judge the gradients that the optimizer is about to consume.
+    def decide(self, clock: Clock, finals: Finals) -> Verdict:
+        """Judge the gradients that the optimizer is about to consume, before rules at `step` edit them.
 
         Args:
             clock: that of the optimizer.
-            edited: tensors that a rule at `step` may have made non-finite since the last look.
+            finals: its gradients.
 
         Returns:
             What is to happen to the step. Reads the device once, and again only for a report.
@@ -60,16 +61,37 @@ class Traps:
             return verdict
         if (watch := self._watches.get(clock)) is not None:
             watch.scaled_away = 0
-        self._decide_params(clock, edited, verdict)
+        self._decide_params(clock, finals, verdict)
         self._decide_sites(clock, verdict)
         return verdict
 
-    def defer(self, clock: Clock, edited: set[int]) -> Verdict | None:
+    def decide_edited(self, clock: Clock, edited: set[int], verdict: Verdict) -> None:
+        """Judge gradients once more that rules at `step` may have made non-finite."""
+        agenda = self._state.agenda(clock)
+        tensors, grads = self._state.targets.grads(edited.intersection(agenda.trapped))
+        bad = suspects(measure.norms(tensors, grads))
+        by_tensor = dict(zip(tensors, grads, strict=True))
+        now = measure.counts({tensor: by_tensor[tensor] for tensor in bad})
+        if not now:
+            return
+        watch = self._watches.setdefault(clock, Watch())
+
+        def border() -> Border:
+            moment = "right before the update, and finite before the rules at `step`"
+            order, final = self._state.targets.grads(agenda.trapped)
+            return Border(moment, tuple(order), now, _norms_of(order, final), ())
+
+        tripped = [lane for lane in agenda.traps if not now.keys().isdisjoint(lane.tensors)]
+        for lane in tripped:
+            finding = border().finding(self._state.program.names)
+            self._act(cast("NanTrap", lane.rule), clock.step, watch, verdict, finding)
+
+    def defer(self, clock: Clock, finals: Finals) -> Verdict | None:
         """Leave the decision to the device, for an optimizer that reads its flag; report later.
 
         Args:
             clock: that of the optimizer.
-            edited: as of `decide`.
+            finals: its gradients.
 
         Returns:
             What is to happen to the step; ``None`` where the host has to decide. Reads nothing.
@@ -79,14 +101,14 @@ class Traps:
         if not agenda.traps:
             return None
         watch = self._watches.setdefault(clock, Watch())
-        tensors, grads = state.targets.grads(agenda.trapped)
+        tensors = finals.having(agenda.trapped)
+        grads = finals.of(tensors)
         if not self._deferred.can_judge(agenda, grads, watch.looks):
             return None
         if (error := self._deferred.due()) is not None:
             return Verdict(error=error)
         watch.scaled_away = 0
-        stale = watch.changed(tensors, grads, edited)
-        flag = self._deferred.judge(clock, agenda.traps, (tensors, grads), watch.looks, stale)
+        flag = self._deferred.judge(clock, agenda.traps, (tensors, grads), watch.looks)
         for lane in agenda.traps:
             if not set(lane.tensors).isdisjoint(tensors):
                 state.journal.fired(lane.rule.id, clock.step)
@@ -106,15 +128,11 @@ class Traps:
             return None
         numbers = iter(values)
         looks, now = case.looks_with(numbers), case.bad(numbers)
-        before = suspects(looks[-1].norms) if looks else []
-        real = frozenset(tensor for tensor in before if tensor in case.stale or tensor in now)
-        seen = Seen(real, now, case.stale)
+        seen = Seen(_certainly_bad(looks, now), now)
         verdict = Verdict()
 
         def border() -> Border:
-            known = as_dict(looks[-1].norms) if looks else {}
-            norms = {i: known[i] for i in case.tensors if i in known and i not in case.stale}
-            return self._border(looks, seen, case.tensors, lambda: norms, late=True)
+            return self._border(looks, seen, case.tensors, dict, late=True)
 
         self._judge(
             case.lanes,
@@ -152,45 +170,44 @@ class Traps:
                 repaired = [tensor for tensor in having if tensor in seen.before]
                 self._mention_repair(rule, step, repaired)
 
-    def _decide_params(self, clock: Clock, edited: set[int], verdict: Verdict) -> None:
+    def _decide_params(self, clock: Clock, finals: Finals, verdict: Verdict) -> None:
         state = self._state
         agenda = state.agenda(clock)
-        watch = self._watches.setdefault(clock, Watch())
-        tensors, grads = state.targets.grads(agenda.trapped)
+        tensors = finals.having(agenda.trapped)
         if not tensors:
             return
-        if self._is_clean(watch, tensors, grads, edited):
-            for lane in agenda.traps:
-                if len(tensors) == len(agenda.trapped) or not set(lane.tensors).isdisjoint(tensors):
-                    state.journal.fired(lane.rule.id, clock.step)
-                    watch.in_a_row[lane.rule.id] = 0
-            return
-        by_tensor = dict(zip(tensors, grads, strict=True))
-        seen = self._compare(watch, by_tensor, edited)
+        watch = self._watches.setdefault(clock, Watch())
+        last = watch.looks[-1] if watch.looks else None
+        # On the host the look has been exact; on a device its norms come along with those of now.
+        unread = last.norms if last is not None and last.counts is None else ()
+        before, doubtful = suspects_of(unread, finals.norms_handed_over(tensors))
         for lane in agenda.traps:
-            if not by_tensor.keys().isdisjoint(lane.tensors):
+            if len(tensors) == len(agenda.trapped) or not set(lane.tensors).isdisjoint(tensors):
                 state.journal.fired(lane.rule.id, clock.step)
+                if not (before or doubtful or (last is not None and last.counts)):
+                    watch.in_a_row[lane.rule.id] = 0
+        if not (before or doubtful or (last is not None and last.counts)):
+            return
+        now = measure.counts(dict(zip(doubtful, finals.of(doubtful), strict=True)))
+        same = last is not None and _finite(last.norms) == _finite(
+            finals.norms_handed_over(tensors)
+        )
+        seen = Seen(_certainly_bad(watch.looks, now), now, same)
 
         def border() -> Border:
-            return self._border(watch.looks, seen, tensors, partial(_norms_of, tensors, grads))
+            return self._border(
+                watch.looks, seen, tensors, partial(_norms_of, tensors, finals.of(tensors))
+            )
 
         self._judge(
             agenda.traps,
             clock.step,
             watch=watch,
             seen=seen,
-            tensors=by_tensor.keys(),
+            tensors=set(tensors),
             border=border,
             verdict=verdict,
         )
-
-    @staticmethod
-    def _is_clean(
-        watch: Watch, tensors: Sequence[int], grads: Sequence[Tensor], edited: set[int]
-    ) -> bool:
-        """Tell whether all gradients have been counted after backward, were finite, and still are."""
-        looks = watch.looks
-        return bool(looks) and looks[-1].counts == {} and not watch.changed(tensors, grads, edited)
 
     def _decide_sites(self, clock: Clock, verdict: Verdict) -> None:
         """Judge what traps on module tensors and tags saw since the last update."""
@@ -216,16 +233,19 @@ class Traps:
             rule = cast("NanTrap", first.rule)
             self._act(rule, clock.step, watch, verdict, Finding(first.name, head, lines))
 
-    def scaled_away(self, clock: Clock) -> None:
+    def scaled_away(self, clock: Clock, scale: Tensor) -> None:
         """Note a step that a scaler has skipped, and tell an overflow from a NaN that never ends.
+
+        Args:
+            clock: that of the optimizer.
+            scale: of the scaler.
 
         Raises:
             NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
         """
         state, watch = self._state, self._watches.setdefault(clock, Watch())
         watch.scaled_away += 1
-        scale = state.scaling.stepping
-        low = scale is not None and float(scale) < 1.0
+        low = float(scale) < 1.0
         text = f"the GradScaler skipped step {clock.step}: the scaled gradients overflowed"
         state.journal.emit("scaler-skip", text, step=clock.step)
         if state.mode == "observe":
@@ -244,7 +264,7 @@ class Traps:
             bad = frozenset(tensor for tensor in found if tensor in stage.tensors)
             if not bad:
                 continue
-            seen = Seen(bad, {}, frozenset(tensors))
+            seen = Seen(bad, {})
             border = self._border(watch.looks, seen, tensors, partial(_norms_of, tensors, grads))
             why = "its scale is below 1" if low else f"{watch.scaled_away} steps in a row"
             finding = border.finding(
@@ -255,24 +275,6 @@ class Traps:
             self._act(rule, clock.step, watch, verdict, finding)
             if verdict.error is not None:
                 raise verdict.error
-
-    def _compare(self, watch: Watch, grads: dict[int, Tensor], edited: set[int]) -> Seen:
-        """Return what was non-finite at the last look, and exactly what is now."""
-        look = watch.looks[-1] if watch.looks else None
-        changed = watch.changed(list(grads), list(grads.values()), edited)
-        stale = [tensor for tensor in grads if tensor in changed]
-        fresh = measure.norms(stale, [grads[tensor] for tensor in stale]) if stale else ()
-        # One read per device decides; on the host the look has already been exact.
-        unknown = look is not None and look.counts is None
-        before, spoilt = suspects_of(look.norms if look is not None and unknown else (), fresh)
-        if look is not None and look.counts is not None:
-            before = list(look.counts)
-        doubtful = [tensor for tensor in before if tensor in grads and tensor not in stale]
-        doubtful += spoilt
-        now = measure.counts({tensor: grads[tensor] for tensor in sorted(doubtful)})
-        # A norm that overflowed is no proof; where the gradient is still there it has been counted.
-        real = frozenset(tensor for tensor in before if tensor in stale or tensor in now)
-        return Seen(real, now, frozenset(stale))
 
     def _border(
         self,
@@ -288,12 +290,14 @@ class Traps:
         for number, look in enumerate(looks, 1):
             bad = look.counts
             if bad is None:
-                # Elements can be counted only where the gradient is still the one that was seen.
-                unknown = Count("NaN/Inf", 0)
+                # What was seen on a device can be counted only where the script has not clipped since.
+                found = as_dict(look.norms)
                 bad = {
-                    tensor: unknown if tensor in seen.stale else seen.now.get(tensor, unknown)
-                    for tensor in suspects(look.norms)
-                    if tensor in seen.before
+                    tensor: (seen.now if seen.unchanged else {}).get(
+                        tensor, Count("NaN" if math.isnan(found[tensor]) else "Inf", 0)
+                    )
+                    for tensor in found
+                    if not math.isfinite(found[tensor]) and tensor in seen.before
                 }
             if bad:
                 many = len(looks) > 1
@@ -393,6 +397,25 @@ class Traps:
             "repaired in between, no trap"
         )
         self._state.journal.emit("notice", text, rule=rule.id, step=step, name=names[0])
+
+
+def _certainly_bad(looks: Sequence[Look], now: Mapping[int, Count]) -> frozenset[int]:
+    """Return the tensors that were non-finite at the last look.
+
+    A norm of a device can overflow over elements that are finite; NaN it becomes only by what is not.
+    """
+    if not looks:
+        return frozenset()
+    last = looks[-1]
+    if last.counts is not None:
+        return frozenset(last.counts)
+    norms = as_dict(last.norms).items()
+    return frozenset(i for i, n in norms if math.isnan(n) or (math.isinf(n) and i in now))
+
+
+def _finite(norms: measure.Norms) -> dict[int, float | None]:
+    """Return norms by tensor, none for what is not finite, so that they can be compared."""
+    return {i: norm if math.isfinite(norm) else None for i, norm in as_dict(norms).items()}
 
 
 def _norms_of(tensors: Sequence[int], grads: Sequence[Tensor]) -> dict[int, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from torch import Tensor
+
 from gradsurgeon import _dist
 from gradsurgeon.errors import printable
 from gradsurgeon.events import EventKind
@@ -33,11 +35,17 @@ class Upkeep:
         self._changes = changes
         self._check = check
         self._arrived: set[int] = set()
-        self._revived: set[int] = set()
+        self._swapped: list[int] = []
 
     def arrived(self, tensors: Sequence[int]) -> None:
         """Note that the hooks of some tensors were called."""
         self._arrived.update(tensors)
+
+    def swapped(self, params: Sequence[Tensor]) -> None:
+        """Take notice of parameters whose content was swapped: no hook on them is called any more."""
+        for param in params:
+            if (tensor := self._arming.revive(param)) is not None:
+                self._swapped.append(tensor)
 
     def look(self, clock: Clock, *, idle: bool) -> None:
         """Look after the hooks on the tensors of a clock; a step of it is over.
@@ -46,40 +54,32 @@ class Upkeep:
             clock: whose step it was.
             idle: there were no hooks to look after.
         """
-        if idle:
-            self._changes.stepped()
-            return
-        seen = self._state.looks.get(clock)
-        bypassed = self._arming.bypassed(self._arrived, clock, seen)
-        if self._state.ranks.filling_in:
-            bypassed = []
         self._changes.stepped()
-        if set(bypassed) - self._revived:
-            # They may belong to a part of the model that was exchanged.
-            self._changes.look()
-        replaced = self.rearm(clock)
+        self.tell_swapped()
+        if idle:
+            return
+        self.rearm()
+        silent = set(clock.tensors) - self._arrived
         self._arrived.difference_update(clock.tensors)
-        lost = [tensor for tensor in bypassed if tensor not in replaced]
-        for tensor in lost:
-            self._arming.revive(tensor)
-        fresh = [tensor for tensor in lost if tensor not in self._revived]
-        self._revived.update(fresh)
-        text = (
-            "got a gradient that did not pass through its hooks: its content was swapped by a "
-            "conversion, or the script assigned the gradient; the hooks were installed anew"
-        )
-        self._say("hook-rearmed", fresh, lambda name: f"{name} {text}")
+        missing = self._arming.missing(sorted(silent))
+        for tensor in missing:
+            self._arming.rearm(tensor)
+        text = "has lost its hooks, which somebody has taken off: they were put on anew"
+        self._say("hook-rearmed", missing, lambda name: f"{name} {text}")
+
+    def tell_swapped(self) -> None:
+        """Say whose hooks were installed anew."""
+        tensors, self._swapped = sorted(set(self._swapped)), []
+        text = "got another content by a conversion, which takes no hooks along: they were installed anew"
+        self._say("hook-rearmed", tensors, lambda name: f"{name} {text}")
 
     def find_again(self) -> None:
         """Find the parameters of the plan in a model that has changed."""
         self._changes.look()
-        self.rearm(None)
+        self.rearm()
 
-    def rearm(self, clock: Clock | None) -> list[int]:
+    def rearm(self) -> list[int]:
         """Put hooks on the parameters that have taken the place of those that carried them.
-
-        Args:
-            clock: whose tensors are looked at; ``None`` for all.
 
         Returns:
             The tensors whose parameter was replaced or is gone.
@@ -87,16 +87,14 @@ class Upkeep:
         Raises:
             BindError: a rule cannot act on what took the place.
         """
-        if not self._arming.replaced(clock):
+        if not self._arming.replaced():
             return []
         self._changes.look()  # they may have moved
-        replaced = self._arming.replaced(clock)
+        replaced = self._arming.replaced()
         params = [self._state.targets.param(tensor) for tensor in replaced]
         if any(one is not None and _dist.is_sharded(one) for one in params):
             self._check()
         there = [tensor for tensor in replaced if self._arming.rearm(tensor)]
-        # What they have now got did not pass through hooks, and that has just been said.
-        self._arrived.update(there)
         text = "was replaced by another parameter: its hooks were put on the new one"
         self._say("hook-rearmed", there, lambda name: f"{name} {text}")
         gone = {

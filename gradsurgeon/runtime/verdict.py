@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -34,14 +33,14 @@ class Seen:
     """What a decision rests on.
 
     Attributes:
-        before: tensors that were non-finite at the last look after backward.
-        now: tensors that are, with what kind and how many elements, counted exactly.
-        stale: tensors whose gradient has changed since that look.
+        before: tensors that were certainly non-finite at the last look after backward.
+        now: tensors that are at the update, with what kind and how many elements, counted exactly.
+        unchanged: the norms of all gradients are what they were at that look.
     """
 
     before: frozenset[int]
     now: dict[int, Count]
-    stale: frozenset[int]
+    unchanged: bool = False
 
 
 @dataclass(slots=True)
@@ -51,20 +50,6 @@ class Watch:
     looks: list[Look] = field(default_factory=list)
     in_a_row: dict[str, int] = field(default_factory=dict)
     scaled_away: int = 0
-
-    def changed(
-        self, tensors: Sequence[int], grads: Sequence[Tensor], edited: set[int]
-    ) -> frozenset[int]:
-        """Return the tensors of whose gradient the last look does not tell any more.
-
-        Args:
-            tensors: those that have a gradient.
-            grads: the gradients.
-            edited: tensors that a rule at `step` may have made non-finite since.
-        """
-        if not self.looks:
-            return frozenset(tensors)
-        return self.looks[-1].stale(tensors, grads) | edited
 
 
 def outcome(rule: NanTrap, mode: Mode, then: str, in_a_row: int) -> str:

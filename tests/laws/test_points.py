@@ -573,12 +573,14 @@ def test_an_optimizer_made_after_the_first_backward_does_not_edit_twice() -> Non
         optimizer = sgd(model)
         optimizer.step()
         assert -model.w.item() == 2.0
-        assert session.step == 1
+        # The pass was counted as a step, and what was counted stays counted.
+        assert session.step == 2
         optimizer.zero_grad()
         (model.w * 4.0).sum().backward()
         optimizer.step()
     assert -model.w.item() == 4.0
-    assert session.step == 2
+    assert session.step == 3
+    assert "the backward passes before it were counted as 1 step" in session.events[-1].message
 
 
 # --- the clock ------------------------------------------------------------------------------------

@@ -278,14 +278,25 @@ def test_a_rule_that_overflows_is_caught_before_the_update() -> None:
     assert "1 of 6 gradients are not finite right before the update" in session.events[0].message
 
 
-def test_a_zero_rule_repairs_and_says_so() -> None:
+@pytest.mark.parametrize("trap_first", [True, False])
+def test_a_rule_of_ours_that_would_repair_is_no_reason_to_go_on(trap_first: bool) -> None:
     model, optimizer = make()
-    zero = {"id": "zero", "action": "zero", "params": ["first.*", "second.*"], "at": "step"}
-    rules = {"version": 1, "rules": [zero, *trap()["rules"]]}
+    repairs = [
+        {"id": "zero", "action": "zero", "params": ["first.*", "second.*"], "at": "step"},
+        {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -1, "max": 1},
+    ]
+    own = trap()["rules"]
+    rules = {"version": 1, "rules": [*own, *repairs] if trap_first else [*repairs, *own]}
+    before = memory(model, optimizer)
     with gradsurgeon.apply(model, rules) as session:
-        step(model, optimizer, 0, NAN)
-    assert [e.kind for e in session.events] == ["notice"]
-    assert all(param.isfinite().all() for param in model.parameters())
+        with pytest.raises(NonFiniteGradientError, match="4 of 6 gradients are not finite"):
+            step(model, optimizer, 0, INF)
+        # What the script handed over is what whoever debugs it finds.
+        assert model.second.bias.grad is not None
+        assert model.second.bias.grad.isinf().any()
+        assert session.status()["bound"].fired == 0
+    assert [e.kind for e in session.events if e.rule == "trap"] == ["trap"]
+    assert same(before, memory(model, optimizer))
 
 
 def test_the_micro_batch_is_named() -> None:
