@@ -22,16 +22,23 @@ from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.look import after_pass
 from gradsurgeon.runtime.manual import Manual, how_to_tick
 from gradsurgeon.runtime.modules import ModuleHooks
+from gradsurgeon.runtime.notices import (
+    count_passes,
+    tell_of_no_pass,
+    tell_of_unowned,
+)
 from gradsurgeon.runtime.optimizers import why_not_met
 from gradsurgeon.runtime.passes import Pass, Passes
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.stepping import Steps
-from gradsurgeon.runtime.sums import count_passes, tell_of_no_pass
 from gradsurgeon.runtime.trap import Traps
 from gradsurgeon.runtime.update import Update
 from gradsurgeon.runtime.upkeep import Upkeep
 from gradsurgeon.runtime.verdict import Verdict
+
+# By then the optimizers of most scripts have stepped; others are looked for.
+_SETTLED = 3
 
 
 class Engine:
@@ -85,7 +92,8 @@ class Engine:
         self._clock_places = _first_params(state.program)
         self._search_on = optimizers is None
         # Whether backward passes came and no update has followed yet.
-        self.unstepped = self._stepped = False
+        self.unstepped = False
+        self._steps = 0
         # The tensors that had a gradient before the hooks went on.
         self._early: set[int] = set()
         # Named optimizers are met when the hooks go on; then they are held weakly.
@@ -303,7 +311,9 @@ class Engine:
         if clock is not self._state.clocks.common and not inside:
             self._arming.keep(clock, self._state.agenda(clock).hooked)
         self.unstepped = False
-        self._stepped = True
+        self._steps += 1
+        if self._steps == _SETTLED and self.steps.owned and not self._state.paused:
+            self._tell_of_unowned()
         self._state.recorder.end_step()
         common = self._state.clocks.common
         if clock is common:
@@ -315,6 +325,13 @@ class Engine:
                 self._notice_silence(common)
             self._traps.done(common)
             common.step = clock.step
+
+    def _tell_of_unowned(self) -> None:
+        """Say what no optimizer updates, after a last search for one that has not stepped yet."""
+        params = [self._state.targets.param(tensor) for tensor in self._upkeep.unowned()]
+        if params:
+            self.steps.search(param for param in params if param is not None)
+            tell_of_unowned(self._state, self._upkeep.unowned())
 
     def _notice_silence(self, clock: Clock) -> None:
         state = self._state
@@ -354,7 +371,7 @@ class Engine:
             return "was due and never fired"
         if self.unstepped:
             return "never fired: gradients came, but no optimizer that owns them ever stepped"
-        if not self._stepped:
+        if not self._steps:
             return "never fired: no gradient reached a parameter, and nothing was updated"
         return "was never due"
 

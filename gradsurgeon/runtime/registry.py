@@ -164,6 +164,7 @@ def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
         session.swapped((first, second))
 
 
+@on_site
 def _on_registration(module: nn.Module, name: str, value: object) -> None:
     """Look for exchanged parameters and layers before the next forward pass goes through them."""
     del name, value

@@ -12,9 +12,8 @@ from gradsurgeon.events import EventKind
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.changes import Changes
 from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.notices import some_of
 from gradsurgeon.runtime.state import State
-
-_SHOWN = 3
 
 
 class Upkeep:
@@ -40,6 +39,10 @@ class Upkeep:
     def arrived(self, tensors: Sequence[int]) -> None:
         """Note that the hooks of some tensors were called."""
         self._arrived.update(tensors)
+
+    def unowned(self) -> list[int]:
+        """Return the tensors that get gradients and that no optimizer owns which has stepped so far."""
+        return [tensor for tensor in self._state.clocks.common.tensors if tensor in self._arrived]
 
     def swapped(self, params: Sequence[Tensor]) -> None:
         """Take notice of parameters whose content was swapped: no hook on them is called any more."""
@@ -111,7 +114,9 @@ class Upkeep:
         for name in names:
             step = self._state.clocks.latest
             self._state.journal.emit(kind, text(printable(name)), step=step, name=name)
-        self._state.journal.warn(text(f"{_some(names)}: each" if len(names) > 1 else _some(names)))
+        self._state.journal.warn(
+            text(f"{some_of(names)}: each" if len(names) > 1 else some_of(names))
+        )
 
     def _lost(self, gone: Mapping[int, str]) -> None:
         for tensor, text in gone.items():
@@ -119,11 +124,5 @@ class Upkeep:
             self._state.journal.emit("hook-lost", text, step=step, name=name)
         if gone:
             others = [self._state.program.names[tensor] for tensor in list(gone)[1:]]
-            more = f"; so it is with {_some(others)}" if others else ""
+            more = f"; so it is with {some_of(others)}" if others else ""
             self._state.journal.warn(next(iter(gone.values())) + more)
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return the first few of some names, and how many more there are."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(printable(name) for name in names[:_SHOWN]) + more

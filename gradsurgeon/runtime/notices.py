@@ -1,4 +1,4 @@
-"""Rules at `backward` act on the addends of a gradient: a word, once, where there is a sum."""
+"""What is said once of gradients that rules do not see, or not as the whole that they are taken for."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from gradsurgeon.actions import Rule
+from gradsurgeon.errors import printable
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.measure import read
 from gradsurgeon.runtime.passes import Pass
@@ -64,6 +65,31 @@ _PAST_HOOKS = (
     "`p.grad = torch.autograd.grad(...)` does, or updates twice from one gradient), and this rule {does} only "
     "what a backward pass delivers (`at: {point}`): use `at: step` for what the optimizer gets"
 )
+
+
+def tell_of_unowned(state: State, tensors: Sequence[int]) -> None:
+    """Say which rules act right before an update on parameters that get none."""
+    without = set(tensors)
+    stages = [*state.program.traps, *state.program.at_step]
+    for rule, matched in {stage.rule.id: stage.tensors for stage in stages}.items():
+        names = [state.program.names[tensor] for tensor in matched if tensor in without]
+        if names:
+            text = (
+                f"gradients come to {some_of(names)}, which no optimizer updates that has stepped so far: "
+                "this rule acts right before an update, and so not there; give them to an optimizer, or "
+                "exclude them"
+            )
+            step = state.clocks.latest
+            state.journal.once("unowned", text, rule=rule, step=step, warn=True)
+
+
+_SHOWN = 3
+
+
+def some_of(names: Sequence[str]) -> str:
+    """Return the first few of some names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
 def _has_bounds(state: State, topic: str) -> bool:

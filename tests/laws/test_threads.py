@@ -1,0 +1,148 @@
+"""Several threads train: what one does is none of another's business."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradsurgeon
+
+RULES: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {"id": "clamp", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01},
+        {"id": "n", "action": "norm-log", "params": "*"},
+        {"id": "b", "action": "norm-log", "params": "*", "at": "backward"},
+        {"id": "t", "action": "nan-trap", "params": "*", "then": "skip-step"},
+    ],
+}
+
+
+@pytest.fixture(autouse=True)
+def _hurried() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+class Slow(torch.optim.SGD):
+    """Waits in the middle of its step, where asked to."""
+
+    gate: tuple[threading.Event, threading.Event] | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.gate is not None:
+            self.gate[0].set()
+            self.gate[1].wait(60)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("other_session", [False, True])
+def test_a_skip_stays_a_skip_while_another_thread_steps(other_session: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
+    first = Slow(model[0].parameters(), 0.1)
+    second = torch.optim.Adam(model[1].parameters(), 0.1)
+    rules = {"version": 1, "rules": [RULES["rules"][3]]}
+    parts = list(model) if other_session else [model]
+    sessions = [gradsurgeon.apply(part, rules) for part in parts]
+    before, other = (layer.weight.detach().clone() for layer in model)
+    (model[0](torch.ones(1, 2)) * float("nan")).sum().backward()
+    model[1](torch.ones(1, 2)).sum().backward()
+    Slow.gate = gate = (threading.Event(), threading.Event())
+    try:
+        thread = threading.Thread(target=first.step)
+        thread.start()
+        assert gate[0].wait(60)
+        second.step()
+        gate[1].set()
+        thread.join()
+    finally:
+        Slow.gate = None
+    assert torch.equal(before, model[0].weight)
+    assert not torch.equal(other, model[1].weight)
+    assert model[0].weight.grad is not None
+    assert [e.kind for e in sessions[0].events] == ["trap", "skipped-step"]
+    for session in sessions:
+        session.remove()
+
+
+def train(seed: int, found: dict[int, Any]) -> None:
+    chance = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=chance) * 0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    session = gradsurgeon.apply(model, RULES, optimizer=optimizer)
+    for step in range(40):
+        optimizer.zero_grad()
+        loss = model(torch.randn(5, 8, generator=chance)).square().sum()
+        if step % 7 == 5:
+            loss = loss * float("nan")
+        loss.backward()
+        optimizer.step()
+    found[seed] = {
+        "weights": [param.tolist() for param in model.parameters()],
+        "events": [(event.kind, event.step, event.rule) for event in session.events],
+        "norms": [step for step, _ in session.history("0.weight", rule="n")],
+        "passes": [step for step, _ in session.history("0.weight", rule="b")],
+        "fired": {rule: state.fired for rule, state in session.status().items()},
+    }
+    session.remove()
+
+
+def test_models_in_threads_train_and_are_recorded_as_one_after_the_other() -> None:
+    alone: dict[int, Any] = {}
+    for seed in range(4):
+        train(seed, alone)
+    for _ in range(3):
+        found: dict[int, Any] = {}
+        threads = [threading.Thread(target=train, args=(seed, found)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == alone
+
+
+def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
+    norms = {"version": 1, "rules": [RULES["rules"][1], RULES["rules"][2]]}
+    model = nn.Linear(2, 1, bias=False)
+    other = nn.Linear(2, 1, bias=False)
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Wait(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            inside.set()
+            go_on.wait(60)
+            return grads[0]
+
+    def scaled() -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+        scaler.scale(Wait.apply(other(torch.ones(1, 2))).sum()).backward()
+
+    with gradsurgeon.apply(model, norms) as session, gradsurgeon.apply(other, norms) as second:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        thread = threading.Thread(target=scaled)
+        thread.start()
+        assert inside.wait(60)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        go_on.set()
+        thread.join()
+        for rule in ("n", "b"):
+            assert session.latest("weight", rule=rule) == pytest.approx(2**0.5)
+        assert second.latest("weight", rule="b") == pytest.approx(2**0.5)
