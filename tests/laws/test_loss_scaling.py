@@ -330,3 +330,71 @@ def test_the_passes_inside_a_scaled_one_carry_its_scale() -> None:
         history = [value for _, value in session.history("0.weight")]
         assert math.isnan(history[0])
         assert history[1:] == [pytest.approx(float(truth), rel=1e-5)]
+
+
+class Doubling(torch.amp.GradScaler):
+    """Scales and steps in its own ways, as `ShardedGradScaler` does."""
+
+    def scale(self, outputs: Any) -> Any:
+        assert self._enabled
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(outputs.device)
+        return outputs * self._scale
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return super().step(optimizer, *args, **kwargs)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["class made later", "class known"])
+def test_scalers_that_scale_in_their_own_way_are_followed(late: bool) -> None:
+    kinds: list[Any] = [] if late else [Doubling]
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    entries = [
+        {"id": at, "action": "norm-log", "params": "*", "at": at}
+        for at in ("backward", "accumulated", "step")
+    ]
+    with gradsurgeon.apply(model, {"version": 1, "rules": entries}) as session:
+        if late:
+            kinds.append(type("Later", (Doubling,), {"scale": vars(Doubling)["scale"]}))
+        scaler = kinds[0]("cpu", init_scale=1024.0)
+        for fault in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(1, 2)).sum() * fault).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        for at in ("backward", "accumulated", "step"):
+            assert session.latest("weight", rule=at) == pytest.approx(2**0.5)
+        assert session.step == 3
+        assert [e.kind for e in session.events] == ["scaler-skip"]
+    assert "__wrapped__" not in vars(vars(Doubling)["scale"])
+    assert vars(torch.amp.GradScaler)["__init__"].__module__ == "torch.amp.grad_scaler"
+
+
+def test_a_wrapper_that_came_later_stays_when_the_rules_go() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    original = torch.amp.GradScaler.step
+    calls = []
+    session = gradsurgeon.apply(
+        model,
+        {"version": 1, "rules": [{"id": "z", "action": "zero", "params": "*", "at": "step"}]},
+    )
+    ours = torch.amp.GradScaler.step
+
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(self)
+        return ours(self, *args, **kwargs)
+
+    torch.amp.GradScaler.step = theirs  # type: ignore[method-assign]
+    try:
+        session.remove()
+        assert torch.amp.GradScaler.step is theirs
+        before = model.weight.detach().clone()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        scaler.step(optimizer)
+        assert calls == [scaler]
+        assert not torch.equal(before, model.weight)
+    finally:
+        torch.amp.GradScaler.step = original  # type: ignore[method-assign]
