@@ -76,7 +76,8 @@ class Repository:
         folder = Path(tempfile.mkdtemp(prefix="gradsurgeon-git-"))
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         try:
-            if (borrowed := shared / "objects/info/alternates").exists() and borrowed.read_bytes():
+            borrowed = shared / "objects/info/alternates"
+            if borrowed.exists() and borrowed.stat().st_size:
                 raise GitError(f"the repository borrows objects from elsewhere: {borrowed}")
             self._environment = _furnish(folder, gitdir, shared)
         except OSError as error:
