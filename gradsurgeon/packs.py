@@ -172,6 +172,11 @@ def file_on_disk(entry: str, base: Path) -> Included:
         raise IncludeError(f"`{entry[:80]}` cannot be looked up: {cause}") from None
     if not inside:
         raise leads_out(entry, "" if ".." in Path(entry).parts else " through a symbolic link")
+    if ".git" in path.relative_to(root).parts:
+        raise IncludeError(
+            f"`{entry[:80]}` lies in `.git`, of which nothing is under review",
+            "put the file beside the including file",
+        )
     if not regular:
         raise _no_file(entry, path)
     return Included(str(named), path, named.parent)

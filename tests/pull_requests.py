@@ -14,9 +14,27 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
-from commands import ROOT, environment, git
+from commands import CLEAN, ROOT, environment, git
 
 ACTION = ROOT / ".github" / "actions" / "review"
+WRONG = CLEAN.replace("norm-log", "norm-lg")
+PARAMS = {
+    "version": 1,
+    "origin": "by hand",
+    "hash": "sha256:" + "0" * 64,
+    "params": [
+        {
+            "name": f"fc.{name}",
+            "aliases": [],
+            "shape": shape,
+            "dtype": "float32",
+            "requires_grad": True,
+            "module_type": ["Linear", "Module"],
+        }
+        for name, shape in (("weight", [2, 3]), ("bias", [2]))
+    ],
+    "modules": [{"name": "fc", "type": ["Linear", "Module"]}],
+}
 
 
 @dataclass
@@ -27,6 +45,7 @@ class GitHub:
     readonly: bool = False
     comments: list[dict[str, Any]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    given: list[str | None] = field(default_factory=list)
 
 
 @contextmanager
@@ -72,14 +91,43 @@ def api() -> Iterator[GitHub]:
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 # as above
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
+    with _served(Handler, state):
+        yield state
+
+
+@contextmanager
+def answering(raw: bytes) -> Iterator[GitHub]:
+    """Serve something on this machine that answers every request with the same bytes."""
+    state = GitHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def handle_one(self) -> None:
+            state.asked.append(f"{self.command} {self.path}")
+            state.given.append(self.headers["Authorization"])
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
+            self.wfile.write(raw)
+
+        do_GET = do_POST = do_PATCH = handle_one  # noqa: N815 # names of the standard library
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 # as above
+            pass
+
+    with _served(Handler, state):
+        yield state
+
+
+@contextmanager
+def _served(handler: type[BaseHTTPRequestHandler], state: GitHub) -> Iterator[None]:
+    server = HTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     state.url = f"http://127.0.0.1:{server.server_port}"
-    yield state
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 @dataclass
@@ -141,3 +189,15 @@ class Job:
     def outputs(self) -> dict[str, str]:
         text = (self.folder / "output").read_text()
         return dict(line.split("=", 1) for line in text.splitlines())
+
+
+@contextmanager
+def pull_request(folder: pathlib.Path) -> Iterator[Job]:
+    """Yield a pull request whose base has one clean rule file."""
+    with api() as github:
+        one = Job(folder, github)
+        one.checkout.mkdir()
+        git(one.checkout, "init", "-q")
+        one.write({"rules.yaml": CLEAN, "other.yaml": "[", "params.json": json.dumps(PARAMS)})
+        one.base = git(one.checkout, "rev-parse", "HEAD")
+        yield one

@@ -56,6 +56,8 @@ class Case:
         }
         self._overlaps: dict[tuple[str, str], bool] = {}
         self._selected: dict[str, frozenset[str] | None] = {}
+        self._sets: dict[frozenset[str], frozenset[str]] = {}
+        self._within: dict[tuple[frozenset[str], frozenset[str]], bool] = {}
         total = 0
         small = []
         for rule in self.rules:
@@ -122,7 +124,8 @@ class Case:
                 names = (
                     frozenset(one.name for one in known.match(rule)[0]) if there else frozenset()
                 )
-            self._selected[rule.id] = names
+            # Rules that select the same share one set, so that two sets are compared once.
+            self._selected[rule.id] = names and self._sets.setdefault(names, names)
         return self._selected[rule.id]
 
     def _is_for_this_model(self, rule: Rule) -> bool:
@@ -158,7 +161,7 @@ class Case:
     def _overlap(self, one: Rule, other: Rule) -> bool:
         names, others = self.selected(one), self.selected(other)
         if names is not None and others is not None:
-            return bool(names & others) and meet(one.steps, other.steps)
+            return not names.isdisjoint(others) and meet(one.steps, other.steps)
         found = self._takes_from(one, other) or self._takes_from(other, one)
         return found and meet(one.steps, other.steps)
 
@@ -174,7 +177,10 @@ class Case:
             return False
         names, wider = self.selected(narrow), self.selected(wide)
         if names is not None and wider is not None:
-            return bool(names) and names <= wider
+            key = (names, wider)
+            if key not in self._within:
+                self._within[key] = bool(names) and names <= wider
+            return self._within[key]
         texts = self._facts[narrow.id].patterns
         return all(self._takes(wide, narrow, text) for text in texts)
 

@@ -177,7 +177,8 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
     order_before = tuple(pairing.names[one] for one in before.rules if one in pairing.names)
     order_after = tuple(one for one in after.rules if one in pairing.old)
     both = [_change(before, after, was, one, pairing) for was, one in pairing.names.items()]
-    both.sort(key=lambda change: order_after.index(change.id))
+    place = {one: number for number, one in enumerate(order_after)}
+    both.sort(key=lambda change: place[change.id])
     return Difference(
         old=old,
         new=new,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -74,6 +74,24 @@ def given(rule: Rule) -> dict[str, Any]:
         found.pop("at", None)
     if "where.dtype" in found:
         found["where.dtype"] = found["where.dtype"].removeprefix("torch.")
+    return found
+
+
+def canonical(rule: Rule) -> dict[str, Hashable]:
+    """Return the options of a rule in a form that is equal exactly where `compare` finds no difference."""
+    found: dict[str, Hashable] = {}
+    for name, value in given(rule).items():
+        if name in _SETS:
+            default = type(rule).model_fields[name].default
+            if not isinstance(default, tuple) or set(default) != set(value):
+                found[name] = frozenset(value)
+        elif isinstance(value, dict):
+            found[name] = tuple(sorted(value.items()))
+        else:
+            found[name] = tuple(value) if isinstance(value, list) else value
+    steps = rule.steps
+    last = None if steps.to is None else steps.to - 1 - (steps.to - 1 - steps.from_) % steps.every
+    found["steps"] = (steps.from_, last, 1 if last == steps.from_ else steps.every)
     return found
 
 

@@ -1,33 +1,26 @@
 """The files of a commit, read by asking git: a rule file as it was, with the includes as they were.
 
-Git is asked for objects by their hash only. Nothing is checked out, and no filter, text conversion or
-hook that a repository may bring along is run.
+Git is asked for objects by their hash only. Nothing is checked out, and nothing that a repository may
+bring along is run: see `git_repository`.
 """
 
 from __future__ import annotations
 
-import os
 import pathlib
 import posixpath
-import shutil
-import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 
 from gradsurgeon import packs, source
 from gradsurgeon.errors import Place, Problem, RuleFileError
+from gradsurgeon.review.git_repository import GitError, Repository
 from gradsurgeon.schema import Located
 
-_SECONDS = 60
 _SUFFIXES = (".yaml", ".yml", ".json")
 _MAX_NAMES = 10_000  # that are looked at for one like the path that is missing
-_LINK, _SUBMODULE = "120000", "160000"
-
-
-class GitError(Exception):
-    """Git could not do what it was asked; the text is what it said."""
+_MISSING = ("not a tree object", "could not get object info", "bad file")
+_LINK = "120000"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +98,18 @@ class GitTree:
 
     def _document(self, hash_: str, path: pathlib.Path, name: str) -> source.Document:
         try:
-            size = int(_git("cat-file", "-s", hash_))
+            size = int(self._repository.ask("cat-file", "-s", hash_))
             if size > source.MAX_BYTES:
                 kib = source.MAX_BYTES // 1024
                 raise unreadable(name, f"over {kib} KiB of text", "use `include`")
-            raw = _git("cat-file", "blob", hash_)
+            raw = self._repository.ask("cat-file", "blob", hash_)
         except GitError as error:
-            raise unreadable(name, str(error), "") from None
+            raise unreadable(name, str(error), self._remedy(str(error))) from None
         return source.read(path, name, raw)
+
+    @cached_property
+    def _repository(self) -> Repository:
+        return Repository()
 
     @cached_property
     def _root(self) -> str:
@@ -120,8 +117,10 @@ class GitTree:
         if not self.ref or self.ref.startswith("-") or not self.ref.isprintable():
             raise GitError(f"`{self.ref[:60]}` names no commit")
         # Unlike `rev-parse`, this one names what it could not find.
-        self._listed[""] = _list(f"{self.ref}^{{tree}}")
-        return _git("rev-parse", "--verify", f"{self.ref}^{{tree}}").decode().strip()
+        self._listed[""] = self._read_folder(f"{self.ref}^{{tree}}")
+        return (
+            self._repository.ask("rev-parse", "--verify", f"{self.ref}^{{tree}}").decode().strip()
+        )
 
     def _entry(self, root: str, path: str) -> _Entry | None:
         """Return what stands at a path; links on the way are not followed."""
@@ -137,8 +136,17 @@ class GitTree:
 
     def _list(self, hash_: str) -> dict[str, _Entry]:
         if hash_ not in self._listed:
-            self._listed[hash_] = _list(hash_)
+            self._listed[hash_] = self._read_folder(hash_)
         return self._listed[hash_]
+
+    def _read_folder(self, tree: str) -> dict[str, _Entry]:
+        found: dict[str, _Entry] = {}
+        listing = self._repository.ask("ls-tree", "-z", "--full-tree", tree)
+        for line in filter(None, listing.decode("utf-8", "surrogateescape").split("\0")):
+            about, _, name = line.partition("\t")
+            mode, kind, hash_ = about.split(" ")
+            found[name] = _Entry(mode, kind, hash_)
+        return found
 
     def _names(self, folder: str) -> list[str]:
         found = self._entry(self._root, folder)
@@ -147,14 +155,15 @@ class GitTree:
     def _from_top(self, path: str) -> str | None:
         """Return a path from the top of the repository, ``None`` where it leads out of it."""
         if path.startswith(("./", "../")):
-            here = _git("rev-parse", "--show-prefix").decode("utf-8", "surrogateescape")
-            path = posixpath.join(here.removesuffix("\n"), path)
+            path = posixpath.join(self._repository.prefix, path)
         whole = posixpath.normpath(path)
         return None if whole == ".." or whole.startswith(("../", "/")) else whole
 
     def _nearest(self, path: str) -> str:
         """Return a remedy with the paths most like the one that is missing."""
-        listing = _git("ls-tree", "-r", "-z", "--name-only", "--full-tree", self._root)
+        listing = self._repository.ask(
+            "ls-tree", "-r", "-z", "--name-only", "--full-tree", self._root
+        )
         names = listing.decode("utf-8", "surrogateescape").split("\0")
         known = [name for name in names if name.endswith(_SUFFIXES)][:_MAX_NAMES]
         # The same name in another folder says more than a path of like letters.
@@ -169,6 +178,15 @@ class GitTree:
     def _remedy(self, said: str) -> str:
         if "not a git repository" in said:
             return "run it inside the repository, or name two files"
+        if "bare repository" in said:
+            return "run it in a working tree, or write the file of the commit to the disk"
+        if "borrows objects" in said:
+            return "`git repack -a -d` makes them its own; then remove that file"
+        if any(word in said for word in _MISSING):
+            return (
+                "an object is not here, as in a partial clone, and reading fetches nothing: `git show` of "
+                "the file does, if you trust the repository"
+            )
         if "object name" in said or "names no commit" in said:
             remote, _, branch = self.ref.partition("/")
             fetch = f"`git fetch {remote} {branch}`" if branch else "`git fetch`"
@@ -190,49 +208,3 @@ def _not_a_file(entry: _Entry) -> str:
     if entry.mode == _LINK:
         return "a symbolic link, or behind one: links of a commit are not followed"
     return {"tree": "a folder", "commit": "a submodule"}.get(entry.kind, "")
-
-
-def _list(tree: str) -> dict[str, _Entry]:
-    """Return what stands in a folder."""
-    found: dict[str, _Entry] = {}
-    listing = _git("ls-tree", "-z", "--full-tree", tree).decode("utf-8", "surrogateescape")
-    for line in filter(None, listing.split("\0")):
-        about, _, name = line.partition("\t")
-        mode, kind, hash_ = about.split(" ")
-        found[name] = _Entry(mode, kind, hash_)
-    return found
-
-
-def _git(*arguments: str) -> bytes:
-    """Return what git prints.
-
-    Raises:
-        GitError: it is not there, fails, or takes too long.
-    """
-    git = shutil.which("git")
-    if git is None:
-        raise GitError("git is not installed")
-    command: Sequence[str] = (git, *arguments)
-    environment = {
-        **os.environ,
-        "LC_ALL": "C",
-        "GIT_TERMINAL_PROMPT": "0",
-        "GIT_OPTIONAL_LOCKS": "0",
-    }
-    try:
-        done = subprocess.run(  # noqa: S603 # no shell, and no argument that begins with a dash
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_SECONDS,
-            check=False,
-        )
-    except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
-        raise GitError(f"git cannot be run: {error}") from None
-    except subprocess.TimeoutExpired:
-        raise GitError(f"git took more than {_SECONDS} seconds") from None
-    if done.returncode:
-        said = " ".join(done.stderr.decode("utf-8", "replace").split())[:400]
-        raise GitError(f"git says: {said or f'nothing, and ends with {done.returncode}'}")
-    return done.stdout

@@ -111,13 +111,19 @@ def unchanged(ids: Sequence[str]) -> Words:
 def warnings(difference: Difference, arrow: str) -> Iterator[Words]:
     """Yield the findings as sentences; of many pairs of rules that overlap the first, and how many."""
     pairs = [one for one in difference.findings if one.kind == "overlap"]
+    left = {one.rules for one in pairs[_PAIRS:]}
+    over = False
     for one in difference.findings:
-        if one not in pairs[_PAIRS:]:
+        if one.kind == "more-overlaps":
+            over = True
+        elif one.kind != "overlap" or one.rules not in left:
             yield finding(one, difference, arrow)
     if more := pairs[_PAIRS:]:
-        start = f"{count(len(more), 'other pair')} of rules now change tensors together, such as "
+        number = f"{'Over ' * over}{count(len(more), 'other pair')}"
+        start = f"{number} of rules now change tensors together, such as "
         first, second = more[0].rules
-        yield (start, Code(first), " and ", Code(second), ": `--format json` has all.")
+        end = f": `--format json` has {'the first' if over else 'all'}."
+        yield (start, Code(first), " and ", Code(second), end)
 
 
 def finding(one: Finding, difference: Difference, arrow: str) -> Words:
@@ -148,7 +154,8 @@ def finding(one: Finding, difference: Difference, arrow: str) -> Words:
 def _order(one: Finding, difference: Difference, arrow: str) -> Words:
     tensors = count(len(one.names), "tensor")
     start = f"the order of effects changed for {tensors}: "
-    example = next(c for c in (*difference.params, *difference.tensors) if c.name in one.names)
+    name = one.names[0]
+    example = next(c for c in (*difference.params, *difference.tensors) if c.name == name)
     return (
         *(start, *names(one.names), ". Such as "),
         *chain(example.before, arrow),

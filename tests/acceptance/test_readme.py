@@ -27,8 +27,11 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_every_rule_file_is_valid(text: str) -> None:
+def test_every_rule_file_is_clean(text: str, tmp_path: Path) -> None:
     assert gradsurgeon.load(text).warnings == ()
+    (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
+    lint = run("-m", "gradsurgeon", "lint", "rules.yaml", cwd=tmp_path)
+    assert (lint.returncode, lint.stdout, lint.stderr) == (0, "", "1 file clean\n")
 
 
 @pytest.fixture
@@ -41,9 +44,9 @@ def newcomer(tmp_path: Path) -> Path:
 def test_the_quickstart_does_what_its_comments_say(newcomer: Path) -> None:
     done = run("train.py", cwd=newcomer)
     assert (done.returncode, done.stderr) == (0, "")
-    zero, latest, history, status = done.stdout.splitlines()[-4:]
+    kept, latest, history, status = done.stdout.splitlines()[-4:]
     assert "3 rules, 4 parameters, 161 elements" in done.stdout
-    assert zero == "tensor(0.)"
+    assert kept == "True"
     assert float(latest) > 0
     assert history.startswith("[(0, ")
     assert "matched=2, fired=200" in status
@@ -67,7 +70,9 @@ def test_a_pattern_that_matches_nothing(newcomer: Path) -> None:
     rules.write_text(rules.read_text().replace("fc*.bias", "fc3.*", 1), encoding="utf-8")
     done = run("train.py", cwd=newcomer)
     assert done.returncode == 1
-    assert 'rules.yaml:3:9: rule no-bias: no parameter of the model matches "fc3.*"' in done.stderr
+    assert (
+        'rules.yaml:3:9: rule keep-bias: no parameter of the model matches "fc3.*"' in done.stderr
+    )
 
 
 def test_the_launcher_prints_the_header_that_is_shown(newcomer: Path) -> None:

@@ -14,42 +14,13 @@ from typing import Any
 import pytest
 import yaml
 from commands import CLEAN, EDITS, ROOT, git
-from pull_requests import ACTION, GitHub, Job, api
-
-WRONG = CLEAN.replace("norm-log", "norm-lg")
-PARAMS = {
-    "version": 1,
-    "origin": "by hand",
-    "hash": "sha256:" + "0" * 64,
-    "params": [
-        {
-            "name": f"fc.{name}",
-            "aliases": [],
-            "shape": shape,
-            "dtype": "float32",
-            "requires_grad": True,
-            "module_type": ["Linear", "Module"],
-        }
-        for name, shape in (("weight", [2, 3]), ("bias", [2]))
-    ],
-    "modules": [{"name": "fc", "type": ["Linear", "Module"]}],
-}
+from pull_requests import ACTION, WRONG, Job, pull_request
 
 
 @pytest.fixture
-def github() -> Iterator[GitHub]:
-    with api() as one:
+def job(tmp_path: pathlib.Path) -> Iterator[Job]:
+    with pull_request(tmp_path) as one:
         yield one
-
-
-@pytest.fixture
-def job(tmp_path: pathlib.Path, github: GitHub) -> Job:
-    one = Job(tmp_path, github)
-    one.checkout.mkdir()
-    git(one.checkout, "init", "-q")
-    one.write({"rules.yaml": CLEAN, "other.yaml": "[", "params.json": json.dumps(PARAMS)})
-    one.base = git(one.checkout, "rev-parse", "HEAD")
-    return one
 
 
 def test_a_comment_is_written_once_and_then_kept_up_to_date(job: Job) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import gradsurgeon
 from gradsurgeon import planning
 from gradsurgeon.planning import Manifest, Module, Param
-from gradsurgeon.review import markdown, text
+from gradsurgeon.review import fields, markdown, text
 from gradsurgeon.review.difference import Difference, compare
 from gradsurgeon.schema import RuleSet
 
@@ -40,7 +40,13 @@ actions = st.one_of(
     st.fixed_dictionaries(
         {"action": st.just("nan-trap"), "then": st.sampled_from(["raise", "warn"])}
     ),
-    st.fixed_dictionaries({"action": st.just("norm-log")}, optional={"at": points}),
+    st.fixed_dictionaries(
+        {"action": st.just("norm-log")},
+        optional={
+            "at": points,
+            "stats": st.lists(st.sampled_from(["l2", "max"]), min_size=1, unique=True),
+        },
+    ),
     st.just({"action": "freeze"}),
 )
 extras = st.fixed_dictionaries(
@@ -147,6 +153,15 @@ def test_chains_are_those_of_the_plan(before: Any, after: Any) -> None:
     for name in {param.name for param in MANIFEST.params} - {one.name for one in found.params}:
         first, second = (chain.get(name, ()) for chain in chains)
         assert tuple(renamed.get(one, one) for one in first) == second
+
+
+@settings(max_examples=300)
+@given(bodies, bodies)
+def test_rules_look_the_same_exactly_where_no_field_differs(one: Any, other: Any) -> None:
+    (first, second) = load([{"id": "a", **one}, {"id": "b", **other}]).rules
+    assert (fields.canonical(first) == fields.canonical(second)) == (
+        fields.compare(first, second) == ()
+    )
 
 
 @given(rule_lists(), rule_lists())

@@ -9,7 +9,7 @@ from commands import git
 
 import gradsurgeon
 from gradsurgeon.errors import ModelError
-from gradsurgeon.review import git_tree, sources
+from gradsurgeon.review import sources
 
 
 def text(rule: str, *includes: str) -> str:
@@ -229,10 +229,6 @@ class TestSpecs:
     def test_without_git(self, repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", str(repository.folder))
         assert problem("HEAD:rules/r.yaml")[1] == "cannot read the file: git is not installed"
-
-    def test_git_that_is_asked_for_nonsense_names_it(self, repository: Repository) -> None:
-        with pytest.raises(git_tree.GitError, match=r"git says: .*nonsense"):
-            git_tree._git("cat-file", "-t", "nonsense")
 
 
 class TestNames:

@@ -173,6 +173,16 @@ class TestTree:
         )
         assert message in found
 
+    @pytest.mark.parametrize("entry", [".git/config", "link.yaml"])
+    def test_nothing_of_git_is_read(self, here: pathlib.Path, entry: str) -> None:
+        """Actions of a job write tokens there, and a message would quote them."""
+        (here / ".git").mkdir()
+        (here / ".git/config").write_text("hunter2\n")
+        (here / "link.yaml").symlink_to(".git/config")
+        (here / "top.yaml").write_text(text("one", include=[entry]))
+        (found,) = refused("top.yaml")
+        assert f"`{entry}` lies in `.git`, of which nothing is under review" in found
+
     def test_an_absolute_path_is_refused_even_where_it_leads_inside(
         self, here: pathlib.Path
     ) -> None:

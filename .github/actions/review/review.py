@@ -7,6 +7,7 @@ them as data. Needs nothing but the standard library and an installed gradsurgeo
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import os
 import re
@@ -14,11 +15,14 @@ import subprocess
 import sys
 import tempfile
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+# At the end, where it stands in for no other module: Python was started without this folder.
+sys.path.append(str(Path(__file__).parent))
+from github_comments import ask, own_comment  # found by the line above
 
 # As in `.pre-commit-hooks.yaml`.
 RULE_FILE = re.compile(r"(^|/)(gradsurgeon|rules|[^/]*\.gradsurgeon)\.ya?ml$")
@@ -29,6 +33,7 @@ _UNTOLD = (
 )
 _MAX_COMMENT = 60_000  # characters; GitHub takes 65,536
 _MAX_SUMMARY = 900_000  # bytes; GitHub takes 1 MiB
+_SECONDS = 600  # for one command
 _CHOICES = {"comment": ("auto", "always", "never"), "fail-on": ("error", "warning", "never")}
 
 
@@ -84,6 +89,11 @@ def check_inputs() -> None:
             f"`params: {params[:80]}` is no file of this checkout: write it with `gradsurgeon params` "
             "and commit it, or leave the input out"
         )
+    for name in ("params", "sarif-file"):
+        if (file := given(name)) and leads_out(file):
+            raise ReviewError(
+                f"`{name}: {file[:80]}` leads out of this checkout: name a file in it"
+            )
 
 
 def given(name: str) -> str:
@@ -100,15 +110,19 @@ def look() -> Review:
     base = base_commit()
     now, before = rule_files(base)
     review = Review(["## gradsurgeon review", ""])
-    if not now and not before:
+    linked = [file for file in now if leads_out(file)]
+    now = [file for file in now if file not in linked]
+    if not now and not before and not linked:
         review.lines.append("There are no rule files here.")
         return review
     if now:
         lint(now, review)
+    for file in linked:
+        refuse_link(file, review)
     if not base:
         review.lines += ["There is nothing to compare with: this is no pull request.", ""]
         return review
-    for file in sorted({*now, *before}):
+    for file in sorted({*now, *before}.difference(linked)):
         review.lines += compare(file, base, now, before, review)
     if not review.changed:
         review.lines.append(_SAME)
@@ -117,16 +131,34 @@ def look() -> Review:
     return review
 
 
+def leads_out(file: str) -> bool:
+    """Tell whether a path is none of the checkout: links lead anywhere, and `.git` may hold a token."""
+    top = Path.cwd().resolve()
+    try:
+        path = Path(file).resolve()
+    except (OSError, RuntimeError):  # links in a circle
+        return True
+    return not path.is_relative_to(top) or ".git" in path.relative_to(top).parts
+
+
+def refuse_link(file: str, review: Review) -> None:
+    """Say that a rule file is not read, because what it leads to is not under review."""
+    told = "it leads out of the checkout, so it is not read: put the rules into the file itself"
+    annotate("error", f"{inline(file)}: {told}")
+    review.lines += [f"### {inline(file)}", "", f"This file cannot be reviewed: {told}.", ""]
+    review.changed, review.wrong, review.code = True, True, 2
+
+
 def rule_files(base: str) -> tuple[list[str], list[str]]:
     """Return the rule files in the checkout, and those of the base."""
     named = [line.strip() for line in given("files").splitlines() if line.strip()]
     at_base = git("ls-tree", "-r", "-z", "--name-only", "--full-tree", base) if base else ""
     before = [file for file in at_base.split("\0") if file]
     if named:
-        gone = [file for file in named if not Path(file).exists() and file in before]
+        gone = [file for file in named if not os.path.lexists(file) and file in before]
         return [file for file in named if file not in gone], [f for f in named if f in before]
     tracked = [file for file in git("ls-files", "-z").split("\0") if RULE_FILE.search(file)]
-    now = [file for file in tracked if Path(file).exists()]
+    now = [file for file in tracked if os.path.lexists(file)]
     return now, [file for file in before if RULE_FILE.search(file)]
 
 
@@ -191,8 +223,7 @@ def compare(
 
 def base_commit() -> str:
     """Return the commit to compare with; empty where there is none."""
-    event = event_data()
-    wanted = given("base-ref") or event.get("pull_request", {}).get("base", {}).get("sha", "")
+    wanted = given("base-ref") or pull_request().get("base", {}).get("sha", "")
     if not wanted:
         return ""
     for name in (wanted, f"origin/{wanted}"):
@@ -215,10 +246,11 @@ def commit_of(name: str) -> str:
     return git("rev-parse", *options, f"{name}^{{commit}}", check=False).strip()
 
 
-def event_data() -> dict[str, Any]:
-    """Return the event that started the workflow."""
+def pull_request() -> dict[str, Any]:
+    """Return what the event that started the workflow says of a pull request."""
     path = os.environ.get("GITHUB_EVENT_PATH")
-    found = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    event = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+    found = event.get("pull_request") if isinstance(event, dict) else None
     return found if isinstance(found, dict) else {}
 
 
@@ -238,14 +270,19 @@ def gradsurgeon(*arguments: str) -> subprocess.CompletedProcess[str]:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command without a shell, and without the token."""
     env = {key: value for key, value in os.environ.items() if key != "INPUT_TOKEN"}
-    return subprocess.run(
-        arguments,
-        capture_output=True,
-        encoding="utf-8",
-        errors="surrogateescape",
-        env=env,
-        check=False,
-    )
+    try:
+        return subprocess.run(
+            arguments,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            env=env,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        shown = " ".join(arguments[:5])
+        raise ReviewError(f"`{shown} ...` took more than {_SECONDS} seconds") from None
 
 
 # -- telling --------------------------------------------------------------------------------------
@@ -305,7 +342,7 @@ def shortened(text: str, limit: int) -> str:
 
 def comment(text: str, review: Review) -> None:
     """Update the comment of this review or write one. That it may not is no failure."""
-    number = event_data().get("pull_request", {}).get("number")
+    number = pull_request().get("number")
     mode, token = given("comment"), given("token")
     if mode == "never" or not isinstance(number, int) or not token:
         return
@@ -320,40 +357,14 @@ def comment(text: str, review: Review) -> None:
         elif mode == "always" or review.changed or review.wrong:
             ask("POST", f"{issues}/{number}/comments", token, body)
     except urllib.error.HTTPError as error:
-        refused = error.code in (401, 403, 404)
-        why = "the token may only read, as for forks" if refused else f"HTTP status {error.code}"
+        why = f"HTTP status {error.code}"
+        if error.code in (401, 403, 404):
+            why = "the token may only read, as for forks"
+        elif error.headers.get("Location"):
+            why += ": the token is not sent to where that leads"
         annotate("notice", f"No comment was written ({why}): the review is in the job summary")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException, RecursionError) as error:
         annotate("warning", f"No comment was written ({error}): the review is in the job summary")
-
-
-def own_comment(path: str, marker: str, token: str) -> int | None:
-    """Return the id of the comment that an earlier run wrote."""
-    for page in range(1, 31):
-        found = ask("GET", f"{path}?per_page=100&page={page}", token)
-        for one in found:
-            # Anyone may write the marker, and a token may change what others wrote.
-            by_bot = one.get("user", {}).get("type") == "Bot"
-            if by_bot and str(one.get("body", "")).startswith(marker):
-                return int(one["id"])
-        if len(found) < 100:  # noqa: PLR2004 # as many as were asked for
-            break
-    return None
-
-
-def ask(method: str, path: str, token: str, body: dict[str, str] | None = None) -> Any:
-    """Call GitHub and return its answer."""
-    url = os.environ.get("GITHUB_API_URL", "https://api.github.com") + path
-    data = json.dumps(body).encode() if body is not None else None
-    headers = {
-        "Accept": "application/vnd.github+json",
-        "Authorization": f"Bearer {token}",
-        "Content-Type": "application/json",
-        "User-Agent": "gradsurgeon-review",
-    }
-    request = urllib.request.Request(url, data, headers, method=method)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
 
 
 if __name__ == "__main__":

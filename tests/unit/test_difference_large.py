@@ -1,0 +1,121 @@
+"""Differences of huge rule files: time grows with the rules, and what is left out is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+import gradsurgeon
+from gradsurgeon import source
+from gradsurgeon.planning import Manifest, Param
+from gradsurgeon.review import markdown, text
+from gradsurgeon.review.case import Case
+from gradsurgeon.review.difference import Difference, compare
+from gradsurgeon.schema import RuleSet, inspect
+
+MANY = 3_000
+MANIFEST = Manifest(
+    "Net",
+    tuple(Param(f"layers.{at}.w", (), (2,), "float32", True, ()) for at in range(200)),
+)
+
+Make = Callable[[int], dict[str, Any]]
+
+
+def rules(make: Make, number: int = MANY) -> RuleSet:
+    return gradsurgeon.load({"version": 1, "rules": [make(at) for at in range(number)]})
+
+
+def scale(at: int, params: str, name: str = "r", factor: float = 0.5) -> dict[str, Any]:
+    return {"id": f"{name}-{at}", "action": "scale", "params": params, "factor": factor}
+
+
+def own(at: int) -> str:
+    return f"layers.{at % 200}.*"
+
+
+SHAPES: dict[str, tuple[Make, Make]] = {
+    "changed": (lambda at: scale(at, own(at)), lambda at: scale(at, own(at), factor=0.25)),
+    "all on one": (lambda at: scale(at, own(at)), lambda at: scale(at, "*")),
+    "turned around": (lambda at: scale(at, "*"), lambda at: scale(MANY - 1 - at, "*")),
+    "renamed": (lambda at: scale(at, own(at)), lambda at: scale(at, own(at), "s")),
+    "renamed and moved": (
+        lambda at: scale(at, f"layers.{{0..{at % 99}}}.w"),
+        lambda at: scale(at, f"layers.{{{100 + at % 99}..199}}.w", "s"),
+    ),
+    "astray": (lambda at: scale(at, own(at)), lambda at: scale(at, f"layer.{at}.w")),
+}
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("shape", SHAPES)
+def test_thousands_of_rules_take_seconds(shape: str) -> None:
+    old, new = map(rules, SHAPES[shape])
+    start = time.process_time()
+    found = compare(old, new, MANIFEST)
+    markdown.render(found)
+    text.render(found)
+    assert time.process_time() - start < 8  # in quadratic time it was 20 to 500
+
+
+class TestOverlaps:
+    def found(self, number: int, others: int = 0) -> Difference:
+        """Return the difference when ``number`` rules come to ``others`` on the same tensors."""
+        old = rules(lambda at: scale(at, "*", "old"), others + 1)
+        both = [scale(at, "*", "old") for at in range(others + 1)]
+        new = [*both, *(scale(at, "*") for at in range(number))]
+        return compare(old, gradsurgeon.load({"version": 1, "rules": new}), MANIFEST)
+
+    def test_every_pair_with_a_new_rule_is_one(self) -> None:
+        pairs = [one.rules for one in self.found(2, others=2).findings if one.kind == "overlap"]
+        olds, new = ["old-0", "old-1", "old-2"], ["r-0", "r-1"]
+        every = [pair for pair in combinations([*olds, *new], 2) if pair[1] in new]
+        assert sorted(pairs) == sorted(every)
+        # In file order: by the upper rule, then by the lower one.
+        assert pairs[:2] == [("old-0", "r-0"), ("old-0", "r-1")]
+
+    @pytest.mark.parametrize(("number", "pairs"), [(31, 31 * 30 // 2 + 31), (60, 500)])
+    def test_of_very_many_the_first_are_listed(self, number: int, pairs: int) -> None:
+        found = self.found(number)
+        kinds = [one.kind for one in found.findings if one.kind != "order"]
+        assert kinds.count("overlap") == pairs
+        over = pairs == 500
+        assert kinds[pairs:] == ["more-overlaps"] * over
+        start = f"{'Over ' * over}{pairs - 10} other pairs of rules now change tensors together"
+        end = f": `--format json` has {'the first' if over else 'all'}."
+        for written in (markdown.render(found), text.render(found)):
+            (line,) = [line for line in written.splitlines() if "other pairs" in line]
+            assert start in line
+            assert line.endswith(end)
+        if over:
+            assert found.to_dict()["warnings"][-1] == {
+                "kind": "more-overlaps",
+                "rules": [],
+                "names": [],
+                "detail": "over 500 pairs",
+            }
+
+
+def test_the_nearest_names_are_told_of_the_first_rules_that_match_nothing() -> None:
+    old = rules(lambda at: scale(at, own(at)), 25)
+    found = compare(old, rules(lambda at: scale(at, f"layer.{at}.w"), 25), MANIFEST)
+    details = [one.detail for one in found.findings if one.kind == "no-match"]
+    assert len(details) == 25
+    assert all(f'"layer.{at}.w"' in detail for at, detail in enumerate(details[:20]))
+    assert set(details[20:]) == {"the nearest names are told for the first 20 such rules"}
+
+
+def test_rules_that_select_the_same_share_what_is_compared() -> None:
+    entry = "- {{id: r-{}, action: zero, params: '*'}}\n"
+    lines = "".join(entry.format(at) for at in range(2))
+    inspected = inspect(source.parse(f"version: 1\nrules:\n{lines}"))
+    assert inspected.rules is not None
+    asked = Case(inspected.rules, inspected, MANIFEST)
+    first, second = asked.rules
+    assert asked.selected(first) is asked.selected(second)
+    assert len(asked.selected(first) or ()) == 200
+    assert asked.covers(first, second)
