@@ -13,6 +13,7 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
 from gradsurgeon.planning import ROOT, Plan, named_modules
+from gradsurgeon.runtime.agreement import Agreement
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.changes import Changes
 from gradsurgeon.runtime.clock import Clock
@@ -54,7 +55,8 @@ class Engine:
         self._model = weakref.ref(model)
         self._rebind = rebind
         self._state = state
-        self._traps = Traps(state)
+        self._agreement = Agreement(state)
+        self._traps = Traps(state, self._agreement)
         self._edits = StepEdits(state)
         self._passes = Passes(
             self._backward_ended,
@@ -125,7 +127,7 @@ class Engine:
         return self._state.clocks.common if place is None else self._state.clocks[place]
 
     def _backward_ended(self, done: Pass) -> None:
-        if self._state.paused:
+        if self._agreement.rests(done.order):
             return
         self.unstepped |= bool(done.order)
         self._looked = True
@@ -196,6 +198,8 @@ class Engine:
             flagged: whether a flag on the device can tell the optimizer to skip.
         """
         if inside:
+            if self._state.paused:
+                return Verdict()
             # By the end of the pass the script has cleared this gradient.
             having, _ = self._state.targets.grads(clock.tensors)
             after_pass(self._state, Pass(order=having, scale=self._state.scaling.scale))
@@ -203,14 +207,15 @@ class Engine:
             self._passes.settle()
             if self._is_idle(clock):
                 return Verdict()
+            self._agreement.gather(clock.tensors)
+            if self._agreement.rests(clock.tensors):
+                return self._traps.rest(clock)
             self._catch_up(clock)
         edited = self._edits.run(clock)
         late = self._traps.defer(clock, edited) if flagged else None
         if late is not None:
             return late
         verdict = self._traps.decide(clock, edited)
-        if self._traps.differ_by_rank and self._state.ranks.together:
-            self._traps.agree(clock, verdict)
         if self._state.mode == "act":
             verdict.frozen = tuple(
                 tensor
@@ -252,7 +257,7 @@ class Engine:
             BindError: a rule cannot act under loss scaling.
         """
         self._state.ranks.look_around()
-        if self._state.scaling.scale is not None:
+        if self._state.scaling.scale is not None and not self._state.paused:
             refuse_scaling(self._state.program)
 
     def scaler_stepped(self, optimizer: Optimizer, begun: int) -> None:
@@ -263,9 +268,8 @@ class Engine:
 
     def _scaled_away(self, clock: Clock) -> None:
         try:
-            if not self._state.paused:
-                self._passes.settle()
-                self._traps.scaled_away(clock)
+            self._passes.settle()
+            self._traps.scaled_away(clock)
         finally:
             self._state.flags.forget(clock)
             # No rule at the step point could fire in a step that did not take place.

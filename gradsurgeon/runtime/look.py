@@ -50,6 +50,9 @@ class Look:
 
     def stale(self, tensors: Sequence[int], grads: Sequence[Tensor]) -> frozenset[int]:
         """Return the tensors whose gradient was not seen as it is now."""
+        if _dist.any_sharded(grads):
+            # What changed may have changed on this rank alone, and all measure together.
+            return frozenset(tensors)
         now = marks(grads)
         if now == self.marks and self.tensors == tuple(tensors):
             return frozenset()

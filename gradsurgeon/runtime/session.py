@@ -69,6 +69,7 @@ class Session:
             journal=journal,
             recorder=recorder,
             mode=mode,
+            rules=tuple(rules),
             outside=outside,
             provisional=provisional,
             scaling=Scaling(scaler),

@@ -36,6 +36,8 @@ class State:
     journal: Journal
     recorder: Recorder
     mode: Mode = "act"
+    # All of them, those included that match nothing on this rank.
+    rules: tuple[Rule, ...] = ()
     paused: bool = False
     # What the model is called, where there are several.
     title: str = ""

@@ -262,9 +262,8 @@ class Steps:
         return evaluate
 
     def _act(self, optimizer: Optimizer, running: Running, *, alone: bool = False) -> None:
-        if self._state.paused:
-            return
-        check_capture(self._state)
+        if not self._state.paused:
+            check_capture(self._state)
         # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
         self._state.scaling.at_step = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)

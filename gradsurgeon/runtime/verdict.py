@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from gradsurgeon.actions.nan_trap import NanTrap
-from gradsurgeon.errors import NonFiniteGradientError
+from gradsurgeon.errors import NonFiniteGradientError, printable
+from gradsurgeon.runtime.agreement import FINE, RAISE, SKIP
+from gradsurgeon.runtime.border import Border, Finding, window
+from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.look import Look
-from gradsurgeon.runtime.measure import Count
+from gradsurgeon.runtime.measure import Count, Norms, as_dict, suspects
 from gradsurgeon.runtime.ranks import Word
 from gradsurgeon.runtime.state import Mode
 
@@ -37,11 +40,42 @@ class Seen:
         before: tensors that were non-finite at the last look after backward.
         now: tensors that are, with what kind and how many elements, counted exactly.
         stale: tensors whose gradient has changed since that look.
+        fresh: the norms of these, as they are now.
     """
 
     before: frozenset[int]
     now: dict[int, Count]
     stale: frozenset[int]
+    fresh: Norms = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """A trap that has tripped, before the ranks have said which of them had a part in it.
+
+    Attributes:
+        rule: the trap.
+        step: the update that it holds up.
+        in_a_row: how often it has tripped in a row.
+        finding: what there is to say, once it is known which ranks contributed what is not finite.
+        guilty: whether this rank contributed what is not finite to an average.
+    """
+
+    rule: NanTrap
+    step: int
+    in_a_row: int
+    finding: Callable[[tuple[int, ...]], Finding]
+    guilty: bool = False
+
+    @property
+    def then(self) -> str:
+        """What becomes of the step."""
+        return "raise" if self.in_a_row >= self.rule.give_up_after else self.rule.then
+
+    @property
+    def severity(self) -> int:
+        """How bad it is for the step."""
+        return {"raise": RAISE, "skip-step": SKIP, "warn": FINE}[self.then]
 
 
 @dataclass(slots=True)
@@ -65,6 +99,109 @@ class Watch:
         if not self.looks:
             return frozenset(tensors)
         return self.looks[-1].stale(tensors, grads) | edited
+
+    def tripped(
+        self,
+        rule: NanTrap,
+        step: int,
+        finding: Callable[[tuple[int, ...]], Finding],
+        *,
+        guilty: bool = False,
+    ) -> Trip:
+        """Count that a trap has tripped once more, and return what there is to tell of it."""
+        self.in_a_row[rule.id] = self.in_a_row.get(rule.id, 0) + 1
+        return Trip(rule, step, self.in_a_row[rule.id], finding, guilty)
+
+
+def is_guilty(looks: Sequence[Look], seen: Seen) -> bool:
+    """Tell whether this rank's share of an average was not finite.
+
+    Only the last pass is asked, which is the one that reduced. A rank whose part of the model was not
+    used has no look at all, and got its gradients from the others.
+    """
+    if not looks or not looks[-1].averaged:
+        return False
+    own = looks[-1].own
+    bad = [own[tensor] for tensor in seen.before.union(seen.now) if tensor in own]
+    return any(not bool(norm.isfinite()) for norm in bad)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What there is to say of gradients that are not finite.
+
+    Attributes:
+        names: of all tensors.
+        looks: those of the step.
+        seen: what was and is not finite.
+        tensors: those that were judged.
+        why: what the first line begins with.
+    """
+
+    names: Sequence[str]
+    looks: Sequence[Look]
+    seen: Seen
+    tensors: Sequence[int]
+    why: str = ""
+
+    def finding(self, ranks: tuple[int, ...]) -> Finding:
+        """Tell of the border as the first look of the step saw it, else as it was at the update.
+
+        Args:
+            ranks: those that contributed what is not finite to an average.
+        """
+        return self._border(ranks).finding(self.names, self.why)
+
+    def _border(self, ranks: tuple[int, ...]) -> Border:
+        looks = self.looks
+        for number, look in enumerate(looks, 1):
+            if bad := self._bad(look):
+                many = len(looks) > 1
+                passes = f", micro-batch {number} of {len(looks)}" if many else ""
+                # Some may have kept a gradient from an earlier pass and got nothing in this one.
+                rest = tuple(tensor for tensor in look.tensors if tensor not in look.order)
+                order = (*look.order, *rest)
+                return Border(f"after backward{passes}", order, bad, as_dict(look.norms), ranks)
+        order = looks[-1].order if looks else ()
+        rest = tuple(tensor for tensor in self.tensors if tensor not in order)
+        moment = "right before the update, and finite after backward: something in between did it"
+        if not looks:
+            moment = "right before the update"
+        return Border(moment, (*order, *rest), self.seen.now, self._norms(), ranks)
+
+    def _bad(self, look: Look) -> dict[int, Count]:
+        if look.counts is not None:
+            return look.counts
+        # Elements can be counted only where the gradient is still the one that was seen.
+        unknown, seen = Count("NaN/Inf", 0), self.seen
+        return {
+            tensor: unknown if tensor in seen.stale else seen.now.get(tensor, unknown)
+            for tensor in suspects(look.norms)
+            if tensor in seen.before
+        }
+
+    def _norms(self) -> dict[int, float]:
+        """Return what is known; none is taken, which other ranks would have to take as well."""
+        known = as_dict(self.looks[-1].norms) if self.looks else {}
+        last = {tensor: norm for tensor, norm in known.items() if tensor not in self.seen.stale}
+        return last | as_dict(self.seen.fresh)
+
+
+def finding_of_flags(flags: Sequence[tuple[Flag, int]], ranks: tuple[int, ...]) -> Finding:
+    """Tell of module tensors and tags, in the order in which they came, and how many elements are bad."""
+    del ranks  # each has seen its own
+    bad = [place for place, (_, count) in enumerate(flags) if count]
+    rows = [
+        f"  > non-finite  the {flag.what} of {printable(flag.name)}  {count:,} elements"
+        if count
+        else f"    finite      the {flag.what} of {printable(flag.name)}"
+        for flag, count in flags
+    ]
+    first = flags[bad[0]][0]
+    head = f"{len(bad)} of {len(flags)} tensors are not finite"
+    last = f"the first that is not finite is the {first.what} of {printable(first.name)}"
+    lines = ["in the order in which they came:", *window(rows, bad[0]), last]
+    return Finding(first.name, head, lines)
 
 
 def outcome(rule: NanTrap, mode: Mode, then: str, in_a_row: int) -> str:
