@@ -224,6 +224,8 @@ class Steps:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizers.only_makes_state(optimizer):
+            return None
         frame = sys._getframe(1)  # noqa: SLF001 # the one way to tell a nested step from a failed one
         if self._running is not None:
             if _is_below(frame, self._running.frame):
