@@ -127,11 +127,13 @@ class Engine:
         return self._state.clocks.common if place is None else self._state.clocks[place]
 
     def _backward_ended(self, done: Pass) -> None:
-        if self._agreement.rests(done.order):
+        resting = self._agreement.rests(done.order)
+        if not self._state.paused:
+            self.unstepped |= bool(done.order)
+            self._looked = True
+            self._upkeep.arrived(done.order)
+        if resting:
             return
-        self.unstepped |= bool(done.order)
-        self._looked = True
-        self._upkeep.arrived(done.order)
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
         with self.manual.step_of(done):

@@ -36,7 +36,10 @@ from gradsurgeon.runtime.verdict import (
     outcome,
 )
 
-_OVERFLOW = "its GradScaler skips the update: the scaled gradients overflowed there"
+_OVERFLOW = (
+    "step {step}: all ranks skip the step, because the GradScaler of rank {rank} does: the scaled gradients "
+    "overflowed there and not everywhere, so that its scale differs from that of the others from now on"
+)
 
 
 class Traps:
@@ -102,7 +105,9 @@ class Traps:
         for trip in trips:
             self._act(trip, verdict, met.guilty)
         if met.groups and met.severity > FINE:
-            word = met.hear(verdict.word or Word(_dist.rank(), "", "", _OVERFLOW))
+            rank = _dist.rank()
+            overflow = Word(rank, "", "", _OVERFLOW.format(step=clock.step, rank=rank))
+            word = met.hear(verdict.word or overflow)
             if met.severity > own:
                 self._follow(clock.step, met.severity, word, verdict)
         return verdict
@@ -113,7 +118,7 @@ class Traps:
         head = f"step {step}: rank {word.rank} trapped, and all ranks"
         if severity < RAISE:
             verdict.skip = True
-            text = f"{head} skip the step: {word.text}"
+            text = f"{head} skip the step: {word.text}" if rule else word.text
             self._state.journal.emit("skipped-step", text, rule=rule, step=step, name=name)
             return
         text = f"{head} stop: {word.text}"
