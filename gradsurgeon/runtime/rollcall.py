@@ -23,7 +23,8 @@ LIMIT = 10.0
 _PAUSE = 0.002
 
 # How often sessions with the same shapes have met on a group: the first meeting of one is the next of
-# these on all ranks, in whichever order they were applied.
+# these on all ranks, in whichever order they were applied. What a process has counted is never counted
+# again, whatever becomes of its groups.
 _met: Counter[str] = Counter()
 
 
@@ -76,29 +77,41 @@ def call(group: Any, shapes: Sequence[tuple[int, ...]], own: Answer) -> Roll:
         shapes: what tells the model from others that these ranks train.
         own: what this rank says.
     """
-    wanted = _dist.members(group)
     kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
     topic = f"gradsurgeon/roll/{group.group_name}/{kind}"
-    place = f"{topic}/{_met[topic]}"
-    _met[topic] += 1
+    late: Roll | None = None
+    while True:
+        place = f"{topic}/{_met[topic]}"
+        _met[topic] += 1
+        roll = _answer(place, _dist.members(group), own)
+        if _dist.rank() in roll.answers:
+            # Nobody else has come to this one: so it was the one before that was meant.
+            return late if late is not None and len(roll.answers) == 1 else roll
+        # It was closed before this rank had come; or it was that of another session, on ranks that had
+        # one more of the same shapes, and theirs is the next one.
+        late = roll
+
+
+def _answer(place: str, wanted: Sequence[int], own: Answer) -> Roll:
+    """Answer to one roll; return it once it is closed, be it by this rank."""
     store = _dist.store()
     store.set(f"{place}/{_dist.rank()}", json.dumps(asdict(own)))
-    missing = wait_for(store, {rank: f"{place}/{rank}" for rank in wanted})
+    keys = {rank: f"{place}/{rank}" for rank in wanted}
+    missing = wait_for(store, keys, until=f"{place}/closed")
     here = [rank for rank in wanted if rank not in missing]
     closed = store.compare_set(f"{place}/closed", "", json.dumps(here))
-    answers = {
-        rank: Answer(**json.loads(store.get(f"{place}/{rank}"))) for rank in json.loads(closed)
-    }
+    answers = {rank: Answer(**json.loads(store.get(keys[rank]))) for rank in json.loads(closed)}
     return Roll(tuple(wanted), answers)
 
 
-def wait_for(store: Any, keys: Mapping[int, str], limit: float | None = None) -> list[int]:
-    """Return the ranks whose key has not come in time."""
-    end = time.monotonic() + (LIMIT if limit is None else limit)
+def wait_for(store: Any, keys: Mapping[int, str], until: str = "") -> list[int]:
+    """Return the ranks whose key has not come in time, or before another one has."""
+    end = time.monotonic() + LIMIT
     missing = list(keys)
     while True:
+        over = time.monotonic() > end or (until and store.check([until]))
         # Asked again and again: `wait` of the store writes to stderr when it gives up.
         missing = [rank for rank in missing if not store.check([keys[rank]])]
-        if not missing or time.monotonic() > end:
+        if not missing or over:
             return missing
         time.sleep(_PAUSE)
