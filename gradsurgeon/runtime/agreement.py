@@ -58,45 +58,60 @@ class Agreement:
         self._state = state
         acting = state.mode == "act"
         self._deciding = [rule for rule in state.rules if acting and _decides(rule)]
-        self._drifts = acting and any(map(_drifts, state.rules))
+        self._edits = acting and any(map(_edits_updates, state.rules))
+        self._drifts = self._edits or (acting and any(map(_skips, state.rules)))
         # What is divided over ranks can be measured by all of them together only.
         self._measures = any(rule.target == "params" for rule in state.rules)
         # By the name of a group: whether all of its ranks have the session's rules.
         self._complete: dict[str, bool] = {}
         self._refused = ""
 
-    def rests(self, tensors: Sequence[int]) -> bool:
-        """Tell whether the rules are to rest in a pass or a step, having found the other ranks.
-
-        A pause on one rank is a pause on all that have to measure together. A collective there.
+    def gather(self, tensors: Sequence[int], *, update: bool) -> None:
+        """Find the other ranks, before the first measure or update that they take together.
 
         Args:
-            tensors: what the pass has reached, or what the optimizer holds.
+            tensors: what a pass has reached, or what an optimizer holds.
+            update: it is an update that is about to come.
 
         Raises:
-            GradSurgeonError: other ranks do not have the rules, and this one cannot go on without.
+            GradSurgeonError: they do not have the rules, and this one cannot go on without.
+        """
+        own = self._state.ranks
+        if self._measures:
+            self._found(own.sharing(tensors))
+        if update and (self._deciding or self._drifts):
+            self._found(own.reducing(tensors))
+
+    def is_missed(self, tensors: Sequence[int], *, update: bool) -> bool:
+        """Tell whether other ranks cannot measure what is divided over all without this paused one.
+
+        Args:
+            tensors: as of `gather`.
+            update: it is an update that is about to come, where all rest if one does that has to edit.
         """
         state = self._state
-        groups = self._found(state.ranks.sharing(tensors)) if self._measures else ()
+        if not (state.paused and self._measures) or (update and self._edits):
+            return False
+        return bool(self._found(state.ranks.sharing(tensors)))
+
+    def rests(self, tensors: Sequence[int]) -> bool:
+        """Tell whether the rules are to rest in a step.
+
+        A pause on one rank is a pause on all that have a part of what a rule would edit: half a clip is
+        none. A collective there.
+        """
+        state = self._state
+        groups = self._found(state.ranks.sharing(tensors)) if self._edits else ()
         if not groups:
             return state.paused
         resting, rank = ranks.worst(int(state.paused), groups)
         if resting and not state.paused:
             text = (
-                f"rank {rank} is paused: what is divided over ranks can be measured by all of them "
-                "together only, so that the rules rest on this rank as well"
+                f"rank {rank} is paused and has a part of what the rules would edit, so that they rest on "
+                "this rank as well"
             )
             state.journal.once("paused", text, step=state.clocks.latest, warn=True)
         return bool(resting)
-
-    def gather(self, tensors: Sequence[int]) -> None:
-        """Find the other ranks, before the first update that they make together.
-
-        Raises:
-            GradSurgeonError: they do not have the rules, and the weights would drift apart.
-        """
-        if self._deciding or self._drifts:
-            self._found(self._state.ranks.reducing(tensors))
 
     def meet(self, clock: Clock, severity: int, *, guilty: bool) -> Meeting:
         """Let all ranks learn how the worst off of them is. A collective where they meet.
@@ -195,13 +210,15 @@ def _decides(rule: Rule) -> bool:
     return rule.role == "trap" and cast("NanTrap", rule).then != "warn"
 
 
-def _drifts(rule: Rule) -> bool:
+def _skips(rule: Rule) -> bool:
+    return rule.role == "trap" and cast("NanTrap", rule).then == "skip-step"
+
+
+def _edits_updates(rule: Rule) -> bool:
     """Tell whether weights come to differ where only some ranks have a rule.
 
     What a rule changes before gradients are averaged, all ranks get.
     """
-    if rule.role == "trap":
-        return cast("NanTrap", rule).then == "skip-step"
     return rule.role in _CHANGING and rule.target == "params" and rule.point == "step"
 
 

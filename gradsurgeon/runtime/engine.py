@@ -127,13 +127,15 @@ class Engine:
         return self._state.clocks.common if place is None else self._state.clocks[place]
 
     def _backward_ended(self, done: Pass) -> None:
-        resting = self._agreement.rests(done.order)
-        if not self._state.paused:
-            self.unstepped |= bool(done.order)
-            self._looked = True
-            self._upkeep.arrived(done.order)
-        if resting:
+        self._agreement.gather(done.order, update=False)
+        if self._state.paused:
+            if self._agreement.is_missed(done.order, update=False):
+                with self._state.muted():
+                    after_pass(self._state, done)
             return
+        self.unstepped |= bool(done.order)
+        self._looked = True
+        self._upkeep.arrived(done.order)
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
         with self.manual.step_of(done):
@@ -209,9 +211,9 @@ class Engine:
             self._passes.settle()
             if self._is_idle(clock):
                 return Verdict()
-            self._agreement.gather(clock.tensors)
+            self._agreement.gather(clock.tensors, update=True)
             if self._agreement.rests(clock.tensors):
-                return self._traps.rest(clock)
+                return self._rest(clock)
             self._catch_up(clock)
         edited = self._edits.run(clock)
         late = self._traps.defer(clock, edited) if flagged else None
@@ -226,6 +228,14 @@ class Engine:
                 for tensor in lane.tensors
             )
         return verdict
+
+    def _rest(self, clock: Clock) -> Verdict:
+        """Do nothing, but keep no other rank waiting."""
+        if self._agreement.is_missed(clock.tensors, update=True):
+            with self._state.muted():
+                self._edits.run(clock)  # none of which edits
+                Traps(self._state, self._agreement).measure(clock)
+        return self._traps.rest(clock)
 
     def _is_idle(self, clock: Clock) -> bool:
         """Tell whether nothing is due for a clock, whose hooks are off then."""

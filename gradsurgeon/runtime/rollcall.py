@@ -83,22 +83,33 @@ def call(group: Any, shapes: Sequence[tuple[int, ...]], own: Answer) -> Roll:
     while True:
         place = f"{topic}/{_met[topic]}"
         _met[topic] += 1
-        roll = _answer(place, _dist.members(group), own)
+        roll = _answer(place, _dist.members(group), own, again=late is not None)
         if _dist.rank() in roll.answers:
+            return roll
+        if not roll.answers and late is not None:
             # Nobody else has come to this one: so it was the one before that was meant.
-            return late if late is not None and len(roll.answers) == 1 else roll
+            return late
         # It was closed before this rank had come; or it was that of another session, on ranks that had
         # one more of the same shapes, and theirs is the next one.
-        late = roll
+        late = roll if roll.answers else late
 
 
-def _answer(place: str, wanted: Sequence[int], own: Answer) -> Roll:
-    """Answer to one roll; return it once it is closed, be it by this rank."""
+def _answer(place: str, wanted: Sequence[int], own: Answer, *, again: bool) -> Roll:
+    """Answer to one roll; return it once it is closed, be it by this rank.
+
+    Args:
+        place: of the roll in the store.
+        wanted: who ought to answer.
+        own: what this rank says.
+        again: it has come too late to another one, and leaves no trace where it is alone here as well.
+    """
     store = _dist.store()
     store.set(f"{place}/{_dist.rank()}", json.dumps(asdict(own)))
     keys = {rank: f"{place}/{rank}" for rank in wanted}
     missing = wait_for(store, keys, until=f"{place}/closed")
     here = [rank for rank in wanted if rank not in missing]
+    if again and here == [_dist.rank()]:
+        here = []
     closed = store.compare_set(f"{place}/closed", "", json.dumps(here))
     answers = {rank: Answer(**json.loads(store.get(keys[rank]))) for rank in json.loads(closed)}
     return Roll(tuple(wanted), answers)

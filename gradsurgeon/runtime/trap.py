@@ -77,6 +77,10 @@ class Traps:
             watch.scaled_away = 0
         return self._conclude(clock, [*self._of_params(clock, edited), *self._of_sites(clock)])
 
+    def measure(self, clock: Clock) -> None:
+        """Take part in what other ranks measure, and make nothing of it."""
+        self._of_params(clock, set())
+
     def rest(self, clock: Clock) -> Verdict:
         """Look at nothing, and do what other ranks have decided, who may wait for this one."""
         return self._conclude(clock, [])

@@ -228,20 +228,22 @@ def edited(then: str, **options: Any) -> dict[str, Any]:
     return run.all(spoiled(net, 1, "last.bias"))
 
 
-def paused(*, sharded: bool, spoilt: int | None) -> dict[str, Any]:
+def paused(
+    *rules: dict[str, Any], sharded: bool = False, spoilt: int | None = None
+) -> dict[str, Any]:
     """Pause rank 1 in steps 1 to 3; another rank trips meanwhile."""
     net = Net()
     if sharded:
         fully_shard(net)
     run = Run(net, net if sharded else averaged(net, but=("own",)))
-    run.apply(trap(), NORMS)
+    run.apply(trap(), NORMS, *rules)
     assert run.session is not None
     for number in range(STEPS):
         if rank() == 1:
             run.session.pause() if 1 <= number <= 3 else run.session.resume()
         run.step(number, None if spoilt is None else spoiled(net, spoilt))
     found = run.told()
-    return {**found, "norms": found["error"] or run.session.history("first.weight")}
+    return {**found, "norms": found["error"] or run.session.history("first.weight", rule="norms")}
 
 
 def alone() -> dict[str, Any]:
@@ -387,8 +389,11 @@ def main() -> dict[str, Any]:
     found["edited, skip-step"] = edited("skip-step")
     found["edited, raise"] = edited("raise")
     for spoilt in (None, 0):
-        found[f"paused, {spoilt}"] = paused(sharded=False, spoilt=spoilt)
-        found[f"paused sharded, {spoilt}"] = paused(sharded=True, spoilt=None)
+        found[f"paused, {spoilt}"] = paused(spoilt=spoilt)
+        found[f"paused sharded, {spoilt}"] = paused(sharded=True, spoilt=spoilt)
+    late = {**NORMS, "id": "late", "at": "step"}
+    found["paused edits"] = paused(BOUND, late, sharded=True)
+    found["paused records"] = paused(late, sharded=True)
     found["alone"] = alone()
     found["order"] = in_another_order()
     found["replaced"] = replaced()

@@ -135,15 +135,33 @@ def test_a_paused_rank_does_what_the_others_decide(ranks: list[dict[str, Any]]) 
         assert run["weights"] == ranks[0]["paused, 0"]["weights"]
 
 
-def test_a_pause_on_one_shard_is_a_pause_on_all(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("run", ["paused sharded, None", "paused records"])
+def test_a_paused_rank_takes_part_in_what_the_others_measure(
+    ranks: list[dict[str, Any]], run: str
+) -> None:
     for number, rank in enumerate(ranks):
-        run = rank["paused sharded, None"]
+        assert rank[run]["clock"] == STEPS
+        assert [step for step, _ in rank[run]["norms"]] == (ALL if number == 0 else [0, 4])
+        assert rank[run]["events"] == []
+
+
+def test_a_paused_rank_skips_with_the_others_that_hold_the_shards(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for number, rank in enumerate(ranks):
+        run = rank["paused sharded, 0"]
+        assert moved(run) == SKIPPED
+        assert [step for _, step, _ in kinds(run)] == [FAULT] * (2 if number == 0 else 1)
+
+
+def test_a_pause_on_one_part_of_an_edit_is_a_pause_on_all(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        run = rank["paused edits"]
         assert run["clock"] == STEPS
-        assert [step for step, _ in run["norms"]] == [0, 4]
+        assert run["weights"] == ranks[0]["paused edits"]["weights"]
         assert kinds(run) == ([("notice", 1, "")] if number == 0 else [])
-    assert ranks[0]["paused sharded, None"]["said"] == [
-        "rank 1 is paused: what is divided over ranks can be measured by all of them together only, so that "
-        "the rules rest on this rank as well"
+    assert ranks[0]["paused edits"]["said"] == [
+        "rank 1 is paused and has a part of what the rules would edit, so that they rest on this rank as well"
     ]
 
 
