@@ -153,12 +153,51 @@ def mesh_groups(tensor: Tensor) -> Groups:
 
 
 def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
-    """Return the sum or the maximum of ``values`` over groups of ranks. One collective per group."""
+    """Return the sum or the maximum of ``values`` over groups of ranks. One collective per group.
+
+    A group serves the devices of its backends and no others: NCCL cannot reduce what was offloaded to
+    the host. So it is reduced where the group can, and comes back to where it was.
+    """
     found = values.clone()
     kind = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
     for group in groups:
+        found = found.to(_served(group, found.device))
         torch.distributed.all_reduce(found, op=kind, group=group)
-    return found
+    return found.to(values.device)
+
+
+def _served(group: Any, wanted: torch.device) -> torch.device:
+    """Return a device whose tensors a group can reduce: the one that is wanted, where it can."""
+    # There is no public word for it. Empty means that the backend has yet to be made, for any device.
+    kinds = [one.type for one in group._device_types]  # noqa: SLF001 # as said
+    if not kinds or wanted.type in kinds:
+        return wanted
+    kind = "cpu" if "cpu" in kinds else kinds[0]
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, _current(kind))
+
+
+def _current(kind: str) -> int:
+    return int(torch.get_device_module(kind).current_device())
+
+
+def settle(device: torch.device) -> None:
+    """Wait until an accelerator has done what it was given.
+
+    What a group has reduced by then, all of its ranks have asked for.
+    """
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize(device)
+
+
+def members(group: Any) -> list[int]:
+    """Return the ranks of a group, ascending."""
+    return sorted(torch.distributed.get_process_group_ranks(group))
+
+
+def store() -> Any:
+    """Return the key-value store of the job: that of its default group, which no later attempt shares."""
+    # There is no public word for it.
+    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 # as said
 
 
 def broadcast_text(text: str, source: int, groups: Groups) -> str:

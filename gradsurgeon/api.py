@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from gradsurgeon import _live, planning, schema, source
 from gradsurgeon.actions import Rule
-from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.planning import Manifest, Plan
 from gradsurgeon.report.about import describe
 from gradsurgeon.schema import RuleSet
@@ -115,8 +116,7 @@ def apply(
     """
     _check_options(scaler, mode, start_step)
     optimizers = _optimizers(optimizer)
-    _runtime()  # without torch there is nothing to bind to
-    bound = plan(model, rules)
+    bound = _bound(model, rules)
     return attach(
         model,
         bound,
@@ -127,6 +127,19 @@ def apply(
         start_step=start_step,
         replace=replace,
     )
+
+
+def _bound(model: nn.Module, rules: Rules) -> Plan:
+    """Bind rules to the model of this rank; what they match may be on another one."""
+    runtime = _runtime()  # without torch there is nothing to bind to
+    if not runtime.has_others():
+        return plan(model, rules)
+    found = load(rules)
+    bound = planning.bind(found, planning.from_model(_checked(model)), alone=False)
+    errors, elsewhere = runtime.lacking(found, {bound.subject: bound}, alone=True)
+    if errors:
+        raise BindError(errors)
+    return replace(bound, elsewhere=elsewhere)
 
 
 def attach(

@@ -1,4 +1,4 @@
-"""Runs a worker on two real ranks under gloo and returns what each of them wrote down."""
+"""Runs a worker on real ranks under gloo and returns what each of them wrote down."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ def torchrun(ranks: int = 2) -> tuple[str, ...]:
     return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
 
 
-def run_ranks(worker: Path, out: Path) -> list[dict[str, Any]]:
-    """Run a worker on two ranks.
+def run_ranks(worker: Path, out: Path, ranks: int = 2) -> list[dict[str, Any]]:
+    """Run a worker on several ranks.
 
     Args:
         worker: a script that ends in `worker.work`.
         out: the path that it writes to, with ``.<rank>`` appended.
+        ranks: how many.
     """
     # Where it finds `worker`.
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, *torchrun(), str(worker), str(out)],
+        [sys.executable, *torchrun(ranks), str(worker), str(out)],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
@@ -36,4 +37,4 @@ def run_ranks(worker: Path, out: Path) -> list[dict[str, Any]]:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in (0, 1)]
+    return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]

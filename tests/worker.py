@@ -1,4 +1,4 @@
-"""What a worker does that `ranks.run_ranks` runs on two ranks: the same first and last in each."""
+"""What a worker does that `ranks.run_ranks` runs on several ranks: the same first and last in each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,8 @@ def work(find: Callable[[], dict[str, Any]]) -> NoReturn:
         find: runs between ranks that know each other; returns what JSON can hold.
     """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    # Ranks that wait for each other in vain are to fail, long before the test is given up.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = find()
     Path(f"{sys.argv[1]}.{dist.get_rank()}").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()

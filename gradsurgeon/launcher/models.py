@@ -19,6 +19,7 @@ from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.importing import say
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.planning import Plan
+from gradsurgeon.runtime import lacking
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name
@@ -335,7 +336,8 @@ class Models:
         for one in self.attached:
             # The process group may have come after the optimizer, and will be gone at the end.
             one.rank = _dist.rank()
-        if self.attached and (missing := self.shortfalls()):
+        plans = {one.title: one.plan for one in self.attached if not one.replaced}
+        if self.attached and (missing := lacking(self.rules, plans)[0]):
             self.refused = self._updates()
             raise BindError(missing)
         self.fitting = True

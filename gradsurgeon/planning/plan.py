@@ -54,6 +54,7 @@ class Plan:
         rule_warnings: per rule id, what is doubtful about its match.
         warnings: what is doubtful about rules together.
         title: what the model is called among several, empty where its class name will do.
+        elsewhere: per rule id that matches nothing on this rank, which ranks have what it matches.
     """
 
     rules: RuleSet
@@ -62,6 +63,7 @@ class Plan:
     rule_warnings: dict[str, tuple[str, ...]] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     title: str = ""
+    elsewhere: dict[str, str] = field(default_factory=dict)
 
     @property
     def subject(self) -> str:

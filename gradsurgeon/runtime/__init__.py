@@ -2,6 +2,7 @@
 
 from gradsurgeon.runtime.registry import check_free, enter, find, tag
 from gradsurgeon.runtime.session import Session
+from gradsurgeon.runtime.stages import has_others, lacking
 from gradsurgeon.runtime.state import Mode
 
-__all__ = ["Mode", "Session", "check_free", "enter", "find", "tag"]
+__all__ = ["Mode", "Session", "check_free", "enter", "find", "has_others", "lacking", "tag"]

@@ -43,9 +43,9 @@ class Hook:
         # torch names the hook by this in its messages about wrong return values.
         self.__name__ = label
 
-    def _live(self) -> tuple[State, Passes] | None:
+    def _live(self, *, paused: bool = False) -> tuple[State, Passes] | None:
         state, passes = self._state(), self._passes()
-        if state is None or passes is None or state.paused:
+        if state is None or passes is None or (state.paused and not paused):
             return None
         return state, passes
 
@@ -73,7 +73,8 @@ class PassHook(Hook):
         if task == _graph_task():
             order.append(self._tensor)
             return
-        if (live := self._live()) is None:
+        # Other ranks may wait for one that is paused.
+        if (live := self._live(paused=_dist.world() > 1)) is None:
             return
         state, passes = live
         if self._tensor in state.trapped and param.grad is not None and state.ranks.averaging:

@@ -105,7 +105,7 @@ class Deferred:
         rules = [cast("NanTrap", lane.rule) for lane in agenda.traps]
         if any(rule.then != "skip-step" for rule in rules):
             return False
-        # What one rank has seen of its own forward is put to all of them.
+        # They count on the host, and decide there.
         program = state.program
         if any(rule.role == "trap" for rule, _ in program.site_rules):
             return False
@@ -153,15 +153,9 @@ class Deferred:
 
     def due(self) -> NonFiniteGradientError | None:
         """Return the error that an update before has led to, where it is time to raise it."""
-        together = self._state.ranks.together
         if self._count % _EVERY == 0:
-            if together:
-                # Sent so many updates ago that it has arrived long since.
-                self._ring.arrive()
             self._ring.send()
         self._ring.collect()
-        if self._error is None or (together and self._error[0] > self._count - 2 * _EVERY):
-            return None
         return self._pop()
 
     def settle(self) -> None:

@@ -14,6 +14,7 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
 from gradsurgeon.planning import ROOT, Plan, named_modules
+from gradsurgeon.runtime.agreement import Agreement
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.changes import Changes
 from gradsurgeon.runtime.clock import Clock
@@ -64,7 +65,8 @@ class Engine:
         self._model = weakref.ref(model)
         self._rebind = rebind
         self._state = state
-        self._traps = Traps(state)
+        self._agreement = Agreement(state)
+        self._traps = Traps(state, self._agreement)
         self._edits = StepEdits(state)
         self._passes = Passes(
             self._backward_ended,
@@ -137,7 +139,11 @@ class Engine:
         return self._state.clocks.common if place is None else self._state.clocks[place]
 
     def _backward_ended(self, done: Pass) -> None:
+        self._agreement.gather(done.order, update=False)
         if self._state.paused:
+            if self._agreement.is_missed(done.order, update=False):
+                with self._state.muted():
+                    after_pass(self._state, done)
             return
         self.unstepped |= bool(done.order)
         self._early.clear()
@@ -209,10 +215,10 @@ class Engine:
             update: the call of the optimizer; ``None`` where weights are updated by hand.
         """
         state = self._state
-        if state.paused:
-            return Verdict()
         scale = None if update is None else update.scale
         if update is not None and update.inside:
+            if state.paused:
+                return Verdict()
             # By the end of the pass the script has cleared this gradient.
             having, _ = state.targets.grads(clock.tensors)
             after_pass(state, Pass(order=having, scale=state.scaling.scale))
@@ -220,25 +226,37 @@ class Engine:
             self._passes.settle(scale)
             if self._is_idle(clock):
                 return Verdict()
+            self._agreement.gather(clock.tensors, update=True)
+            if self._agreement.rests(clock.tensors):
+                return self._rest(clock, scale)
             self._catch_up(clock, scale)
         agenda = state.agenda(clock)
         finals = Finals(state, {*agenda.trapped, *agenda.stepped}, scale)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
-        verdict = (
-            self._traps.defer(clock, finals) if update is not None and update.flaggable else None
-        )
-        deferred = verdict is not None
-        if verdict is None:
-            verdict = self._traps.decide(clock, finals)
+        if update is not None and update.flaggable:
+            deferred = self._traps.defer(clock, finals)
+            if deferred is not None:
+                self._edits.run(clock, finals, scale, acting=deferred.error is None)
+                return deferred
+        verdict = self._traps.decide(clock, finals)
         stopped = verdict.skip or verdict.error is not None
         suspicious = self._edits.run(clock, finals, scale, acting=not stopped)
-        if suspicious and not deferred and agenda.traps:
-            self._traps.decide_edited(clock, suspicious, verdict)
-        if not deferred and self._traps.differ_by_rank and state.ranks.together:
-            self._traps.agree(clock, verdict)
+        # By the rules alone, which are those of all ranks: they decide together.
+        if not stopped and agenda.traps and any(lane.rule.may_overflow for lane in agenda.at_step):
+            verdict = self._traps.decide_edited(clock, suspicious)
         if state.mode == "act":
             verdict.frozen = tuple(sorted(agenda.frozen))
         return verdict
+
+    def _rest(self, clock: Clock, scale: Tensor | None) -> Verdict:
+        """Do nothing, but keep no other rank waiting."""
+        if self._agreement.is_missed(clock.tensors, update=True):
+            agenda = self._state.agenda(clock)
+            finals = Finals(self._state, {*agenda.trapped, *agenda.stepped}, scale)
+            with self._state.muted():
+                Traps(self._state, self._agreement).measure(clock, finals)
+                self._edits.run(clock, finals, scale, acting=False)
+        return self._traps.rest(clock)
 
     def _is_idle(self, clock: Clock) -> bool:
         """Tell whether nothing is due for a clock, whose hooks are off then."""
@@ -273,7 +291,7 @@ class Engine:
             BindError: a rule cannot act under loss scaling.
         """
         self._state.ranks.look_around()
-        if self._state.scaling.scale is not None:
+        if self._state.scaling.scale is not None and not self._state.paused:
             refuse_scaling(self._state.program)
 
     def scaler_stepped(self, optimizer: Optimizer, begun: int) -> None:
@@ -289,9 +307,8 @@ class Engine:
 
     def _scaled_away(self, clock: Clock, scale: Tensor) -> None:
         try:
-            if not self._state.paused:
-                self._passes.settle(None)
-                self._traps.scaled_away(clock, scale)
+            self._passes.settle(None)
+            self._traps.scaled_away(clock, scale)
         finally:
             self._state.flags.forget(clock)
             # No rule at the step point could fire in a step that did not take place.

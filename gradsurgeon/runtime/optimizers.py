@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -57,6 +59,30 @@ def evaluates_before_moving(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
         optimizer, LBFGS
     )
+
+
+def only_makes_state(optimizer: Optimizer) -> bool:
+    """Tell whether a step that begins is no update, but made to learn which state an optimizer has.
+
+    `torch.distributed.checkpoint` steps a fresh one on gradients of zero, with a learning rate of zero,
+    before it saves or loads. Only then is it worth a look who has called.
+    """
+    if optimizer.state or not all(
+        map(_is_zero, (group.get("lr", 0.0) for group in optimizer.param_groups))
+    ):
+        return False
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
+    while frame is not None:
+        if frame.f_code.co_name == "_init_optim_state":
+            module: str = frame.f_globals.get("__name__", "")
+            return module == "torch.distributed.checkpoint.state_dict"
+        frame = frame.f_back
+    return False
+
+
+def _is_zero(rate: Any) -> bool:
+    """Tell whether a learning rate is zero; one on a device is not read, and never the zero in question."""
+    return not (isinstance(rate, Tensor) and not _torch.is_host(rate)) and float(rate) == 0.0
 
 
 def obeys_flag(optimizer: Optimizer) -> bool:

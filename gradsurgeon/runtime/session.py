@@ -69,6 +69,7 @@ class Session:
             journal=journal,
             recorder=recorder,
             mode=mode,
+            rules=tuple(rules),
             outside=outside,
             provisional=provisional,
             scaling=Scaling(scaler),
@@ -78,12 +79,14 @@ class Session:
         )
         if scaler is not None and scaler.is_enabled():
             refuse_scaling(program)
+        for rule, text in plan.elsewhere.items():
+            journal.emit("notice", text, rule=rule, step=start_step)
         self._compiled = Compiled(program, journal, model)
         self._engine = Engine(
             model,
             self._state,
             plan,
-            lambda now: bind(plan.rules, from_model(now)),
+            lambda now: bind(plan.rules, from_model(now), alone=False),
             optimizers,
         )
         recorder.late = self._engine.settle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,7 +19,7 @@ from gradsurgeon.runtime.ranks import Ranks
 from gradsurgeon.runtime.recorder import Recorder
 from gradsurgeon.runtime.scaling import Scaling
 from gradsurgeon.runtime.targets import Targets
-from gradsurgeon.store import Key
+from gradsurgeon.store import Key, Records
 
 Mode = Literal["act", "observe"]
 
@@ -33,6 +34,8 @@ class State:
     journal: Journal
     recorder: Recorder
     mode: Mode = "act"
+    # All of them, those included that match nothing on this rank.
+    rules: tuple[Rule, ...] = ()
     paused: bool = False
     # What the model is called, where there are several.
     title: str = ""
@@ -68,6 +71,17 @@ class State:
         self._in_backward = frozenset(self.stages)
         for stage in (*self.program.after_backward, *self.program.at_step):
             self.stages[stage.rule.id] = stage
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Let nothing be told or recorded of what is measured, because other ranks wait for it."""
+        kept = self.journal, self.recorder, self.captures
+        self.journal = Journal(self.rules, [0] * len(self.rules))
+        self.recorder, self.captures = Recorder(Records()), Captures(self.journal)
+        try:
+            yield
+        finally:
+            self.journal, self.recorder, self.captures = kept
 
     def place(self, step: int, rule: str) -> str:
         """Return what a message on a rule begins with."""

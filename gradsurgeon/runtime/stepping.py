@@ -225,6 +225,8 @@ class Steps:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizers.only_makes_state(optimizer):
+            return None
         frame = id(sys._getframe(1))  # noqa: SLF001 # the one way to tell a nested step from a failed one
         if any(outer.optimizer() is optimizer for outer in self._under_way()):
             # `super().step()`, or a wrapper that steps an inner optimizer: one update, one visit.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -13,26 +13,44 @@ from torch import Tensor
 from gradsurgeon import _dist
 from gradsurgeon.actions import Rule
 from gradsurgeon.actions.nan_trap import NanTrap
-from gradsurgeon.errors import NonFiniteGradientError, printable
+from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.agenda import Lane
-from gradsurgeon.runtime.border import Border, Finding, window
+from gradsurgeon.runtime.agreement import FINE, OVERFLOWED, RAISE, Agreement
+from gradsurgeon.runtime.border import Border, Finding
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.deferred import Case, Deferred
 from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.look import Look
-from gradsurgeon.runtime.measure import Count, as_dict, suspects, suspects_of
+from gradsurgeon.runtime.measure import suspects, suspects_of
 from gradsurgeon.runtime.ranks import Word
 from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.verdict import Seen, Verdict, Watch, outcome
+from gradsurgeon.runtime.verdict import (
+    Evidence,
+    Seen,
+    Trip,
+    Verdict,
+    Watch,
+    certainly_bad,
+    finding_of_flags,
+    finite,
+    is_guilty,
+    outcome,
+)
+
+_OVERFLOW = (
+    "step {step}: all ranks skip the step, because the GradScaler of rank {rank} does: the scaled gradients "
+    "overflowed there and not everywhere, so that its scale differs from that of the others from now on"
+)
 
 
 class Traps:
     """All `nan-trap` rules of a session."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, agreement: Agreement) -> None:
         self._state = state
+        self._agreement = agreement
         self._watches: dict[Clock, Watch] = {}
         self._deferred = Deferred(state, self._report)
 
@@ -56,35 +74,83 @@ class Traps:
         Returns:
             What is to happen to the step. Reads the device once, and again only for a report.
         """
-        verdict = Verdict(error=self._deferred.settled())
-        if verdict.error is not None:
-            return verdict
+        if (error := self._deferred.settled()) is not None:
+            return self._conclude(clock, [], error=error)
         if (watch := self._watches.get(clock)) is not None:
             watch.scaled_away = 0
-        self._decide_params(clock, finals, verdict)
-        self._decide_sites(clock, verdict)
-        return verdict
+        return self._conclude(clock, [*self._of_params(clock, finals), *self._of_sites(clock)])
 
-    def decide_edited(self, clock: Clock, edited: set[int], verdict: Verdict) -> None:
+    def decide_edited(self, clock: Clock, edited: set[int]) -> Verdict:
         """Judge gradients once more that rules at `step` may have made non-finite."""
         agenda = self._state.agenda(clock)
-        tensors, grads = self._state.targets.grads(edited.intersection(agenda.trapped))
-        bad = suspects(measure.norms(tensors, grads))
+        tensors, grads = self._state.targets.grads(sorted(edited.intersection(agenda.trapped)))
         by_tensor = dict(zip(tensors, grads, strict=True))
+        bad = suspects(measure.norms(tensors, grads))
         now = measure.counts({tensor: by_tensor[tensor] for tensor in bad})
-        if not now:
-            return
         watch = self._watches.setdefault(clock, Watch())
+        order = self._state.targets.grads(agenda.trapped)[0]
 
-        def border() -> Border:
+        def finding(_: tuple[int, ...]) -> Finding:
             moment = "right before the update, and finite before the rules at `step`"
-            order, final = self._state.targets.grads(agenda.trapped)
-            return Border(moment, tuple(order), now, _norms_of(order, final), ())
+            return Border(moment, tuple(order), now, {}).finding(self._state.program.names)
 
-        tripped = [lane for lane in agenda.traps if not now.keys().isdisjoint(lane.tensors)]
-        for lane in tripped:
-            finding = border().finding(self._state.program.names)
-            self._act(cast("NanTrap", lane.rule), clock.step, watch, verdict, finding)
+        tripped = [lane.rule for lane in agenda.traps if not now.keys().isdisjoint(lane.tensors)]
+        trips = [watch.tripped(cast("NanTrap", rule), clock.step, finding) for rule in tripped]
+        return self._conclude(clock, trips)
+
+    def measure(self, clock: Clock, finals: Finals) -> None:
+        """Take part in what other ranks measure, and make nothing of it."""
+        self._of_params(clock, finals)
+
+    def rest(self, clock: Clock) -> Verdict:
+        """Look at nothing, and do what other ranks have decided, who may wait for this one."""
+        return self._conclude(clock, [])
+
+    def _conclude(
+        self,
+        clock: Clock,
+        trips: Sequence[Trip],
+        *,
+        error: NonFiniteGradientError | None = None,
+        floor: int = FINE,
+    ) -> Verdict:
+        """Return what all ranks do that make this update together. A collective where they meet.
+
+        Args:
+            clock: of the optimizer.
+            trips: what this rank has to say.
+            error: what it has to raise whatever they come to.
+            floor: how bad it is at the least.
+        """
+        verdict = Verdict(error=error)
+        if error is not None:
+            verdict.word = Word(error.rank, error.rule, error.name or "", str(error))
+        own = max(floor, FINE if error is None else RAISE, *[trip.severity for trip in trips], FINE)
+        met = self._agreement.meet(clock, own, guilty=any(trip.guilty for trip in trips))
+        for trip in trips:
+            self._act(trip, verdict, met.guilty)
+        if met.groups and met.severity > FINE:
+            rank = _dist.rank()
+            overflow = Word(rank, "", "", _OVERFLOW.format(step=clock.step, rank=rank))
+            word = met.hear(verdict.word or overflow)
+            if met.severity > own:
+                self._follow(clock.step, met.severity, word, verdict)
+        return verdict
+
+    def _follow(self, step: int, severity: int, word: Word, verdict: Verdict) -> None:
+        """Do what another rank has to do."""
+        rule, name = word.rule, word.name
+        head = f"step {step}: rank {word.rank} trapped, and all ranks"
+        if severity < RAISE:
+            verdict.skip = True
+            text = f"{head} skip the step: {word.text}" if rule else word.text
+            self._state.journal.emit("skipped-step", text, rule=rule, step=step, name=name)
+            return
+        text = f"{head} stop: {word.text}"
+        self._state.journal.emit("trap", text, rule=rule, step=step, name=name)
+        verdict.error = NonFiniteGradientError(
+            text, rule=rule, step=step, rank=word.rank, name=name
+        )
 
     def defer(self, clock: Clock, finals: Finals) -> Verdict | None:
         """Leave the decision to the device, for an optimizer that reads its flag; report later.
@@ -98,7 +164,8 @@ class Traps:
         """
         state = self._state
         agenda = state.agenda(clock)
-        if not agenda.traps:
+        # Whether to skip may be for other ranks to say as well.
+        if not agenda.traps or self._agreement.may_meet(clock):
             return None
         watch = self._watches.setdefault(clock, Watch())
         tensors = finals.having(agenda.trapped)
@@ -128,21 +195,21 @@ class Traps:
             return None
         numbers = iter(values)
         looks, now = case.looks_with(numbers), case.bad(numbers)
-        seen = Seen(_certainly_bad(looks, now), now)
+        seen = Seen(certainly_bad(looks, now), now)
+        # It comes at another moment on each rank, which can only speak for itself.
+        ranks = (_dist.rank(),) if is_guilty(looks, seen) else ()
+        evidence = Evidence(self._state.program.names, looks, seen, case.tensors)
         verdict = Verdict()
-
-        def border() -> Border:
-            return self._border(looks, seen, case.tensors, dict, late=True)
-
-        self._judge(
+        trips = self._judge(
             case.lanes,
             case.step,
             watch=watch,
             seen=seen,
             tensors=case.tensors,
-            border=border,
-            verdict=verdict,
+            finding=evidence.finding,
         )
+        for trip in trips:
+            self._act(trip, verdict, ranks)
         return verdict.error
 
     def _judge(
@@ -153,85 +220,70 @@ class Traps:
         watch: Watch,
         seen: Seen,
         tensors: Collection[int],
-        border: Callable[[], Border],
-        verdict: Verdict,
-    ) -> None:
+        finding: Callable[[tuple[int, ...]], Finding],
+    ) -> list[Trip]:
         """Let each trap that was due judge the gradients that it watches."""
+        trips = []
+        guilty = is_guilty(watch.looks, seen)
         for lane in lanes:
             rule = cast("NanTrap", lane.rule)
             having = [tensor for tensor in lane.tensors if tensor in tensors]
             if not having:
                 continue
             if any(tensor in seen.now for tensor in having):
-                finding = border().finding(self._state.program.names)
-                self._act(rule, step, watch, verdict, finding)
+                trips.append(watch.tripped(rule, step, finding, guilty=guilty))
             else:
                 watch.in_a_row[rule.id] = 0
                 repaired = [tensor for tensor in having if tensor in seen.before]
                 self._mention_repair(rule, step, repaired)
+        return trips
 
-    def _decide_params(self, clock: Clock, finals: Finals, verdict: Verdict) -> None:
+    def _of_params(self, clock: Clock, finals: Finals) -> list[Trip]:
         state = self._state
         agenda = state.agenda(clock)
         tensors = finals.having(agenda.trapped)
         if not tensors:
-            return
+            return []
         watch = self._watches.setdefault(clock, Watch())
         last = watch.looks[-1] if watch.looks else None
         # On the host the look has been exact; on a device its norms come along with those of now.
         unread = last.norms if last is not None and last.counts is None else ()
-        before, doubtful = suspects_of(unread, finals.norms_handed_over(tensors))
+        fresh = finals.norms_handed_over(tensors)
+        before, doubtful = suspects_of(unread, fresh)
+        clean = not (before or doubtful or (last is not None and last.counts))
         for lane in agenda.traps:
             if len(tensors) == len(agenda.trapped) or not set(lane.tensors).isdisjoint(tensors):
                 state.journal.fired(lane.rule.id, clock.step)
-                if not (before or doubtful or (last is not None and last.counts)):
+                if clean:
                     watch.in_a_row[lane.rule.id] = 0
-        if not (before or doubtful or (last is not None and last.counts)):
-            return
+        if clean:
+            return []
         now = measure.counts(dict(zip(doubtful, finals.of(doubtful), strict=True)))
-        same = last is not None and _finite(last.norms) == _finite(
-            finals.norms_handed_over(tensors)
-        )
-        seen = Seen(_certainly_bad(watch.looks, now), now, same)
-
-        def border() -> Border:
-            return self._border(
-                watch.looks, seen, tensors, partial(_norms_of, tensors, finals.of(tensors))
-            )
-
-        self._judge(
+        same = last is not None and finite(last.norms) == finite(fresh)
+        seen = Seen(certainly_bad(watch.looks, now), now, fresh, unchanged=same)
+        return self._judge(
             agenda.traps,
             clock.step,
             watch=watch,
             seen=seen,
             tensors=set(tensors),
-            border=border,
-            verdict=verdict,
+            finding=Evidence(state.program.names, watch.looks, seen, tensors).finding,
         )
 
-    def _decide_sites(self, clock: Clock, verdict: Verdict) -> None:
+    def _of_sites(self, clock: Clock) -> list[Trip]:
         """Judge what traps on module tensors and tags saw since the last update."""
         by_rule: dict[str, list[tuple[Flag, int]]] = {}
         for flag, count in self._state.flags.take(clock):
             by_rule.setdefault(flag.rule.id, []).append((flag, count))
         watch = self._watches.setdefault(clock, Watch()) if by_rule else Watch()
+        trips = []
         for rule_id, flags in by_rule.items():
-            bad = [place for place, (_, count) in enumerate(flags) if count]
-            if not bad:
+            if not any(count for _, count in flags):
                 watch.in_a_row[rule_id] = 0
                 continue
-            rows = [
-                f"  > non-finite  the {flag.what} of {printable(flag.name)}  {count:,} elements"
-                if count
-                else f"    finite      the {flag.what} of {printable(flag.name)}"
-                for flag, count in flags
-            ]
-            first = flags[bad[0]][0]
-            head = f"{len(bad)} of {len(flags)} tensors are not finite"
-            last = f"the first that is not finite is the {first.what} of {printable(first.name)}"
-            lines = ["in the order in which they came:", *window(rows, bad[0]), last]
-            rule = cast("NanTrap", first.rule)
-            self._act(rule, clock.step, watch, verdict, Finding(first.name, head, lines))
+            rule = cast("NanTrap", flags[0][0].rule)
+            trips.append(watch.tripped(rule, clock.step, partial(finding_of_flags, flags)))
+        return trips
 
     def scaled_away(self, clock: Clock, scale: Tensor) -> None:
         """Note a step that a scaler has skipped, and tell an overflow from a NaN that never ends.
@@ -243,18 +295,19 @@ class Traps:
         Raises:
             NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
         """
+        if self._state.paused:
+            self._conclude(clock, [], floor=OVERFLOWED)
+            return
         state, watch = self._state, self._watches.setdefault(clock, Watch())
         watch.scaled_away += 1
         low = float(scale) < 1.0
         text = f"the GradScaler skipped step {clock.step}: the scaled gradients overflowed"
         state.journal.emit("scaler-skip", text, step=clock.step)
-        if state.mode == "observe":
-            return
+        trips = []
         for stage in state.program.traps:
             rule = cast("NanTrap", stage.rule)
-            if not rule.steps.due(clock.step) or not (
-                low or watch.scaled_away >= rule.give_up_after
-            ):
+            many = low or watch.scaled_away >= rule.give_up_after
+            if state.mode == "observe" or not (many and rule.steps.due(clock.step)):
                 continue
             tensors, grads = state.targets.grads(stage.tensors)
             if not tensors:
@@ -264,128 +317,48 @@ class Traps:
             bad = frozenset(tensor for tensor in found if tensor in stage.tensors)
             if not bad:
                 continue
-            seen = Seen(bad, {})
-            border = self._border(watch.looks, seen, tensors, partial(_norms_of, tensors, grads))
+            seen = Seen(bad, {}, last)
             why = "its scale is below 1" if low else f"{watch.scaled_away} steps in a row"
-            finding = border.finding(
-                state.program.names, f"the GradScaler keeps skipping ({why}): "
-            )
-            verdict = Verdict()
+            text = f"the GradScaler keeps skipping ({why}): "
+            evidence = Evidence(state.program.names, watch.looks, seen, tensors, text)
             watch.in_a_row[rule.id] = rule.give_up_after
-            self._act(rule, clock.step, watch, verdict, finding)
-            if verdict.error is not None:
-                raise verdict.error
+            guilty = is_guilty(watch.looks, seen)
+            trips.append(watch.tripped(rule, clock.step, evidence.finding, guilty=guilty))
+        verdict = self._conclude(clock, trips, floor=OVERFLOWED)
+        if verdict.error is not None:
+            raise verdict.error
 
-    def _border(
-        self,
-        looks: Sequence[Look],
-        seen: Seen,
-        tensors: Sequence[int],
-        norms: Callable[[], dict[int, float]],
-        *,
-        late: bool = False,
-    ) -> Border:
-        """Return the border as the first look of the step saw it, else as it was at the update."""
-        ranks = self._contributors(looks, seen, late=late)
-        for number, look in enumerate(looks, 1):
-            bad = look.counts
-            if bad is None:
-                # What was seen on a device can be counted only where the script has not clipped since.
-                found = as_dict(look.norms)
-                bad = {
-                    tensor: (seen.now if seen.unchanged else {}).get(
-                        tensor, Count("NaN" if math.isnan(found[tensor]) else "Inf", 0)
-                    )
-                    for tensor in found
-                    if not math.isfinite(found[tensor]) and tensor in seen.before
-                }
-            if bad:
-                many = len(looks) > 1
-                passes = f", micro-batch {number} of {len(looks)}" if many else ""
-                # Some may have kept a gradient from an earlier pass and got nothing in this one.
-                rest = tuple(tensor for tensor in look.tensors if tensor not in look.order)
-                order = (*look.order, *rest)
-                return Border(f"after backward{passes}", order, bad, as_dict(look.norms), ranks)
-        order = looks[-1].order if looks else ()
-        rest = tuple(tensor for tensor in tensors if tensor not in order)
-        moment = "right before the update, and finite after backward: something in between did it"
-        if not looks:
-            moment = "right before the update"
-        return Border(moment, (*order, *rest), seen.now, norms(), ranks)
+    def _act(self, trip: Trip, verdict: Verdict, ranks: tuple[int, ...] = ()) -> None:
+        """Say what a trap has found, and what becomes of the step.
 
-    def _contributors(self, looks: Sequence[Look], seen: Seen, *, late: bool) -> tuple[int, ...]:
-        """Return the ranks whose share of an average was not finite. A collective where there is one.
-
-        Whether there is one must not depend on what a rank has seen by itself, such as a micro-batch
-        that was not reduced: it depends on the last pass alone, which is the one that reduced. A rank
-        whose part of the model was not used has no look at all, and got its gradients from the others.
-
-        Reports that come late do so at another moment on each rank, which can only speak for itself.
+        Args:
+            trip: of the trap.
+            verdict: on the step.
+            ranks: those that contributed what is not finite to an average.
         """
-        last = looks[-1] if looks else None
-        if not (self._state.ranks.averaging if last is None else last.averaged):
-            return ()
-        own = {} if last is None else last.own
-        bad = [own[tensor] for tensor in seen.before.union(seen.now) if tensor in own]
-        guilty = any(not bool(norm.isfinite()) for norm in bad)
-        if late:
-            return (_dist.rank(),) if guilty else ()
-        return self._state.ranks.who(guilty)
-
-    def _act(
-        self, rule: NanTrap, step: int, watch: Watch, verdict: Verdict, finding: Finding
-    ) -> None:
-        state = self._state
-        in_a_row = watch.in_a_row[rule.id] = watch.in_a_row.get(rule.id, 0) + 1
-        then = rule.then
-        if in_a_row >= rule.give_up_after:
-            then = "raise"
+        state, rule, step, then = self._state, trip.rule, trip.step, trip.then
+        finding = trip.finding(ranks)
         name = finding.name
         head = f"{state.place(step, rule.id)}: {finding.head}"
-        text = "\n".join([head, outcome(rule, state.mode, then, in_a_row), *finding.lines])
+        text = "\n".join([head, outcome(rule, state.mode, then, trip.in_a_row), *finding.lines])
         state.journal.altered(rule.id, torch.ones((), dtype=torch.bool))
         warn = then == "warn" and state.mode == "act"
         state.journal.emit("trap", text, rule=rule.id, step=step, name=name, warn=warn)
         if state.mode == "observe":
             return
         rank = finding.ranks[0] if finding.ranks else _dist.rank()
-        verdict.word = verdict.word or Word(rank, rule.id, name, text)
+        word = Word(rank, rule.id, name, text)
         if then == "raise" and verdict.error is None:
+            # What stops a step is what the other ranks have to hear of.
+            verdict.word = word
             verdict.error = NonFiniteGradientError(
                 text, rule=rule.id, step=step, rank=rank, name=name
             )
         elif then == "skip-step":
+            verdict.word = verdict.word or word
             verdict.skip = True
             message = f"step {step} skipped: no weight and no optimizer state was touched"
             state.journal.emit("skipped-step", message, rule=rule.id, step=step, name=name)
-
-    @property
-    def differ_by_rank(self) -> bool:
-        """Whether a rank can see something that the others do not."""
-        return any(rule.role == "trap" for rule, _ in self._state.program.site_rules)
-
-    def agree(self, clock: Clock, verdict: Verdict) -> None:
-        """Let all ranks do what the worst off of them has to do. A collective."""
-        ranks = self._state.ranks
-        own = 2 if verdict.error is not None else int(verdict.skip)
-        severity, source = ranks.worst(own)
-        if severity == 0:
-            return
-        word = ranks.hear(verdict.word, source)
-        if severity == own:
-            return
-        step, rule, name = clock.step, word.rule, word.name
-        head = f"step {step}: rank {word.rank} trapped, and all ranks"
-        if severity == 1:
-            verdict.skip = True
-            text = f"{head} skip the step: {word.text}"
-            self._state.journal.emit("skipped-step", text, rule=rule, step=step, name=name)
-            return
-        text = f"{head} stop: {word.text}"
-        self._state.journal.emit("trap", text, rule=rule, step=step, name=name)
-        verdict.error = NonFiniteGradientError(
-            text, rule=rule, step=step, rank=word.rank, name=name
-        )
 
     def _mention_repair(self, rule: Rule, step: int, repaired: Sequence[int]) -> None:
         if not repaired:
@@ -397,26 +370,3 @@ class Traps:
             "repaired in between, no trap"
         )
         self._state.journal.emit("notice", text, rule=rule.id, step=step, name=names[0])
-
-
-def _certainly_bad(looks: Sequence[Look], now: Mapping[int, Count]) -> frozenset[int]:
-    """Return the tensors that were non-finite at the last look.
-
-    A norm of a device can overflow over elements that are finite; NaN it becomes only by what is not.
-    """
-    if not looks:
-        return frozenset()
-    last = looks[-1]
-    if last.counts is not None:
-        return frozenset(last.counts)
-    norms = as_dict(last.norms).items()
-    return frozenset(i for i, n in norms if math.isnan(n) or (math.isinf(n) and i in now))
-
-
-def _finite(norms: measure.Norms) -> dict[int, float | None]:
-    """Return norms by tensor, none for what is not finite, so that they can be compared."""
-    return {i: norm if math.isfinite(norm) else None for i, norm in as_dict(norms).items()}
-
-
-def _norms_of(tensors: Sequence[int], grads: Sequence[Tensor]) -> dict[int, float]:
-    return as_dict(measure.norms(tensors, grads))

@@ -208,7 +208,10 @@ def local_updates() -> dict[str, Any]:
             out.square().mean().backward()
             optimizer.step()
     session.remove()
-    return {"events": [(event.kind, event.step, event.name) for event in session.events]}
+    return {
+        "events": [(event.kind, event.step, event.name) for event in session.events],
+        "texts": [event.message for event in session.events],
+    }
 
 
 def uneven() -> dict[str, Any]:

@@ -111,11 +111,17 @@ def test_giving_up_is_agreed(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_ranks_that_do_not_reduce_wait_for_nobody(ranks: list[dict[str, Any]]) -> None:
-    assert ranks[0]["local updates"]["events"] == []
+    assert ranks[0]["local updates"]["events"] == [["notice", 0, ""]]
     assert ranks[1]["local updates"]["events"] == [
+        ["notice", 0, ""],
         ["trap", 1, "2.bias"],
         ["skipped-step", 1, "2.bias"],
     ]
+    for rank in ranks:
+        assert rank["local updates"]["texts"][0] == (
+            "the last backward pass before this update reduced nothing over ranks (`no_sync`): each rank "
+            "decides alone whether to stop or to skip it"
+        )
 
 
 @pytest.mark.cell(

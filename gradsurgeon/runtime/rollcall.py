@@ -1,0 +1,128 @@
+"""How the sessions of several ranks find each other before they first agree on anything.
+
+A collective would wait for ever for a rank that has no session (`if rank == 0: apply(...)`), so they
+meet in the key-value store of the job, for a limited time. Who closes the roll first closes it for
+all: whoever comes later reads the same list, and all draw the same conclusion from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gradsurgeon import _dist
+
+# Seconds. Ranks that have just reduced a gradient together come to their update at nearly the same
+# time; and the one that is not waited for must not lose patience with its own next collective.
+LIMIT = 10.0
+_PAUSE = 0.002
+
+# How often sessions with the same shapes have met on a group: the first meeting of one is the next of
+# these on all ranks, in whichever order they were applied. What a process has counted is never counted
+# again, whatever becomes of its groups.
+_met: Counter[str] = Counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one rank says of its session.
+
+    Attributes:
+        plan: tells the rules that act, and the mode, from others.
+        step: what the clock of the optimizer says.
+        drifts: whether weights differ between ranks where not all have these rules.
+    """
+
+    plan: str
+    step: int
+    drifts: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Roll:
+    """Who has answered, by rank, and who ought to have."""
+
+    wanted: tuple[int, ...]
+    answers: Mapping[int, Answer]
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks that have no session, or whose session came too late."""
+        return [rank for rank in self.wanted if rank not in self.answers]
+
+    def others(self, own: Answer) -> list[int]:
+        """Return the ranks that have other rules than this one, or count otherwise."""
+        return [
+            rank
+            for rank, one in self.answers.items()
+            if (one.plan, one.step) != (own.plan, own.step)
+        ]
+
+    @property
+    def drifts(self) -> bool:
+        """Whether some rank has rules that all ranks must have."""
+        return any(one.drifts for one in self.answers.values())
+
+
+def call(group: Any, shapes: Sequence[tuple[int, ...]], own: Answer) -> Roll:
+    """Find the sessions of the other ranks of a group; wait for them for a limited time.
+
+    Args:
+        group: all of whose ranks are about to make the same update.
+        shapes: what tells the model from others that these ranks train.
+        own: what this rank says.
+    """
+    kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
+    topic = f"gradsurgeon/roll/{group.group_name}/{kind}"
+    late: Roll | None = None
+    while True:
+        place = f"{topic}/{_met[topic]}"
+        _met[topic] += 1
+        roll = _answer(place, _dist.members(group), own, again=late is not None)
+        if _dist.rank() in roll.answers:
+            return roll
+        if not roll.answers and late is not None:
+            # Nobody else has come to this one: so it was the one before that was meant.
+            return late
+        # It was closed before this rank had come; or it was that of another session, on ranks that had
+        # one more of the same shapes, and theirs is the next one.
+        late = roll if roll.answers else late
+
+
+def _answer(place: str, wanted: Sequence[int], own: Answer, *, again: bool) -> Roll:
+    """Answer to one roll; return it once it is closed, be it by this rank.
+
+    Args:
+        place: of the roll in the store.
+        wanted: who ought to answer.
+        own: what this rank says.
+        again: it has come too late to another one, and leaves no trace where it is alone here as well.
+    """
+    store = _dist.store()
+    store.set(f"{place}/{_dist.rank()}", json.dumps(asdict(own)))
+    keys = {rank: f"{place}/{rank}" for rank in wanted}
+    missing = wait_for(store, keys, until=f"{place}/closed")
+    here = [rank for rank in wanted if rank not in missing]
+    if again and here == [_dist.rank()]:
+        here = []
+    closed = store.compare_set(f"{place}/closed", "", json.dumps(here))
+    answers = {rank: Answer(**json.loads(store.get(keys[rank]))) for rank in json.loads(closed)}
+    return Roll(tuple(wanted), answers)
+
+
+def wait_for(store: Any, keys: Mapping[int, str], until: str = "") -> list[int]:
+    """Return the ranks whose key has not come in time, or before another one has."""
+    end = time.monotonic() + LIMIT
+    missing = list(keys)
+    while True:
+        over = time.monotonic() > end or (until and store.check([until]))
+        # Asked again and again: `wait` of the store writes to stderr when it gives up.
+        missing = [rank for rank in missing if not store.check([keys[rank]])]
+        if not missing or over:
+            return missing
+        time.sleep(_PAUSE)

@@ -1,0 +1,120 @@
+"""Rules for a part of the model that another rank has: the stages of a pipeline are models of their own.
+
+Whether a rule matches nothing at all, the ranks say to each other through the key-value store of the
+job, for a limited time: a rank that applies no rules must not be waited for longer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from gradsurgeon import _dist
+from gradsurgeon.planning import Manifest, Plan, is_for, shortfalls
+from gradsurgeon.runtime import rollcall
+from gradsurgeon.schema import RuleSet
+
+Names = dict[str, list[str]]
+
+# What this rank has matched so far, by the rules: a script may apply the same ones to several models.
+_matched: dict[str, Names] = {}
+
+
+def has_others() -> bool:
+    """Tell whether there are other ranks, that may have a part of the model of their own."""
+    return _dist.world() > 1
+
+
+def lacking(
+    rules: RuleSet, plans: Mapping[str, Plan], *, alone: bool = False
+) -> tuple[list[str], dict[str, str]]:
+    """Return what is wrong with rules that match too little on all ranks together, and what only here.
+
+    Args:
+        rules: in file order.
+        plans: of the models of this rank, by what they are called.
+        alone: the rules are meant for this model; one for models of another class may have none.
+
+    Returns:
+        The errors; and by the id of a rule that matches nothing here, which ranks have what it matches.
+    """
+    models = {title: plan.manifest for title, plan in plans.items()}
+    if not has_others():
+        return shortfalls(rules, models), {}
+    own = _told(rules, plans)
+    asked = [
+        rule
+        for rule in rules.rules
+        if rule.expect or shortfalls(_only(rules, rule.id), models)
+        if not (alone and rule.model)
+        or any(is_for(str(rule.model), one) for one in models.values())
+    ]
+    if not asked:
+        return [], {}
+    everybody, absent = _hear(rules.sha256)
+    errors: list[str] = []
+    notes: dict[str, str] = {}
+    for rule in asked:
+        having = [rank for rank, names in everybody.items() if names.get(rule.id)]
+        count = len({name for names in everybody.values() for name in names.get(rule.id, ())})
+        enough = bool(having) or rule.optional
+        if enough and (rule.expect is None or rule.expect.params == count):
+            if having and not own.get(rule.id):
+                notes[rule.id] = f"matches nothing on rank {_dist.rank()}; {_ranks(having)} it"
+            continue
+        errors += _texts(rules, rule.id, models, count=count, absent=absent)
+    return errors, notes
+
+
+def _told(rules: RuleSet, plans: Mapping[str, Plan]) -> Names:
+    """Tell the other ranks what the rules match here; return it."""
+    own = _matched.setdefault(rules.sha256, {})
+    for plan in plans.values():
+        for rule in rules.rules:
+            names = [binding.name for binding in plan.of(rule.id)]
+            # How many there are is asked of few rules; of the others one name is enough.
+            known = {*own.get(rule.id, ()), *(names if rule.expect else names[:1])}
+            own[rule.id] = sorted(known)
+    _dist.store().set(f"{_topic(rules.sha256)}/{_dist.rank()}", json.dumps(own))
+    return own
+
+
+def _hear(rules: str) -> tuple[dict[int, Names], list[int]]:
+    """Return what the ranks have told, and those that have told nothing."""
+    store = _dist.store()
+    keys = {rank: f"{_topic(rules)}/{rank}" for rank in range(_dist.world())}
+    absent = rollcall.wait_for(store, keys)
+    there = [rank for rank in keys if rank not in absent]
+    return {rank: json.loads(store.get(keys[rank])) for rank in there}, absent
+
+
+def _topic(rules: str) -> str:
+    return f"gradsurgeon/matched/{rules}"
+
+
+def _only(rules: RuleSet, rule_id: str) -> RuleSet:
+    return replace(rules, rules=tuple(rule for rule in rules.rules if rule.id == rule_id))
+
+
+def _texts(
+    rules: RuleSet,
+    rule_id: str,
+    models: Mapping[str, Manifest],
+    *,
+    count: int,
+    absent: Sequence[int],
+) -> list[str]:
+    """Return what is wrong with a rule, as seen from here, and what the other ranks have of it."""
+    silent = ", ".join(map(str, absent))
+    told = f"; nothing heard of rank {silent} within {rollcall.LIMIT:g} s" if absent else ""
+    others = f" (on all ranks together: {count}{told})"
+    here = shortfalls(_only(rules, rule_id), models)
+    place = f"{rules.place(rule_id)}: rule {rule_id}: "
+    here = here or [f"{place}matches another number of parameters than `expect` says"]
+    return [text + others for text in here]
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    many = len(numbers) > 1
+    return f"rank{'s' if many else ''} {', '.join(map(str, numbers))} {'have' if many else 'has'}"

@@ -1,0 +1,411 @@
+"""Ranks that differ: in their rules, in what they pause, in what became of a gradient on one of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from worker import work
+
+import gradsurgeon
+from gradsurgeon.runtime import rollcall
+
+STEPS = 5
+FAULT = 2
+NAN = float("nan")
+# Four seconds are enough for two ranks that have just reduced a gradient together.
+rollcall.LIMIT = 4.0
+
+
+def trap(then: str = "skip-step", **options: Any) -> dict[str, Any]:
+    """Return a trap on all parameters."""
+    return {"id": "trap", "action": "nan-trap", "params": "*", "then": then, **options}
+
+
+BOUND = {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01}
+EARLY = {"id": "early", "action": "scale", "params": "*", "factor": 0.5}
+FREEZE = {"id": "still", "action": "freeze", "params": "first.*", "steps": {"from": 1}}
+NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
+
+
+class Net(nn.Module):
+    """Two layers, and one parameter of which a rank can have its own."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, width)
+        self.last = nn.Linear(width, 4)
+        self.own = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the model makes of ``x``."""
+        out: Tensor = self.last(torch.tanh(self.first(x))) * self.own
+        return out
+
+
+def rank() -> int:
+    """Return the number of this process."""
+    return dist.get_rank()
+
+
+def data(step: int) -> Tensor:
+    """Return this rank's part of a batch."""
+    whole = torch.randn(4 * dist.get_world_size(), 4, generator=torch.Generator().manual_seed(step))
+    return whole.chunk(dist.get_world_size())[rank()]
+
+
+def averaged(net: Net, *, but: tuple[str, ...] = (), **options: Any) -> DistributedDataParallel:
+    """Return a model under DDP that leaves some parameters alone."""
+    named = list(but)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, named)
+    return DistributedDataParallel(net, **options)
+
+
+def values(net: nn.Module, *but: str) -> list[list[float]]:
+    """Return the weights."""
+    return [
+        [float(one) for one in whole(param).detach().flatten()]
+        for name, param in net.named_parameters()
+        if name not in but
+    ]
+
+
+def whole(param: Tensor) -> Tensor:
+    """Return all elements of a parameter."""
+    full: Tensor = param.full_tensor() if isinstance(param, DTensor) else param
+    return full
+
+
+class Run:
+    """Trains one model, and keeps what came of it.
+
+    Args:
+        net: what the optimizer updates.
+        called: what the script calls.
+        kind: of optimizer.
+    """
+
+    def __init__(
+        self, net: nn.Module, called: nn.Module | None = None, kind: Any = torch.optim.AdamW
+    ) -> None:
+        self.net = net
+        self.called = called or net
+        self.optimizer = kind(net.parameters(), lr=0.05)
+        self.session: gradsurgeon.Session | None = None
+        self.said: list[str] = []
+        self.error: str | None = None
+        self.weights: list[Any] = []
+
+    def apply(self, *rules: dict[str, Any], **options: Any) -> None:
+        """Put rules on."""
+        given = {"version": 1, "rules": list(rules)}
+        with self.listening():
+            self.session = gradsurgeon.apply(self.net, given, optimizer=self.optimizer, **options)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Keep warnings, and an error that would end the script: go on without rules."""
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            try:
+                yield
+            except gradsurgeon.GradSurgeonError as error:
+                self.error = self.error or str(error)
+                if self.session is not None:
+                    self.session.remove()
+        self.said += [
+            str(one.message)
+            for one in seen
+            if issubclass(one.category, gradsurgeon.GradSurgeonWarning)
+        ]
+
+    def step(self, number: int, spoil: Callable[[], None] | None = None) -> None:
+        """Take one step, with a fault between backward and update in step ``FAULT``."""
+        with self.listening():
+            self.optimizer.zero_grad()
+            self.called(data(number)).square().mean().backward()
+        if spoil is not None and number == FAULT:
+            spoil()
+        with self.listening():
+            self.optimizer.step()
+        self.weights.append(values(self.net, "own"))
+
+    def all(self, spoil: Callable[[], None] | None = None) -> dict[str, Any]:
+        """Take all steps, and tell of them."""
+        for number in range(STEPS):
+            self.step(number, spoil)
+        return self.told()
+
+    def told(self) -> dict[str, Any]:
+        """Return what came of it."""
+        events = []
+        if self.session is not None:
+            events = [(e.kind, e.step, e.name, e.message) for e in self.session.events]
+            self.session.remove()
+        return {
+            "weights": self.weights,
+            "said": self.said,
+            "error": self.error,
+            "events": events,
+            "clock": None if self.session is None else self.session.step,
+        }
+
+
+def spoiled(net: Net, on: int, name: str = "own") -> Callable[[], None]:
+    """Return what makes one gradient NaN on one rank; of a sharded one, the part that lies there."""
+
+    def spoil() -> None:
+        if rank() == on:
+            grad = net.get_parameter(name).grad
+            assert grad is not None
+            (grad.to_local() if isinstance(grad, DTensor) else grad).fill_(NAN)
+
+    return spoil
+
+
+def on_one_rank(*rules: dict[str, Any]) -> dict[str, Any]:
+    """Train with rules on rank 0 alone."""
+    net = Net()
+    run = Run(net, averaged(net))
+    if rank() == 0:
+        run.apply(*rules)
+    return run.all()
+
+
+def plans_differ(*both: dict[str, Any]) -> dict[str, Any]:
+    """Train with other rules on each rank."""
+    net = Net()
+    run = Run(net, averaged(net))
+    run.apply(both[rank()])
+    return run.all()
+
+
+def ignored(then: str, *, on: int, mode: str = "act") -> dict[str, Any]:
+    """Spoil a parameter that DDP was told to leave alone."""
+    net = Net()
+    run = Run(net, averaged(net, but=("own",)))
+    run.apply(trap(then), mode=mode)
+    return run.all(spoiled(net, on))
+
+
+def hooked() -> dict[str, Any]:
+    """Train under a communication hook that does not reduce; rank 1 spoils what it hands over."""
+    net = Net()
+    called = averaged(net)
+
+    def hook(_state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        buffer = bucket.buffer()
+        if rank() == 1 and net.number == FAULT:
+            buffer.fill_(NAN)
+        future.set_result(buffer)
+        return future
+
+    hook.__annotations__.clear()  # torch compares them with types, and here they are texts
+    called.register_comm_hook(None, hook)
+    run = Run(net, called)
+    run.apply(trap())
+    for number in range(STEPS):
+        net.number = number  # type: ignore[assignment]
+        run.step(number)
+    return run.told()
+
+
+def edited(then: str, **options: Any) -> dict[str, Any]:
+    """Spoil a reduced gradient by the script on rank 1."""
+    net = Net()
+    run = Run(net, averaged(net, **options))
+    run.apply(trap(then))
+    return run.all(spoiled(net, 1, "last.bias"))
+
+
+def paused(
+    *rules: dict[str, Any], sharded: bool = False, spoilt: int | None = None
+) -> dict[str, Any]:
+    """Pause rank 1 in steps 1 to 3; another rank trips meanwhile."""
+    net = Net()
+    if sharded:
+        fully_shard(net)
+    run = Run(net, net if sharded else averaged(net, but=("own",)))
+    run.apply(trap(), NORMS, *rules)
+    assert run.session is not None
+    for number in range(STEPS):
+        if rank() == 1:
+            run.session.pause() if 1 <= number <= 3 else run.session.resume()
+        run.step(number, None if spoilt is None else spoiled(net, spoilt))
+    found = run.told()
+    return {**found, "norms": found["error"] or run.session.history("first.weight", rule="norms")}
+
+
+def alone() -> dict[str, Any]:
+    """Train without DDP, though the processes know each other; rank 1 spoils a gradient of its own."""
+    net = Net()
+    run = Run(net)
+    run.apply(trap())
+    return run.all(spoiled(net, 1, "last.bias"))
+
+
+def in_another_order() -> dict[str, Any]:
+    """Apply rules to two models in another order on each rank; rank 1 spoils one of them."""
+    nets = [Net(), Net()]
+    runs = [Run(net, averaged(net, but=("own",))) for net in nets]
+    for one in runs if rank() == 0 else reversed(runs):
+        one.apply(trap())
+    for number in range(STEPS):
+        runs[0].step(number, spoiled(nets[0], 1))
+        runs[1].step(number)
+    return {"spoilt": runs[0].told(), "sound": runs[1].told()}
+
+
+def replaced() -> dict[str, Any]:
+    """Put other rules in the place of the first ones, on all ranks."""
+    net = Net()
+    run = Run(net, averaged(net, but=("own",)))
+    run.apply(trap("raise"))
+    run.step(0)
+    run.step(1)
+    run.apply(trap(), replace=True, start_step=2)
+    for number in range(2, STEPS):
+        run.step(number, spoiled(net, 0))
+    return run.told()
+
+
+def later() -> dict[str, Any]:
+    """Rank 1 comes with its rules after two steps."""
+    net = Net()
+    run = Run(net, averaged(net))
+    if rank() == 0:
+        run.apply(trap("raise"))
+    for number in range(STEPS):
+        if number == 2 and rank() == 1:
+            run.apply(trap("raise"), start_step=2)
+        run.step(number)
+    return run.told()
+
+
+def sharded_on_one_rank() -> dict[str, Any]:
+    """Shard a model, and record its norms on rank 0 alone."""
+    net = Net()
+    fully_shard(net)
+    run = Run(net)
+    if rank() == 0:
+        run.apply(NORMS)
+    return run.all()
+
+
+def shard_spoilt(*, clip: bool) -> dict[str, Any]:
+    """Spoil one shard on rank 1, which the script's own clip spreads to all."""
+    net = Net()
+    fully_shard(net)
+    run = Run(net)
+    run.apply(trap(), {**NORMS, "at": "step"})
+
+    def spoil() -> None:
+        spoiled(net, 1, "last.weight")()
+
+    for number in range(STEPS):
+        run.optimizer.zero_grad()
+        run.called(data(number)).square().mean().backward()
+        if number == FAULT:
+            spoil()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+        with run.listening():
+            run.optimizer.step()
+        run.weights.append(values(net, "own"))
+    assert run.session is not None
+    norms = [run.session.history(name) for name, _ in net.named_parameters()]
+    return {**run.told(), "norms": norms}
+
+
+def scaled() -> dict[str, Any]:
+    """Train under a scaler; rank 1 has an infinity that its scaler alone sees."""
+    net = Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    run = Run(net, averaged(net, but=("own",)))
+    run.apply(trap(), scaler=scaler)
+    for number in range(STEPS):
+        run.optimizer.zero_grad()
+        scaler.scale(run.called(data(number)).square().mean()).backward()
+        if number == FAULT:
+            spoiled(net, 1)()
+        with run.listening():
+            scaler.step(run.optimizer)
+        scaler.update()
+        run.weights.append(values(net, "own"))
+    return run.told()
+
+
+def alike(kind: str, *rules: dict[str, Any]) -> dict[str, Any]:
+    """Train with rules that hold the optimizer back; rank 1 spoils a gradient before it is reduced."""
+    net = Net()
+    if kind == "FSDP2":
+        fully_shard(net)
+    options: dict[str, Any] = {} if kind in ("DDP", "FSDP2") else {kind: True}
+    run = Run(net, net if kind == "FSDP2" else averaged(net, **options))
+    run.apply(*rules)
+    called = run.called
+
+    def spoilt(batch: Tensor) -> Tensor:
+        out: Tensor = called(batch)
+        if rank() == 1 and torch.equal(batch, data(FAULT)):
+            out = out * NAN
+        return out
+
+    run.called = spoilt  # type: ignore[assignment]
+    found = run.all()
+    return {**found, "own": values(net)[-1]}
+
+
+def main() -> dict[str, Any]:
+    """Run every part."""
+    found: dict[str, Any] = {}
+    for name, rule in {
+        "raise": trap("raise"),
+        "skip-step": trap(),
+        "warn": trap("warn"),
+        "bound": BOUND,
+        "early": EARLY,
+        "norms": NORMS,
+    }.items():
+        found[f"one rank, {name}"] = on_one_rank(rule)
+    found["plans, raise"] = plans_differ(trap("raise"), {**trap("raise"), "give_up_after": 3})
+    found["plans, skip"] = plans_differ(trap(), trap("raise"))
+    found["plans, records"] = plans_differ(NORMS, {**NORMS, "at": "step"})
+    for then in ("skip-step", "raise", "warn"):
+        found[f"ignored, {then}"] = ignored(then, on=1)
+    found["ignored, first"] = ignored("skip-step", on=0)
+    found["ignored, observed"] = ignored("skip-step", on=1, mode="observe")
+    found["hooked"] = hooked()
+    found["edited, skip-step"] = edited("skip-step")
+    found["edited, raise"] = edited("raise")
+    for spoilt in (None, 0):
+        found[f"paused, {spoilt}"] = paused(spoilt=spoilt)
+        found[f"paused sharded, {spoilt}"] = paused(sharded=True, spoilt=spoilt)
+    late = {**NORMS, "id": "late", "at": "step"}
+    found["paused edits"] = paused(BOUND, late, sharded=True)
+    found["paused records"] = paused(late, sharded=True)
+    found["alone"] = alone()
+    found["order"] = in_another_order()
+    found["replaced"] = replaced()
+    found["later"] = later()
+    found["sharded on one"] = sharded_on_one_rank()
+    for clip in (False, True):
+        found[f"shard, {clip}"] = shard_spoilt(clip=clip)
+    found["scaled"] = scaled()
+    for kind in ("DDP", "find_unused_parameters", "static_graph", "FSDP2"):
+        found[f"alike {kind}"] = alike(kind, trap(), FREEZE)
+    return found
+
+
+if __name__ == "__main__":
+    work(main)

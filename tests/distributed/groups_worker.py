@@ -1,0 +1,101 @@
+"""Four ranks in two groups: stages of a pipeline and models of their own; each writes down what came of it."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from worker import work
+
+import gradsurgeon
+from gradsurgeon.runtime import rollcall
+
+STEPS = 4
+FAULT = 1
+rollcall.LIMIT = 4.0
+
+
+def apply(net: nn.Module, *rules: dict[str, Any]) -> tuple[Any, str]:
+    """Put rules on; return the session, and what was refused."""
+    try:
+        return gradsurgeon.apply(net, {"version": 1, "rules": list(rules)}), ""
+    except gradsurgeon.BindError as error:
+        return None, str(error)
+
+
+def of_stage(rank: int) -> nn.Sequential:
+    """Return the part of a model that a rank has: two ranks have the first stage, two the second."""
+    net = nn.Sequential()
+    net.add_module("first" if rank < 2 else "second", nn.Linear(4, 4))
+    return net
+
+
+def stages(**options: Any) -> dict[str, Any]:
+    """Apply a rule for the first stage on all ranks."""
+    rule = {"id": "calm", "action": "scale", "at": "step", "factor": 0.5, **options}
+    session, refused = apply(of_stage(dist.get_rank()), rule)
+    events = []
+    if session is not None:
+        events = [(event.kind, event.rule, event.message) for event in session.events]
+        session.remove()
+    dist.barrier()
+    return {"refused": refused, "events": events}
+
+
+def asked_by_one() -> dict[str, Any]:
+    """Apply a rule that matches nothing on rank 0 alone: nobody answers."""
+    start, refused = time.monotonic(), ""
+    if dist.get_rank() == 0:
+        _, refused = apply(of_stage(0), {"id": "lost", "action": "zero", "params": "third.*"})
+    took = time.monotonic() - start
+    dist.barrier()
+    return {"refused": refused, "took": took}
+
+
+def groups() -> dict[str, Any]:
+    """Train two models, each on a group of its own; rank 1 spoils a gradient of the first."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    called = DistributedDataParallel(net, process_group=pair)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    session, _ = apply(
+        net, {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+    )
+    weights = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        called(torch.full((2, 4), 1.0 + dist.get_rank())).square().mean().backward()
+        if step == FAULT and dist.get_rank() == 1:
+            grad = net[0].bias.grad
+            assert isinstance(grad, Tensor)
+            grad.fill_(float("nan"))
+        optimizer.step()
+        weights.append([float(one) for param in net.parameters() for one in param.flatten()])
+    events = [(event.kind, event.step) for event in session.events]
+    session.remove()
+    return {"weights": weights, "events": events}
+
+
+def main() -> dict[str, Any]:
+    """Run every part."""
+    warnings.simplefilter("ignore")
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "elsewhere": lambda: stages(params="first.*"),
+        "nowhere": lambda: stages(params="frist.*"),
+        "expected": lambda: stages(params="*", expect={"params": 4}),
+        "not expected": lambda: stages(params="*", expect={"params": 2}),
+        "asked by one": asked_by_one,
+        "groups": groups,
+    }
+    return {name: part() for name, part in parts.items()}
+
+
+if __name__ == "__main__":
+    work(main)

@@ -1,0 +1,257 @@
+"""Ranks that differ end alike: none hangs, all decide the same, and whoever lacks the rules is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.apart_worker import FAULT, STEPS
+from ranks import run_ranks
+
+pytestmark = pytest.mark.cover_children
+
+ALL = list(range(STEPS))
+SKIPPED = [step for step in ALL if step != FAULT]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    worker = Path(__file__).with_name("apart_worker.py")
+    return run_ranks(worker, tmp_path_factory.mktemp("apart") / "seen")
+
+
+def moved(run: dict[str, Any]) -> list[int]:
+    """Return the steps that moved the weights."""
+    weights = run["weights"]
+    return [step for step in ALL if step == 0 or weights[step] != weights[step - 1]]
+
+
+def kinds(run: dict[str, Any]) -> list[tuple[str, int, str]]:
+    """Return what the events are about."""
+    return [(kind, step, name) for kind, step, name, _ in run["events"]]
+
+
+def test_a_trap_on_one_rank_alone_warns_of_it_and_goes_on(ranks: list[dict[str, Any]]) -> None:
+    one, other = (rank["one rank, raise"] for rank in ranks)
+    assert one["said"] == [
+        "rank 1 has no rules (nothing heard within 4 s): this rank decides alone, and where it stops the "
+        "others wait for it; apply the same rules on all ranks"
+    ]
+    assert one["weights"] == other["weights"]
+    assert moved(one) == ALL
+    assert one["clock"] == STEPS
+
+
+@pytest.mark.parametrize("rule", ["skip-step", "bound"])
+def test_what_lets_weights_drift_apart_is_refused_on_one_rank(
+    ranks: list[dict[str, Any]], rule: str
+) -> None:
+    one = ranks[0][f"one rank, {rule}"]
+    assert one["error"] == (
+        "rank 1 has no rules (nothing heard within 4 s); a rule that skips a step or edits final gradients "
+        "would let the weights of the ranks drift apart: apply the same rules on all ranks, with the same "
+        "`mode` and `start_step`"
+    )
+    assert one["clock"] == 0
+    assert moved(ranks[1][f"one rank, {rule}"]) == ALL
+
+
+@pytest.mark.parametrize("rule", ["warn", "early", "norms"])
+def test_what_only_records_or_is_averaged_waits_for_nobody(
+    ranks: list[dict[str, Any]], rule: str
+) -> None:
+    one, other = (rank[f"one rank, {rule}"] for rank in ranks)
+    assert (one["said"], one["error"], one["events"]) == ([], None, [])
+    assert one["weights"] == other["weights"]
+
+
+def test_a_rank_with_other_rules_is_named(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        other = 1 - number
+        (text,) = rank["plans, raise"]["said"]
+        assert text.startswith(
+            f"rank {other} has other rules, mode or step than rank {number}: this rank decides alone"
+        )
+        assert rank["plans, raise"]["error"] is None
+        assert rank["plans, skip"]["error"].startswith(
+            f"rank {other} has other rules, mode or step than rank {number}; a rule that skips a step"
+        )
+        assert rank["plans, records"]["said"] == []
+        assert rank["plans, records"]["error"] is None
+
+
+@pytest.mark.parametrize(
+    ("run", "name", "spoilt"),
+    [
+        ("ignored, skip-step", "own", 1),
+        ("ignored, first", "own", 0),
+        ("edited, skip-step", "last.bias", 1),
+        ("hooked", "own", 1),
+    ],
+)
+def test_what_one_rank_alone_has_is_skipped_on_all(
+    ranks: list[dict[str, Any]], run: str, name: str, spoilt: int
+) -> None:
+    for number, rank in enumerate(ranks):
+        assert moved(rank[run]) == SKIPPED
+        own = [("trap", FAULT, name)] if number == spoilt else []
+        assert kinds(rank[run]) == [*own, ("skipped-step", FAULT, name)]
+    text = ranks[1 - spoilt][run]["events"][0][3]
+    assert text.startswith(
+        f"step 2: rank {spoilt} trapped, and all ranks skip the step: step 2, rule trap: "
+    )
+    if run != "hooked":  # where nothing is averaged, weights differ
+        assert ranks[0][run]["weights"] == ranks[1][run]["weights"]
+
+
+@pytest.mark.parametrize(
+    ("run", "name"), [("ignored, raise", "own"), ("edited, raise", "last.bias")]
+)
+def test_what_one_rank_alone_has_stops_all(
+    ranks: list[dict[str, Any]], run: str, name: str
+) -> None:
+    own, other = ranks[1][run], ranks[0][run]
+    assert own["error"].startswith("step 2, rule trap: 1 of 5 gradients are not finite")
+    assert other["error"] == f"step 2: rank 1 trapped, and all ranks stop: {own['error']}"
+    assert kinds(own) == kinds(other) == [("trap", FAULT, name)]
+
+
+@pytest.mark.parametrize("run", ["ignored, warn", "ignored, observed"])
+def test_rules_that_only_tell_wait_for_nobody(ranks: list[dict[str, Any]], run: str) -> None:
+    assert ("trap", FAULT, "own") in kinds(ranks[1][run])
+    assert FAULT not in [step for _, step, _ in kinds(ranks[0][run])]
+
+
+def test_a_paused_rank_does_what_the_others_decide(ranks: list[dict[str, Any]]) -> None:
+    assert [kinds(rank["paused, None"]) for rank in ranks] == [[], []]
+    assert [len(rank["paused, None"]["norms"]) for rank in ranks] == [STEPS, 2]
+    for number, rank in enumerate(ranks):
+        run = rank["paused, 0"]
+        assert moved(run) == SKIPPED
+        assert run["clock"] == STEPS
+        own = [("trap", FAULT, "own")] if number == 0 else []
+        assert kinds(run) == [*own, ("skipped-step", FAULT, "own")]
+        assert run["weights"] == ranks[0]["paused, 0"]["weights"]
+
+
+@pytest.mark.parametrize("run", ["paused sharded, None", "paused records"])
+def test_a_paused_rank_takes_part_in_what_the_others_measure(
+    ranks: list[dict[str, Any]], run: str
+) -> None:
+    for number, rank in enumerate(ranks):
+        assert rank[run]["clock"] == STEPS
+        assert [step for step, _ in rank[run]["norms"]] == (ALL if number == 0 else [0, 4])
+        assert rank[run]["events"] == []
+
+
+def test_a_paused_rank_skips_with_the_others_that_hold_the_shards(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for number, rank in enumerate(ranks):
+        run = rank["paused sharded, 0"]
+        assert moved(run) == SKIPPED
+        assert [step for _, step, _ in kinds(run)] == [FAULT] * (2 if number == 0 else 1)
+
+
+def test_a_pause_on_one_part_of_an_edit_is_a_pause_on_all(ranks: list[dict[str, Any]]) -> None:
+    for number, rank in enumerate(ranks):
+        run = rank["paused edits"]
+        assert run["clock"] == STEPS
+        assert run["weights"] == ranks[0]["paused edits"]["weights"]
+        assert kinds(run) == ([("notice", 1, "")] if number == 0 else [])
+    assert ranks[0]["paused edits"]["said"] == [
+        "rank 1 is paused and has a part of what the rules would edit, so that they rest on this rank as well"
+    ]
+
+
+def test_without_a_group_in_common_each_rank_decides_alone_and_says_so(
+    ranks: list[dict[str, Any]],
+) -> None:
+    one, other = (rank["alone"] for rank in ranks)
+    assert kinds(one) == [("notice", 0, "")]
+    assert kinds(other) == [
+        ("notice", 0, ""),
+        ("trap", FAULT, "last.bias"),
+        ("skipped-step", FAULT, "last.bias"),
+    ]
+    assert one["events"][0][3] == (
+        "the ranks have no process group in common for these parameters (no DistributedDataParallel around "
+        "them, and they are not sharded): each rank decides alone whether to stop or to skip it"
+    )
+    assert (moved(one), moved(other)) == (ALL, SKIPPED)
+
+
+def test_models_are_told_apart_whatever_order_they_got_their_rules_in(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        assert moved(rank["order"]["spoilt"]) == SKIPPED
+        assert moved(rank["order"]["sound"]) == ALL
+        assert rank["order"]["sound"]["events"] == []
+        assert rank["order"]["spoilt"]["said"] == []
+
+
+def test_sessions_that_take_the_place_of_others_find_each_other(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        assert moved(rank["replaced"]) == SKIPPED
+        assert rank["replaced"]["said"] == []
+
+
+def test_a_session_that_comes_late_is_told(ranks: list[dict[str, Any]]) -> None:
+    early, late = (rank["later"] for rank in ranks)
+    assert early["said"][0].startswith("rank 1 has no rules (nothing heard within 4 s)")
+    assert late["said"][0].startswith(
+        "rank 1 has come with its rules after rank 0 had begun to train without it: this rank decides alone"
+    )
+    assert early["weights"] == late["weights"]
+
+
+def test_norms_of_shards_are_refused_where_one_rank_alone_asks_for_them(
+    ranks: list[dict[str, Any]],
+) -> None:
+    one, other = (rank["sharded on one"] for rank in ranks)
+    assert one["error"].startswith(
+        "rank 1 has no rules (nothing heard within 4 s); the model is divided over these ranks"
+    )
+    assert moved(one) == moved(other) == ALL
+
+
+@pytest.mark.parametrize("clip", ["False", "True"])
+def test_a_fault_in_one_shard_is_skipped_on_all(ranks: list[dict[str, Any]], clip: str) -> None:
+    for rank in ranks:
+        run = rank[f"shard, {clip}"]
+        assert moved(run) == SKIPPED
+        assert run["weights"] == ranks[0][f"shard, {clip}"]["weights"]
+        assert [kind for kind, _, _ in kinds(run)] == ["trap", "skipped-step"]
+    if clip == "True":
+        # What is recorded at the step is what the clip has left.
+        for step in SKIPPED:
+            squares = [dict(map(tuple, own))[step] ** 2 for own in ranks[0]["shard, True"]["norms"]]
+            assert sum(squares) ** 0.5 == pytest.approx(0.01, rel=1e-3)
+
+
+def test_an_overflow_that_one_scaler_sees_is_skipped_on_all(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert moved(rank["scaled"]) == SKIPPED
+    assert kinds(ranks[1]["scaled"]) == [("scaler-skip", FAULT, "")]
+    assert kinds(ranks[0]["scaled"]) == [("skipped-step", FAULT, "")]
+    assert ranks[0]["scaled"]["events"][0][3].startswith(
+        "step 2: all ranks skip the step, because the GradScaler of rank 1 does: "
+    )
+
+
+@pytest.mark.parametrize("kind", ["DDP", "find_unused_parameters", "static_graph", "FSDP2"])
+def test_what_holds_an_optimizer_back_leaves_ranks_alike(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
+    one, other = (rank[f"alike {kind}"] for rank in ranks)
+    assert one["weights"] == other["weights"]
+    assert one["own"] == other["own"]
+    assert moved(one) == SKIPPED
+    first = [step[0] for step in one["weights"]]
+    assert all(weight == first[0] for weight in first)
+    assert kinds(one) == kinds(other)
+    assert ("skipped-step", FAULT) in [(kind, step) for kind, step, _ in kinds(one)]
