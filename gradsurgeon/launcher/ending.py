@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from gradsurgeon import _dist
+from gradsurgeon._patching import Patch
 from gradsurgeon.errors import BindError, GradSurgeonWarning
 from gradsurgeon.launcher import exiting, telling
 from gradsurgeon.launcher.debugger import Debugger
@@ -42,23 +42,17 @@ class Ending:
         self._expected = True
         # Of whoever trains: a forked worker may be the first to do so.
         self._pid = os.getpid()
-        self._before_exit()
+        # Keep the records where the script leaves by `os._exit`, which runs nothing else.
+        Patch(os, "_exit", self._leave)
         Termination(self._finish).expect()
         if self._settings.pdb:
             self._debugger.install()
 
-    def _before_exit(self) -> None:
-        """Keep the records where the script leaves by `os._exit`, which runs nothing else."""
-        leave = os._exit
-
-        @functools.wraps(leave)
-        def left(status: int) -> NoReturn:
-            try:
-                self._finish()
-            finally:
-                leave(exiting.code(status))
-
-        os._exit = left
+    def _leave(self, leave: Callable[[int], NoReturn], status: int) -> NoReturn:
+        try:
+            self._finish()
+        finally:
+            leave(exiting.code(status))
 
     def dry_run(self) -> None:
         """Print the plans, write the manifest and stop, where that is what was asked for.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from collections.abc import Callable
 
 from gradsurgeon import _dist
+from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonWarning
 from gradsurgeon.launcher import telling
 from gradsurgeon.launcher.models import Models
@@ -21,18 +22,17 @@ class Warned:
 
     def install(self) -> None:
         """Show them from now on, unless the script shows or records warnings by itself."""
-        name = "_showwarnmsg_impl"
         # `showwarning`, which is public, is for the script to replace: it goes before this, and loses the source
         # of a warning about a resource where it is replaced.
-        show: Any = getattr(warnings, name)
+        Patch(warnings, "_showwarnmsg_impl", self._show)
 
-        def shown(warning: warnings.WarningMessage) -> None:
-            if issubclass(warning.category, GradSurgeonWarning) and warning.file is None:
-                self._say(str(warning.message))
-            else:
-                show(warning)
-
-        setattr(warnings, name, shown)
+    def _show(
+        self, show: Callable[[warnings.WarningMessage], None], warning: warnings.WarningMessage
+    ) -> None:
+        if issubclass(warning.category, GradSurgeonWarning) and warning.file is None:
+            self._say(str(warning.message))
+        else:
+            show(warning)
 
     def _say(self, text: str) -> None:
         rank = _dist.rank()

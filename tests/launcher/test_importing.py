@@ -17,7 +17,7 @@ from gradsurgeon.launcher.importing import _Finder
 
 NAME = "waited_for"
 # Calls back after an import, as `wrapt.when_imported` does: by a finder that asks all others, itself included.
-OTHERS = '''
+OTHERS = """
 import sys
 from importlib.util import find_spec
 class Loader:
@@ -42,7 +42,7 @@ class Finder:
         finally:
             self.busy = False
 sys.meta_path.insert(0, Finder())
-'''
+"""
 
 
 class OtherFinder:
@@ -74,8 +74,7 @@ class OtherLoader:
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)  # type: ignore[no-any-return]
 
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
+    def exec_module(self, module: Any) -> None:
         # As an import hook does that leaves what it has not put there.
         if module.__loader__ is self:
             module.__loader__ = self._loader
@@ -99,7 +98,9 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
     sys.modules.pop(NAME, None)
 
 
-def wait(told: list[str], *, before: bool, called_back: Callable[[], None] | None = None) -> _Finder:
+def wait(
+    told: list[str], *, before: bool, called_back: Callable[[], None] | None = None
+) -> _Finder:
     """Put the launcher's finder and the other one at work."""
     finder = _Finder(NAME, called_back or (lambda: told.append("launcher")))
     finders: list[Any] = [OtherFinder(told), finder]
