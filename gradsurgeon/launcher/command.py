@@ -44,22 +44,31 @@ def main(argv: Sequence[str]) -> int:
     rules = arguments.rules or os.environ.get(RULES, "")
     if problem := _problem(rules, arguments.record):
         return _fail(problem)
-    settings = Settings(
-        rules=str(Path(rules).absolute()),
-        record=str(Path(arguments.record).absolute()) if arguments.record else "",
-        dry_run=str(Path.cwd() / "params.json") if arguments.dry_run else "",
-        start_step=arguments.start_step,
-        observe=arguments.observe,
-        pdb=arguments.pdb,
-        quiet=arguments.quiet,
-        strict=arguments.strict,
-    )
+    try:
+        settings = _settings(rules, arguments)
+    except OSError as error:  # of all that is in there, only where we are can be unknown
+        return _fail(
+            f"the working directory cannot be told: {error.strerror}; go to one that exists"
+        )
     environment = settings.environment(os.environ)
     if arguments.print_env:
         _print_difference(environment)
         return 0
     environment |= mark.variables(environment, command=target[0] == "--")
     return _become_target(target, environment)
+
+
+def _settings(rules: str, arguments: argparse.Namespace) -> Settings:
+    return Settings(
+        rules=str(Path(rules).absolute()),
+        record=str(Path(arguments.record).absolute()) if arguments.record else "",
+        dry_run=str(Path("params.json").absolute()) if arguments.dry_run else "",
+        start_step=arguments.start_step,
+        observe=arguments.observe,
+        pdb=arguments.pdb,
+        quiet=arguments.quiet,
+        strict=arguments.strict,
+    )
 
 
 def _is_off() -> bool:
@@ -179,7 +188,8 @@ def _goes_on_without(why: str, environment: dict[str, str]) -> bool:
 def _print_difference(environment: dict[str, str]) -> None:
     for key, value in environment.items():
         if os.environ.get(key) != value:
-            print(f"export {key}={shlex.quote(value)}")  # noqa: T201 # for the shell to read
+            # As bytes: a path need not be text.
+            sys.stdout.buffer.write(os.fsencode(f"export {key}={shlex.quote(value)}\n"))
 
 
 def _fail(text: str) -> int:

@@ -7,13 +7,14 @@ import os
 import sys
 from _thread import get_ident
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from gradsurgeon import _live
 from gradsurgeon.launcher import exiting, idle
-from gradsurgeon.launcher.settings import STRICT, Settings, from_environment, is_on
+from gradsurgeon.launcher.settings import Settings, from_environment
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
@@ -26,17 +27,13 @@ def start() -> None:
     """Arrange for the rules to be there once torch is, if the environment says so."""
     try:
         settings = from_environment(os.environ)
-    except ValueError as error:
-        idle.busy()
-        say(str(error))
-        if is_on(os.environ.get(STRICT, "")):
-            os._exit(2)  # An exception is a fatal error here: no script has begun.
+    except (OSError, ValueError) as error:
+        sys.meta_path.insert(0, _Finder("torch", partial(_refuse, str(error))))
         return
     if settings is not None:
-        chosen = settings
         exiting.start()
         idle.start()
-        sys.meta_path.insert(0, _Finder("torch", lambda: _activate(chosen)))
+        sys.meta_path.insert(0, _Finder("torch", partial(_activate, settings)))
 
 
 def say(text: str) -> None:
@@ -44,8 +41,15 @@ def say(text: str) -> None:
     print(f"gradsurgeon: {text}", file=sys.stderr, flush=True)  # noqa: T201 # there is no other channel
 
 
+def _refuse(text: str) -> NoReturn:
+    """Let nothing train: what was asked for means nothing, and nobody has asked for training without."""
+    idle.busy()
+    say(text)
+    raise SystemExit(2)
+
+
 def give_way(settings: Settings, error: BaseException) -> None:
-    """Say in one line that the launcher cannot do its work; the script runs on, unless strict.
+    """Say in one line that the launcher cannot find its way in this script, which runs on unless strict.
 
     Raises:
         SystemExit: with ``--strict``.
