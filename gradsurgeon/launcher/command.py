@@ -44,12 +44,7 @@ def main(argv: Sequence[str]) -> int:
     rules = arguments.rules or os.environ.get(RULES, "")
     if problem := _problem(rules, arguments.record):
         return _fail(problem)
-    try:
-        settings = _settings(rules, arguments)
-    except OSError as error:  # of all that is in there, only where we are can be unknown
-        return _fail(
-            f"the working directory cannot be told: {error.strerror}; go to one that exists"
-        )
+    settings = _settings(rules, arguments)
     environment = settings.environment(os.environ)
     if arguments.print_env:
         _print_difference(environment)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from bounds import TIMEOUT
 from commands import environment
 from ranks import torchrun
 
@@ -48,7 +49,7 @@ def run(folder: Path, script: str, *launch: str) -> Launched:
         env={**environment(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         check=False,
-        timeout=60,
+        timeout=TIMEOUT,
     )
     # As it is: a carriage return is none of the ends of a line.
     return Launched(done.returncode, done.stdout.decode(), done.stderr.decode())
