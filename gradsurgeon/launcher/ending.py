@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from gradsurgeon import _dist
 from gradsurgeon._patching import Patch
-from gradsurgeon.errors import BindError, GradSurgeonWarning, ManifestError, printable
+from gradsurgeon.errors import BindError, GradSurgeonWarning, printable
 from gradsurgeon.launcher import exiting, telling
 from gradsurgeon.launcher.debugger import Debugger
 from gradsurgeon.launcher.importing import say
@@ -89,8 +89,8 @@ class Ending:
                 path = path.with_name(f"{path.stem}.{one.title}{path.suffix}")
             try:
                 manifest_file.write(one.plan.manifest, path)
-            except (ManifestError, OSError) as error:
-                say(f"dry run: error: no names were written: {error}")
+            except OSError as error:
+                say(f"dry run: error: cannot write {printable(str(path))}: {error.strerror}")
                 written = False
             else:
                 say(f"dry run: wrote {printable(str(path))}")

@@ -7,6 +7,7 @@ of few models is written for them only: ``sparse`` and ``sharding`` of a paramet
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -84,7 +85,7 @@ def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
     """Write a file, whole or not at all: half a file would be read as a damaged one in some pull request.
 
     Raises:
-        ManifestError: another file is there, which nobody has asked to replace.
+        FileExistsError: a file of another kind is there, which nobody has asked to replace.
         OSError: the file cannot be written.
     """
     place = pathlib.Path(path)
@@ -94,10 +95,8 @@ def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
         return
     place = place.resolve()
     if place.exists() and place.stat().st_size and not _is_manifest(place):
-        message = (
-            "this file is not one that `gradsurgeon params` has written, so that it is not replaced"
-        )
-        strict_json.refuse(os.fspath(path), message, "move it away, or write to another")
+        kept = "a file of another kind is there and stays: move it away, or write to another"
+        raise FileExistsError(errno.EEXIST, kept, os.fspath(path))
     draft = place.with_name(f"{place.name}.{os.getpid()}.part")
     try:
         draft.write_text(text, encoding="utf-8", newline="\n")
