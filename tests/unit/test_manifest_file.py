@@ -442,7 +442,7 @@ def test_a_manifest_takes_the_place_of_an_earlier_one(what: str, tmp_path: pathl
 def test_a_manifest_takes_the_place_of_nothing_else(there: str, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "params.json"
     file.write_text(there, encoding="latin-1")
-    with pytest.raises(ManifestError, match="is not one that `gradsurgeon params` has written"):
+    with pytest.raises(FileExistsError, match="a file of another kind is there and stays"):
         manifest_file.write(planning.from_model(models.Mlp()), file)
     assert file.read_text(encoding="latin-1") == there
     assert list(tmp_path.iterdir()) == [file]
