@@ -223,7 +223,11 @@ def _parser() -> argparse.ArgumentParser:
         help="print the plan at the first step, write params.json, stop",
     )
     add("--pdb", action="store_true", help="open the debugger where a trap stops the update")
-    add("--quiet", action="store_true", help="neither header nor summary, only errors")
+    add(
+        "--quiet",
+        action="store_true",
+        help="neither header nor summary: only errors, warnings, traps and skips",
+    )
     add("--strict", action="store_true", help="stop where the rules cannot be put on the script")
     add(
         "--print-env",
