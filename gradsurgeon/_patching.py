@@ -44,12 +44,17 @@ class Patch:
         self._ours = wrapped
         setattr(owner, name, wrapped)
 
-    def undo(self) -> None:
-        """Put the function back if nobody has replaced ours; pass calls on to it otherwise."""
+    def undo(self) -> bool:
+        """Put the function back if nobody has replaced ours; pass calls on to it otherwise.
+
+        Returns:
+            Whether it is off. One that only passes calls on can be made ``active`` again.
+        """
         self.active = False
         if inspect.getattr_static(self._owner, self._name, None) is not self._ours:
-            return
+            return False
         if self._stored is _ABSENT:
             delattr(self._owner, self._name)
         else:
             setattr(self._owner, self._name, self._stored)
+        return True

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# Seconds that a process may take which a test has started: to tell that it hangs, not that it is slow.
+TIMEOUT = float(os.environ.get("GRADSURGEON_TEST_TIMEOUT", "600"))
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import IO
 from unittest import mock
 
+from bounds import TIMEOUT
+
 from gradsurgeon import cli
 
 ROOT = pathlib.Path(cli.__file__).parent.parent.parent
@@ -48,7 +50,7 @@ def call(
         capture_output=True,
         text=True,
         encoding="utf-8",
-        timeout=120,
+        timeout=TIMEOUT,
         check=False,
     )
 

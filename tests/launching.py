@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from bounds import TIMEOUT
 from commands import environment
 from ranks import torchrun
 
@@ -23,7 +24,6 @@ rules:
   - {id: norms, action: norm-log, params: "*"}
   - {id: trap, action: nan-trap, params: "*"}
 """
-TIMEOUT = 120
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bounds import TIMEOUT
 from commands import environment
 
 import gradsurgeon
@@ -73,7 +74,7 @@ class Folder:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=TIMEOUT,
         )
         return Launched(done.returncode, done.stdout, done.stderr.splitlines())
 

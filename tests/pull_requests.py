@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
+from bounds import TIMEOUT
 from commands import CLEAN, ROOT, environment, git
 
 ACTION = ROOT / ".github" / "actions" / "review"
@@ -177,7 +178,7 @@ class Job:
             capture_output=True,
             text=True,
             encoding="utf-8",
-            timeout=120,
+            timeout=TIMEOUT,
             check=False,
         )
 

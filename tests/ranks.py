@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bounds import TIMEOUT
+
 # What a test tells of itself goes with its report, from the process it ran in to the one that prints.
 FINAL_WEIGHTS = "final weights"
 
@@ -34,7 +36,7 @@ def run_ranks(worker: Path, out: Path, ranks: int = 2) -> list[dict[str, Any]]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradsurgeon.cli import fail
@@ -37,21 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(manifest: Manifest, output: str | None) -> int:
-    text = manifest_file.dumps(manifest)
     if output is None:
-        sys.stdout.write(text)
+        sys.stdout.write(manifest_file.dumps(manifest))
     else:
-        # Whole or not at all: half a file would be read as a damaged one in some pull request.
-        path = Path(output)
-        special = path.exists() and not path.is_file()  # /dev/stdout is not to be replaced
-        draft = path if special else Path(f"{path.resolve()}.{os.getpid()}.part")
         try:
-            draft.write_text(text, encoding="utf-8", newline="\n")
-            if not special:
-                draft.replace(path.resolve())
+            manifest_file.write(manifest, output)
         except OSError as error:
-            if not special:
-                draft.unlink(missing_ok=True)
             return fail(f"cannot write {printable(output)}: {error.strerror or error}")
     where = printable(output or "standard output")
     print(f"{where}: {_about(manifest)}", file=sys.stderr)

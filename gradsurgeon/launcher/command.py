@@ -44,22 +44,26 @@ def main(argv: Sequence[str]) -> int:
     rules = arguments.rules or os.environ.get(RULES, "")
     if problem := _problem(rules, arguments.record):
         return _fail(problem)
-    settings = Settings(
-        rules=str(Path(rules).absolute()),
-        record=str(Path(arguments.record).absolute()) if arguments.record else "",
-        dry_run=str(Path.cwd() / "params.json") if arguments.dry_run else "",
-        start_step=arguments.start_step,
-        observe=arguments.observe,
-        pdb=arguments.pdb,
-        quiet=arguments.quiet,
-        strict=arguments.strict,
-    )
+    settings = _settings(rules, arguments)
     environment = settings.environment(os.environ)
     if arguments.print_env:
         _print_difference(environment)
         return 0
     environment |= mark.variables(environment, command=target[0] == "--")
     return _become_target(target, environment)
+
+
+def _settings(rules: str, arguments: argparse.Namespace) -> Settings:
+    return Settings(
+        rules=str(Path(rules).absolute()),
+        record=str(Path(arguments.record).absolute()) if arguments.record else "",
+        dry_run=str(Path("params.json").absolute()) if arguments.dry_run else "",
+        start_step=arguments.start_step,
+        observe=arguments.observe,
+        pdb=arguments.pdb,
+        quiet=arguments.quiet,
+        strict=arguments.strict,
+    )
 
 
 def _is_off() -> bool:
@@ -179,7 +183,8 @@ def _goes_on_without(why: str, environment: dict[str, str]) -> bool:
 def _print_difference(environment: dict[str, str]) -> None:
     for key, value in environment.items():
         if os.environ.get(key) != value:
-            print(f"export {key}={shlex.quote(value)}")  # noqa: T201 # for the shell to read
+            # As bytes: a path need not be text.
+            sys.stdout.buffer.write(os.fsencode(f"export {key}={shlex.quote(value)}\n"))
 
 
 def _fail(text: str) -> int:
@@ -218,7 +223,11 @@ def _parser() -> argparse.ArgumentParser:
         help="print the plan at the first step, write params.json, stop",
     )
     add("--pdb", action="store_true", help="open the debugger where a trap stops the update")
-    add("--quiet", action="store_true", help="neither header nor summary, only errors")
+    add(
+        "--quiet",
+        action="store_true",
+        help="neither header nor summary: only errors, warnings, traps and skips",
+    )
     add("--strict", action="store_true", help="stop where the rules cannot be put on the script")
     add(
         "--print-env",

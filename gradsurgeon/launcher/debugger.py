@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
 import os
 import pdb  # noqa: T100 # it is what was asked for
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ import torch
 
 import gradsurgeon
 from gradsurgeon import _dist, _torch
+from gradsurgeon._patching import Patch
 from gradsurgeon.errors import NonFiniteGradientError, printable
 from gradsurgeon.launcher.importing import say
 
@@ -36,30 +37,36 @@ class Debugger:
 
     def install(self) -> None:
         """Wait for the error of a trap, in whatever thread."""
-        construct, end, end_of_thread = (
-            NonFiniteGradientError.__init__,
-            sys.excepthook,
-            threading.excepthook,
-        )
+        Patch(NonFiniteGradientError, "__init__", self._construct)
+        Patch(sys, "excepthook", self._on_end)
+        Patch(threading, "excepthook", self._on_end_of_thread)
 
-        @functools.wraps(construct)
-        def constructed(error: NonFiniteGradientError, *args: Any, **kwargs: Any) -> None:
-            construct(error, *args, **kwargs)
-            if error.rank == _dist.rank():
-                self._unseen = str(error).partition("\n")[0]
+    def _construct(
+        self,
+        construct: Callable[..., None],
+        error: NonFiniteGradientError,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        construct(error, *args, **kwargs)
+        if error.rank == _dist.rank():
+            self._unseen = str(error).partition("\n")[0]
 
-        def ended(
-            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-        ) -> None:
-            end(kind, error, traceback)
-            self._attend(error)
+    def _on_end(
+        self,
+        end: Callable[..., None],
+        kind: type[BaseException],
+        error: BaseException,
+        traceback: TracebackType | None,
+    ) -> None:
+        end(kind, error, traceback)
+        self._attend(error)
 
-        def thread_ended(args: threading.ExceptHookArgs) -> None:
-            end_of_thread(args)
-            self._attend(args.exc_value)
-
-        NonFiniteGradientError.__init__ = constructed  # type: ignore[assignment,method-assign]
-        sys.excepthook, threading.excepthook = ended, thread_ended
+    def _on_end_of_thread(
+        self, end: Callable[[threading.ExceptHookArgs], None], args: threading.ExceptHookArgs
+    ) -> None:
+        end(args)
+        self._attend(args.exc_value)
 
     def _attend(self, error: BaseException | None) -> None:
         # The script may have raised another error from that of the trap.

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from gradsurgeon import _dist
-from gradsurgeon.errors import BindError, GradSurgeonWarning
+from gradsurgeon._patching import Patch
+from gradsurgeon.errors import BindError, GradSurgeonWarning, printable
 from gradsurgeon.launcher import exiting, telling
 from gradsurgeon.launcher.debugger import Debugger
 from gradsurgeon.launcher.importing import say
@@ -42,45 +42,59 @@ class Ending:
         self._expected = True
         # Of whoever trains: a forked worker may be the first to do so.
         self._pid = os.getpid()
-        self._before_exit()
+        # Keep the records where the script leaves by `os._exit`, which runs nothing else.
+        Patch(os, "_exit", self._leave)
         Termination(self._finish).expect()
         if self._settings.pdb:
             self._debugger.install()
+            if why := self._never_stops():
+                telling.write([f"gradsurgeon: --pdb will open no debugger: {why}"], _dist.rank())
 
-    def _before_exit(self) -> None:
-        """Keep the records where the script leaves by `os._exit`, which runs nothing else."""
-        leave = os._exit
+    def _never_stops(self) -> str:
+        """Return why no rule will ever stop an update, empty where one may."""
+        if self._settings.observe:
+            return "with --observe no rule stops an update"
+        rules = self._models.rules
+        if any(
+            getattr(one, "then", "") == "raise" or hasattr(one, "give_up_after")
+            for one in rules.rules
+        ):
+            return ""
+        return f"no rule of {printable(rules.file)} stops an update, as `nan-trap` does"
 
-        @functools.wraps(leave)
-        def left(status: int) -> NoReturn:
-            try:
-                self._finish()
-            finally:
-                leave(exiting.code(status))
-
-        os._exit = left
+    def _leave(self, leave: Callable[[int], NoReturn], status: int) -> NoReturn:
+        try:
+            self._finish()
+        finally:
+            leave(exiting.code(status))
 
     def dry_run(self) -> None:
         """Print the plans, write the manifest and stop, where that is what was asked for.
 
         Raises:
-            SystemExit: with 0.
+            SystemExit: with 0, or with 2 where a manifest could not be written.
         """
         if not self._settings.dry_run or not self._models.attached:
             return
         self._done = True
-        self._show_plans()
-        sys.exit(0)
+        sys.exit(0 if self._show_plans() else exiting.REFUSED)
 
-    def _show_plans(self) -> None:
-        if _dist.rank() == 0:
-            for number, one in enumerate(self._models.attached):
-                print(one.plan, flush=True)  # noqa: T201 # it is the product
-                path = Path(self._settings.dry_run)
-                if number:
-                    path = path.with_name(f"{path.stem}.{one.title}{path.suffix}")
-                path.write_text(manifest_file.dumps(one.plan.manifest), encoding="utf-8")
-                say(f"dry run: wrote {path}")
+    def _show_plans(self) -> bool:
+        """Print the plans and write the manifests; return whether all could be written."""
+        written = True
+        for number, one in enumerate(self._models.attached if _dist.rank() == 0 else ()):
+            print(one.plan, flush=True)  # noqa: T201 # it is the product
+            path = Path(self._settings.dry_run)
+            if number:
+                path = path.with_name(f"{path.stem}.{one.title}{path.suffix}")
+            try:
+                manifest_file.write(one.plan.manifest, path)
+            except OSError as error:
+                say(f"dry run: error: cannot write {printable(str(path))}: {error.strerror}")
+                written = False
+            else:
+                say(f"dry run: wrote {printable(str(path))}")
+        return written
 
     def _finish(self) -> None:
         """Take the rules off and say what they did."""
@@ -100,7 +114,9 @@ class Ending:
             # Without an optimizer that steps nobody has said so yet.
             problems += self._models.shortfalls()
         if self._settings.dry_run and by_hand and not problems:
-            self._show_plans()  # Only one update, after which no backward pass came.
+            # Only one update, after which no backward pass came.
+            if not self._show_plans():
+                exiting.refuse()
         else:
             self._say(problems)
 

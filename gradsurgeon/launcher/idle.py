@@ -54,10 +54,10 @@ def missing(words: bytes) -> str:
             "no rule acted: no optimizer was built on the parameters of a module, and no backward "
             "pass reached any (torch.func, torch.autograd.grad and distributed autograd pass rules by)"
         )
-    # Nobody expects training from Python without torch.
-    return (
-        "" if TAKEN in words else f"no process has taken the rules: no Python of {sys.prefix} ran"
-    )
+    if TAKEN not in words:
+        return f"no process has taken the rules: no Python of {sys.prefix} ran"
+    # Nobody expects training from Python without torch, unless he says so.
+    return "no rule acted: no process has imported torch" if _is_expected() else ""
 
 
 def collect(mark: str) -> bytes:
@@ -69,6 +69,11 @@ def collect(mark: str) -> bytes:
     except OSError:
         return b""
     return words
+
+
+def _is_expected() -> bool:
+    """Tell whether it was asked for that something trains."""
+    return any(os.environ.get(name) for name in (STRICT, DRY_RUN))
 
 
 def _is_main() -> bool:
@@ -84,5 +89,5 @@ def _end(pid: int) -> None:
         text = missing(b"".join(_own) + collect(os.environ.get(MARK, "")))
         if text:
             print(f"gradsurgeon: {text}", file=sys.stderr, flush=True)  # noqa: T201 # there is no other channel
-            if any(os.environ.get(name) for name in (STRICT, DRY_RUN)):
+            if _is_expected():
                 exiting.refuse()

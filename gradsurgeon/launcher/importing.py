@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
+from _thread import get_ident
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from gradsurgeon import _live
 from gradsurgeon.launcher import exiting, idle
-from gradsurgeon.launcher.settings import STRICT, Settings, from_environment, is_on
+from gradsurgeon.launcher.settings import Settings, from_environment
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
@@ -24,17 +27,13 @@ def start() -> None:
     """Arrange for the rules to be there once torch is, if the environment says so."""
     try:
         settings = from_environment(os.environ)
-    except ValueError as error:
-        idle.busy()
-        say(str(error))
-        if is_on(os.environ.get(STRICT, "")):
-            os._exit(2)  # An exception is a fatal error here: no script has begun.
+    except (OSError, ValueError) as error:
+        sys.meta_path.insert(0, _Finder("torch", partial(_refuse, str(error))))
         return
     if settings is not None:
-        chosen = settings
         exiting.start()
         idle.start()
-        sys.meta_path.insert(0, _Finder("torch", lambda: _activate(chosen)))
+        sys.meta_path.insert(0, _Finder("torch", partial(_activate, settings)))
 
 
 def say(text: str) -> None:
@@ -42,8 +41,15 @@ def say(text: str) -> None:
     print(f"gradsurgeon: {text}", file=sys.stderr, flush=True)  # noqa: T201 # there is no other channel
 
 
+def _refuse(text: str) -> NoReturn:
+    """Let nothing train: what was asked for means nothing, and nobody has asked for training without."""
+    idle.busy()
+    say(text)
+    raise SystemExit(2)
+
+
 def give_way(settings: Settings, error: BaseException) -> None:
-    """Say in one line that the launcher cannot do its work; the script runs on, unless strict.
+    """Say in one line that the launcher cannot find its way in this script, which runs on unless strict.
 
     Raises:
         SystemExit: with ``--strict``.
@@ -67,11 +73,18 @@ def _activate(settings: Settings) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Calls back once, when a module has been imported; then it is as if it had never been there."""
+    """Calls back once a module has been imported; then it is as if it had never been there.
+
+    Others may wait for the same module, by finders that ask all others as this one does.
+    """
 
     def __init__(self, name: str, imported: Callable[[], None]) -> None:
         self._name = name
         self._imported = imported
+        # Threads that search through this finder: to them it has nothing to add.
+        self._searching: set[int] = set()
+        # The module, where it has been executed and its import failed nevertheless: by what was called back.
+        self.executed: ModuleType | None = None
 
     def find_spec(
         self,
@@ -80,41 +93,47 @@ class _Finder(MetaPathFinder):
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
         """Find the module as all others would, and be told once it has been executed."""
-        if fullname != self._name:
+        del path, target
+        thread = get_ident()
+        if fullname != self._name or thread in self._searching:
             return None
-        for finder in sys.meta_path:
-            if finder is not self and (spec := finder.find_spec(fullname, path, target)):
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._done)
-                return spec
-        return None
+        self._searching.add(thread)
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching.remove(thread)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
 
-    def _done(self) -> None:
-        sys.meta_path.remove(self)
+    def done(self, module: ModuleType) -> None:
+        """Call back, and step out of the way where that went well."""
+        self.executed = module
         self._imported()
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
 
 
 class _Loader(Loader):
-    """Executes a module by the loader it has, and steps out of the way."""
+    """Executes a module by the loader it has, once."""
 
-    def __init__(self, loader: Loader, executed: Callable[[], None]) -> None:
+    def __init__(self, loader: Loader, finder: _Finder) -> None:
         self._loader = loader
-        self._executed = executed
+        self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module as its loader does."""
-        spec.loader = self._loader
-        try:
-            return self._loader.create_module(spec)
-        finally:
-            spec.loader = self
+        """Create the module as its loader does, or go on with the one that is there."""
+        return self._finder.executed or self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         """Execute the module, and tell."""
-        if module.__spec__ is not None:
+        # Only what is ours is put back: another loader around this one may have put itself there.
+        if module.__spec__ is not None and module.__spec__.loader is self:
             module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
+        if module.__loader__ is self:
+            module.__loader__ = self._loader
         # Nothing of what torch and we build here will ever be garbage.
         with _live.uncollected():
-            self._loader.exec_module(module)
-            self._executed()
+            if self._finder.executed is None:
+                self._loader.exec_module(module)
+            self._finder.done(module)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, api, planning
-from gradsurgeon.errors import BindError, GradSurgeonError, RecordError
+from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
 from gradsurgeon.launcher import idle, telling
 from gradsurgeon.launcher.attached import Attached
 from gradsurgeon.launcher.discovery import roots_of
@@ -81,9 +81,19 @@ class Models:
         self, root: nn.Module, optimizer: Optimizer | None, *, provisional: bool = False
     ) -> None:
         idle.busy()
-        start = self._take_over(root)
-        bound = planning.bind(self.rules, planning.from_model(root), alone=False)
-        self._attach(root, bound, optimizer, start, provisional=provisional)
+        try:
+            start = self._take_over(root)
+            bound = planning.bind(self.rules, planning.from_model(root), alone=False)
+            self._attach(root, bound, optimizer, start, provisional=provisional)
+        except GradSurgeonError:
+            raise
+        except Exception as error:
+            # Nobody has asked for training without the rules.
+            raise GradSurgeonError(
+                f"the rules cannot be put on {printable(type(root).__name__)}: {type(error).__name__} above. "
+                "That is a fault of gradsurgeon, please report it; with GRADSURGEON_DISABLE=1 the script "
+                "trains without rules"
+            ) from error
 
     @property
     def waiting(self) -> bool:

@@ -55,7 +55,9 @@ class Settings:
             values[START_STEP] = str(self.start_step)
         found |= {key: value for key, value in values.items() if value}
         found |= {key: "1" for name, key in _SWITCHES.items() if getattr(self, name)}
-        paths = [entry for entry in found.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        # An empty entry is the working directory; an empty variable is none.
+        given = found.get("PYTHONPATH", "")
+        paths = given.split(os.pathsep) if given else []
         paths = [str(BOOTSTRAP), *(entry for entry in paths if entry != str(BOOTSTRAP))]
         found["PYTHONPATH"] = os.pathsep.join(paths)
         return found

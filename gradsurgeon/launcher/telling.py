@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from gradsurgeon.launcher.attached import Attached
 
 _MOST_EVENTS = 5
+# So a session begins to say that it counts backward passes.
+_NO_OPTIMIZER = "no torch optimizer owns the parameters"
 
 
 def write(lines: Iterable[str], rank: int) -> None:
@@ -97,8 +99,14 @@ def summary(made: Attached) -> None:
         text = "no gradient came until the end, so no rule acted on it"
         write([f"gradsurgeon: {made.title}: {text}"], made.rank)
         return
-    steps = session.step
-    lines = [f"gradsurgeon: {made.title}, {steps} step{'' if steps == 1 else 's'}"]
+    since = f", from step {made.start}" if made.start else ""
+    lines = [f"gradsurgeon: {made.title}, {count(session.step - made.start, 'step')}{since}"]
+    # Whoever counts on a schedule has to know that its steps are no updates of an optimizer.
+    lines += [
+        f"  note: {printable(event.message)}"
+        for event in session.events
+        if event.kind == "notice" and event.message.startswith(_NO_OPTIMIZER)
+    ]
     rows = []
     for rule in made.plan.rules.rules:
         if not made.plan.of(rule.id):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsurgeon import _live, api
+from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
 from gradsurgeon.launcher import idle
 from gradsurgeon.launcher.attached import Attached
@@ -54,44 +54,41 @@ class Watch:
         self._ending = ending
         # How many parameters each held when it was last looked at.
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._backward: Any = None
+        self._backward: Patch | None = None
         self._optimized = False
         self._checked = self._broken = False
 
     def begin(self) -> None:
         """Start waiting."""
-        construct = Optimizer.__init__
-
-        @functools.wraps(construct)
-        def constructed(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-            # The first one makes torch import its compiler, of which all stays.
-            with _live.uncollected():
-                construct(optimizer, *args, **kwargs)
-            self._born(optimizer)
-
-        Optimizer.__init__ = constructed  # type: ignore[assignment,method-assign]
+        Patch(Optimizer, "__init__", self._construct)
         # Before the hook of the sessions, which is to find those that come during a step.
         register_optimizer_step_pre_hook(self._on_step)
         registry.watch_steps()
         self._wait_for_backward()
 
+    def _construct(
+        self, construct: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
+    ) -> None:
+        # The first one makes torch import its compiler, of which all stays.
+        with _live.uncollected():
+            construct(optimizer, *args, **kwargs)
+        self._born(optimizer)
+
     def _wait_for_backward(self) -> None:
         """Wait for the first backward pass: the first of all, or the first of a new model."""
-        if self._backward is not None:
-            return
-        original = self._backward = torch.autograd.backward
-
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            self._stop_waiting()
-            self._guarded(lambda: self._before_pass(tensors))
-            original(tensors, *args, **kwargs)
-
-        torch.autograd.backward = backward
+        if self._backward is None:
+            self._backward = Patch(torch.autograd, "backward", self._on_backward)
+        # One that could not be taken off, because the script has put its own over it, is still called.
+        self._backward.active = True
 
     def _stop_waiting(self) -> None:
-        if self._backward is not None:
-            torch.autograd.backward, self._backward = self._backward, None
+        if self._backward is not None and self._backward.undo():
+            self._backward = None
+
+    def _on_backward(self, original: Callable[..., None], *tensors: Any, **named: Any) -> None:
+        self._stop_waiting()
+        self._guarded(lambda: self._before_pass(tensors[0] if tensors else named["tensors"]))
+        original(*tensors, **named)
 
     def _born(self, optimizer: Optimizer) -> None:
         """Find the models of an optimizer that is new, or has got new parameters."""

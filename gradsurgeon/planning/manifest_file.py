@@ -7,12 +7,15 @@ of few models is written for them only: ``sparse`` and ``sharding`` of a paramet
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import pathlib
 from dataclasses import replace
 from typing import Any
 
+from gradsurgeon.errors import ManifestError
 from gradsurgeon.planning import strict_json, weights
 from gradsurgeon.planning.checked import (
     DTYPE,
@@ -76,6 +79,39 @@ def dumps(manifest: Manifest) -> str:
         items = ",\n".join(f"  {json.dumps(item)}" for item in data[key])
         lines.append(f' "{key}": [\n{items}\n ]{end}' if items else f' "{key}": []{end}')
     return "\n".join(["{", *lines, "}", ""])
+
+
+def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
+    """Write a file, whole or not at all: half a file would be read as a damaged one in some pull request.
+
+    Raises:
+        FileExistsError: a file of another kind is there, which nobody has asked to replace.
+        OSError: the file cannot be written.
+    """
+    place = pathlib.Path(path)
+    text = dumps(manifest)
+    if place.exists() and not place.is_file():
+        place.write_text(text, encoding="utf-8", newline="\n")  # /dev/stdout is not to be replaced
+        return
+    place = place.resolve()
+    if place.exists() and place.stat().st_size and not _is_manifest(place):
+        kept = "a file of another kind is there and stays: move it away, or write to another"
+        raise FileExistsError(errno.EEXIST, kept, os.fspath(path))
+    draft = place.with_name(f"{place.name}.{os.getpid()}.part")
+    try:
+        draft.write_text(text, encoding="utf-8", newline="\n")
+        draft.replace(place)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _is_manifest(path: pathlib.Path) -> bool:
+    """Tell whether a file is one of ours, be it an outdated or an edited one."""
+    try:
+        data = strict_json.read(path)
+    except ManifestError:
+        return False
+    return isinstance(data, dict) and data.keys() >= _TOP.keys()
 
 
 def digest(content: dict[str, Any]) -> str:

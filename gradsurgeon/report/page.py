@@ -27,6 +27,8 @@ class Report:
         records: everything measured, in memory or on disk.
         events: what happened, oldest first.
         notes: what else there is to know of the run as a whole.
+        start: number of the first update, be it one in which no rule acted.
+        end: number of the one after the last, where it is known.
     """
 
     title: str
@@ -36,6 +38,8 @@ class Report:
     records: Records | Measured = field(default_factory=Records)
     events: Sequence[Event] = ()
     notes: Sequence[str] = ()
+    start: int | None = None
+    end: int | None = None
 
     def __str__(self) -> str:
         return self.text()
@@ -65,6 +69,10 @@ class Report:
     def _header(self) -> str:
         seen = list(self.measured.span() or ())
         seen += [one.last_step for one in self.statuses.values() if one.last_step is not None]
+        if self.end is not None and self.end > (self.start or 0):
+            seen.append(self.end - 1)
+        if self.start is not None and seen:
+            seen.append(self.start)
         steps = f"steps {min(seen)}..{max(seen)}" if seen else "no step seen"
         kinds = by_kind(self.events)
         each = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())

@@ -38,12 +38,15 @@ def summary(session: Session) -> Report:
         statuses=session.status(),
         records=session.records,
         events=tuple(session.events),
+        start=session._state.clocks.start,  # noqa: SLF001 # nothing for users, who have passed it
+        end=session.step,
     )
 
 
 def from_run(run: Run) -> Report:
     """Return the report of a run directory, finished or still being written."""
     roles: dict[str, Any] = _mapping(run.meta.get("roles"))
+    start = run.meta.get("start_step")
     infos = {
         rule["id"]: RuleInfo(
             action=rule["action"],
@@ -60,6 +63,7 @@ def from_run(run: Run) -> Report:
         records=_measured(run),
         events=tuple(run.events),
         notes=_notes(run),
+        start=start if isinstance(start, int) else None,
     )
 
 

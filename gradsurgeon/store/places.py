@@ -193,7 +193,7 @@ def is_busy(error: BaseException) -> bool:
 def uri(path: Path, *options: str) -> str:
     """Return a path as SQLite takes it with options."""
     query = "&".join(option for option in options if option)
-    return f"file:{quote(str(path.absolute()))}{'?' * bool(query)}{query}"
+    return f"file:{quote(os.fsencode(path.absolute()))}{'?' * bool(query)}{query}"
 
 
 def on_network(path: Path, mounts: str | None = None) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from bounds import TIMEOUT
 from commands import WITHOUT_TORCH, call, environment, write_rules
 
 pytestmark = pytest.mark.cover_children
@@ -89,7 +90,7 @@ def on_a_terminal(here: pathlib.Path, **env: str) -> str:
         stdout=follower,
         stderr=subprocess.DEVNULL,
     ) as process:
-        assert process.wait(timeout=60) == 1
+        assert process.wait(timeout=TIMEOUT) == 1
     os.close(follower)
     text = os.read(leader, 1 << 16).decode()
     os.close(leader)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bounds import TIMEOUT
 
 import gradsurgeon
 from gradsurgeon import demo, packs
@@ -35,7 +36,7 @@ def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": path, "PYTHONIOENCODING": "utf-8", **env},
         capture_output=True,
         encoding="utf-8",
-        timeout=120,
+        timeout=TIMEOUT,
         check=False,
     )
 

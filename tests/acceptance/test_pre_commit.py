@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import yaml
+from bounds import TIMEOUT
 from commands import CLEAN, ROOT, environment, git
 
 HOOKS = ROOT / ".pre-commit-hooks.yaml"
@@ -56,7 +57,13 @@ def run(here: pathlib.Path, *command: str) -> tuple[int, str]:
         "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}",
     }
     done = subprocess.run(
-        command, cwd=here, env=env, capture_output=True, encoding="utf-8", timeout=120, check=False
+        command,
+        cwd=here,
+        env=env,
+        capture_output=True,
+        encoding="utf-8",
+        timeout=TIMEOUT,
+        check=False,
     )
     return done.returncode, done.stdout + done.stderr
 

@@ -66,6 +66,21 @@ def test_settings_survive_the_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "entries"),
+    [
+        ("", []),
+        (":src", ["", "src"]),
+        ("src:", ["src", ""]),
+        (f"{BOOTSTRAP}::src", ["", "src"]),
+        (":", ["", ""]),
+    ],
+)
+def test_entries_of_the_path_stay_as_they_are(given: str, entries: list[str]) -> None:
+    environment = Settings(rules="/r.yaml").environment({"PYTHONPATH": given})
+    assert environment["PYTHONPATH"].split(os.pathsep) == [str(BOOTSTRAP), *entries]
+
+
+@pytest.mark.parametrize(
     "more",
     [
         {"GRADSURGEON_DISABLE": "1"},

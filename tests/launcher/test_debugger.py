@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bounds import TIMEOUT
 from commands import environment
 from ranks import torchrun
 
@@ -61,7 +62,7 @@ except Exception as error:
 @pytest.mark.parametrize("where", OTHERS)
 def test_the_debugger_opens(where: str, tmp_path: Path) -> None:
     started = start(tmp_path, OTHERS[where])
-    out, err = started.communicate("p step, type(optimizer).__name__\nq\n", timeout=60)
+    out, err = started.communicate("p step, type(optimizer).__name__\nq\n", timeout=TIMEOUT)
     assert "(Pdb) (1, 'SGD')" in out, err
     assert any(line.startswith(OPENED) for line in err.splitlines())
     assert MISSED not in err
@@ -83,7 +84,7 @@ MISSING = {
 def test_where_it_cannot_somebody_says_so(where: str, tmp_path: Path) -> None:
     script, why = MISSING[where]
     started = start(tmp_path, script)
-    _, err = started.communicate("q\n", timeout=60)
+    _, err = started.communicate("q\n", timeout=TIMEOUT)
     assert started.returncode == 1
     lines = err.splitlines()
     (place,) = [number for number, line in enumerate(lines) if line.startswith(MISSED)]
@@ -112,7 +113,7 @@ train(DistributedDataParallel, trapped=rank == 1)
             started.stdin.write(f"import os, time\n{look}\nq\n")
             started.stdin.flush()
             attempt += 1
-    out, _ = started.communicate(timeout=60)
+    out, _ = started.communicate(timeout=TIMEOUT)
     assert started.returncode == 1
     assert out.count("gone False") == attempt == 2, out
     assert not list((tmp_path / "tmp").glob("gradsurgeon*"))

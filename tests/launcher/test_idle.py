@@ -10,6 +10,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from bounds import TIMEOUT
 from commands import environment
 from outside import NORMS, TRAIN
 
@@ -44,7 +45,7 @@ def run(
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=TIMEOUT,
     )
 
 

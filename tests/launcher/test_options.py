@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from bounds import TIMEOUT
 from ranks import torchrun
 
 import gradsurgeon
@@ -68,7 +69,7 @@ class Place:
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=TIMEOUT,
         )
         return Launched(done.returncode, done.stdout, done.stderr)
 
@@ -282,7 +283,7 @@ def test_accelerate_starts_the_launcher_as_one_process(place: Place) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == place.run().out

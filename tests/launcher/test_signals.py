@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from bounds import TIMEOUT
 from commands import environment
 
 pytestmark = pytest.mark.cover_children
@@ -66,7 +67,7 @@ def own(number, frame):
 os.kill(os.getpid(), signal.SIGTERM)
 """
     started = start(tmp_path, script)
-    out, err = started.communicate(timeout=60)
+    out, err = started.communicate(timeout=TIMEOUT)
     assert (started.returncode, out) == (5, "saving\n")
     assert SUMMARY in err.splitlines()
 
@@ -84,7 +85,7 @@ time.sleep(2)  # what could have reached this process would have
 print("alive")
 """
     started = start(tmp_path, script)
-    out, err = started.communicate(timeout=60)
+    out, err = started.communicate(timeout=TIMEOUT)
     assert (started.returncode, out) == (0, "alive\n"), err
     assert err.splitlines().count(SUMMARY) == 1
 
@@ -99,7 +100,7 @@ def test_an_interrupt_from_outside_is_that_of_plain_python(tmp_path: Path) -> No
     assert started.stdout is not None
     assert started.stdout.readline() == "ready\n"
     started.send_signal(signal.SIGINT)
-    _, err = started.communicate(timeout=60)
+    _, err = started.communicate(timeout=TIMEOUT)
     assert started.returncode == -signal.SIGINT
     lines = err.splitlines()
     assert "KeyboardInterrupt" in lines

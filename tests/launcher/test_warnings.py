@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from bounds import TIMEOUT
 from commands import environment
 from ranks import torchrun
 
@@ -48,7 +49,7 @@ def run(folder: Path, script: str, *launch: str) -> Launched:
         env={**environment(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         check=False,
-        timeout=60,
+        timeout=TIMEOUT,
     )
     # As it is: a carriage return is none of the ends of a line.
     return Launched(done.returncode, done.stdout.decode(), done.stderr.decode())
@@ -120,3 +121,31 @@ def test_ranks_that_train_the_same_warn_once(wrap: str, tmp_path: Path) -> None:
     assert sorted(
         line for line in lines if line.startswith("gradsurgeon") and line.endswith(OURS)
     ) == [before + OURS for before in WRAPPED[wrap]]
+
+
+LOGGED = """
+import logging, sys
+log = logging.getLogger("gradsurgeon")
+log.info("of no weight")
+for number in tqdm(range(2), mininterval=0, bar_format="{n_fmt}/{total_fmt}"):
+    log.warning("trap: step %d, rule %s", number, "trap")
+logging.getLogger().addHandler(logging.StreamHandler(sys.stdout))
+log.warning("skipped-step: step 2")
+"""
+
+
+@pytest.mark.cover_children
+def test_what_is_logged_is_one_line_beside_the_bar_however_quiet(tmp_path: Path) -> None:
+    script = LOGGED + "train(nn.Linear(2, 1))\n"
+    done = run(tmp_path, script, "--quiet")
+    assert done.code == 0, done.err
+    lines = [line.rpartition("\r")[2] for line in done.err.split("\n")]
+    assert [line for line in lines if line.startswith("gradsurgeon: ")] == [
+        "gradsurgeon: trap: step 0, rule trap",
+        "gradsurgeon: trap: step 1, rule trap",
+        "gradsurgeon: skipped-step: step 2",
+        f"gradsurgeon: {OURS}",
+    ]
+    assert "of no weight" not in done.err
+    # Where the script logs to, it is as in any other library.
+    assert done.out == "skipped-step: step 2\n"

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import TIMEOUT
 from laws import spawned
 from models import data
 from torch import Tensor, nn
@@ -155,7 +156,7 @@ def test_saved_models_load_where_gradsurgeon_is_not_installed(tmp_path: Path) ->
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [str(norms_without_rules())] * 2

@@ -411,3 +411,38 @@ class TestIndex:
     def test_only_files_beside_it_are_read(self, tmp_path: pathlib.Path, shard: object) -> None:
         with pytest.raises(ManifestError, match=r"index\.json weight_map\.c"):
             manifest_file.read(self.index(tmp_path, c=shard))
+
+
+REPLACED = {
+    "nothing": "",
+    "the same": None,
+    "an edited one": lambda text: text.replace('"float32"', '"float16"'),
+    "one of a later version": lambda text: text.replace('"version": 1', '"version": 2'),
+}
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_a_manifest_takes_the_place_of_an_earlier_one(what: str, tmp_path: pathlib.Path) -> None:
+    found, file = planning.from_model(models.Mlp()), tmp_path / "params.json"
+    text = manifest_file.dumps(found)
+    change = REPLACED[what]
+    file.write_text(change(text) if callable(change) else text if change is None else change)
+    link = tmp_path / "link.json"
+    link.symlink_to(file)
+    manifest_file.write(found, link)
+    assert file.read_text() == text
+    assert link.is_symlink()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link.json", "params.json"]
+
+
+@pytest.mark.parametrize(
+    "there",
+    ['{"learning_rate": 1}', "<<<<<<< ours", "[]", '{"version": 1, "params": []}', "\xff"],
+)
+def test_a_manifest_takes_the_place_of_nothing_else(there: str, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "params.json"
+    file.write_text(there, encoding="latin-1")
+    with pytest.raises(FileExistsError, match="a file of another kind is there and stays"):
+        manifest_file.write(planning.from_model(models.Mlp()), file)
+    assert file.read_text(encoding="latin-1") == there
+    assert list(tmp_path.iterdir()) == [file]

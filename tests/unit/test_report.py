@@ -421,3 +421,26 @@ def test_the_summary_of_a_session_holds_its_numbers() -> None:
     assert row(text, "0.weight")[2:6] == ["10", "15", "20", "20"]
     assert "never got a gradient: 1.weight" in text
     assert row(text, "double") == ["double", "scale", "1", "2", "100%", "1"]
+
+
+@pytest.mark.parametrize("start", [0, 100])
+def test_the_summary_of_a_session_counts_steps_in_which_nothing_was_recorded(start: int) -> None:
+    import torch
+    from torch import nn
+
+    import gradsurgeon
+    from gradsurgeon.report import summary
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rules = [
+        {"id": "clip", "action": "clip-norm", "params": "*", "max_norm": 1, "steps": {"to": 103}}
+    ]
+    with gradsurgeon.apply(model, {"version": 1, "rules": rules}, start_step=start) as session:
+        assert str(summary(session)).splitlines()[0].endswith(": no step seen, 0 events")
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        head = str(summary(session)).splitlines()[0]
+    assert head.endswith(f" on Linear: steps {start}..{start + 4}, 0 events")

@@ -16,7 +16,8 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(_HERE)))  # noqa: PTH120
 
 def _leave_the_path() -> None:
     # Scripts find `sys.path` as without the launcher; their children get it by the environment.
-    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _HERE]  # noqa: PTH100
+    # As `site` has made them: absolute, but for relative ones where the working directory is gone.
+    sys.path[:] = [entry for entry in sys.path if entry != _HERE]
 
 
 def _run_the_hidden_one() -> None:

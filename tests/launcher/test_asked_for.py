@@ -1,0 +1,227 @@
+"""Where rules or records that were asked for cannot be had, nothing trains; what was asked for is named as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bounds import TIMEOUT
+from commands import environment
+from outside import NORMS, TRAIN, Folder
+
+import gradsurgeon
+from gradsurgeon.launcher.settings import BOOTSTRAP
+
+ODD = os.fsdecode(b"run\xff")
+TRAP = "  - {id: trap, action: nan-trap, params: '*', then: skip-step}\n"
+CLIP = "  - {id: clip, action: clip-norm, params: '*', max_norm: 1}\n"
+NAN = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+(model(torch.ones(1, 2)).sum() * float("nan")).backward()
+optimizer.step()
+print("NaN" if model.weight.isnan().any() else "finite")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def launch(folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env={**environment(), **more},
+        capture_output=True,
+        check=False,
+        timeout=TIMEOUT,
+    )
+
+
+@pytest.mark.cover_children
+def test_names_of_files_are_bytes(folder: Folder) -> None:
+    done = folder.run(NAN, "--record", ODD, rules=TRAP, record=False)
+    assert (done.code, done.out) == (0, "finite\n"), done.lines
+    assert "  records: " + str(folder.path / "run") + "\\udcff" in done.lines
+    with gradsurgeon.open_run(folder.path / ODD) as run:
+        assert next(event.kind for event in run.events if event.rule == "trap") == "trap"
+
+
+def test_a_shell_gets_names_as_they_are(folder: Folder) -> None:
+    (folder.path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
+    own = ("--rules", "rules.yaml", "--record", ODD, "--print-env")
+    done = launch(folder.path, "-m", "gradsurgeon", "run", *own)
+    assert done.returncode == 0, done.stderr
+    record = os.fsencode(folder.path / ODD)
+    assert b"export GRADSURGEON_RECORD='" + record + b"'" in done.stdout.splitlines()
+
+
+BROKEN = """
+import torch, gradsurgeon.planning
+def bind(*arguments, **named):
+    raise ZeroDivisionError
+gradsurgeon.planning.bind = bind
+"""
+
+
+@pytest.mark.cover_children
+def test_a_fault_of_ours_does_not_end_in_training_without_rules(folder: Folder) -> None:
+    done = folder.run(BROKEN + TRAIN)
+    assert (done.code, done.out) == (1, "")
+    assert "ZeroDivisionError" in done.lines
+    assert done.lines[-1] == (
+        "gradsurgeon.errors.GradSurgeonError: the rules cannot be put on Linear: ZeroDivisionError above. "
+        "That is a fault of gradsurgeon, please report it; with GRADSURGEON_DISABLE=1 the script trains "
+        "without rules"
+    )
+    off = folder.run(BROKEN + TRAIN, env={"GRADSURGEON_DISABLE": "1"})
+    assert (off.code, off.out, off.lines) == (0, "trained\n", [])
+
+
+@pytest.mark.cover_children
+def test_a_variable_that_means_nothing_stops_what_trains_and_nothing_else(folder: Folder) -> None:
+    (folder.path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
+    (folder.path / "train.py").write_text(f"print('begun', flush=True)\n{TRAIN}")
+    (folder.path / "other.py").write_text("print('other')")
+    path = os.pathsep.join([str(BOOTSTRAP), environment()["PYTHONPATH"]])
+    told = {"GRADSURGEON_RULES": "rules.yaml", "GRADSURGEON_START_STEP": "x", "PYTHONPATH": path}
+    done = launch(folder.path, "train.py", **told)
+    assert (done.returncode, done.stdout) == (2, b"begun\n")
+    text = b"gradsurgeon: GRADSURGEON_START_STEP is a number of steps, 0 or more, not 'x'\n"
+    assert done.stderr == text
+    done = launch(folder.path, "other.py", **told)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"other\n", b"")
+
+
+SPIKY = TRAP.replace("then: skip-step", "then: warn")
+
+
+@pytest.mark.parametrize(
+    ("rules", "options", "why"),
+    [
+        (NORMS + CLIP, (), "no rule of {}/rules.yaml stops an update, as `nan-trap` does"),
+        (NORMS + TRAP, ("--observe",), "with --observe no rule stops an update"),
+        # After `give_up_after` trips it raises.
+        (NORMS + TRAP, (), ""),
+        (NORMS + SPIKY, (), ""),
+    ],
+    ids=["no trap", "observe", "skip-step", "warn"],
+)
+def test_a_debugger_that_will_never_open_is_named(
+    folder: Folder, rules: str, options: tuple[str, ...], why: str
+) -> None:
+    done = folder.run(TRAIN, "--pdb", "--quiet", *options, rules=rules, record=False)
+    assert (done.code, done.out) == (0, "trained\n")
+    said = f"gradsurgeon: --pdb will open no debugger: {why.format(folder.path)}"
+    assert done.lines == ([said] if why else [])
+
+
+@pytest.mark.cover_children
+@pytest.mark.parametrize("option", ["--strict", "--dry-run"])
+def test_training_that_was_expected_and_needs_torch_is_missed(folder: Folder, option: str) -> None:
+    done = folder.run("print('no torch')", option, record=False)
+    assert (done.code, done.out) == (2, "no torch\n")
+    assert done.lines == ["gradsurgeon: no rule acted: no process has imported torch"]
+    assert folder.run("print('no torch')", record=False).lines == []
+    done = folder.run("raise KeyError", option, record=False)
+    assert (done.code, done.lines[-1]) == (1, "KeyError")
+
+
+MINE = '{"learning_rate": 0.1}\n'
+
+
+@pytest.mark.cover_children
+@pytest.mark.parametrize("by_hand", [False, True], ids=["an optimizer", "by hand"])
+def test_a_dry_run_replaces_only_a_manifest(folder: Folder, *, by_hand: bool) -> None:
+    script = TRAIN
+    if by_hand:
+        script = TRAIN.replace("optimizer = ", "# ").replace(
+            "optimizer.step()", "model.weight.data.sub_(model.weight.grad)"
+        )
+    file = folder.path / "params.json"
+    file.write_text(MINE, encoding="utf-8")
+    done = folder.run(script, "--dry-run", record=False)
+    assert done.code == 2, done.lines
+    assert "norms" in done.out
+    assert file.read_text(encoding="utf-8") == MINE
+    assert done.lines == [
+        f"gradsurgeon: dry run: error: cannot write {file}: a file of another kind is there and stays: "
+        "move it away, or write to another"
+    ]
+    file.unlink()
+    for _ in range(2):
+        done = folder.run(script, "--dry-run", record=False)
+        assert (done.code, done.lines) == (0, [f"gradsurgeon: dry run: wrote {file}"])
+        assert '"origin": "Linear"' in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.cover_children
+def test_the_summary_counts_the_steps_of_this_run(folder: Folder) -> None:
+    done = folder.run(TRAIN, "--start-step", "100")
+    assert "gradsurgeon: Linear, 1 step, from step 100" in done.lines
+    assert folder.steps("weight") == [100]
+
+
+def test_the_summary_says_where_backward_passes_count_as_steps(folder: Folder) -> None:
+    by_hand = TRAIN.replace("optimizer = ", "# ").replace(
+        "optimizer.step()", "model.weight.data.sub_(model.weight.grad)"
+    )
+    done = folder.run(by_hand)
+    place = done.lines.index("gradsurgeon: Linear, 1 step")
+    assert done.lines[place + 1].startswith(
+        "  note: no torch optimizer owns the parameters: the end of a backward pass that began on empty "
+        "gradients counts as the step; "
+    )
+    assert not [line for line in folder.run(TRAIN, record=False).lines if "  note: " in line]
+
+
+@pytest.mark.parametrize("empty", ["", ":src", "src:", "src::other"])
+def test_an_empty_entry_of_the_path_is_the_working_directory(folder: Folder, empty: str) -> None:
+    (folder.path / "scripts").mkdir()
+    script = "import sys\nprint(sys.path)\n"
+    (folder.path / "scripts" / "show.py").write_text(script, encoding="utf-8")
+    (folder.path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
+    path = {"PYTHONPATH": empty}
+    plain = launch(folder.path, "scripts/show.py", **path)
+    # Where the package is only found by the path, the launcher has to find it in another way.
+    start = f"import sys; sys.path.insert(0, {environment()['PYTHONPATH']!r}); "
+    start += "from gradsurgeon.cli import main; sys.exit(main())"
+    own = ("-c", start, "run", "--rules", "rules.yaml", "scripts/show.py")
+    launched = launch(folder.path, *own, **path)
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stdout == plain.stdout
+    assert (str(folder.path).encode() + b"'" in plain.stdout) == (empty != "")
+
+
+@pytest.mark.cover_children
+def test_a_working_directory_that_is_gone(folder: Folder) -> None:
+    rules, script = folder.path / "rules.yaml", folder.path / "other.py"
+    rules.write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
+    script.write_text("import sys\nprint('other', [one for one in sys.path if 'bootstrap' in one])")
+    start = (
+        "import os, sys; os.rmdir(os.getcwd()); from gradsurgeon.cli import main; sys.exit(main())"
+    )
+    told = {}
+    for words in (
+        ("lint", str(rules)),
+        ("run", "--rules", str(rules), str(script)),
+        ("run", "--rules", str(rules), "--dry-run", str(script)),
+        ("run", "--rules", str(rules), "--record", "run", str(script)),
+    ):
+        (folder.path / "gone").mkdir()
+        done = launch(folder.path / "gone", "-c", start, *words)
+        told[words[-2]] = (done.returncode, done.stdout.decode(), done.stderr.decode())
+    gone = (
+        2,
+        "",
+        "gradsurgeon: the working directory does not exist any more: go to one that does\n",
+    )
+    assert told["lint"] == (0, "", "1 file clean\n")
+    assert told[str(rules)] == (0, "other []\n", "")
+    assert told["--dry-run"] == told["run"] == gone

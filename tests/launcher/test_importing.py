@@ -1,0 +1,158 @@
+"""A script imports torch as it does alone, whatever other finders wait for the same import."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from outside import TRAIN, Folder
+
+from gradsurgeon.launcher.importing import _Finder
+
+NAME = "waited_for"
+# Calls back after an import, as `wrapt.when_imported` does: by a finder that asks all others, itself included.
+OTHERS = """
+import sys
+from importlib.util import find_spec
+class Loader:
+    def __init__(self, loader):
+        self.loader = loader
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+    def exec_module(self, module):
+        module.__loader__ = module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        print("hook of the script", flush=True)
+class Finder:
+    busy = False
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch" or self.busy:
+            return None
+        self.busy = True
+        try:
+            spec = find_spec(name)
+            spec.loader = Loader(spec.loader)
+            return spec
+        finally:
+            self.busy = False
+sys.meta_path.insert(0, Finder())
+"""
+
+
+class OtherFinder:
+    """The same for a module of the tests."""
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+        self._busy = False
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        del path, target
+        if name != NAME or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._busy = False
+        assert spec is not None
+        spec.loader = OtherLoader(spec.loader, self._told)  # type: ignore[assignment]
+        return spec
+
+
+class OtherLoader:
+    def __init__(self, loader: Any, told: list[str]) -> None:
+        self._loader = loader
+        self._told = told
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: Any) -> None:
+        # As an import hook does that leaves what it has not put there.
+        if module.__loader__ is self:
+            module.__loader__ = self._loader
+        if module.__spec__.loader is self:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._told.append("other")
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Return what is noted of an import, and let a module be there to be imported."""
+    found: list[str] = []
+    (tmp_path / f"{NAME}.py").write_text("import told\ntold.found.append('executed')\n")
+    note = ModuleType("told")
+    note.found = found  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "told", note)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    yield found
+    sys.modules.pop(NAME, None)
+
+
+def wait(
+    told: list[str], *, before: bool, called_back: Callable[[], None] | None = None
+) -> _Finder:
+    """Put the launcher's finder and the other one at work."""
+    finder = _Finder(NAME, called_back or (lambda: told.append("launcher")))
+    finders: list[Any] = [OtherFinder(told), finder]
+    for one in finders if before else reversed(finders):
+        sys.meta_path.insert(0, one)
+    return finder
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_another_finder_that_waits_for_the_module_is_told_once(
+    told: list[str], *, before: bool
+) -> None:
+    finder = wait(told, before=before)
+    module = importlib.import_module(NAME)
+    assert told == (
+        ["executed", "other", "launcher"] if before else ["executed", "launcher", "other"]
+    )
+    assert finder not in sys.meta_path
+    assert module.__spec__ is not None
+    assert type(module.__loader__) is type(module.__spec__.loader)
+    assert type(module.__loader__).__name__ == "SourceFileLoader"
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_an_import_that_the_launcher_ends_executes_nothing_twice_on_a_retry(
+    told: list[str], *, before: bool
+) -> None:
+    def refuse() -> None:
+        told.append("launcher")
+        raise SystemExit(2)
+
+    finder = wait(told, before=before, called_back=refuse)
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            importlib.import_module(NAME)
+    assert told.count("executed") == 1
+    assert told.count("launcher") == 2
+    assert finder in sys.meta_path
+    assert NAME not in sys.modules
+
+
+def test_a_spec_that_nobody_executes_tells_nobody(told: list[str]) -> None:
+    wait(told, before=True)
+    assert importlib.util.find_spec(NAME) is not None
+    assert told == []
+    importlib.import_module(NAME)
+    assert told == ["executed", "other", "launcher"]
+
+
+@pytest.mark.cover_children
+def test_a_hook_of_the_script_runs_beside_the_rules(tmp_path: Path) -> None:
+    done = Folder(tmp_path).run(OTHERS + TRAIN, record=False)
+    assert done.code == 0, done.lines
+    assert done.out == "hook of the script\ntrained\n"
+    assert "  norms  norm-log  fired 2    last at step 0" in done.lines
