@@ -16,7 +16,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from gradsurgeon.actions._base import Rule
-from gradsurgeon.actions._fields import Flaw, as_step, found, written
+from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, as_step, found, written
 from gradsurgeon.actions._options import Options
 from gradsurgeon.actions._target import TARGETS
 from gradsurgeon.errors import did_you_mean
@@ -56,6 +56,9 @@ def check_rule(
     except ValidationError as errors:
         for error in errors.errors(include_url=False):
             flaws += walk.translate(error)
+    if len(flaws) > MAX_FLAWS:
+        message = f"over {MAX_FLAWS} problems in one rule: the rest of it is not looked at"
+        flaws[MAX_FLAWS:] = [Flaw("", message, "correct these first", check="too-large")]
     return (None if flaws else rule), flaws
 
 
@@ -126,6 +129,8 @@ class _Walk:
         kept: dict[str, Any] = {}
         meant: dict[str, Any] = {}
         for key, value in given.items():
+            if len(self.flaws) > MAX_FLAWS:
+                break
             path = f"{at}{as_step(key) if isinstance(key, str) else key}"
             if key not in known:
                 if near := self.unknown(key, path, [one for one in known if one not in given]):
