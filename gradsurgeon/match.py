@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Pattern", "PatternError", "compile_pattern", "nearest", "select", "suggest"]
 
 _MAX_TEXT = 500
+_TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
 _MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and how much of them
 _MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
 _MAX_RANGE_DIGITS = 18
@@ -69,6 +70,10 @@ def compile_pattern(text: str) -> Pattern:
         raise PatternError(f"the pattern has {len(text)} characters, at most {_MAX_TEXT} are read")
     if not text.removeprefix("re:"):
         raise PatternError("the pattern is empty", 'write "*" to match every name')
+    if {text[0], text[-1]} & set(_TYPOGRAPHIC):
+        straight = text.strip(_TYPOGRAPHIC)[:80]
+        message = "the pattern stands in typographic quotes, which are part of the text for YAML"
+        raise PatternError(message, f'write straight ones: "{straight}"')
     if text.startswith("re:"):
         return Pattern(text, Expression(text.removeprefix("re:")))
     if wrong := next((char for char in text if char in "^$()|+\\"), None):

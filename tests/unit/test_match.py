@@ -106,6 +106,7 @@ def test_matching(text: str, name: str, expected: bool) -> None:
 
 REFUSED: list[tuple[str, str, str]] = [
     ("", "the pattern is empty", 'write "*"'),
+    ("\u201c*.bias\u201d", "stands in typographic quotes", 'write straight ones: "*.bias"'),
     ("re:", "the pattern is empty", ""),
     ("x" * 501, "the pattern has 501 characters, at most 500 are read", ""),
     ("re:" + "x" * 498, "the pattern has 501 characters", ""),

@@ -80,6 +80,19 @@ def test_an_index_of_many_shards_is_read_at_once(tmp_path: pathlib.Path) -> None
     assert "20000 of 20000 files of weights are not there" in manifest.notes[-1]
 
 
+@pytest.mark.parametrize(
+    ("module_type", "told"),
+    [
+        ("linear", '`module_type` (1); did you mean "Linear"? Upper and lower case differ'),
+        ("Conv*", "`module_type` (1); the classes are Linear"),
+    ],
+)
+def test_classes_are_named_where_none_is_meant(module_type: str, told: str) -> None:
+    with pytest.raises(BindError) as caught:
+        bound(model("a"), scale(0, where={"module_type": module_type}))
+    assert caught.value.complaints[0].endswith(told)
+
+
 def test_off_is_told_from_what_a_freeze_does() -> None:
     assert "2 parameters (2 without requires_grad)" in str(
         bound(model("a", "b", trains=False), scale(0))
