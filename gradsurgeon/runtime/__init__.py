@@ -1,7 +1,8 @@
 """Attaches a plan to a model. Every hook in the package is registered in this folder."""
 
+from gradsurgeon.runtime.floor import OLDEST
 from gradsurgeon.runtime.registry import check_free, enter, find, tag
 from gradsurgeon.runtime.session import Session
 from gradsurgeon.runtime.state import Mode
 
-__all__ = ["Mode", "Session", "check_free", "enter", "find", "tag"]
+__all__ = ["OLDEST", "Mode", "Session", "check_free", "enter", "find", "tag"]

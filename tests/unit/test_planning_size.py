@@ -43,9 +43,8 @@ def test_many_rules_on_the_same_tensors_are_shown_in_short() -> None:
 
 def test_pairs_that_need_no_word_take_no_time() -> None:
     """Observers behind edits are as they should be, however many."""
-    norms = {"action": "norm-log", "params": "*"}
-    rules = [*map(scale, range(1500)), *({"id": f"n-{i}", **norms} for i in range(1500))]
-    rules = [{**rule, "params": f"w{i % 2}"} for i, rule in enumerate(rules)]
+    rules = [scale(i, f"w{i % 2}") for i in range(1500)]
+    rules += [{"id": f"n-{i}", "action": "norm-log", "params": f"w{i % 2}"} for i in range(1500)]
     with within(6):
         assert len(bound(model("w0", "w1"), *rules).warnings) == 51
 
