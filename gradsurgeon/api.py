@@ -49,6 +49,12 @@ def load(rules: Rules) -> RuleSet:
         given: object = rules
         if isinstance(given, list | tuple) and all(isinstance(rule, Rule) for rule in given):
             return schema.from_rules(given)
+        if isinstance(given, list | tuple):
+            other = next(type(rule).__name__ for rule in given if not isinstance(rule, Rule))
+            raise TypeError(
+                f"a list of rules holds rules built in Python, this one holds a {other}: give the "
+                'whole file as a dict, {"version": 1, "rules": [...]}'
+            )
     raise TypeError(
         f"rules are a path, a text, a dict, a RuleSet or a list of rules, not {type(rules).__name__}"
     )

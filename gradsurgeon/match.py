@@ -1,7 +1,7 @@
 """Patterns and the names that they match. Knows nothing of torch.
 
 A glob is translated into a regular expression that runs in linear time; a regular expression of the
-user's is taken only if it cannot take exponential time.
+user's is taken only if no name can make it take long.
 """
 
 from __future__ import annotations
@@ -9,38 +9,26 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import warnings
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from heapq import nlargest
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from gradsurgeon.errors import HintedError
+from gradsurgeon._expressions import Expression, PatternError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+__all__ = ["Pattern", "PatternError", "compile_pattern", "nearest", "select", "suggest"]
+
 _MAX_TEXT = 500
+_TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
 _MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and how much of them
 _MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
 _MAX_RANGE_DIGITS = 18
-_MAX_REPEATS = 6
-_MAX_COUNT = 64
-# Ways to match a name that a regular expression may have to try: three `.*` and some alternatives.
-_MAX_WAYS = 1 << 18
-_WAYS_OF_A_REPEAT = 32
-
-# The parser of `re` itself, so that what is judged is what will run. There is no public one.
-_sre: Any = import_module("re._parser")
-_sre_compiler: Any = import_module("re._compiler")
 
 _Options: TypeAlias = "list[list[str | None]]"  # each a sequence of expressions, None being a star
-
-
-class PatternError(HintedError):
-    """A pattern that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +36,10 @@ class Pattern:
     """A compiled pattern; made by `compile_pattern`."""
 
     text: str
-    expression: re.Pattern[str] | str = field(repr=False, compare=False)
+    expression: Expression | str = field(repr=False, compare=False)
 
     @cached_property
-    def regex(self) -> re.Pattern[str]:
+    def regex(self) -> re.Pattern[str] | Expression:
         """What names are compared with; that of a glob is made when the first name comes."""
         if isinstance(self.expression, str):
             return re.compile(self.expression, re.DOTALL)
@@ -59,7 +47,7 @@ class Pattern:
 
     def matches(self, name: str) -> bool:
         """Tell whether the whole of ``name`` matches."""
-        return self.regex.fullmatch(name) is not None
+        return bool(self.regex.fullmatch(name))
 
     @property
     def is_literal(self) -> bool:
@@ -82,8 +70,12 @@ def compile_pattern(text: str) -> Pattern:
         raise PatternError(f"the pattern has {len(text)} characters, at most {_MAX_TEXT} are read")
     if not text.removeprefix("re:"):
         raise PatternError("the pattern is empty", 'write "*" to match every name')
+    if {text[0], text[-1]} & set(_TYPOGRAPHIC):
+        straight = text.strip(_TYPOGRAPHIC)[:80]
+        message = "the pattern stands in typographic quotes, which are part of the text for YAML"
+        raise PatternError(message, f'write straight ones: "{straight}"')
     if text.startswith("re:"):
-        return Pattern(text, _compile_regex(text.removeprefix("re:")))
+        return Pattern(text, Expression(text.removeprefix("re:")))
     if wrong := next((char for char in text if char in "^$()|+\\"), None):
         example = 'regular expressions are written "re:..."'
         hint = f"{example}; [!0-9] is any character but a digit" if wrong == "^" else example
@@ -227,114 +219,6 @@ def _join(pieces: Iterable[str | None]) -> str:
         return first
     *middle, last = middle
     return "".join([first, *(f"(?>.*?{chunk})" for chunk in middle), ".*", last])
-
-
-def _compile_regex(text: str) -> re.Pattern[str]:
-    # Some expressions make `re` warn about its own future; that is nothing a rule file can mend.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            _Judge(text).ways(_sre.parse(text), last=True)
-            return re.compile(text)
-        except PatternError:
-            raise
-        except re.error as error:
-            where = "" if error.pos is None else f" at character {error.pos + len('re:') + 1}"
-            raise PatternError(f"not a regular expression: {error.msg}{where}") from None
-        except (OverflowError, RecursionError, ValueError) as error:
-            raise PatternError(f"not a regular expression: {error}") from None
-
-
-_REPEATS = {"MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"}
-_CHARS = {"LITERAL", "NOT_LITERAL", "ANY", "IN"}
-_GLOB = 'write a glob, such as "*.layers.{0..5}.*"'
-
-
-class _Judge:
-    """Bounds the number of ways in which an expression may have to be tried on a name."""
-
-    def __init__(self, text: str) -> None:
-        self.repeats = 0
-        # Flags for a part of the expression are not known where that part is looked at.
-        self.exact = not re.search(r"\(\?[a-zA-Z]*i", text)
-
-    def ways(self, tree: Any, *, last: bool = False, counted: int = 0) -> int:
-        """Return the bound. ``last``: the name ends here. ``counted``: the repetitions around."""
-        items = list(_flat(tree))
-        total, loose = 1, False  # loose: a repeat ended, and nothing since then must be there
-        for index, (op, value) in enumerate(items):
-            unbounded = op in _REPEATS and value[1] == _sre.MAXREPEAT
-            if unbounded and loose:
-                raise PatternError("two repeats follow each other, as in .*.*", _GLOB)
-            sure = False
-            if op in _REPEATS:
-                rest = items[index + 1 :]
-                sure = self.ends_before(value[2], *rest[0]) if rest else last
-                total *= self.repeat(value, counted, sure=sure)
-            else:
-                total *= self.other(op, value, counted)
-            if total > _MAX_WAYS:
-                raise PatternError("the expression could take very long on some names", _GLOB)
-            loose = (unbounded and not sure) or (loose and not _width(op, value))
-        return total
-
-    def other(self, op: str, value: Any, counted: int) -> int:
-        if op.startswith("GROUPREF"):
-            raise PatternError("back-references are not allowed", _GLOB)
-        if op.startswith("ASSERT"):
-            before, ways = self.repeats, self.ways(value[1], counted=counted)
-            if self.repeats > before:
-                raise PatternError("unbounded repeats inside look-around are not allowed", _GLOB)
-            return ways
-        return self.branch(value[1], counted) if op == "BRANCH" else 1
-
-    def branch(self, options: list[Any], counted: int) -> int:
-        if counted:
-            raise PatternError("alternatives inside a repeat are not allowed", _GLOB)
-        ways = [self.ways(option) for option in options]
-        firsts = [next(_flat(option), ("", None)) for option in options]
-        literals = {value for op, value in firsts if op == "LITERAL"}
-        return max(ways) if self.exact and len(literals) == len(options) else sum(ways)
-
-    def repeat(self, value: Any, counted: int, *, sure: bool) -> int:
-        low, high, body = value
-        unbounded = high == _sre.MAXREPEAT
-        if counted and low != high:
-            raise PatternError("a repeat inside a repeat is not allowed, as in (a*)*", _GLOB)
-        if (low if unbounded else high * max(1, counted)) > _MAX_COUNT:
-            raise PatternError(f"something is repeated more than {_MAX_COUNT} times", _GLOB)
-        self.repeats += unbounded
-        if self.repeats > _MAX_REPEATS:
-            raise PatternError(f"more than {_MAX_REPEATS} unbounded repeats", _GLOB)
-        inside = counted if high == 1 else max(1, counted) * (1 if unbounded else max(1, high))
-        ways = self.ways(body, counted=inside)
-        if sure:
-            return ways
-        return ways * (_WAYS_OF_A_REPEAT if unbounded else high - low + 1)
-
-    def ends_before(self, body: Any, op: str, value: Any) -> bool:
-        """Tell whether a repeat can end in one place only: before the first such character."""
-        if not self.exact or op != "LITERAL" or body.getwidth() != (1, 1):
-            return False
-        return not _sre_compiler.compile(body).fullmatch(chr(value))
-
-
-def _flat(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an expression, groups dissolved, anchors left out: they only restrict."""
-    for op, value in tree:
-        if str(op) in {"SUBPATTERN", "ATOMIC_GROUP"}:
-            yield from _flat(value[3] if str(op) == "SUBPATTERN" else value)
-        elif str(op) != "AT":
-            yield str(op), value
-
-
-def _width(op: str, value: Any) -> int:
-    """Return how many characters a part takes at least."""
-    if op in _REPEATS:
-        return int(value[0] * value[2].getwidth()[0])
-    if op == "BRANCH":
-        return int(min(option.getwidth()[0] for option in value[1]))
-    return int(op in _CHARS)
 
 
 def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:

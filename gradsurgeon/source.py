@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
+from gradsurgeon._slips import indicator_hint, mark_at, syntax_error
 from gradsurgeon.errors import Place, Problem, RuleFileError, Severity
 
 Path: TypeAlias = tuple[str | int, ...]
@@ -41,8 +42,6 @@ _YAML_1_1 = re.compile(
     r"|[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+(?:\.[0-9_]*)?|[-+]?[0-9]+_[0-9_]*(?:\.[0-9_]*)?"
     r"|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?:[Tt ][-+0-9:.Zz ]*)?"
 )
-_INDICATORS = {"*": "an alias", "&": "an anchor", "!": "a tag", "[": "a list", "{": "a mapping"}
-_VALUE = re.compile(r"\s*(?:- +)*(?:[^\s:\"'\[{]+:\s+)?(\S)")  # first character of a line's value
 
 
 class _HaltError(Exception):
@@ -82,7 +81,7 @@ class _Text:
         """Return a place; as wide as start and end say, but no wider than the line."""
         last = len(self.lines) - 1
         if start.line > last:  # libyaml ends a file without a line feed on a line of its own
-            start = end = _mark(last, len(self.lines[last]))
+            start = end = mark_at(last, len(self.lines[last]))
         line, end = self.lines[start.line], end or start
         width = (end.column if end.line == start.line else len(line)) - start.column
         return Place(self.file, start.line + 1, start.column + 1, line, max(1, width))
@@ -112,7 +111,9 @@ class Document:
         node = self._find(path)
         if isinstance(node, _Collection) and not node.flow:
             return self.missing_place(path)
-        return self._source.place(node.start, node.end) if node else self._source.place(_mark(0, 0))
+        return (
+            self._source.place(node.start, node.end) if node else self._source.place(mark_at(0, 0))
+        )
 
     def key_place(self, path: Path) -> Place:
         """Return the place of the key at the end of ``path``, of its value where it has no key."""
@@ -127,7 +128,7 @@ class Document:
         first = next(iter(node.keys.values()), None) if isinstance(node, _Collection) else node
         if first is not None:
             return self._source.place(first.start, first.end)
-        return self._source.place(node.start if node else _mark(0, 0))
+        return self._source.place(node.start if node else mark_at(0, 0))
 
     def _find(self, path: Path) -> _Node | None:
         node = self._root
@@ -184,7 +185,7 @@ class _Reader:
         self.anchors: dict[str, _Node] = {}
 
     def halt(self, check: str, message: str, hint: str, mark: Any = None) -> NoReturn:
-        raise _HaltError(Problem(self.source.place(mark or _mark(0, 0)), check, message, hint))
+        raise _HaltError(Problem(self.source.place(mark or mark_at(0, 0)), check, message, hint))
 
     def note(
         self, check: str, message: str, hint: str, node: _Node, severity: Severity = "error"
@@ -203,7 +204,7 @@ class _Reader:
             self.halt("too-large", f"over {limit // 1024} KiB of text", f"use `include`{more}")
         if found := _FORBIDDEN.search(text):
             start = found.start()
-            mark = _mark(text.count("\n", 0, start), start - text.rfind("\n", 0, start) - 1)
+            mark = mark_at(text.count("\n", 0, start), start - text.rfind("\n", 0, start) - 1)
             message = f"YAML syntax: {found[0]!a} is not allowed"
             hint = "remove it; characters can be written as escapes in double quotes"
             self.halt("yaml-syntax", message, hint, mark)
@@ -223,7 +224,7 @@ class _Reader:
                     break
                 self.take(event)
         except yaml.MarkedYAMLError as error:
-            message, hint, mark = _syntax_error(error, self.source.lines)
+            message, hint, mark = syntax_error(error, self.source.lines)
             self.halt("yaml-syntax", f"YAML syntax: {message}", hint, mark)
         if self.root is None or self.root.data is None:
             hint = "a rule file has `version: 1` and a list of `rules`"
@@ -251,7 +252,7 @@ class _Reader:
             self.anchors[event.anchor] = node
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")[:80]
-            self.note("yaml-tag", f"the YAML tag {tag} is not allowed", _indicator_hint("!"), node)
+            self.note("yaml-tag", f"the YAML tag {tag} is not allowed", indicator_hint("!"), node)
 
     def scalar(self, event: Any) -> _Node:
         """Return the value of a scalar. Quoted and tagged ones are text."""
@@ -282,7 +283,7 @@ class _Reader:
         if node is None:
             node = _Node(f"*{name}", event.start_mark, event.end_mark)
             message = f"YAML syntax: nothing is anchored as &{name[:80]}"
-            self.note("yaml-syntax", message, _indicator_hint("*"), node)
+            self.note("yaml-syntax", message, indicator_hint("*"), node)
         if isinstance(node, _Collection) and node.open:
             self.halt("too-large", f"*{name[:80]} repeats itself", "", event.start_mark)
         return node
@@ -294,7 +295,7 @@ class _Reader:
         if node.flow and node.keys and all(item.data is None for item in node.items.values()):
             text = self.source.text[node.start.index : node.end.index]
             message = f"YAML syntax: {text[:80]} is read as a mapping, its keys have no values"
-            self.note("yaml-syntax", message, _indicator_hint("{"), node)
+            self.note("yaml-syntax", message, indicator_hint("{"), node)
             node.data, node.items, node.keys = text, {}, {}
         return node
 
@@ -332,10 +333,6 @@ class _Reader:
             parent.data[name] = value.data
 
 
-def _mark(line: int, column: int) -> yaml.Mark:
-    return yaml.Mark("", 0, line, column, None, 0)
-
-
 def _core_value(text: str) -> str | float | bool | None:
     """Return what a plain scalar means in the YAML 1.2 core schema."""
     found = _CORE.fullmatch(text)
@@ -357,43 +354,8 @@ def looks_like(value: str) -> str:
         return f"write {'-' if word[0] == '-' and bare != 'nan' else ''}.{bare[:3]}"
     if bare in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
         return f"write {str(bare in {'yes', 'on', 'y', 'true'}).lower()} without quotes"
+    if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", word):
+        return f"write {word.replace(',', '.')}: decimals stand behind a dot"
     number = word.replace("_", "")
     remedy = f"remove the quotes: {word} is a number" if number == value else f"write {number}"
     return remedy if isinstance(_core_value(number), int | float) else ""
-
-
-def _indicator_hint(char: str) -> str:
-    return f'`{char}` starts {_INDICATORS[char]} in YAML: quote patterns, e.g. params: "*.weight"'
-
-
-def _syntax_error(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str, yaml.Mark]:
-    """Return message, hint and mark; the hint goes by the text, as the loaders word differently."""
-    context, problem = error.context or "", error.problem or "not readable"
-    mark: Any = error.problem_mark
-    opened: Any = error.context_mark or mark
-    line = lines[mark.line] if mark.line < len(lines) else ""
-    before = line[max(0, mark.column - 500) : mark.column]
-    deep = line.startswith(":", mark.column) and re.fullmatch(r"\s*[\w-]+\s*", before)
-    first = found[1] if (found := _VALUE.match(line)) and not deep else ""
-    if "unknown escape" in problem:
-        hint = "use single quotes for regular expressions, e.g. 're:.*\\.bias'"
-        mark = _mark(mark.line, line.rfind("\\", 0, mark.column + 1))  # only libyaml's is there
-    elif "quoted" in context and "end of stream" in problem:
-        # The file's end is where the scanner gave up, the fault is where the quote opens.
-        hint, mark = "close the quote", opened
-    elif "\t" in before + line[mark.column : mark.column + 1]:
-        hint = "YAML does not allow tabs for indentation: use spaces"
-    elif first in _INDICATORS and ("flow" not in context or "*" in before):
-        hint = _indicator_hint("*" if re.search(r"[\s\[,]\*+$", before) else first)
-        mark = opened if "alias" in context else mark  # the asterisk, not what is behind it
-    elif "flow" in context:
-        hint = f"is the bracket that opens on line {opened.line + 1} closed?"
-    elif first and first in "%@`]},|>":
-        hint = f"quote text that starts with {first}"
-    elif first and first in "\"'":
-        hint = "no text may follow the closing quote; write a quote inside quotes twice: ''"
-    elif line.startswith(":", mark.column) and re.search(r":\s", before):
-        hint = "quote text that holds a colon and a blank; a pattern is written 're:^x$'"
-    else:
-        hint = "check the indentation, and for a blank after the colon in the lines above"
-    return f"{context}, {problem}".removeprefix(", "), hint, mark

@@ -9,14 +9,14 @@ is judged on the raw options.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from gradsurgeon.actions._base import Rule
-from gradsurgeon.actions._fields import Flaw, as_step, found, written
+from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, as_step, found, written
 from gradsurgeon.actions._options import Options
 from gradsurgeon.actions._target import TARGETS
 from gradsurgeon.errors import did_you_mean
@@ -36,6 +36,26 @@ _MAPPINGS = {
     "numel": "numel: {min: 1, max: 1000}",
     "expect": "expect: {params: 6}",
 }
+# What people write who know other tools, or have not looked the word up.
+_MEANT = {
+    "name": "id",
+    "rule": "id",
+    "type": "action",
+    "do": "action",
+    "match": "params",
+    "pattern": "params",
+    "patterns": "params",
+    "layers": "modules",
+    "start": "from",
+    "begin": "from",
+    "end": "to",
+    "stop": "to",
+    "until": "to",
+}
+_AT = (
+    "`step` is right before the update, `backward` as a gradient arrives, `accumulated` after the "
+    "pass; what happens in forward is the business of rules with `modules`"
+)
 # Stands for a value that was meant but is not there, where only its absence would matter.
 _GAP = object()
 
@@ -56,6 +76,9 @@ def check_rule(
     except ValidationError as errors:
         for error in errors.errors(include_url=False):
             flaws += walk.translate(error)
+    if len(flaws) > MAX_FLAWS:
+        message = f"over {MAX_FLAWS} problems in one rule: the rest of it is not looked at"
+        flaws[MAX_FLAWS:] = [Flaw("", message, "correct these first", check="too-large")]
     return (None if flaws else rule), flaws
 
 
@@ -79,7 +102,7 @@ def _kind(
     known = f"known: {', '.join(actions)}"
     key = "action"
     if key not in entry:
-        near = [one for one in entry if isinstance(one, str) and did_you_mean(one, ["action"])]
+        near = [one for one in entry if isinstance(one, str) and _mean(one, ["action"])]
         if not near:
             # The other common shape of such files: the action as the key of its options.
             nester = next((one for one in entry if one in actions), None)
@@ -94,9 +117,14 @@ def _kind(
         return None, []
     if not isinstance(action, str):
         message = f"`action` must be the name of an action, found {found(action)}"
-        return None, [Flaw(key, message, known, check="wrong-type")]
+        nested_in = [one for one in action if one in actions] if isinstance(action, dict) else []
+        hint = f"write `action: {nested_in[0]}` and the options beside it" if nested_in else known
+        return None, [Flaw(key, message, hint, check="wrong-type")]
     if action in actions:
         return actions[action], []
+    if action == "clip":  # which does not resemble it most
+        hint = f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
+        return None, [Flaw(key, "unknown action `clip`", hint, check="unknown-action")]
     hint = f"{did_you_mean(action, actions)} {known}".strip()
     return None, [Flaw(key, f"unknown action `{action[:60]}`", hint, check="unknown-action")]
 
@@ -126,6 +154,8 @@ class _Walk:
         kept: dict[str, Any] = {}
         meant: dict[str, Any] = {}
         for key, value in given.items():
+            if len(self.flaws) > MAX_FLAWS:
+                break
             path = f"{at}{as_step(key) if isinstance(key, str) else key}"
             if key not in known:
                 if near := self.unknown(key, path, [one for one in known if one not in given]):
@@ -167,7 +197,7 @@ class _Walk:
             return ""
         if top and not self.rule.takes_at:
             free = [one for one in free if one != "at"]
-        hint = did_you_mean(key, free)
+        hint = _mean(key, free)
         if top and not self.strict:
             option = any(key in known_keys(one) for one in self.actions.values())
             if option or not hint:
@@ -232,6 +262,8 @@ class _Walk:
             hint = did_you_mean(value, words) if isinstance(value, str) else ""
             if len(words) == 1:
                 hint = f"leave `{key}` out"
+            elif key == "at" and not hint:
+                hint = _AT
             return Flaw(path, f"`{key}` must be {choices}, found {what}", hint)
         if kind == "greater_than_equal":
             return Flaw(path, f"`{key}` must be {context['ge']:g} or more, found {what}")
@@ -276,6 +308,13 @@ class _Walk:
             return f"it must be finite; {self.finite(path)}"
         # `on` looks like a truth value, which is no number either.
         return hint if "number" in hint or re.search(r"write [-+.\d]", hint) else number
+
+
+def _mean(word: str, known: Iterable[str]) -> str:
+    """Return ``did you mean `x`?``, by likeness or by what the word is for others."""
+    known = list(known)
+    meant = _MEANT.get(word.casefold())
+    return f"did you mean `{meant}`?" if meant in known else did_you_mean(word, known)
 
 
 def _not_yet(at: str, what: str, hint: str, *, key: bool = False) -> Flaw:

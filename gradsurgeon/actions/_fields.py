@@ -17,6 +17,7 @@ from gradsurgeon.errors import did_you_mean
 from gradsurgeon.match import PatternError, compile_pattern
 
 _DOT, _EMPTY = "\0", "\1"  # no key that a rule may have holds these
+MAX_FLAWS = 50  # of one rule: nobody reads on, and to look for more takes time
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ def _patterns(value: object) -> tuple[str, ...]:
         raise flawed(Flaw("", message, _quote(value), check="wrong-type"))
     flaws: list[Flaw] = []
     for index, text in enumerate(texts):
+        if len(flaws) > MAX_FLAWS:
+            break
         at = "" if isinstance(value, str) else str(index)
         if not isinstance(text, str):
             message = f"expected a pattern, found {found(text)}"
@@ -158,9 +161,13 @@ def _dtype(value: str) -> str:
 Dtype = Annotated[str, AfterValidator(_dtype)]
 
 _KEBAB = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
+_MAX_ID = 100  # characters: ids stand in each line of plans, diffs and reports
 
 
 def _rule_id(value: str) -> str:
+    if len(value) > _MAX_ID:
+        message = f"the id has {len(value)} characters, at most {_MAX_ID} are read"
+        raise flawed(Flaw("", message, "the name of a rule is a few words"))
     if _KEBAB.fullmatch(value) is None:
         split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", value)
         proposal = "-".join(re.findall(r"[a-z0-9]+", split.lower()))[:60]
@@ -173,7 +180,7 @@ def _rule_id(value: str) -> str:
 RuleId = Annotated[
     str,
     AfterValidator(_rule_id),
-    WithJsonSchema({"type": "string", "pattern": f"^{_KEBAB.pattern}$"}),
+    WithJsonSchema({"type": "string", "pattern": f"^{_KEBAB.pattern}$", "maxLength": _MAX_ID}),
 ]
 
 

@@ -49,11 +49,13 @@ def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
     if target == "params":
         good = text in (None, "grad")
         return (
-            TensorRef("param") if good else f"the tensor of a parameter is `grad`, found `{text}`"
+            TensorRef("param")
+            if good
+            else f"the tensor of a parameter is `grad`, found `{(text or '')[:60]}`"
         )
     if target == "tensors":
         good = text in (None, "grad", "value")
-        wrong = f"the tensor of a tag is `grad` or `value`, found `{text}`"
+        wrong = f"the tensor of a tag is `grad` or `value`, found `{(text or '')[:60]}`"
         return TensorRef("tag", grad=text != "value") if good else wrong
     if text is None:
         return "missing key `tensor`: a module has several"

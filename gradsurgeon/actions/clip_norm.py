@@ -32,7 +32,8 @@ class ClipNorm(Rule):
     ## What it does
     Multiplies by `min(1, max_norm / (norm + 1e-6))`, as `torch.nn.utils.clip_grad_norm_` does. With
     `per: parameter` each gradient is measured and shortened on its own, with `per: rule` one norm is
-    taken over all gradients that the rule matches, per optimizer that owns them. A norm that is not
+    taken over all gradients that the rule matches, per optimizer that owns them: those that this update
+    consumes. What a `freeze` hides from the optimizer in this step has no part in it. A norm that is not
     finite leaves the gradients alone and is an event, because scaling by it would spread a NaN over
     all of them. Half-precision gradients are measured in float32.
 
@@ -95,6 +96,13 @@ class ClipNorm(Rule):
     def measures(self) -> bool:
         """The norm decides."""
         return True
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What has no part in a norm over the rule."""
+        if self.per != "rule":
+            return ()
+        return ("one norm per optimizer; what a `freeze` hides in this step has no part in it",)
 
     @property
     def linear(self) -> bool:

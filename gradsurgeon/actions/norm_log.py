@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import Example, Role, Rule
-from gradsurgeon.actions._fields import Flaw, flawed, found
+from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, flawed, found
 from gradsurgeon.errors import did_you_mean
 
 STATS = ("l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite")
@@ -21,6 +21,8 @@ def _stats(value: object) -> tuple[str, ...]:
         raise flawed(Flaw("", message, hint, check="wrong-type"))
     flaws: list[Flaw] = []
     for index, stat in enumerate(value):
+        if len(flaws) > MAX_FLAWS:
+            break
         at = str(index)
         if not isinstance(stat, str):
             message = f"expected the name of a statistic, found {found(stat)}"

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from functools import cache
 
 from gradsurgeon import _live
-from gradsurgeon.actions import MOMENTS, Rule
+from gradsurgeon.actions import Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.breaks import breaks_of
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
 from gradsurgeon.planning.matching import Names, Thing, examples
+from gradsurgeon.planning.overlaps import overlaps
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.schema import RuleSet
 
 NO_MATCH = "matches nothing in this model"
+# Nobody reads on, and to look for what was meant takes time.
+_MAX_COMPLAINTS = 100
 
 
 @_live.uncollected()
@@ -38,6 +41,9 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     bindings: list[Binding] = []
     warnings: dict[str, tuple[str, ...]] = {}
     for rule in rules.rules:
+        if len(complaints) > _MAX_COMPLAINTS:
+            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not looked at")
+            break
         if texts := undecided(rule, manifest):
             complaints += [f"{rules.place(rule.id)}: rule {rule.id}: {text}" for text in texts]
             continue
@@ -67,7 +73,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
         raise BindError(complaints)
     plan = Plan(rules, manifest, tuple(bindings), warnings)
     notes = tuple(printable(note) for note in manifest.notes)
-    return replace(plan, warnings=(*_overlaps(plan), *breaks_of(plan), *notes))
+    return replace(plan, warnings=(*overlaps(plan), *breaks_of(plan), *notes))
 
 
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
@@ -77,32 +83,39 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
         rules: in file order.
         models: by what they are called.
     """
-    found = []
+    found: list[str] = []
+    named = {title: _names(one) for title, one in models.items()}
+    together = cache(lambda titles: _together([models[title] for title in titles], titles))
     for rule in rules.rules:
         if rule.target == "tensors":
             continue
-        own = {
-            title: one
-            for title, one in models.items()
-            if rule.model is None or is_for(rule.model, one)
-        }
-        several = len(own) > 1
-        whole = Manifest(
-            origin=", ".join(own),
-            params=tuple(param for one in own.values() for param in one.params),
-            modules=tuple(module for one in own.values() for module in one.modules),
-        )
-        known = _names(whole, f"the models {printable(whole.origin)}" if several else "the model")
-        matched = [
-            (title, thing)
-            for title, one in own.items()
-            for thing in _names(one)[rule.target].match(rule)[0]
+        if len(found) > _MAX_COMPLAINTS:
+            found.append(f"{rules.place(rule.id)}: the rules from here on are not looked at")
+            break
+        own = [
+            title for title, one in models.items() if rule.model is None or is_for(rule.model, one)
         ]
-        owners = [title for title, _ in matched] if several else []
+        known = together(tuple(own))
+        matched = [
+            (title, thing) for title in own for thing in named[title][rule.target].select(rule)
+        ]
+        owners = [title for title, _ in matched] if len(own) > 1 else []
         things = [thing for _, thing in matched]
         place = f"{rules.place(rule.id)}: rule {rule.id}: "
         found += [place + text for text in _shortfall(rule, things, known[rule.target], owners)]
     return found
+
+
+def _together(models: Sequence[Manifest], titles: Sequence[str]) -> dict[str, Names]:
+    """Return the names of several models as if they were one."""
+    origin = ", ".join(titles)
+    whole = Manifest(
+        origin=origin,
+        params=tuple(param for one in models for param in one.params),
+        modules=tuple(module for one in models for module in one.modules),
+    )
+    several = len(models) > 1
+    return _names(whole, f"the models {printable(origin)}" if several else "the model")
 
 
 def _names(manifest: Manifest, owner: str = "the model") -> dict[str, Names]:
@@ -165,7 +178,7 @@ def _doubts(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     """Yield what a reader of the plan must know about a match."""
     params = [thing for thing in matched if isinstance(thing, Param)]
     if params and not any(param.requires_grad for param in params):
-        yield "all parameters it matches are frozen: it acts once they are not"
+        yield "all parameters it matches have `requires_grad` off: it acts once it is on"
     if rule.target != "modules":
         return
     if rule.ref.grad and rule.ref.side == "input":
@@ -244,36 +257,3 @@ def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> It
 def obstacles(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> list[str]:
     """Return why a rule cannot act on what it matches; `bind` raises them."""
     return [*_complaints(rule, matched), *_unreachable(rule, matched, manifest)]
-
-
-def _overlaps(plan: Plan) -> Iterator[str]:
-    """Yield warnings on rules that change the same tensors."""
-    rules = {rule.id: rule for rule in plan.rules.rules}
-    bound = {rule_id: {b.name for b in plan.of(rule_id)} for rule_id in rules}
-    for first, second in combinations(rules.values(), 2):
-        alike = first.target == second.target and (
-            first.target == "params" or first.tensor == second.tensor
-        )
-        shared = bound[first.id] & bound[second.id]
-        if not shared or not alike:
-            continue
-        noun = first.target[:-1] if first.target != "params" else "parameter"
-        order = sorted((first, second), key=lambda rule: MOMENTS.index(rule.point))
-        example = next(binding.name for binding in plan.of(first.id) if binding.name in shared)
-        plural = "" if len(shared) == 1 else "s"
-        what = f"{len(shared)} {noun}{plural} (e.g. {printable(example)})"
-        if first.role == second.role == "edit":
-            yield (
-                f"{first.id} and {second.id} both change {what}; "
-                f"effective order: {order[0].id} (at {order[0].point}), "
-                f"then {order[1].id} (at {order[1].point})"
-            )
-        elif order[0] is second and {first.role, second.role} in _TELLING:
-            yield (
-                f"{second.id} (at {second.point}) comes before {first.id} (at {first.point}) on "
-                f"{what}, although it stands later in the file"
-            )
-
-
-# A trap looks at its own fixed moment, and a freeze changes no gradient: their place is no surprise.
-_TELLING = ({"edit", "observe"}, {"edit", "capture"})

@@ -51,14 +51,15 @@ def breaks_of(plan: Plan) -> Iterator[str]:
         calls.append(f"the {around} module{'' if around == 1 else 's'} around them")
     if "tensors" in targets:
         calls.append("gradsurgeon.tag()")
+    differ = "numerics may differ"
+    if plan.manifest.compiled:  # the rest is of no use to who compiles nothing
+        differ += ", and `fullgraph=True` cannot be had"
     if calls:
-        yield (
-            f"under torch.compile no call of {' or '.join(calls)} is part of a graph: numerics may "
-            "differ, and `fullgraph=True` cannot be had. A loop with such a call in it, as in "
-            "nn.Sequential, runs uncompiled, and so does the code around the loop"
+        loops = (
+            ". A loop with such a call in it, as in nn.Sequential, runs uncompiled, and so does the code "
+            "around the loop"
         )
+        told = f"under torch.compile no call of {' or '.join(calls)} is part of a graph: {differ}"
+        yield told + loops * plan.manifest.compiled
     elif "modules" in targets:
-        yield (
-            "under torch.compile the model is compiled apart from what calls it: numerics may differ, "
-            "and `fullgraph=True` cannot be had"
-        )
+        yield f"under torch.compile the model is compiled apart from what calls it: {differ}"

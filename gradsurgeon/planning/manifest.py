@@ -102,6 +102,7 @@ class Manifest:
         modules: the modules, the root first.
         model_type: class names of the root, most derived first: what `model:` in a rule goes by.
         notes: what a reader of a plan must know about the names themselves.
+        compiled: the model, or a part of it, is compiled already; a file of names does not tell.
     """
 
     origin: str
@@ -109,6 +110,7 @@ class Manifest:
     modules: tuple[Module, ...] = ()
     model_type: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    compiled: bool = False
 
     @property
     def elements(self) -> int:
@@ -175,6 +177,15 @@ def from_model(model: Any) -> Manifest:
         params=tuple(_param(group, managed) for group in groups.values()),
         modules=tuple(_modules(tree)),
         model_type=class_names(root),
+        compiled=any(_is_compiled(module) for _, module in tree),
+    )
+
+
+def _is_compiled(module: Any) -> bool:
+    """Tell whether a module is what `torch.compile` returns, or is compiled in place."""
+    return (
+        type(module).__name__ == "OptimizedModule"
+        or vars(module).get("_compiled_call_impl") is not None
     )
 
 

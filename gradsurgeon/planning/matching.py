@@ -12,6 +12,8 @@ from gradsurgeon.planning.manifest import ROOT, Module, Param
 
 Thing = Param | Module
 _EXAMPLES = 3
+_MAX_DOUBTS = 20  # on one rule
+_FEW, _COMPARED = 3, 100_000  # patterns that get a hint, names that are looked at for all hints
 
 
 class Names:
@@ -19,9 +21,12 @@ class Names:
 
     def __init__(self, noun: str, things: Sequence[Thing], owner: str = "the model") -> None:
         self.noun = noun
+        # To look for what was meant takes the longer the more names there are.
+        self._hints = max(_FEW, _COMPARED // (len(things) + 1))
         self._of = owner
         self.names = [name for thing in things for name in thing.names if name != ROOT]
         self._owner = [thing for thing in things for name in thing.names if name != ROOT]
+        self._at = {name: index for index, name in enumerate(self.names)}
         self._root = [thing for thing in things if thing.name == ROOT]
         self._unique = {thing.name: thing for thing in things}
 
@@ -29,17 +34,28 @@ class Names:
         """Return what a pattern matches, by the name that it matched."""
         if pattern.text == ROOT:
             return dict.fromkeys([ROOT], self._root[0]) if self._root else {}
-        return {self.names[index]: self._owner[index] for index in select([pattern], self.names)}
+        if pattern.is_literal:
+            found = [self._at[pattern.text]] if pattern.text in self._at else []
+        else:
+            found = select([pattern], self.names)
+        return {self.names[index]: self._owner[index] for index in found}
+
+    def hint(self, pattern: Pattern) -> str:
+        """Return what was probably meant by a pattern; in a big model only of the first that ask."""
+        self._hints -= 1
+        if self._hints < 0:
+            return "what is said of the first patterns that match nothing may help here too"
+        return suggest(pattern.text, self.names)
 
     def match(self, rule: Rule) -> tuple[list[Thing], list[str]]:
         """Return what a rule selects, in model order, and what is doubtful about it."""
         doubts: list[str] = []
         chosen: set[str] = set()
-        for pattern in rule.patterns:
+        patterns = rule.patterns  # compiled at each call
+        for pattern in patterns:
             hits = self.hits(pattern)
-            if not hits and len(rule.patterns) > 1:
-                hint = suggest(pattern.text, self.names)
-                doubts.append(f"pattern {quoted(pattern)} matches nothing; {hint}")
+            if not hits and len(patterns) > 1:
+                doubts.append(f"pattern {quoted(pattern)} matches nothing; {self.hint(pattern)}")
             chosen.update(thing.name for thing in hits.values())
         for text in rule.exclude:
             pattern = compile_pattern(text)
@@ -49,6 +65,8 @@ class Names:
                 doubts.append(f"exclude {quoted(pattern)} takes nothing out of the match")
             doubts += self._also_taken(pattern, hits, dropped)
             chosen -= dropped
+        if len(doubts) > _MAX_DOUBTS:
+            doubts[_MAX_DOUBTS:] = [f"and {len(doubts) - _MAX_DOUBTS} more doubts of this kind"]
         return self._kept(rule, chosen), doubts
 
     def select(self, rule: Rule) -> list[Thing]:
@@ -81,15 +99,32 @@ class Names:
         """Return why a rule selects nothing, with the nearest names."""
         found = list({t.name: t for p in rule.patterns for t in self.hits(p).values()}.values())
         if not found:
-            texts = ", ".join(quoted(pattern) for pattern in rule.patterns)
-            hints = dict.fromkeys(suggest(pattern.text, self.names) for pattern in rule.patterns)
+            patterns = rule.patterns
+            shown, more = patterns[:_FEW], len(patterns) - _FEW
+            texts = ", ".join(quoted(pattern) for pattern in shown)
+            texts += f" or {more} more patterns" if more > 0 else ""
+            hints = dict.fromkeys(self.hint(pattern) for pattern in shown)
             return f"no {self.noun} of {self._of} matches {texts}; {'; '.join(hints)}"
         reasons = Counter(filter(None, (failed(rule.where, thing) for thing in found)))
         plural = f"{len(found)} {self.noun}s match"
         if not reasons:
             return f"{plural}, but `exclude` takes all of them out"
         causes = ", ".join(f"`{key}` ({count})" for key, count in reasons.most_common())
-        return f"{plural}{examples(found)}, but `where` keeps none of them: {causes}"
+        meant = _types_meant(rule.where, found) if reasons["module_type"] else ""
+        return f"{plural}{examples(found)}, but `where` keeps none of them: {causes}{meant}"
+
+
+def _types_meant(where: Where, things: Sequence[Thing]) -> str:
+    """Return which classes there are, where `module_type` is what keeps nothing."""
+    text = where.module_type or ""
+    known = list(dict.fromkeys(name for thing in things for name in thing.module_type[:1]))
+    if any(failed(Where(module_type=text), thing) == "" for thing in things) or not known:
+        return ""
+    folded = compile_pattern(text.casefold())
+    near = [name for name in known if folded.matches(name.casefold())]
+    if near:
+        return f'; did you mean "{printable(near[0])}"? Upper and lower case differ'
+    return f"; the classes are {', '.join(map(printable, known[:_FEW]))}{', ...' * (len(known) > _FEW)}"
 
 
 def failed(where: Where, thing: Thing) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from gradsurgeon.errors import printable
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 6
 _TIED_SHOWN = 2
+_MAX_CHAINS, _MAX_LINKS, _LAST_LINKS = 100, 20, 3
 NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
 
 
@@ -48,9 +50,11 @@ def _rules(plan: Plan) -> Iterator[str]:
     for rule in plan.rules.rules:
         bound = plan.of(rule.id)
         dormant = sum(binding.dormant for binding in bound)
-        frozen = f" ({dormant} frozen)" if dormant else ""
+        # Not `frozen`: that would be taken for the work of a rule with the action `freeze`.
+        frozen = f" ({dormant} without requires_grad)" if dormant else ""
         steps = rule.steps
-        window = "" if (steps.from_, steps.to) == (0, None) else f"{steps.from_}..{steps.to or ''}"
+        last = "" if steps.to is None else steps.to - 1  # a range names its last number everywhere
+        window = "" if (steps.from_, steps.to) == (0, None) else f"{steps.from_}..{last}"
         every = f" every {steps.every}" if steps.every > 1 else ""
         rows.append(
             (
@@ -78,12 +82,26 @@ def _chains(plan: Plan) -> Iterator[str]:
     untouched = sum(param.name not in plan.chains for param in plan.manifest.params)
     yield "effects per tensor, in order of effect"
     aliases = {param.name: param.aliases for param in plan.manifest.params}
-    for chain, names in groups.items():
-        yield "  " + " -> ".join(f"{rule} (at {points[rule]})" for rule in chain)
+    for chain, names in islice(groups.items(), _MAX_CHAINS):
+        yield "  " + " -> ".join(_links(chain, points))
         noun = "parameter" if names[0] in aliases else "tensor"
         yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"
+    if len(groups) > _MAX_CHAINS:
+        rest = sum(map(len, islice(groups.values(), _MAX_CHAINS, None)))
+        more = count(len(groups) - _MAX_CHAINS, "more chain")
+        yield f"  and {more}, of {count(rest, 'tensor')}: `plan --format json` has all of them"
     if untouched:
         yield f"  no rule: {count(untouched, 'parameter')}"
+
+
+def _links(chain: Sequence[str], points: Mapping[str, str]) -> Iterator[str]:
+    """Yield the rules of a chain, those in the middle of a long one as their number."""
+    folded = len(chain) - _MAX_LINKS
+    for place, rule in enumerate(chain):
+        if folded <= 0 or place < _MAX_LINKS - _LAST_LINKS or place >= len(chain) - _LAST_LINKS:
+            yield f"{rule} (at {points[rule]})"
+        elif place == _MAX_LINKS - _LAST_LINKS:
+            yield f"({folded} more)"
 
 
 def abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:

@@ -55,9 +55,11 @@ def from_index(data: Mapping[str, object], file: str) -> Manifest:
     left_out: list[str] = []
     missing: list[str] = []
     checked = Checked(file)
-    for shard in dict.fromkeys(shards.values()):
+    names: dict[str, list[str]] = {}
+    for name, shard in shards.items():
+        names.setdefault(shard, []).append(name)
+    for shard, own in names.items():
         path = Path(file).parent / shard
-        own = [name for name, one in shards.items() if one == shard]
         # Shards of pickles would have to be run to be read.
         if path.suffix != ".safetensors" or not path.exists():
             missing.append(shard)
@@ -76,7 +78,7 @@ def from_index(data: Mapping[str, object], file: str) -> Manifest:
     notes = []
     if missing:
         notes.append(
-            f"{len(missing)} of {len(set(shards.values()))} files of weights are not there, or hold "
+            f"{len(missing)} of {len(names)} files of weights are not there, or hold "
             f"pickles (such as {missing[0]}): shapes and dtypes of their parameters are not known, and "
             "count as 0 elements"
         )

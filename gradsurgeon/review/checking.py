@@ -11,7 +11,7 @@ from gradsurgeon.review import catalogue
 from gradsurgeon.review.case import MAX_COMPARED, Case
 from gradsurgeon.review.checks import CHECKS, Finding
 from gradsurgeon.review.suppression import Suppressions
-from gradsurgeon.schema import Inspection
+from gradsurgeon.schema import Inspection, bounded
 
 _MAX_PROBLEMS = 200
 
@@ -31,7 +31,8 @@ def check(inspected: Inspection, manifest: Manifest | None = None) -> list[Probl
         # What is needed where no names are known is not useless where they are.
         for problem in _semantic(inspected, None):
             suppressions.take(problem)
-    kept += suppressions.unused(severities(), checked=inspected.rules is not None)
+    unused = suppressions.unused(severities(), checked=inspected.rules is not None)
+    kept += bounded(list(unused))
     order = {source.file: index for index, source in enumerate(inspected.sources)}
     return sorted(
         dict.fromkeys(kept),

@@ -93,6 +93,7 @@ def _read(source: Located) -> Iterator[Suppression]:
     if inside is None:
         return
     rules = _rules(source)
+    below = _below(lines)
     for number, line in enumerate(lines, 1):
         if "gradsurgeon:" not in line:
             continue
@@ -101,7 +102,7 @@ def _read(source: Located) -> Iterator[Suppression]:
         if found is None or begin is None:
             continue
         alone = not line[:begin].strip()
-        scope = _below(lines, number) if alone else rules.get(number, (number, number))
+        scope = (below[number],) * 2 if alone else rules.get(number, (number, number))
         for at, name in _names(found):
             yield Suppression(
                 name, Place(source.file, number, at + 1, line, max(1, len(name))), scope
@@ -117,18 +118,21 @@ def _names(found: re.Match[str]) -> Iterator[tuple[int, str]]:
         yield found.start(1) + part.start(), part[0].rstrip()
 
 
-def _below(lines: Sequence[str], number: int) -> tuple[int, int]:
-    """Return the line that a comment of its own stands above, other comments left aside."""
-    below = number + 1
-    while below <= len(lines) and lines[below - 1].lstrip().startswith("#"):
-        below += 1
-    return below, below
+def _below(lines: Sequence[str]) -> list[int]:
+    """Return the line that a comment of its own stands above, by line, other comments left aside."""
+    below = [0, *range(2, len(lines) + 2)]
+    for number in range(len(lines) - 1, 0, -1):
+        if lines[number].lstrip().startswith("#"):
+            below[number] = below[number + 1]
+    return below
 
 
 def _comment(line: str, number: int, inside: Mapping[int, list[tuple[int, int]]]) -> int | None:
     """Return where the comment of a line begins, ``None`` where it has none."""
+    scalars = inside.get(number, [])
     for found in _HASH.finditer(line):
-        if not any(low <= found.start() < high for low, high in inside.get(number, ())):
+        before = bisect.bisect_right(scalars, found.start(), key=lambda scalar: scalar[0])
+        if not before or scalars[before - 1][1] <= found.start():
             return found.start()
     return None
 

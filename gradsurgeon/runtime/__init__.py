@@ -1,8 +1,19 @@
 """Attaches a plan to a model. Every hook in the package is registered in this folder."""
 
+from gradsurgeon.runtime.floor import OLDEST
 from gradsurgeon.runtime.registry import check_free, enter, find, tag
 from gradsurgeon.runtime.session import Session
 from gradsurgeon.runtime.stages import has_others, lacking
 from gradsurgeon.runtime.state import Mode
 
-__all__ = ["Mode", "Session", "check_free", "enter", "find", "has_others", "lacking", "tag"]
+__all__ = [
+    "OLDEST",
+    "Mode",
+    "Session",
+    "check_free",
+    "enter",
+    "find",
+    "has_others",
+    "lacking",
+    "tag",
+]

@@ -1,5 +1,6 @@
 """Document -> RuleSet: every problem of a rule file in one pass, each at its place."""
 
+from gradsurgeon.schema._document import bounded
 from gradsurgeon.schema._files import DISK, Files
 from gradsurgeon.schema._located import Built, Located
 from gradsurgeon.schema._tree import Inspection, RuleSet, check, from_rules, inspect, validate
@@ -14,6 +15,7 @@ __all__ = [
     "Inspection",
     "Located",
     "RuleSet",
+    "bounded",
     "check",
     "from_rules",
     "inspect",

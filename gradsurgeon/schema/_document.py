@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from gradsurgeon.actions import ACTIONS, Flaw, Rule, check_rule, found, steps_of
 from gradsurgeon.errors import Place, Problem, did_you_mean
@@ -13,6 +15,8 @@ from gradsurgeon.source import Path
 
 _TOP_LEVEL = ("version", "requires", "include", "rules")
 MAX_FILES = 32  # in all; so no list of includes can hold more
+MAX_PROBLEMS = 100  # of one severity: nobody reads on, and a job must not end in megabytes of them
+_MAX_UNKNOWN = 50  # keys of the top level
 
 
 def no_mapping(source: Located) -> list[Problem]:
@@ -29,7 +33,7 @@ def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
     """Return why this gradsurgeon must not read the file, if it must not."""
     version, requires = data.get("version"), data.get("requires")
     if isinstance(requires, str) and meets(VERSION, requires) is False:
-        message = f"these rules require gradsurgeon {requires}, this is {VERSION}"
+        message = f"these rules require gradsurgeon {requires[:60]}, this is {VERSION}"
         hint = "install a gradsurgeon that meets it"
         return Problem(source.place(("requires",)), "unmet-requirement", message, hint)
     if isinstance(version, int) and version > FORMAT:
@@ -46,7 +50,14 @@ def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
         "version": f"begin the file with `version: {FORMAT}`",
         "rules": "write `rules:` with a list of rules below, each beginning with `- id: ...`",
     }
+    unknown = [key for key in data if key not in _TOP_LEVEL]
+    for key in unknown[_MAX_UNKNOWN:][:1]:
+        message = f"{len(unknown)} unknown keys: those from here on are not looked at"
+        yield Problem(source.key_place((key,)), "too-large", message, "correct these first")
+    ignored = set(unknown[_MAX_UNKNOWN:])
     for key, value in data.items():
+        if key in ignored:
+            continue
         if key not in _TOP_LEVEL:
             hint = did_you_mean(str(key), [one for one in _TOP_LEVEL if one not in data])
             meant.update(hint.split("`")[1:2])
@@ -198,3 +209,23 @@ def tidy(problems: Sequence[Problem]) -> list[Problem]:
     if any(problem.check == "merge-key" for problem in kept):
         kept = [problem for problem in kept if problem.check != "missing-key"]
     return sorted(kept, key=lambda problem: (problem.place.line, problem.place.col))
+
+
+def bounded(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the first problems of each severity, in order, and behind them how many more there are."""
+    seen: Counter[str] = Counter()
+    kept: list[Problem] = []
+    first: dict[str, Problem] = {}  # of those that are left out
+    for problem in problems:
+        seen[problem.severity] += 1
+        if seen[problem.severity] <= MAX_PROBLEMS:
+            kept.append(problem)
+        else:
+            first.setdefault(problem.severity, problem)
+    for severity, problem in first.items():
+        more = seen[severity] - MAX_PROBLEMS
+        message = f"and {more} more {severity}{'' if more == 1 else 's'}, from here on"
+        kept.append(
+            replace(problem, check="too-large", message=message, hint="correct these first")
+        )
+    return kept

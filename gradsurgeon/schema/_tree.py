@@ -13,6 +13,8 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.errors import Place, Problem, RuleFileError
 from gradsurgeon.schema._document import (
     MAX_FILES,
+    MAX_PROBLEMS,
+    bounded,
     duplicate_ids,
     entries,
     no_mapping,
@@ -172,8 +174,8 @@ class _Tree:
 
     @property
     def problems(self) -> list[Problem]:
-        """All problems: those of a file before those of what it includes."""
-        return [problem for group in self._problems for problem in group]
+        """The problems: those of a file before those of what it includes."""
+        return bounded([problem for group in self._problems for problem in group])
 
     def rule_set(self, source: Located) -> RuleSet:
         """Return the rules, of which none is wrong."""
@@ -219,8 +221,14 @@ class _Tree:
         """Take the rules that a file itself holds; yield what is wrong with them."""
         given = data.get("rules")
         given = given if isinstance(given, list | tuple) else []
+        wrong = 0
         for index, entry in enumerate(given):
+            if wrong > MAX_PROBLEMS:
+                message = f"over {MAX_PROBLEMS} problems: the rules from here on are not looked at"
+                yield Problem(source.place(("rules", index)), "too-large", message)
+                break
             rule, flaws = rule_at(source, index, entry)
+            wrong += len(flaws)
             yield from flaws
             if rule is not None:
                 self.written.setdefault(rule.id, (source, index))

@@ -244,7 +244,7 @@ class TestPlan:
             "modules": [],
             "elements": 4,
             "warnings": [
-                "all parameters it matches are frozen: it acts once they are not",
+                "all parameters it matches have `requires_grad` off: it acts once it is on",
                 "zero is not freeze: weight decay and momentum still move the weight",
             ],
         }

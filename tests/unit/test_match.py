@@ -106,6 +106,7 @@ def test_matching(text: str, name: str, expected: bool) -> None:
 
 REFUSED: list[tuple[str, str, str]] = [
     ("", "the pattern is empty", 'write "*"'),
+    ("\u201c*.bias\u201d", "stands in typographic quotes", 'write straight ones: "*.bias"'),
     ("re:", "the pattern is empty", ""),
     ("x" * 501, "the pattern has 501 characters, at most 500 are read", ""),
     ("re:" + "x" * 498, "the pattern has 501 characters", ""),
@@ -158,6 +159,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("re:(?:a{9}){9}", "repeated more than 64 times", ""),
     ("re:(?:(?:(?:){64}){64}){64}", "repeated more than 64 times", ""),
     ("re:(?=.*a)b", "look-around", ""),
+    ("re:(?>.*a.*)b", "several unbounded repeats inside an atomic group", "write a glob"),
     ("re:(?!a+b)b", "look-around", ""),
     ("re:(?=(ab|cd)+)b", "alternatives inside a repeat", ""),
     ("re:" + ".*a" * 5, "could take very long", ""),
@@ -218,13 +220,43 @@ def test_what_is_allowed_is_fast_on_the_worst_names(text: str) -> None:
             pattern.matches(name)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "re:.*a.*a.*a(?<=.{64}b)",
+        "re:.*a{1,60}.*a{1,60}b",
+        "re:.*(?:a|aa|aaa).*(?:a|aa).*b",
+        "re:.*a[^c]*c.*d",
+        r"re:.*(attn|mlp).*(q|k|v)_proj.*weight",
+        r"re:.*\.a\..*\.b\..*\.weight",
+        r"re:layers\.(\d+)\.attn\..*weight",
+        "re:(?:a{2}.*)?a*b",
+    ],
+)
+def test_no_name_makes_an_expression_slow(text: str) -> None:
+    pattern = compile_pattern(text)
+    lengths = (100, 140, 170, 200, 300, 400, 500, 1_000, 5_000)
+    for piece in ("a", "a.", "1.", "attn.q_proj.", "layers.1.attn.", "x.a.b."):
+        for length in lengths:
+            with within(0.3):
+                pattern.matches((piece * length)[:length])
+
+
+def test_a_name_too_long_to_try_every_way_matches_all_the_same() -> None:
+    pattern = compile_pattern(r"re:.*\.layers\.\d+\..*attn.*\.(weight|bias)")
+    names = [f"{'wrapped.' * 200}layers.3.self_attn.q_proj.{leaf}" for leaf in ("weight", "scale")]
+    assert [pattern.matches(name) for name in names] == [True, False]
+    assert select([pattern], names) == [0]
+
+
 def test_patterns_are_values() -> None:
     assert compile_pattern("a.*") == compile_pattern("a.*")
     assert compile_pattern("a.*") != compile_pattern("b.*")
     assert len({compile_pattern("a.*"), compile_pattern("a.*")}) == 1
     assert repr(compile_pattern("a.*")) == "Pattern(text='a.*')"
     assert isinstance(compile_pattern("a.*"), Pattern)
-    assert pickle.loads(pickle.dumps(compile_pattern("a.*"))) == compile_pattern("a.*")
+    for text in ("a.*", "re:a.*"):
+        assert pickle.loads(pickle.dumps(compile_pattern(text))) == compile_pattern(text)
 
 
 def test_literals() -> None:

@@ -215,7 +215,7 @@ def test_doubts_are_warnings() -> None:
         rule(id="exclude", params="head.*", exclude="body.*"),
     )
     assert plan.rule_warnings["frozen"][0] == (
-        "all parameters it matches are frozen: it acts once they are not"
+        "all parameters it matches have `requires_grad` off: it acts once it is on"
     )
     assert plan.rule_warnings["item"][0].startswith('pattern "nope.*" matches nothing; ')
     assert plan.rule_warnings["exclude"][0] == 'exclude "body.*" takes nothing out of the match'
@@ -244,7 +244,7 @@ def test_the_plan_as_a_table() -> None:
         "",
         "  rule   action    at           hook                     binds  elements  steps",
         "  norms  norm-log  accumulated  end of backward  10 parameters        28  all",
-        "  cut    zero      backward     tensor hook       4 parameters         8  5..10 every 2",
+        "  cut    zero      backward     tensor hook       4 parameters         8  5..9 every 2",
         "  bound  clamp     step         step pre-hook     5 parameters        14  3..",
         "",
         "effects per tensor, in order of effect",

@@ -315,3 +315,12 @@ class TestProblems:
             rules, problems = schema.check(schema.Built({"version": 1, "rules": [rule]}))
             assert bool(rules) != bool(problems)
             assert all(str(p.place).startswith("<dict> rules[0]") for p in problems)
+
+    def test_a_list_of_plain_rules_is_told_what_it_lacks(self) -> None:
+        rules: Any = [ZERO]
+        with pytest.raises(TypeError) as caught:
+            gradsurgeon.load(rules)
+        assert str(caught.value) == (
+            "a list of rules holds rules built in Python, this one holds a dict: give the whole file "
+            'as a dict, {"version": 1, "rules": [...]}'
+        )

@@ -1,0 +1,103 @@
+"""Many rules, many names: what a plan takes and prints grows with them, not with their pairs."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+from bounds import within
+
+import gradsurgeon
+from gradsurgeon.errors import BindError
+from gradsurgeon.planning import Manifest, Module, Param, Plan, bind, manifest_file
+
+
+def model(*names: str, trains: bool = True) -> Manifest:
+    params = (Param(name, (), (2,), "float32", trains, ("Linear",)) for name in names)
+    return Manifest("Net", tuple(params), (Module(".", (), ("Net",)),))
+
+
+def bound(manifest: Manifest, *rules: dict[str, object]) -> Plan:
+    return bind(gradsurgeon.load({"version": 1, "rules": list(rules)}), manifest)
+
+
+def scale(number: int, params: object = "*", **more: object) -> dict[str, object]:
+    return {"id": f"r-{number}", "action": "scale", "params": params, "factor": 0.5, **more}
+
+
+def test_many_rules_on_the_same_tensors_are_shown_in_short() -> None:
+    rules = [scale(number) for number in range(500)]
+    with within(6):
+        plan = bound(model(*(f"layers.{number}.weight" for number in range(200))), *rules)
+        text = str(plan)
+    assert len(text) < 100_000
+    assert len(plan.warnings) == 51
+    assert plan.warnings[0].startswith(
+        "r-0 and r-1 both change 200 parameters (e.g. layers.0.weight)"
+    )
+    assert plan.warnings[-1].startswith("and more pairs of rules like these: `plan --format json`")
+    assert "r-16 (at backward) -> (480 more) -> r-497 (at backward)" in text
+    assert len(plan.to_dict()["chains"]["layers.0.weight"]) == 500
+
+
+def test_pairs_that_need_no_word_take_no_time() -> None:
+    """Observers behind edits are as they should be, however many."""
+    rules = [scale(i, f"w{i % 2}") for i in range(1500)]
+    rules += [{"id": f"n-{i}", "action": "norm-log", "params": f"w{i % 2}"} for i in range(1500)]
+    with within(6):
+        assert len(bound(model("w0", "w1"), *rules).warnings) == 51
+
+
+def test_a_long_list_of_chains_is_folded_and_says_so() -> None:
+    names = [f"{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(150)]
+    text = str(bound(model(*names), *(scale(i, name) for i, name in enumerate(names))))
+    assert "  and 50 more chains, of 50 tensors: `plan --format json` has all of them" in text
+
+
+def test_many_patterns_that_match_nothing_are_looked_into_a_few_times() -> None:
+    manifest = model(*(f"layers.{number}.weight" for number in range(10_000)))
+    wrong = [f"lyers.{number}.weigth" for number in range(20_000)]
+    with within(12):
+        (rule,) = bound(manifest, scale(0, [*wrong, "*"])).rule_warnings.values()
+        with pytest.raises(BindError) as caught:
+            bound(manifest, *(scale(number, name) for number, name in enumerate(wrong[:3_000])))
+    assert rule[20] == "and 19980 more doubts of this kind"
+    assert len(caught.value.complaints) == 102
+    assert caught.value.complaints[-1].endswith("the rules from here on are not looked at")
+    with pytest.raises(BindError, match=r'"lyers\.2\.weigth" or 97 more patterns; closest names'):
+        bound(model("layers.1.weight"), scale(0, wrong[:100]))
+
+
+def test_an_index_of_many_shards_is_read_at_once(tmp_path: pathlib.Path) -> None:
+    names = {f"e{i}.weight": f"s{i}.safetensors" for i in range(20_000)}
+    file = tmp_path / "m.index.json"
+    file.write_text(json.dumps({"weight_map": names}))
+    with within(6):
+        manifest = manifest_file.read(file)
+    assert [param.name for param in manifest.params[:2]] == ["e0.weight", "e1.weight"]
+    assert "20000 of 20000 files of weights are not there" in manifest.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("module_type", "told"),
+    [
+        ("linear", '`module_type` (1); did you mean "Linear"? Upper and lower case differ'),
+        ("Conv*", "`module_type` (1); the classes are Linear"),
+    ],
+)
+def test_classes_are_named_where_none_is_meant(module_type: str, told: str) -> None:
+    with pytest.raises(BindError) as caught:
+        bound(model("a"), scale(0, where={"module_type": module_type}))
+    assert caught.value.complaints[0].endswith(told)
+
+
+def test_off_is_told_from_what_a_freeze_does() -> None:
+    assert "2 parameters (2 without requires_grad)" in str(
+        bound(model("a", "b", trains=False), scale(0))
+    )
+
+
+def test_a_range_of_steps_names_its_last_one() -> None:
+    text = str(bound(model("a"), scale(0, steps={"from": 5, "to": 10})))
+    assert "  5..9\n" in text
