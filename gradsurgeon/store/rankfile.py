@@ -74,7 +74,8 @@ class RankFile:
         """
         try:
             return self._connection.execute(sql, arguments).fetchall()
-        except (sqlite3.Error, OverflowError) as error:
+        except (sqlite3.Error, OverflowError, UnicodeDecodeError, MemoryError) as error:
+            # Python's module does not turn into errors of its own what it cannot decode.
             raise self._unreadable(error) from None
 
     def damaged(self, what: str) -> RecordError:
@@ -246,6 +247,7 @@ class StoredSeries:
             not isinstance(step, int)
             or not (isinstance(values, bytes) and len(values) == _FLOAT * width)
             or not (isinstance(bits, bytes) and len(bits) == layout.absent_size(width))
+            or int.from_bytes(bits, "little") >> width  # a column that is not there
         ):
             raise self._file.damaged(f"a row of {printable(self.key.rule)} has the wrong size")
         return step, values, absent
