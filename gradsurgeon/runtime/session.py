@@ -60,7 +60,9 @@ class Session:
         journal = Journal(rules, [len(plan.of(rule.id)) for rule in rules])
         recorder = Recorder(self._records, writer, journal.status)
         journal.sink = recorder.event
-        if writer is not None:
+        if writer is None:
+            self._records.on_drop = journal.records_dropped
+        else:
             writer.on_failure = partial(journal.emit, "notice", warn=True)
         self._state = State(
             program=program,

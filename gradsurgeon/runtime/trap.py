@@ -340,8 +340,8 @@ class Traps:
         head = f"{state.place(step, rule.id)}: {finding.head}"
         text = "\n".join([head, outcome(rule, state.mode, then, in_a_row), *finding.lines])
         state.journal.altered(rule.id, torch.ones((), dtype=torch.bool))
-        warn = then == "warn" and state.mode == "act"
-        state.journal.emit("trap", text, rule=rule.id, step=step, name=name, warn=warn)
+        how = {"warn": then == "warn", "raised": then == "raise"} if state.mode == "act" else {}
+        state.journal.emit("trap", text, rule=rule.id, step=step, name=name, **how)
         if state.mode == "observe":
             return
         rank = finding.ranks[0] if finding.ranks else _dist.rank()
@@ -367,7 +367,7 @@ class Traps:
         severity, source = ranks.worst(own)
         if severity == 0:
             return
-        word = ranks.hear(verdict.word, source)
+        word = verdict.word = ranks.hear(verdict.word, source)
         if severity == own:
             return
         step, rule, name = clock.step, word.rule, word.name
@@ -378,7 +378,7 @@ class Traps:
             self._state.journal.emit("skipped-step", text, rule=rule, step=step, name=name)
             return
         text = f"{head} stop: {word.text}"
-        self._state.journal.emit("trap", text, rule=rule, step=step, name=name)
+        self._state.journal.emit("trap", text, rule=rule, step=step, name=name, raised=True)
         verdict.error = NonFiniteGradientError(
             text, rule=rule, step=step, rank=word.rank, name=name
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tracemalloc
 from array import array
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,8 @@ def test_the_oldest_rows_make_room() -> None:
 @pytest.mark.parametrize("replace", [False, True])
 def test_what_is_kept_is_what_was_put_in_whatever_makes_room(*, replace: bool) -> None:
     chance = random.Random(3)
-    records, all_of_them = Records(limit_bytes=4000), []
+    records = Records(limit_bytes=4000)
+    all_of_them: list[tuple[int, tuple[float, float], frozenset[int]]] = []
     for step in range(2000):
         numbers = chance.random(), chance.random()
         absent = frozenset(chance.sample(range(2), chance.randint(0, 2)))
@@ -82,7 +84,9 @@ def test_what_is_kept_is_what_was_put_in_whatever_makes_room(*, replace: bool) -
     assert 40 < len(series) < 125
     assert len(all_of_them) - len(series) == records.dropped
     for column, name in enumerate(KEY.names):
-        cells = [(s, None if column in a else pytest.approx(n[column])) for s, n, a in kept]
+        cells: list[Any] = [
+            (s, None if column in a else pytest.approx(n[column])) for s, n, a in kept
+        ]
         assert series.cells(name) == cells
         assert series.of(name) == [cell for cell in cells if cell[1] is not None]
         assert series.last(name) == series.of(name)[-1]
