@@ -58,6 +58,9 @@ class Measured(Protocol):
     def last(self, name: str) -> tuple[int, float] | None:
         """Return the last of them, ``None`` where there is none."""
 
+    def newest(self) -> int | None:
+        """Return the step of the last row, whatever has a value in it."""
+
 
 class Series:
     """The rows of one key, oldest first.
@@ -114,6 +117,10 @@ class Series:
         shared = self._gone <= near < len(self._absent) and self._absent[near] is bits
         own = 0 if bits is None or shared else sys.getsizeof(bits)
         return _ROW_BYTES + _VALUE_BYTES * len(self.key.names) + own
+
+    def newest(self) -> int | None:
+        """Return the step of the last row, ``None`` where there is none."""
+        return self._steps[-1] if len(self) else None
 
     @property
     def steps(self) -> array[int]:

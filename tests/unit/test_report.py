@@ -283,20 +283,26 @@ def test_the_rules_say_what_they_did() -> None:
         "idle": RuleInfo("scale"),
         "watch": RuleInfo("nan-trap", "trap"),
         "quiet": RuleInfo("nan-trap", "trap"),
+        "blind": RuleInfo("nan-trap", "trap"),
         "norms": RuleInfo("norm-log", "observe"),
     }
     statuses = {
         "clip": RuleStatus(2, 1000, 0.125, 499),
         "idle": RuleStatus(3, 7, 0.0, 6),
         "watch": RuleStatus(8, 500, 0.004, 499),
-        "quiet": RuleStatus(8, 500, 0.0, 499),
+        "quiet": RuleStatus(8, 1, 0.0, 499),
+        "blind": RuleStatus(8, 0, 0.0, None),
         "norms": RuleStatus(8, 0, 0.0, None),
     }
     text = report(rules=rules, statuses=statuses).text()
     assert row(text, "clip") == ["clip", "clamp", "2", "1,000", "12.5%", "499"]
     assert row(text, "idle")[4:] == ["0%", "6", "changed", "nothing"]
-    assert row(text, "watch")[4:] == ["0.4%", "499", "tripped", "in", "2", "steps"]
-    assert row(text, "quiet")[4:] == ["0%", "499", "never", "tripped"]
+    assert row(text, "watch")[2:6] == ["8", "-", "-", "499"]
+    assert next(line for line in text.splitlines() if "watch" in line).endswith(
+        "499  looked 500 times, tripped in 2 steps"
+    )
+    assert row(text, "quiet")[3:] == ["-", "-", "499", "looked", "1", "time,", "never", "tripped"]
+    assert row(text, "blind")[3:] == ["-", "-", "-", "NEVER", "LOOKED"]
     assert row(text, "norms")[2:] == ["8", "0", "-", "-", "NEVER", "FIRED"]
 
 
@@ -360,7 +366,7 @@ def test_a_trap_that_several_ranks_note_is_one() -> None:
         statuses={"watch": RuleStatus(8, 20, 0.2, 9)},
     ).text()
     assert "4 events (2 trap, 2 notice)" in text.splitlines()[0]
-    assert row(text, "watch")[6:] == ["tripped", "in", "2", "steps", "on", "ranks", "0,", "1"]
+    assert "  looked 20 times, tripped in 2 steps on ranks 0, 1\n" in text
     assert "events (4)" in text
     assert "  step 3  trap  watch  w  rank 0, 1  x2, steps 3..5\n" in text
     # The same step on both: no repetition.
@@ -461,3 +467,10 @@ def test_the_summary_of_a_session_holds_its_numbers() -> None:
     assert row(text, "0.weight")[2:6] == ["10", "15", "20", "20"]
     assert "never got a gradient: 1.weight" in text
     assert row(text, "double") == ["double", "scale", "1", "2", "100%", "1"]
+
+
+def test_what_is_no_session_is_told_what_to_open() -> None:
+    from gradsurgeon.report import summary
+
+    with pytest.raises(TypeError, match=r"not of str; open_run\(path\) opens a run directory"):
+        summary("runs/first")  # type: ignore[arg-type]

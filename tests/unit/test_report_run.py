@@ -12,7 +12,7 @@ from runs import KEY, meta, values, write
 
 from gradsurgeon import Event
 from gradsurgeon.events import RuleStatus
-from gradsurgeon.report import NONFINITE, RuleInfo, from_run
+from gradsurgeon.report import NONFINITE, RuleInfo, from_run, summary
 from gradsurgeon.report.digest import OnDisk
 from gradsurgeon.report.measured import InMemory
 from gradsurgeon.store import Key, Records
@@ -44,6 +44,7 @@ def test_a_short_run_reads_as_its_session_would(tmp_path: pathlib.Path) -> None:
     with open_run(tmp_path) as run:
         report = from_run(run)
         text = report.text(width=100)
+        assert summary(run).text(width=100) == text
     assert text.splitlines()[0] == "summary: rules.yaml on Net: steps 0..4, 1 event (1 trap)"
     assert report.rules == {"norms": RuleInfo("norm-log", "observe", ("a.weight", "a.bias"))}
     assert isinstance(report.records, Records)
