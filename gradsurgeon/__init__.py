@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from gradsurgeon import report as report
     from gradsurgeon.api import apply, load, open_run, plan, remove, tag
     from gradsurgeon.errors import (
         BindError,
@@ -67,10 +68,12 @@ def __getattr__(name: str) -> object:
     homes |= {"Binding": "planning", "Plan": "planning"}
     if name == "__version__":
         return import_module("gradsurgeon.schema").VERSION
+    if name == "report":
+        return import_module("gradsurgeon.report")
     if name not in homes:
         raise AttributeError(f"module 'gradsurgeon' has no attribute {name!r}")
     return getattr(import_module(f"gradsurgeon.{homes[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, "__version__", "report"]

@@ -30,9 +30,10 @@ class Event:
 class RuleStatus:
     """What one rule has done so far.
 
-    ``matched`` counts parameters, ``fired`` counts actions on single tensors, ``changed`` is the
-    share of firings that altered at least one element (for a trap: that tripped), ``last_step`` is
-    the clock of the last firing, ``None`` before the first.
+    ``matched`` counts parameters, ``fired`` counts actions on single tensors (for a trap: its looks,
+    whatever it saw), ``changed`` is the share of firings that altered at least one element (for a
+    trap: of looks at which it tripped), ``last_step`` is the clock of the last firing, ``None`` before
+    the first.
     """
 
     matched: int

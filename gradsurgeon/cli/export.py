@@ -18,6 +18,7 @@ from gradsurgeon.cli import fail
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import PatternError, compile_pattern, select
+from gradsurgeon.store.files import is_of_a_run, replacing
 from gradsurgeon.store.rankfile import StoredSeries
 from gradsurgeon.store.run import Run, open_run
 
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     import argparse
 
 COLUMNS = ("step", "rank", "rule", "point", "stat", "name", "value")
-# What a spreadsheet takes for a formula.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+# What a spreadsheet takes for a formula, and the sign that says it is none.
+_FORMULA, _TEXT = ("=", "+", "-", "@"), "'"
+# What an export begins with: nothing else is written over.
+_FIRST = (",".join(COLUMNS).encode(), b'{"type": "value"', b'{"type": "event"')
 # JSON has no numbers for these; the spelling is that of Protocol Buffers.
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
@@ -41,9 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
             events = list(_events(found, arguments)) if arguments.format == "jsonl" else []
             if not chosen and not events:
                 return fail(_why_nothing(found))
-            if _is_own(arguments.output, found):
-                where = printable(arguments.output)
-                return fail(f"{where}: is a file of the run itself; name another one")
+            if arguments.output is not None and (reason := _kept(Path(arguments.output))):
+                return fail(f"{printable(arguments.output)}: {reason}")
             with _output(arguments.output) as out:
                 _FORMATS[arguments.format](out, chosen, events)
     except BrokenPipeError:
@@ -90,11 +92,17 @@ def _why_nothing(run: Run) -> str:
     )
 
 
-def _is_own(path: str | None, run: Run) -> bool:
-    """Tell whether writing there would destroy what is to be read."""
-    if path is None or not Path(path).exists():
-        return False
-    return any(Path(path).samefile(own) for own in run.files)
+def _kept(path: Path) -> str:
+    """Return why the file there must not be written over; empty where there is none, or it may be."""
+    if is_of_a_run(path):
+        return "is a file of a run, or would be taken for one; name another one"
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        first = file.readline(max(map(len, _FIRST)) + 1)
+    if first and not first.startswith(_FIRST):
+        return "is there already and is no export; name another one, or remove it first"
+    return ""
 
 
 @contextmanager
@@ -102,7 +110,7 @@ def _output(path: str | None) -> Iterator[IO[str]]:
     if path is None:
         yield sys.stdout
         return
-    with Path(path).open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
+    with replacing(Path(path)) as file:
         yield file
 
 
@@ -124,8 +132,13 @@ def _csv(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
 
 
 def _harmless(text: str) -> str:
-    """Return a text that no spreadsheet takes for a formula."""
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    """Return a text that a terminal shows as it is and that no spreadsheet takes for a formula.
+
+    The text can be had back: a backslash begins an escape as in Python, so that each of its own is
+    doubled, and where the first character is an apostrophe, it is not part of the text.
+    """
+    shown = printable(text.replace("\\", "\\\\"))
+    return f"{_TEXT}{shown}" if shown.startswith((*_FORMULA, _TEXT)) else shown
 
 
 def _jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
@@ -133,8 +146,8 @@ def _jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
         key = series.key
         fixed = {"rank": series.rank, "rule": key.rule, "point": key.point, "stat": key.stat}
         # The same text in every line of a column: made once.
-        middle = json.dumps(fixed)[1:-1]
-        tails = [(column, f', "name": {json.dumps(key.names[column])}') for column in columns]
+        middle = _json(fixed)[1:-1]
+        tails = [(column, f', "name": {_json(key.names[column])}') for column in columns]
         for row in series.rows():
             head = f'{{"type": "value", "step": {row.step}, {middle}'
             values, absent = row.values, row.absent
@@ -153,7 +166,12 @@ def _jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
             "name": event.name,
             "message": event.message,
         }
-        out.write(f"{json.dumps(fields)}\n")
+        out.write(f"{_json(fields)}\n")
+
+
+def _json(value: object) -> str:
+    # The one control character of ASCII that JSON lets through.
+    return json.dumps(value).replace("\x7f", "\\u007f")
 
 
 def _number(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,15 @@ from gradsurgeon.store.run import open_run
 if TYPE_CHECKING:
     import argparse
 
+# Processes and models of one script make two levels, and people sort their runs into folders.
+_DEEPEST = 6
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the report; 2 where there is no run that can be read."""
     plain = arguments.ascii or needs_ascii(sys.stdout.encoding)
     folder = Path(arguments.run)
-    inside = sorted(file.parent for file in folder.glob(f"*/**/{RUN_FILE}"))
+    inside = sorted(_inside(folder, _DEEPEST))
     try:
         own = (folder / RUN_FILE).exists() or not inside
         if own:
@@ -37,12 +41,29 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _inside(folder: Path, levels: int) -> Iterator[Path]:
+    """Yield the runs in the folders below; a link leads elsewhere and is not followed."""
+    try:
+        with os.scandir(folder) as entries:
+            below = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return  # `open_run` says so of the folder that was named
+    for one in below:
+        if (one / RUN_FILE).is_file():
+            yield one
+        if levels > 1:
+            yield from _inside(one, levels - 1)
+
+
 def _commands(folders: Sequence[Path]) -> Iterator[str]:
     """Yield for each run inside another how to see it, and what it is of."""
     rows = []
     for folder in folders:
-        with open_run(folder) as found:
-            title = title_of(found)
+        try:
+            with open_run(folder) as found:
+                title = title_of(found)
+        except RecordError:
+            title = "cannot be read"  # the command says why
         command = f"gradsurgeon report {shlex.quote(str(folder))}"
         rows.append((printable(command), printable(title)))
     yield from grid(rows)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from gradsurgeon.report.measured import STAT, Line
+from gradsurgeon.report.spikes import Spike, largest
 from gradsurgeon.store import Key
 from gradsurgeon.store.layout import CHUNK
 from gradsurgeon.store.rankfile import StoredSeries
@@ -16,6 +17,9 @@ from gradsurgeon.store.run import Run
 
 # Rows for the median: enough for three digits of it, and few enough for 16 MB.
 _SAMPLE_LEAST, _SAMPLE_MOST, _SAMPLE_VALUES = 64, 4096, 4 * 2**20
+
+# Chunks to look for a spike in, of those that promise one most.
+_CHUNKS = 4
 
 Pairs = Sequence[tuple[int, float]]
 
@@ -50,7 +54,7 @@ class _Digest:
             maxima=self._maxima[column::step].tolist(),
             nonfinite=self._nonfinite[column::step].tolist(),
             present=self._present[column::step].tolist(),
-            sample=[value for value in self._sample[column::step] if math.isfinite(value)],
+            drawn=self._sample[column::step],
         )
 
     def has(self, name: str) -> bool:
@@ -67,7 +71,37 @@ class _Part:
     maxima: list[float]
     nonfinite: list[int]
     present: list[int]
-    sample: list[float]
+    drawn: array[float]
+
+    @property
+    def sample(self) -> list[float]:
+        """Finite values of one row in every few."""
+        return [value for value in self.drawn if math.isfinite(value)]
+
+    def tops(self) -> list[float]:
+        """Return the largest finite value of each chunk that has one."""
+        return [top for top in self.maxima if math.isfinite(top)]
+
+    def spike(self) -> Spike | None:
+        """Return the norm that stands out most, in the chunks whose largest one promises it.
+
+        Those are told by the median of the sample around them; the steps around it tell for sure.
+        """
+        every = self.digest.every
+        promising = []
+        for chunk, top in enumerate(self.maxima):
+            around = slice(max(0, (chunk - 1) * CHUNK // every), (chunk + 2) * CHUNK // every + 1)
+            near = [value for value in self.drawn[around] if math.isfinite(value)]
+            if math.isfinite(top) and top > 0 and near:
+                usual = median(near)
+                promising.append((top / usual if usual > 0 else math.inf, chunk))
+        best: Spike | None = None
+        for _, chunk in sorted(promising, reverse=True)[:_CHUNKS]:
+            pairs = [pair for c in range(max(0, chunk - 1), chunk + 2) for pair in self.rows(c)]
+            found = largest(pairs)
+            if found is not None and (best is None or found.times > best.times):
+                best = found
+        return best
 
     def cells(self) -> list[tuple[int, float | None]]:
         """Return first step and largest value of each chunk, as a sparkline takes them."""
@@ -91,16 +125,22 @@ class _Part:
 class OnDisk:
     """The records of a run directory by their summaries.
 
-    What is shown is exact, but for the median, which is that of a sample of the rows, and for the
-    sparkline, whose cells have the edges of chunks.
+    What is shown is exact, but for the median, which is that of a sample of the rows, for the
+    sparkline, whose cells have the edges of chunks, and for the spike, which is looked for where the
+    sample promises one.
     """
 
     dropped = 0
 
     def __init__(self, run: Run) -> None:
-        self._run = run
         self._series = list(run.lowest())
         self._digests: dict[int, _Digest] = {}
+        self._named: dict[str, list[StoredSeries]] = {}
+        for series in run:
+            for name in series.key.names if series.key.stat == STAT else ():
+                own = self._named.setdefault(name, [series])
+                if own[-1] is not series and own[-1].rank == series.rank:
+                    own.append(series)
 
     @property
     def sampled(self) -> int:
@@ -131,40 +171,29 @@ class OnDisk:
         own.sort(key=lambda part: part.digest.steps[0])
         cells = sorted((cell for part in own for cell in part.cells()), key=lambda cell: cell[0])
         sample = [value for part in own for value in part.sample]
-        top, top_step = _top(own)
         return Line(
             history=tuple(value for _, value in cells),
             first=own[0].rows(own[0].chunk(lambda c: own[0].present[c] > 0))[0][1],
             middle=median(sample) if sample else math.nan,
-            top=top,
-            top_step=top_step,
+            top=max((top for part in own for top in part.tops()), default=math.nan),
+            spike=max(
+                (spike for part in own if (spike := part.spike()) is not None),
+                key=lambda spike: spike.times,
+                default=None,
+            ),
             last=own[-1].rows(own[-1].chunk(lambda c: own[-1].present[c] > 0, last=True))[-1][1],
             nonfinite=sum(sum(part.nonfinite) for part in own),
             nonfinite_step=_first_nonfinite(own),
         )
 
     def _of(self, name: str) -> list[_Digest]:
-        digests = [self._digest(series) for series in self._run.series(name, STAT)]
+        digests = [self._digest(series) for series in self._named.get(name, ())]
         return [digest for digest in digests if digest.has(name)]
 
     def _digest(self, series: StoredSeries) -> _Digest:
         if id(series) not in self._digests:
             self._digests[id(series)] = _Digest(series)
         return self._digests[id(series)]
-
-
-def _top(parts: Sequence[_Part]) -> tuple[float, int]:
-    tops = [
-        (top, -order, -chunk)
-        for order, part in enumerate(parts)
-        for chunk, top in enumerate(part.maxima)
-        if math.isfinite(top)
-    ]
-    if not tops:
-        return math.nan, 0
-    top, order, chunk = max(tops)
-    step = next((step for step, value in parts[-order].rows(-chunk) if value == top), 0)
-    return top, step
 
 
 def _first_nonfinite(parts: Sequence[_Part]) -> int:

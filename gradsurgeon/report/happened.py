@@ -36,15 +36,18 @@ def rule_lines(
     rows = [("rule", "action", "matched", "fired", "changed", "last step", "")]
     for rule, status in statuses.items():
         info = infos.get(rule, RuleInfo("?"))
+        trips = [e for e in events if (e.kind, e.rule) == ("trap", rule)]
+        # A trap only looks, and its trips are counted in the remark.
+        looks = info.role == "trap"
         rows.append(
             (
                 printable(rule),
                 printable(info.action),
                 f"{status.matched:,}",
-                f"{status.fired:,}",
-                "-" if info.role in _CHANGING_NOTHING else f"{100 * status.changed:.3g}%",
+                "-" if looks else f"{status.fired:,}",
+                "-" if looks or info.role in _CHANGING_NOTHING else f"{100 * status.changed:.3g}%",
                 "-" if status.last_step is None else str(status.last_step),
-                _remark(info, status, [e for e in events if (e.kind, e.rule) == ("trap", rule)]),
+                _remark(info, status, trips),
             )
         )
     yield f"rules ({len(statuses)})"
@@ -53,14 +56,15 @@ def rule_lines(
 
 def _remark(info: RuleInfo, status: RuleStatus, trips: Sequence[Event]) -> str:
     if not status.fired:
-        return "NEVER FIRED"
+        return "NEVER LOOKED" if info.role == "trap" else "NEVER FIRED"
     if info.role == "trap":
         ranks = sorted({event.rank for event in trips}) or [0]
         # Each rank counts its own; and events are bounded, which the count is not.
         counted = math.ceil(round(status.changed * status.fired) / len(ranks))
         tripped = max(counted, len({event.step for event in trips}))
         on = f" on ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else ""
-        return f"tripped in {count(tripped, 'step')}{on}" if tripped else "never tripped"
+        told = f"tripped in {count(tripped, 'step')}{on}" if tripped else "never tripped"
+        return f"looked {count(status.fired, 'time')}, {told}"
     return "changed nothing" if info.role == "edit" and not status.changed else ""
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
 
+from gradsurgeon.report.spikes import Spike, largest
 from gradsurgeon.store import Key, Records, merged
 
 STAT = "l2"
@@ -22,7 +23,7 @@ class Line:
         first: the first norm.
         middle: the median.
         top: the largest norm.
-        top_step: the step of it.
+        spike: the norm that stands out most from those around it, ``None`` where none does.
         last: the last norm.
         nonfinite: how many norms are not finite.
         nonfinite_step: the step of the first of them.
@@ -32,7 +33,7 @@ class Line:
     first: float
     middle: float
     top: float
-    top_step: int
+    spike: Spike | None
     last: float
     nonfinite: int
     nonfinite_step: int
@@ -81,8 +82,8 @@ class InMemory:
 
     def span(self) -> tuple[int, int] | None:
         """Return the first and the last step, ``None`` where nothing was measured."""
-        steps = [row.step for series in self._records for row in series.rows]
-        return (min(steps), max(steps)) if steps else None
+        ends = [end for s in self._records if len(s) for end in (min(s.steps), max(s.steps))]
+        return (min(ends), max(ends)) if ends else None
 
     def having(self, name: str) -> list[Key]:
         """Return the keys of the series that hold an l2 norm of one parameter."""
@@ -93,18 +94,17 @@ class InMemory:
         found = self._records.series(name, STAT, rule)
         own = [series for series in found if series.key.point == point and series.last(name)]
         pairs = merged(own, name)
-        missing = [(row.step, None) for s in own for row in s.rows if s.columns[name] in row.absent]
+        missing = [(step, None) for s in own for step, value in s.cells(name) if value is None]
         timeline: list[tuple[int, float | None]] = [*pairs, *missing]
-        finite = [(value, step) for step, value in pairs if math.isfinite(value)]
+        finite = [value for _, value in pairs if math.isfinite(value)]
         broken = [step for step, value in pairs if not math.isfinite(value)]
-        top, top_step = max(finite, key=lambda pair: pair[0], default=(math.nan, 0))
         return Line(
             # By step alone: a step without a gradient has no value to compare.
             history=tuple(value for _, value in sorted(timeline, key=lambda pair: pair[0])),
             first=pairs[0][1],
-            middle=median(value for value, _ in finite) if finite else math.nan,
-            top=top,
-            top_step=top_step,
+            middle=median(finite) if finite else math.nan,
+            top=max(finite, default=math.nan),
+            spike=largest(pairs),
             last=pairs[-1][1],
             nonfinite=len(broken),
             nonfinite_step=min(broken, default=0),

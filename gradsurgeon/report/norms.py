@@ -22,8 +22,6 @@ _ROWS = 40
 _WORST_ROWS = 5  # kept for the worst of each sort, wherever in the model it is
 _MARK = "  <- spike"
 _NAMES = 4
-# How often its median a norm is that stands out: those of any training differ by less.
-_SPIKE = 2.0
 # What the optimizer acted on is nearest to `accumulated`, the point all set-ups have in common.
 _POINTS = ("accumulated", "step", "backward", "forward")
 
@@ -38,11 +36,9 @@ class _Layer:
     line: Line
 
     @property
-    def ratio(self) -> float:
-        """How far the maximum stands out: 1 is a flat line."""
-        if self.line.middle > 0:
-            return self.line.top / self.line.middle
-        return math.inf if self.line.top > 0 else 0.0
+    def times(self) -> float:
+        """How far the norm that stands out most does so, 0 where none does."""
+        return self.line.spike.times if self.line.spike is not None else 0.0
 
     @property
     def always_zero(self) -> bool:
@@ -100,7 +96,7 @@ def _preference(key: Key, order: Sequence[str]) -> tuple[int, int]:
 
 def _selected(layers: Sequence[_Layer]) -> list[_Layer]:
     """Return the rows to show, in model order: the worst are among them."""
-    spiky = sorted(layers, key=lambda layer: -layer.ratio)
+    spiky = sorted(layers, key=lambda layer: -layer.times)
     # Of two sorts of worst: many non-finite rows must not crowd out the spike before them.
     broken = [layer for layer in spiky if layer.line.nonfinite]
     names = {layer.name for layer in (*spiky[:_WORST_ROWS], *broken[:_WORST_ROWS])}
@@ -132,9 +128,9 @@ def _table(
 
 
 def _spikiest(layers: Sequence[_Layer]) -> _Layer | None:
-    """Return the layer whose maximum stands out most, ``None`` where none does."""
-    worst = max(layers, key=lambda layer: layer.ratio)
-    return worst if worst.ratio >= _SPIKE else None
+    """Return the layer with the largest spike, ``None`` where there is none."""
+    worst = max(layers, key=lambda layer: layer.times)
+    return worst if worst.times else None
 
 
 def _callouts(report: Report, layers: Sequence[_Layer], noun: str) -> Iterator[str]:
@@ -145,11 +141,11 @@ def _callouts(report: Report, layers: Sequence[_Layer], noun: str) -> Iterator[s
         first = min(layer.line.nonfinite_step for layer in broken)
         those = _listed([layer.name for layer in broken if layer.line.nonfinite_step == first])
         yield f"  non-finite: {count(len(broken), noun)}, first at step {first}: {those}"
-    if (worst := _spikiest(layers)) is not None:
-        times = f"{worst.ratio:.3g}x" if math.isfinite(worst.ratio) else "far above"
+    if (worst := _spikiest(layers)) is not None and (spike := worst.line.spike) is not None:
+        times = f"{spike.times:.3g}x" if math.isfinite(spike.times) else "far above"
         yield (
-            f"  largest spike: {printable(worst.name)}, {worst.line.top:.3g} at step {worst.line.top_step}, "
-            f"{times} its median"
+            f"  largest spike: {printable(worst.name)}, {spike.value:.3g} at step {spike.step}, "
+            f"{times} the steps around it"
         )
     having = {layer.name for layer in layers}  # a rule that never fired says so in its own row
     wanted = {
@@ -158,8 +154,9 @@ def _callouts(report: Report, layers: Sequence[_Layer], noun: str) -> Iterator[s
         if rule in report.statuses and report.statuses[rule].fired
         for name in info.logged
     }
-    if silent := [name for name in report.params if name in wanted - having]:
-        yield f"  never got a gradient: {_listed(silent)}"
+    silent = wanted - having
+    if listed := [name for name in report.params if name in silent]:
+        yield f"  never got a gradient: {_listed(listed)}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from gradsurgeon.store import Records
 
 @dataclass(frozen=True)
 class Report:
-    """A run in plain values; ``str(report)`` is the text.
+    """A run in plain values; ``str(report)`` is the text, in which ``0..99`` is both ends and between.
 
     Attributes:
         title: what was run, for the first line.

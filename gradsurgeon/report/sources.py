@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from gradsurgeon.report.happened import RuleInfo
 from gradsurgeon.report.measured import STAT, Measured
@@ -18,8 +18,19 @@ _MOST_VALUES = 4 * 2**20
 _WHOLE = 2**62
 
 
-def summary(session: Session) -> Report:
-    """Return the report of a session, running or removed. Waits for the device."""
+def summary(session: Session | Run) -> Report:
+    """Return the report of a session, running or removed, or of a run. Waits for the device.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if hasattr(session, "ranks"):
+        return from_run(cast("Run", session))
+    if not hasattr(session, "plan"):
+        raise TypeError(
+            f"a summary is of a Session or of a Run, not of {type(session).__name__}; open_run(path) "
+            "opens a run directory"
+        )
     plan = session.plan
     rules = {
         rule.id: RuleInfo(

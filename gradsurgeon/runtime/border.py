@@ -91,9 +91,13 @@ class Border:
     def _advice(self, names: Sequence[str]) -> str:
         culprit = printable(names[self.order[self.first]])
         if self.first == 0:
+            first = f"{culprit} is the first that backward reached and already non-finite"
+            if len(self.bad) < len(self.order):
+                return f"{first}: look at the loss and at what comes after this layer in the forward pass"
+            # What is not finite anywhere in the forward pass reaches the loss, and so every gradient.
             return (
-                f"{culprit} is the first that backward reached and already non-finite: look at the loss "
-                "and at what comes after this layer in the forward pass"
+                f"{first}, as is all that came after it: look at the inputs of the model, at its weights, "
+                "and at the loss, any of which can be what is not finite"
             )
         last = printable(names[self.order[self.first - 1]])
         return f"the border lies between {last} (still finite) and {culprit} (first that is not)"

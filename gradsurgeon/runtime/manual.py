@@ -228,22 +228,21 @@ class Manual:
             return
         clock = self._state.clocks.common
         with self.step_of(done):
-            verdict = self._judge(clock)
+            step, verdict = clock.step, self._judge(clock)
         if not done.continued:
             self._counted = True
             self._edited = self._state.targets.grads(self.edited())[0]
             self._finished(clock)
         if verdict.error is not None:
             raise verdict.error
-        if verdict.skip:
-            trapped = next(e for e in reversed(self._state.journal.events) if e.kind == "trap")
+        if verdict.skip and (word := verdict.word) is not None:
             raise NonFiniteGradientError(
-                f"{trapped.message}\n(`then: skip-step` cannot hide gradients from an update written by "
+                f"{word.text}\n(`then: skip-step` cannot hide gradients from an update written by "
                 f"hand: {_declare(self._state)}, and update only where that is true)",
-                rule=trapped.rule,
-                step=trapped.step,
-                rank=trapped.rank,
-                name=trapped.name,
+                rule=word.rule,
+                step=step,
+                rank=word.rank,
+                name=word.name,
             )
 
     def withdraw(self) -> list[int]:

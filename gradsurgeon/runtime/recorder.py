@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradsurgeon import _numbers
+from gradsurgeon import _numbers, _torch
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.runtime.ring import Ring, Slot
 from gradsurgeon.store import Key, Records
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # Rows wait on the device so that one transfer serves many; this many of them are a few hundred kB
 # for a large model.
 _ROWS_PER_FLUSH = 64
+# What may be the last that a run does; for it the host has waited already.
+_LAST_WORDS = frozenset({"trap", "skipped-step"})
 
 
 class Recorder:
@@ -31,14 +33,18 @@ class Recorder:
     Args:
         records: where rows are kept in memory.
         writer: where they are written as well; rows then wait for a second at most.
-        statuses: what each rule has done, to be written along with the rows.
+        statuses: what each rule has done, to be written along with the rows; it takes `wait`, whether
+            for devices, and otherwise may tell what has been a moment ago.
+
+    Nothing is moved while a CUDA graph is being captured: what is on the device has no value then, and
+    to ask whether something has arrived would break the capture.
     """
 
     def __init__(
         self,
         records: Records,
         writer: RunWriter | None = None,
-        statuses: Callable[[], Mapping[str, RuleStatus]] | None = None,
+        statuses: Callable[..., Mapping[str, RuleStatus]] | None = None,
     ) -> None:
         self.records = records
         self.writer = writer
@@ -78,6 +84,8 @@ class Recorder:
             place = self._ring.put(row, values, width=len(key.names))
             if replace:
                 self._places[id(key)] = place
+        if _torch.is_capturing():
+            return
         if len(self._ring) >= _ROWS_PER_FLUSH or (self.writer is not None and self.writer.due()):
             self._flush()
         elif self._owed:
@@ -85,16 +93,23 @@ class Recorder:
 
     def end_step(self) -> None:
         """Mark the end of a step: what would be more than a second old by the next is written."""
+        if _torch.is_capturing():
+            return
         if self.writer is not None and self.writer.ends_step():
             self._write()
         elif self._owed:
             self._catch_up()
 
     def event(self, event: Event) -> None:
-        """Write an event, and the rows that led to it: it may be the last that this run does."""
-        if self.writer is not None and not self.writer.closed:
-            self.flush()
-            self.writer.event(event)
+        """Write an event, and the rows that led to it where it may be the last that this run does."""
+        if self.writer is None or self.writer.closed:
+            return
+        if not _torch.is_capturing():
+            if event.kind in _LAST_WORDS:
+                self.flush()
+            else:
+                self._send()
+        self.writer.event(event)
 
     def close(self) -> None:
         """Write what waits and finish the run directory; records stay in memory."""
@@ -104,7 +119,7 @@ class Recorder:
                 if self.late is not None:
                     self.late()
                 self._settle()
-                self._write()
+                self._commit(wait=True)
             self.writer.close()
 
     def discard(self) -> None:
@@ -150,11 +165,11 @@ class Recorder:
             self._owed = self._ring.under_way
             self._commit()
 
-    def _commit(self) -> None:
+    def _commit(self, *, wait: bool = False) -> None:
         if self.writer is None or self.writer.closed:
             return
         if self._statuses is not None:
-            self.writer.statuses(self._statuses())
+            self.writer.statuses(self._statuses(wait=wait))
         self.writer.commit()
 
     def _take(self, rows: Sequence[tuple[_Row, Tensor]]) -> None:

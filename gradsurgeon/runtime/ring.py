@@ -2,7 +2,7 @@
 
 One stretch of memory per device is used over and over. What is on an accelerator travels to the host
 while training goes on, and is handed over when it has arrived; what is on the host is handed over as
-it lies.
+it lies. A device that is steps behind is not waited for: more travels at once then, up to a bound.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ Item = TypeVar("Item")
 
 # Numbers a stretch has room for at least.
 _LEAST = 4096
-# Travelling at once: one that arrives while the next one is on its way.
-_MOST_UNDER_WAY = 2
+# Memory on the host for what travels; two transfers at once have it in any case: one arrives while the
+# next one is on its way.
+_MOST_BYTES = 64 * 2**20
+_FEWEST_UNDER_WAY = 2
 
 
 class _Stretch:
-    """The memory of one device, and two on the host that take turns in receiving it."""
+    """The memory of one device, and what there is on the host to receive it."""
 
-    __slots__ = ("hosts", "memory", "stream", "turn", "used")
+    __slots__ = ("free", "landed", "memory", "stream", "used")
 
     def __init__(self, room: int, device: torch.device) -> None:
         self.stream = _torch.Stream()
@@ -40,26 +42,35 @@ class _Stretch:
         # What is made in inference mode, where validation may come first, is no use outside.
         with torch.inference_mode(mode=False):
             self.memory = torch.empty(room, dtype=torch.float32, device=device)
-        self.hosts: list[Tensor] = []
-        self.turn = self.used = 0
+        # Taking pinned memory from the system waits for the device: what has been read is used again.
+        self.free: list[Tensor] = []
+        self.landed = self.used = 0
         if not _torch.is_host(self.memory):
-            self._prepare()
+            self.free = [self._landing() for _ in range(_FEWEST_UNDER_WAY)]
 
-    def _prepare(self) -> None:
+    def _landing(self) -> Tensor:
+        self.landed += 1
         with torch.inference_mode(mode=False):
-            room, device = len(self.memory), self.memory.device
-            self.hosts = [_torch.landing(room, device) for _ in range(_MOST_UNDER_WAY)]
+            return _torch.landing(len(self.memory), self.memory.device)
+
+    def fits_one_more(self) -> bool:
+        """Tell whether there may be one more transfer than there has been at once."""
+        size = len(self.memory) * self.memory.element_size()
+        few = self.landed < _FEWEST_UNDER_WAY
+        return bool(self.free) or few or (self.landed + 1) * size <= _MOST_BYTES
 
     def send(self) -> tuple[Tensor, _torch.Arrival]:
         """Begin to copy what is used to the host."""
-        if not self.hosts:  # on the host, where there is a device beside it
-            self._prepare()
-        host = self.hosts[self.turn][: self.used]
-        self.turn = (self.turn + 1) % len(self.hosts)
+        whole = self.free.pop() if self.free else self._landing()
         self.stream.follow(self.memory.device)
-        arrival = _torch.send(self.memory[: self.used], host)
+        arrival = _torch.send(self.memory[: self.used], whole[: self.used])
         self.used = 0
-        return host, arrival
+        return whole, arrival
+
+    def take_back(self, host: Tensor) -> None:
+        """Keep memory on the host, whose content has been read, for the next transfer."""
+        if len(host) == len(self.memory) and host is not self.memory:
+            self.free.append(host)
 
 
 @dataclass(slots=True, eq=False)
@@ -163,15 +174,19 @@ class Ring(Generic[Item]):
         return stretch
 
     def send(self) -> None:
-        """Let what waits travel to the host, one transfer per device. Waits for nothing recent."""
+        """Let what waits travel to the host, one transfer per device.
+
+        Waits for the oldest transfer where those under way take all the memory that there may be.
+        """
         with self._lock:
+            self.collect()
+            stretches = {id(slot.stretch): slot.stretch for slot in self._waiting}
+            while self._under_way and not all(s.fits_one_more() for s in stretches.values()):
+                self._arrive(self._under_way.popleft())
             slots, self._waiting = self._waiting, []
             if not slots:
                 return
-            while len(self._under_way) >= _MOST_UNDER_WAY:
-                self._arrive(self._under_way.popleft())
             batch = _Batch(slots)
-            stretches = {id(slot.stretch): slot.stretch for slot in slots}
             for number, stretch in stretches.items():
                 if len(stretches) == 1 and _torch.is_host(stretch.memory):
                     # It is there already; what comes next may lie over it once it is handed over.
@@ -209,3 +224,5 @@ class Ring(Generic[Item]):
     def _arrive(self, batch: _Batch[Item]) -> None:
         batch.wait()
         self._take([(slot.item, slot.of(batch.hosts[id(slot.stretch)])) for slot in batch.slots])
+        for stretch in {id(slot.stretch): slot.stretch for slot in batch.slots}.values():
+            stretch.take_back(batch.hosts[id(stretch)])

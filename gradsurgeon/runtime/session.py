@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -60,7 +61,9 @@ class Session:
         journal = Journal(rules, [len(plan.of(rule.id)) for rule in rules])
         recorder = Recorder(self._records, writer, journal.status)
         journal.sink = recorder.event
-        if writer is not None:
+        if writer is None:
+            self._records.on_drop = journal.records_dropped
+        else:
             writer.on_failure = partial(journal.emit, "notice", warn=True)
         self._state = State(
             program=program,
@@ -263,7 +266,8 @@ class Session:
 
         Raises:
             KeyError: no such parameter; the nearest names are given.
-            RecordError: nothing recorded, or by several rules.
+            RecordError: nothing recorded, or by several rules, or nothing in the last three steps in
+                which there should have been.
         """
         return self._lookup().latest(name, stat, rule=rule)
 
@@ -301,7 +305,18 @@ class Session:
         things = [*(param.name for param in manifest.params), *(m.name for m in manifest.modules)]
         more = sorted({name for names in measured.values() for name in names} - set(things))
         names = Names((*things, *more), self._aliases, logged)
-        return Lookup(names, records.series)
+        return Lookup(names, records.series, self._due_since)
+
+    def _due_since(self, rule_id: str, name: str, step: int) -> int:
+        """Return in how many finished steps of a parameter after one a rule was due, up to some."""
+        tensors = self._state.program.names
+        if name not in tensors:
+            return 0  # a module need not run in every step
+        over = self._state.clocks[tensors.index(name)].step
+        schedule = next(rule.steps for rule in self.plan.rules.rules if rule.id == rule_id)
+        last = over if schedule.to is None else min(over, schedule.to)
+        due = (one for one in range(last - 1, step, -1) if schedule.due(one))
+        return len(list(islice(due, 3)))
 
     def scaler_scales(self, scaler: GradScaler, losses: Sequence[Tensor]) -> None:
         """Take notice of losses that a scaler has scaled."""

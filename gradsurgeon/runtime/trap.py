@@ -139,6 +139,7 @@ class Traps:
 
     def _follow(self, step: int, severity: int, word: Word, verdict: Verdict) -> None:
         """Do what another rank has to do."""
+        verdict.word = word
         rule, name = word.rule, word.name
         head = f"step {step}: rank {word.rank} trapped, and all ranks"
         if severity < RAISE:
@@ -147,7 +148,7 @@ class Traps:
             self._state.journal.emit("skipped-step", text, rule=rule, step=step, name=name)
             return
         text = f"{head} stop: {word.text}"
-        self._state.journal.emit("trap", text, rule=rule, step=step, name=name)
+        self._state.journal.emit("trap", text, rule=rule, step=step, name=name, raised=True)
         verdict.error = NonFiniteGradientError(
             text, rule=rule, step=step, rank=word.rank, name=name
         )
@@ -342,8 +343,8 @@ class Traps:
         head = f"{state.place(step, rule.id)}: {finding.head}"
         text = "\n".join([head, outcome(rule, state.mode, then, trip.in_a_row), *finding.lines])
         state.journal.altered(rule.id, torch.ones((), dtype=torch.bool))
-        warn = then == "warn" and state.mode == "act"
-        state.journal.emit("trap", text, rule=rule.id, step=step, name=name, warn=warn)
+        how = {"warn": then == "warn", "raised": then == "raise"} if state.mode == "act" else {}
+        state.journal.emit("trap", text, rule=rule.id, step=step, name=name, **how)
         if state.mode == "observe":
             return
         rank = finding.ranks[0] if finding.ranks else _dist.rank()

@@ -16,6 +16,8 @@ from gradsurgeon.store.memory import Measured, merged
 Find = Callable[[str, str, str | None], Sequence[Measured]]
 
 _NEAREST = 3
+# One step can pass without a gradient for innocent reasons; a value from before three is no news.
+_QUIET_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class Lookup:
 
     names: Names
     find: Find
+    # By rule, tensor and step, in how many steps after that the rule was due, where that is known.
+    due_since: Callable[[str, str, int], int] | None = None
 
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None
@@ -97,15 +101,34 @@ class Lookup:
 
         Raises:
             KeyError: no such name; the nearest ones are given.
-            RecordError: nothing recorded, or by several rules.
+            RecordError: nothing recorded, or by several rules, or nothing in the last three steps in
+                which there should have been.
         """
         canonical = self.names.canonical(name)
-        found = [series.last(canonical) for series in self._found(canonical, stat, rule)]
+        series = self._found(canonical, stat, rule)
+        found = [one.last(canonical) for one in series]
         # Of two series with the same step the later one stands, as in `merged`.
         ends = [(end[0], place, end[1]) for place, end in enumerate(found) if end is not None]
-        if ends:
-            return max(ends, key=lambda end: end[:2])[2]
-        raise RecordError(self.names.why_nothing(canonical, stat, rule))
+        if not ends:
+            raise RecordError(self.names.why_nothing(canonical, stat, rule))
+        self._check_age(canonical, stat, series)
+        return max(ends, key=lambda end: end[:2])[2]
+
+    def _check_age(self, name: str, stat: str, series: Sequence[Measured]) -> None:
+        """Refuse what is old where there should be something newer.
+
+        Raises:
+            RecordError: nothing was measured in several steps in which the rule was due.
+        """
+        newest = max(step for one in series if (step := one.newest()) is not None)
+        by = series[0].key.rule
+        missed = 0 if self.due_since is None else self.due_since(by, name, newest)
+        if missed >= _QUIET_STEPS:
+            raise RecordError(
+                f"rule {by}: the last record of {stat} of {name} is of step {newest}, and nothing was "
+                f"measured in the {_QUIET_STEPS} steps in which the rule was due last; history() returns "
+                "what there is"
+            )
 
     def _found(self, name: str, stat: str, rule: str | None) -> Sequence[Measured]:
         found = self.find(name, stat, rule)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -32,6 +33,11 @@ _KINDS = frozenset(get_args(EventKind))
 class RankFile:
     """The records of one rank.
 
+    Attributes:
+        path: the file.
+        rank: whose it is.
+        close: lets go of it; what is dropped does so by itself.
+
     Raises:
         RecordError: it is no such file, or damaged.
     """
@@ -50,6 +56,8 @@ class RankFile:
             )
         except sqlite3.Error as error:
             raise self._unreadable(error) from None
+        # Who drops a run without closing it must not be warned of a database that is still open.
+        self.close = weakref.finalize(self, self._connection.close)
         try:
             self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST)
             for pragma in ("query_only=ON", "trusted_schema=OFF", "cell_size_check=ON"):
@@ -62,10 +70,6 @@ class RankFile:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Let go of the file."""
-        self._connection.close()
-
     def query(self, sql: str, *arguments: int) -> list[tuple[Any, ...]]:
         """Return what a query finds.
 
@@ -74,7 +78,8 @@ class RankFile:
         """
         try:
             return self._connection.execute(sql, arguments).fetchall()
-        except (sqlite3.Error, OverflowError) as error:
+        except (sqlite3.Error, OverflowError, UnicodeDecodeError, MemoryError) as error:
+            # Python's module does not turn into errors of its own what it cannot decode.
             raise self._unreadable(error) from None
 
     def damaged(self, what: str) -> RecordError:
@@ -246,6 +251,7 @@ class StoredSeries:
             not isinstance(step, int)
             or not (isinstance(values, bytes) and len(values) == _FLOAT * width)
             or not (isinstance(bits, bytes) and len(bits) == layout.absent_size(width))
+            or int.from_bytes(bits, "little") >> width  # a column that is not there
         ):
             raise self._file.damaged(f"a row of {printable(self.key.rule)} has the wrong size")
         return step, values, absent
@@ -269,6 +275,11 @@ class StoredSeries:
                 return found[-1]
             at, size = first, min(2 * size, _COLUMN_BATCH)
         return None
+
+    def newest(self) -> int | None:
+        """Return the step of the last row, ``None`` where there is none."""
+        ends = self.ends()
+        return ends[-1] if ends else None
 
     def between(self, name: str, start: int, stop: int) -> list[tuple[int, float]]:
         """Return ``(step, value)`` of one tensor in the rows from ``start`` to before ``stop``."""

@@ -16,7 +16,6 @@ from array import array
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 from threading import RLock
 from typing import Any
 
@@ -24,6 +23,7 @@ from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
 from gradsurgeon.store.database import Batch, Slot, create, write
+from gradsurgeon.store.files import replacing
 from gradsurgeon.store.memory import Key
 from gradsurgeon.store.places import claim, is_busy
 
@@ -78,7 +78,8 @@ class RunWriter:
             connection = create(self._claim.database, {"rank": str(self.rank)}, vfs)
             try:
                 if self.rank == 0:
-                    _write_whole(self._claim.folder / layout.RUN_FILE, about)
+                    with replacing(self._claim.folder / layout.RUN_FILE) as file:
+                        file.write(about)
             except BaseException:
                 connection.close()
                 raise
@@ -242,18 +243,3 @@ class RunWriter:
         with suppress(sqlite3.Error):
             self._connection.close()
         self._claim.release()
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that no reader ever sees a part of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise

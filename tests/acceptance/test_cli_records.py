@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import csv
 import io
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
 from commands import WITHOUT_TORCH, call, environment
-from runs import meta, values, write
+from runs import listing, meta, values, write
 
 from gradsurgeon import Event
 from gradsurgeon.store import Key
@@ -22,7 +24,7 @@ from gradsurgeon.store.writer import RunWriter
 
 pytestmark = pytest.mark.cover_children
 
-EVIL = '=cmd|"/c calc"!A1,\n\x1b[2J'
+EVIL = '=cmd|"/c calc"!A1,C:\\\n\x1b[2J\x7f\u202e'
 
 
 @pytest.fixture
@@ -81,6 +83,33 @@ class TestReport:
         assert done.returncode == 0
         assert "steps 0..1, 0 events; still running" in done.stdout
         writer.close()
+
+    def test_runs_inside_are_named_and_links_out_are_not_followed(self, here: pathlib.Path) -> None:
+        write(here / "run" / "process-2" / "Net-2", {"w": [1.0]}).close()
+        write(here / "run" / "broken", {"w": [1.0]}).close()
+        (here / "run" / "broken" / "rank-0.db").write_bytes(b"\x1b" * 1000)
+        write(here / "outside" / "secret", {"w": [1.0]}).close()
+        (here / "run" / "out").symlink_to(here / "outside")
+        (here / "run" / "root").symlink_to("/")
+        done = call("report", "run", cwd=here)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "\n2 runs inside run, of other models or processes:\n" in done.stdout
+        assert re.search(r"gradsurgeon report run/broken +cannot be read", done.stdout)
+        assert "gradsurgeon report run/process-2/Net-2  rules.yaml on Net" in done.stdout
+        assert "secret" not in done.stdout
+
+    def test_many_folders_within_one_another(
+        self, here: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with monkeypatch.context() as patch:
+            patch.chdir(here / "run")
+            for _ in range(1500):
+                pathlib.Path("a").mkdir()
+                patch.chdir("a")
+        done = call("report", "run", cwd=here)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "non-finite: 1 parameter, first at step 1: w" in done.stdout
+        subprocess.run(["rm", "-rf", str(here / "run" / "a")], check=True)  # pytest would recurse
 
 
 class TestExport:
@@ -152,17 +181,26 @@ class TestExport:
             (("--name", "re:("), "gradsurgeon: "),
             (("-o", "no/such/file"), "cannot write no/such/file: No such file or directory"),
             (("-o", "run"), "cannot write run: Is a directory"),
-            (("-o", "run/rank-0.db"), "run/rank-0.db: is a file of the run itself"),
+            (("-o", "run/rank-0.db"), "run/rank-0.db: is a file of a run, or would be taken for"),
+            (("-o", "run/rank-7.db-journal"), "run/rank-7.db-journal: is a file of a run"),
+            (("-o", "run/run.json"), "run/run.json: is a file of a run"),
+            (("-o", "link.csv"), "link.csv: is a file of a run"),
+            (("-o", "train.py"), "train.py: is there already and is no export; name another one"),
             (("-o", "/dev/full"), "cannot write /dev/full: No space left on device"),
         ],
     )
     def test_what_cannot_be_done(
         self, here: pathlib.Path, options: tuple[str, ...], message: str
     ) -> None:
+        (here / "train.py").write_text("print('hours of work')\n")
+        (here / "link.csv").symlink_to("run/rank-1.db")
+        before = listing(here / "run")
         done = call("export", "run", "--format", "csv", *options, cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr
         assert "internal error" not in done.stderr
+        assert listing(here / "run") == before
+        assert (here / "train.py").read_text() == "print('hours of work')\n"
         with open_run(here / "run") as run:
             assert run.latest("b") == 1e6
 
@@ -172,16 +210,61 @@ class TestExport:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
         assert (here / "out.csv").read_text() == shown
 
+    def test_the_log_of_a_run_that_is_being_written_is_left_alone(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        writer = write(tmp_path / "run", {"w": [1.0, 2.0]})
+        writer.commit()
+        assert (tmp_path / "run" / "rank-0.db-wal").stat().st_size
+        done = call("export", "run", "--format", "csv", "-o", "run/rank-0.db-wal", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "rank-0.db-wal: is a file of a run" in done.stderr
+        writer.close()
+        with open_run(tmp_path / "run") as run:
+            assert run.history("w") == [(0, 1.0), (1, 2.0)]
+
+    @pytest.mark.parametrize("format_", ["csv", "jsonl"])
+    def test_an_export_is_replaced_as_a_whole(self, here: pathlib.Path, format_: str) -> None:
+        out = here / "out"
+        for stat in ("l2", "max"):
+            done = call("export", "run", "--format", format_, "-o", "out", "--stat", stat, cwd=here)
+            assert (done.returncode, done.stderr) == (0, "")
+            assert f"{stat}" in out.read_text()
+        assert "l2" not in out.read_text()
+        out.chmod(0o640)
+        (here / "run" / "rank-1.db").write_bytes(b"\x1b" * 1000)
+        before = out.read_bytes()
+        assert call("export", "run", "--format", format_, "-o", "out", cwd=here).returncode == 2
+        assert (out.read_bytes(), out.stat().st_mode & 0o777) == (before, 0o640)
+        assert listing(here) == ["out", "run"]
+
     def test_texts_are_escaped_and_never_formulas(self, tmp_path: pathlib.Path) -> None:
         writer = RunWriter(tmp_path / "run", meta=meta((EVIL,)))
         writer.add(Key("norms", "l2", "step", (EVIL,)), 0, values(-1.5))
         writer.close()
         text = call("export", "run", "--format", "csv", cwd=tmp_path).stdout
+        assert not {"\x1b", "\x7f", "\u202e"} & set(text)
         (row,) = csv.DictReader(io.StringIO(text, newline=""))
-        assert (row["name"], row["value"]) == (f"'{EVIL}", "-1.5")
+        shown = EVIL.replace("\\", r"\\").replace("\n", r"\n").replace("\x1b", r"\x1b")
+        shown = shown.replace("\x7f", r"\x7f").replace("\u202e", r"\u202e")
+        assert (row["name"], row["value"]) == (f"'{shown}", "-1.5")
         text = call("export", "run", "--format", "jsonl", cwd=tmp_path).stdout
-        assert "\x1b" not in text
+        assert not {"\x1b", "\x7f", "\u202e"} & set(text)
         assert lines(text)[0]["name"] == EVIL
+
+    @pytest.mark.parametrize("name", [EVIL, "'w", "@w", "a\\n", "grö\u202eße", "plain.weight"])
+    def test_a_name_can_be_had_back_from_csv(self, tmp_path: pathlib.Path, name: str) -> None:
+        writer = RunWriter(tmp_path / "run", meta=meta((name,)))
+        writer.add(Key("norms", "l2", "step", (name,)), 0, values(-1.5))
+        writer.close()
+        text = call("export", "run", "--format", "csv", cwd=tmp_path).stdout
+        (row,) = csv.DictReader(io.StringIO(text, newline=""))
+        found = re.sub(
+            r"\\(\\|n|x..|u....)",
+            lambda escape: ast.literal_eval(f'"{escape[0]}"'),
+            row["name"].removeprefix("'"),
+        )
+        assert found == name
 
     def test_nothing_recorded_at_all(self, tmp_path: pathlib.Path) -> None:
         RunWriter(tmp_path / "run", meta=meta()).close()

@@ -184,9 +184,7 @@ def test_skipping_with_other_optimizers(kind: str) -> None:
 def test_warn_warns_and_lets_the_update_happen() -> None:
     model, optimizer = make()
     with gradsurgeon.apply(model, trap(then="warn")) as session:
-        with pytest.warns(
-            GradSurgeonWarning, match=r"rule trap: step 0, rule trap: 4 of 6 gradients"
-        ):
+        with pytest.warns(GradSurgeonWarning, match=r"^step 0, rule trap: 4 of 6 gradients"):
             step(model, optimizer, 0, NAN)
         assert session.step == 1
     assert model.second.weight.isnan().any()

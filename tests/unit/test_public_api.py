@@ -32,9 +32,18 @@ NAMES = [
 
 def test_names() -> None:
     assert gradsurgeon.__all__ == NAMES
-    assert dir(gradsurgeon) == sorted([*NAMES, "__version__"])
+    assert dir(gradsurgeon) == sorted([*NAMES, "__version__", "report"])
     for name in NAMES:
         assert getattr(gradsurgeon, name).__doc__, name
+
+
+def test_the_reports_are_there_right_after_the_import() -> None:
+    code = (
+        "import sys, gradsurgeon\n"
+        "print(callable(gradsurgeon.report.summary), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
 
 
 def test_functions_stay_functions_whatever_is_imported() -> None:

@@ -11,7 +11,7 @@ import torch
 from runs import KEY, meta
 from torch import Tensor
 
-from gradsurgeon import Event, _torch
+from gradsurgeon import Event, _torch, load
 from gradsurgeon.runtime.journal import Journal
 from gradsurgeon.runtime.recorder import Recorder
 from gradsurgeon.runtime.ring import Ring
@@ -76,15 +76,36 @@ def test_what_has_arrived_is_handed_over_in_order_and_nothing_before(copies: lis
     assert taken == [(0, [0.0, 0.0]), (1, [1.0, 1.0]), (2, [2.0, 2.0]), (3, [3.0])]
 
 
-def test_a_third_transfer_waits_for_the_first(copies: list[Copy]) -> None:
+def test_a_device_that_is_behind_is_not_waited_for(copies: list[Copy]) -> None:
     ring, taken = collecting()
-    for number in range(3):
+    for number in range(300):
         ring.put(number, torch.tensor([float(number)]))
         ring.send()
-    assert taken == [(0, [0.0])]
-    assert [copy.there for copy in copies] == [True, False, False]
+    assert not any(copy.there for copy in copies)
+    for copy in copies:
+        copy.arrive()
+    ring.put(300, torch.tensor([300.0]))
+    ring.send()
+    assert taken == [(number, [float(number)]) for number in range(300)]
+    # What has been read is used again.
+    places = {copy._target.data_ptr() for copy in copies}
+    assert len(places) == 300
+
+
+@pytest.mark.parametrize(("bound", "at_once"), [(0, 2), (4 * 4096 * 5, 5)])
+def test_where_memory_is_at_its_bound_the_oldest_transfer_is_waited_for(
+    bound: int, at_once: int, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsurgeon.runtime.ring._MOST_BYTES", bound)
+    ring, taken = collecting()
+    for number in range(9):
+        ring.put(number, torch.tensor([float(number)]))
+        ring.send()
+    assert [copy.there for copy in copies] == [True] * (9 - at_once) + [False] * at_once
+    assert taken == [(number, [float(number)]) for number in range(9 - at_once)]
+    assert len({copy._target.data_ptr() for copy in copies}) == at_once
     ring.settle()
-    assert taken == [(0, [0.0]), (1, [1.0]), (2, [2.0])]
+    assert taken == [(number, [float(number)]) for number in range(9)]
 
 
 def test_numbers_are_copied_when_they_are_put_and_not_later(copies: list[Copy]) -> None:
@@ -200,3 +221,56 @@ def test_doubts_wait_together(copies: list[Copy]) -> None:
     journal.settle()
     assert [event.step for event in journal.events] == [7, 290]
     assert len(copies) == 2
+
+
+def test_the_status_of_a_moment_ago_waits_for_nothing(copies: list[Copy]) -> None:
+    rules = load('version: 1\nrules:\n  - {id: a, action: zero, params: "*", at: step}\n').rules
+    journal = Journal(rules, [1])
+    for step in range(4):
+        journal.fired("a", step)
+        journal.altered("a", torch.ones((), dtype=torch.int64))
+    for _ in range(3):  # one transfer at a time
+        assert journal.status(wait=False)["a"].changed == 0.0
+    (copy,) = copies
+    assert not copy.there
+    copy.arrive()
+    journal.altered("a", torch.zeros((), dtype=torch.int64))
+    assert journal.status(wait=False)["a"].changed == 1.0
+    assert journal.status()["a"].changed == 1.0
+
+
+def test_nothing_is_moved_while_a_graph_is_captured(
+    tmp_path: pathlib.Path, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    rules = load('version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n').rules
+    journal = Journal(rules, [1])
+    recorder = Recorder(Records(), RunWriter(tmp_path, meta=meta()), journal.status)
+    recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch, "is_capturing", lambda: True)
+        for _ in range(3):
+            now[0] += 5.0
+            recorder.end_step()
+        recorder.event(Event("trap", "norms", 0, 0, "a.bias", "bad"))
+        assert not copies
+    with open_run(tmp_path) as run:
+        assert [event.message for event in run.events] == ["bad"]
+        assert not list(run)
+    now[0] += 5.0
+    recorder.end_step()
+    assert len(copies) == 1
+    recorder.close()
+    with open_run(tmp_path) as run:
+        assert run.history("a.bias") == [(0, 1.0)]
+
+
+def test_a_notice_is_written_without_waiting(tmp_path: pathlib.Path, copies: list[Copy]) -> None:
+    recorder = Recorder(Records(), RunWriter(tmp_path, meta=meta()))
+    recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
+    recorder.event(Event("notice", "norms", 0, 0, "", "by the way"))
+    assert [copy.there for copy in copies] == [False]
+    with open_run(tmp_path) as run:
+        assert [event.message for event in run.events] == ["by the way"]
+    recorder.close()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pathlib
 import shutil
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -257,3 +260,26 @@ def test_what_is_no_file_is_not_opened(run_path: pathlib.Path) -> None:
     (run_path / "rank-03.db").write_text("")
     with open_run(run_path) as run:
         assert run.ranks == (0,)
+
+
+def test_a_run_that_is_dropped_closes_its_files(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, {"w": [1.0]}).close()
+    run = open_run(tmp_path)
+    for series in run:  # they know their file, which knows them
+        assert len(series) == 1
+    (connection,) = (file._connection for file in run._files)
+    del run, series
+    gc.collect()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
+        connection.execute("SELECT 1")
+
+
+def test_who_drops_a_run_is_not_warned_of_it(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, {"w": [1.0]}).close()
+    code = (
+        "import gc, sys\nfrom gradsurgeon.store.run import open_run\n"
+        "list(open_run(sys.argv[1]))\ngc.collect()\nrun = open_run(sys.argv[1])"
+    )
+    command = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import tracemalloc
 from array import array
+from typing import Any
 
 import pytest
 
@@ -43,15 +46,69 @@ def test_what_is_absent_has_no_value() -> None:
 
 
 def test_the_oldest_rows_make_room() -> None:
-    records = Records(limit_bytes=100 * 2 * 4)
+    # A row of two values takes eight bytes of numbers and 24 of what goes with them.
+    records = Records(limit_bytes=100 * 32)
+    told: list[int] = []
+    records.on_drop = told.append
     for step in range(1000):
         records.add(KEY, step, values(float(step), 0.0))
     assert len(records) == 100
-    assert records.dropped == 900
-    assert records.series("a", "l2")[0].of("a")[0] == (900, 900.0)
-    records.add(Key("other", "l2", "step", ("a", "b")), 0, values(1.0, 1.0))
-    assert len(records) == 51
-    assert records.series("a", "l2", "norms")[0].of("a")[0] == (950, 950.0)
+    assert (records.dropped, told) == (900, [100])
+    (series,) = records.series("a", "l2")
+    assert series.of("a") == [(step, float(step)) for step in range(900, 1000)]
+    assert series.last("a") == (999, 999.0)
+    # All series reach back as far: the one that is new takes its room from the oldest rows of all.
+    other = Key("other", "l2", "step", ("a", "b"))
+    for step in range(1000, 1050):
+        records.add(other, step, values(1.0, 1.0))
+    assert len(records) == 100
+    assert series.of("a")[0] == (950, 950.0)
+    assert records.series("a", "l2", "other")[0].of("a")[0] == (1000, 1.0)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_what_is_kept_is_what_was_put_in_whatever_makes_room(*, replace: bool) -> None:
+    chance = random.Random(3)
+    records = Records(limit_bytes=4000)
+    all_of_them: list[tuple[int, tuple[float, float], frozenset[int]]] = []
+    for step in range(2000):
+        numbers = chance.random(), chance.random()
+        absent = frozenset(chance.sample(range(2), chance.randint(0, 2)))
+        again = replace and bool(step % 3)
+        records.add(KEY, step // 2, values(*numbers), absent, replace=again)
+        if again and all_of_them and all_of_them[-1][0] == step // 2:
+            all_of_them.pop()
+        all_of_them.append((step // 2, numbers, absent))
+    (series,) = records
+    kept = all_of_them[-len(series) :]
+    assert 40 < len(series) < 125
+    assert len(all_of_them) - len(series) == records.dropped
+    for column, name in enumerate(KEY.names):
+        cells: list[Any] = [
+            (s, None if column in a else pytest.approx(n[column])) for s, n, a in kept
+        ]
+        assert series.cells(name) == cells
+        assert series.of(name) == [cell for cell in cells if cell[1] is not None]
+        assert series.last(name) == series.of(name)[-1]
+
+
+@pytest.mark.parametrize("width", [1, 4, 100])
+@pytest.mark.parametrize("holes", [False, True])
+def test_no_more_memory_is_taken_than_the_bound_says(width: int, *, holes: bool) -> None:
+    limit = 2**19
+    key = Key("norms", "l2", "accumulated", tuple(f"p{number}" for number in range(width)))
+    row = values(*[1.0] * width)
+    tracemalloc.start()
+    try:
+        records = Records(limit)
+        for step in range(2 * limit // (4 * width)):
+            # Other tensors have no gradient in each step.
+            records.add(key, step, row, frozenset({step % width}) if holes else frozenset())
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert records.dropped
+    assert limit / 2 < taken < 1.3 * limit
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import random
 import shutil
 import signal
 import sqlite3
@@ -16,7 +17,9 @@ import pytest
 from runs import JOB, KEY, another_process, listing, meta, values, write
 
 from gradsurgeon import Event, RecordError
-from gradsurgeon.store import Key, job
+from gradsurgeon.events import RuleStatus
+from gradsurgeon.report import from_run
+from gradsurgeon.store import Key, job, layout
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
 
@@ -171,7 +174,9 @@ DISK_FULL = """
 import resource, sys
 from runs import meta, values
 from gradsurgeon import Event
-from gradsurgeon.store import Key, job
+from gradsurgeon.events import RuleStatus
+from gradsurgeon.report import from_run
+from gradsurgeon.store import Key, job, layout
 from gradsurgeon.store.writer import RunWriter
 writer = RunWriter(sys.argv[1], meta=meta())
 said = []
@@ -282,3 +287,50 @@ def test_a_forked_child_leaves_the_run_to_its_parent(tmp_path: pathlib.Path) -> 
         assert run.events == []
     writer.close()
     assert not writer.failed
+
+
+def read_all(path: pathlib.Path) -> None:
+    with open_run(path) as run:
+        for series in run:
+            assert len(list(series.rows())) >= 0
+            for name in series.key.names:
+                series.of(name), series.last(name)
+            assert len(list(series.summaries())) >= 0
+        assert str(from_run(run)).startswith("summary: ")
+        assert set(run.status()) >= set()
+
+
+@pytest.mark.parametrize("most", [0, 10**9])
+@pytest.mark.parametrize("kind", ["few", "many", "head", "cut", "json"])
+def test_whatever_is_damaged_is_refused_by_name_or_read(
+    kind: str, most: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", most)
+    holes = [None if step % 3 else 1.0 for step in range(300)]
+    writer = write(tmp_path, {"a.weight": [float(step) for step in range(300)], "a.bias": holes})
+    writer.statuses({"norms": RuleStatus(2, 5, 0.0, 4, ("odd",))})
+    writer.event(event("bäd"))
+    writer.close()
+    file = tmp_path / ("run.json" if kind == "json" else "rank-0.db")
+    whole = file.read_bytes()
+    spots = [place for place, byte in enumerate(whole) if byte]  # empty space tells nothing
+    if kind == "head":
+        spots = [place for place in spots if place < 2 * layout.PAGE]
+    refused = read = 0
+    for seed in range(120):
+        chance = random.Random(seed)
+        data = bytearray(whole)
+        if kind == "cut":
+            del data[chance.randrange(len(data)) :]
+        else:
+            for _ in range({"many": 50}.get(kind, 2)):
+                data[chance.choice(spots)] = chance.randrange(256)
+        file.write_bytes(data)
+        try:
+            read_all(tmp_path)
+        except RecordError as error:
+            refused += file.name in str(error)
+        else:
+            read += 1
+    assert refused
+    assert refused + read == 120
