@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,21 +25,11 @@ from gradsurgeon.runtime.structure import Path, describe, resolve, tensors_in, w
 
 
 class ModuleHook:
-    """A hook on a module that stays behind when the module is copied, pickled or saved.
-
-    Torch copies module hooks along with a module. What stands in for this one is a method of the
-    standard library that takes anything and returns nothing, so that files load everywhere.
-    """
+    """A hook on a module that reaches its session weakly."""
 
     def __init__(self, sites: Sites, program: ModuleProgram) -> None:
         self._sites = weakref.ref(sites)
         self._program = program
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return nullcontext().__exit__
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return getattr, (nullcontext(), "__exit__")
 
     def _live(self) -> Sites | None:
         sites = self._sites()
@@ -205,6 +195,51 @@ def _lies_in(path: Path, chosen: Path | None) -> bool:
     return chosen is not None and path[: len(chosen)] == chosen
 
 
+class _Copied:
+    """What copies and saved files get of a table of hooks: the entries that are not ours.
+
+    Torch copies and pickles the tables of a module along with it. This stands on the table itself as
+    ``__reduce__``, which whoever copies or pickles asks it for, so that the table remains the very
+    one that handles of the script hold, of the type that torch and its compiler expect.
+    """
+
+    def __init__(self, table: OrderedDict[int, Any]) -> None:
+        self._table = weakref.ref(table)
+        self.ours: set[int] = set()
+
+    def __call__(self) -> tuple[Any, ...]:
+        """Return what to build the table of the copy from, as ``__reduce__`` does."""
+        table = self._table()
+        items = () if table is None else table.items()
+        theirs = [(number, entry) for number, entry in items if number not in self.ours]
+        return type(table), (), None, None, iter(theirs)
+
+
+def _tables(handle: RemovableHandle) -> list[OrderedDict[int, Any]]:
+    """Return the tables of a module in which a hook has entries."""
+    found = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
+    return [table for table in found if table is not None]
+
+
+def _leave_behind(handle: RemovableHandle) -> RemovableHandle:
+    """Keep a hook out of the copies of its module."""
+    for table in _tables(handle):
+        copied = vars(table).setdefault("__reduce__", _Copied(table))
+        copied.ours.add(handle.id)
+    return handle
+
+
+def _take_off(handle: RemovableHandle) -> None:
+    """Take a hook off its module, and with the last of ours what kept it out of copies."""
+    tables = _tables(handle)
+    handle.remove()
+    for table in tables:
+        copied = vars(table)["__reduce__"]
+        copied.ours.discard(handle.id)
+        if not copied.ours:
+            del vars(table)["__reduce__"]
+
+
 class ModuleHooks:
     """The hooks of one session on the modules of its model."""
 
@@ -248,12 +283,14 @@ class ModuleHooks:
         self._on[program.name] = (weakref.ref(module), handles)
         if program.on_input:
             before = InputHook(self._sites, program)
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handle = module.register_forward_pre_hook(before, with_kwargs=True)
+            handles.append(_leave_behind(handle))
         if program.on_output:
             after = OutputHook(self._sites, program)
-            handles.append(module.register_forward_hook(after, with_kwargs=True))
+            handle = module.register_forward_hook(after, with_kwargs=True)
+            handles.append(_leave_behind(handle))
 
     def _take_off(self, name: str) -> None:
         _, handles = self._on.pop(name, (None, []))
         for handle in handles:
-            handle.remove()
+            _take_off(handle)
