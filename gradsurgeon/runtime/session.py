@@ -36,7 +36,8 @@ class Session:
     """Rules acting on one model, until `remove()` or the end of the ``with`` block.
 
     Made by `gradsurgeon.apply`. It reaches the model weakly and lives as long as the model does,
-    even if the caller drops it.
+    even if the caller drops it. It belongs to this very model: where a session is kept as an attribute
+    of its model, copies of the model and what is loaded from files have ``None`` there.
     """
 
     def __init__(
@@ -103,6 +104,10 @@ class Session:
             self._engine.detach()
             raise
         self._when_removed = removed
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Let copies and files have ``None`` in the place of the session, without our name in it."""
+        return type(None), ()
 
     def __enter__(self) -> Self:
         return self
