@@ -99,6 +99,12 @@ def is_batched(tensor: Tensor) -> bool:
     return False
 
 
+def is_hollow(tensor: Tensor) -> bool:
+    """Tell whether a tensor has no numbers: on the meta device, or while `torch.export` traces."""
+    module: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    return tensor.is_meta or (module is not None and isinstance(tensor, module.FakeTensor))
+
+
 def aside(tensor: Tensor) -> AbstractContextManager[Tensor]:
     """Give the numbers of a tensor for work that is no part of a `torch.func` transform.
 

@@ -57,6 +57,8 @@ class Changes:
         self._warned: set[str] = set()
         self._steps = 0
         self._next = _FIRST_LOOK
+        # The step at which the modules were last known to carry their hooks.
+        self._looked = state.clocks.latest - 1
 
     def stepped(self) -> None:
         """Count a step, and look where it is time to."""
@@ -77,9 +79,7 @@ class Changes:
         self._follow_params(model, closing=closing)
         for name, there in self._hooks.refresh(named_modules(model)):
             what = "was replaced by another module" if there else "is gone from the model"
-            after = (
-                ": its hooks were put on the new one" if there else ": rules on it no longer act"
-            )
+            after = f": {self._new_one()}" if there else ": rules on it no longer act"
             self._say(
                 "hook-lost" if closing or not there else "hook-rearmed",
                 f"module {printable(name)} {what}{'' if closing else after}",
@@ -87,6 +87,13 @@ class Changes:
                 warn=not closing,
             )
         self._mention_new(model, warn=not closing)
+        self._looked = self._state.clocks.latest
+
+    def _new_one(self) -> str:
+        """Return from when on the rules act on a module that was replaced since the last look."""
+        now, missed = self._state.clocks.latest, self._looked + 1
+        steps = f"step {now}" if missed >= now else f"steps {missed} to {now}"
+        return f"its rules act on the new one from now on, and may have missed {steps}"
 
     def why_gone(self, tensor: int) -> str:
         """Return what has become of a parameter that is no longer there under its name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,8 +27,9 @@ _QUIET_STEPS = 3
 _DOUBTS = 256
 
 
-_NOT_THE_SCRIPT = tuple(
-    f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)
+_NOT_THE_SCRIPT = (
+    *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
+    weakref.__file__,  # which tells that a model is gone
 )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 from torch import Tensor, nn
@@ -30,6 +32,21 @@ from gradsurgeon.store import Logged, Lookup, Names, Records
 
 if TYPE_CHECKING:
     from gradsurgeon.store.writer import RunWriter
+
+_TEMPORARY = (
+    "the session is over already, because nobody holds the model that rules were applied to: keep a "
+    "reference to the model (model = ...; session = gradsurgeon.apply(model, rules))"
+)
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def _calls() -> Iterator[tuple[CodeType, int]]:
+    """Yield the calls under way outside of this package, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            yield frame.f_code, frame.f_lasti
+        frame = frame.f_back
 
 
 class Session:
@@ -91,6 +108,7 @@ class Session:
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
         }
+        self._made_in = next(_calls(), None)
         self._when_removed: Callable[[], None] | None = None
         self._removed = False
 
@@ -136,16 +154,25 @@ class Session:
         """Take everything off, the files of the records included: another session takes its place."""
         if not self._removed:
             self._state.recorder.discard()
-            self.model_gone()
+            self._let_go()
 
     def model_gone(self) -> None:
-        """Let go of everything that belonged to the model."""
+        """Let go of everything that belonged to the model, and say so where it has not lived at all."""
         if not self._removed:
-            self._removed = True
             if self._state.provisional:
                 self._state.recorder.discard()
-            self._compiled.detach(None)
-            self._close()
+            self._let_go()
+            if self._is_temporary():
+                self._state.journal.emit("notice", _TEMPORARY, step=self.step, warn=True)
+
+    def _is_temporary(self) -> bool:
+        """Tell whether the model has gone while the call that put rules on it was still under way."""
+        return any(call == self._made_in for call in _calls())
+
+    def _let_go(self) -> None:
+        self._removed = True
+        self._compiled.detach(None)
+        self._close()
 
     def _close(self) -> None:
         self._settle()

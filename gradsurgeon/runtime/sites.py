@@ -28,6 +28,15 @@ from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.timetable import Timetable
 from gradsurgeon.store import Key
 
+_BATCHED = (
+    "left a tensor of vmap alone, which stands for a whole batch and cannot be looked into "
+    "(torch.func.vmap, jacrev, is_grads_batched): compute this part in a loop if the rule is to act there"
+)
+_HOLLOW = (
+    "left a tensor alone that has a shape and no numbers (the meta device, or torch.export at its trace): "
+    "nothing was measured or edited there; export the model after session.remove()"
+)
+
 
 @dataclass(slots=True)
 class Arrival:
@@ -68,7 +77,7 @@ class Sites:
             tensor: of any shape and dtype.
             owner: the module whose clock counts.
         """
-        if not rules or self.batched(rules, tensor, owner):
+        if not rules or self.out_of_reach(rules, tensor, owner):
             return tensor
         # Checkpointing runs forward again inside backward: edits must repeat, records must not.
         again = _torch.graph_task() != -1
@@ -104,7 +113,7 @@ class Sites:
     ) -> None:
         """Put one hook on a tensor that runs rules on its gradient."""
         mine = [rule for rule in rules if rule.role != "edit" or self._first(rule, tensor)]
-        if not mine or self.batched(mine, tensor, owner):
+        if not mine or self.out_of_reach(mine, tensor, owner):
             return
         for rule in mine:
             self._mark(rule, tensor)
@@ -164,18 +173,17 @@ class Sites:
             self.gradient(due.grads, names, out, ROOT)
         return out
 
-    def batched(self, rules: Sequence[Rule], tensor: Tensor, owner: str) -> bool:
-        """Tell whether rules have to leave a tensor alone because it stands for many; say so once."""
-        if not rules or not _torch.is_batched(tensor):
+    def out_of_reach(self, rules: Sequence[Rule], tensor: Tensor, owner: str) -> bool:
+        """Tell whether rules have to leave a tensor alone that cannot be looked into; say so once."""
+        if _torch.is_batched(tensor):
+            topic, text = "vmap", _BATCHED
+        elif _torch.is_hollow(tensor):
+            topic, text = "hollow", _HOLLOW
+        else:
             return False
-        text = (
-            "left a tensor of vmap alone, which stands for a whole batch and cannot be looked into "
-            "(torch.func.vmap, jacrev, is_grads_batched): compute this part in a loop if the rule is "
-            "to act there"
-        )
         for rule in rules:
             step = self.clock_of(owner).step
-            self.state.journal.once("vmap", text, rule=rule.id, step=step, warn=True)
+            self.state.journal.once(topic, text, rule=rule.id, step=step, warn=True)
         return True
 
     def missed(self, clock: Clock) -> None:
@@ -348,7 +356,7 @@ class GradHook:
         if sites is None:
             return None
         sites.arrived(self._key)
-        if grad is None or sites.state.paused or sites.batched(self._rules, grad, self._owner):
+        if grad is None or sites.state.paused or sites.out_of_reach(self._rules, grad, self._owner):
             return None
         out = sites.on_gradient(self._rules, self._names, grad, self._owner)
         return None if out is grad else out

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import io
+import math
 import pickle
 import sys
 import weakref
@@ -975,3 +976,82 @@ def test_threads_that_share_a_model_lose_no_count(request: pytest.FixtureRequest
         assert len(session.captured("r0")) == wanted
         for stat in ("l2", "mean"):
             assert len(session.history("0", stat)) == threads * calls
+
+
+LOGGED = {"action": "norm-log", "modules": "0", "tensor": "output"}
+
+
+@pytest.mark.parametrize("rule", [scale("0", "output"), capture("0", "output"), LOGGED])
+@pytest.mark.parametrize("how", ["meta", "export"])
+def test_tensors_without_numbers_are_left_alone(
+    how: str, rule: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(torch.compiler.reset)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    wanted = model(data(0, 3, 4))
+    with gradsurgeon.apply(model, rules(rule)) as session:
+        with pytest.warns(
+            GradSurgeonWarning, match="rule r0: left a tensor alone that has a shape"
+        ):
+            if how == "export":
+                made = torch.export.export(model, (data(0, 3, 4),)).module()
+            else:
+                model.to("meta")(torch.empty(3, 4, device="meta"))
+        assert [event.message[:19] for event in session.events] == ["left a tensor alone"]
+        assert session.status()["r0"].fired == 0
+        if how == "export":
+            assert torch.equal(made(data(0, 3, 4)), wanted)
+            # What the session does with real tensors is as it was.
+            model(data(0, 3, 4))
+            assert session.status()["r0"].fired == 1
+            if rule["action"] == "norm-log":
+                assert math.isfinite(session.latest("0"))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
+def test_a_copy_can_be_scripted_and_traced(request: pytest.FixtureRequest) -> None:
+    # A model like this one that is compiled here must not be told of when rules come onto another.
+    request.addfinalizer(torch.compiler.reset)
+    model = make(InPlaceAfter)
+    x = data(0, 5, 4)
+    wanted = model(x)
+    with gradsurgeon.apply(model, OBSERVING):
+        assert torch.equal(torch.jit.script(copy.deepcopy(model))(x), wanted)
+        assert torch.equal(torch.jit.trace(copy.deepcopy(model), x)(x), wanted)
+        assert torch.equal(torch.compile(copy.deepcopy(model), backend="eager")(x), wanted)
+
+
+def test_rules_on_a_temporary_model_say_that_they_are_over() -> None:
+    with pytest.warns(GradSurgeonWarning, match="keep a reference to the model") as warned:
+        session = gradsurgeon.apply(nn.Linear(2, 2), rules(capture(".", "output")))
+    assert warned[0].filename == __file__
+    assert session.removed
+    assert [event.kind for event in session.events] == ["notice"]
+
+
+def test_a_model_that_goes_later_is_no_temporary_one() -> None:
+    for _ in range(2):
+        model = nn.Linear(2, 2)
+        session = gradsurgeon.apply(model, rules(capture(".", "output")))
+    del model
+    assert session.removed
+    assert session.events == []
+
+
+def test_a_replaced_module_says_which_steps_its_rules_have_missed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules(capture("1", "output"))) as session:
+        for step in range(7):
+            if step in (1, 4):
+                model[1] = nn.Tanh()
+            model(data(step, 3, 4)).sum().backward()
+            if step in (2, 5):
+                missed = "steps 0 to 2" if step == 2 else "steps 3 to 5"
+                with pytest.warns(
+                    GradSurgeonWarning, match=f"now on, and may have missed {missed}"
+                ):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert [step for _, step, _ in session.captured("r0")] == [0, 3, 6]
