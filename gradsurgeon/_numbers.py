@@ -68,9 +68,10 @@ def norm(grad: Tensor, order: float = 2.0) -> Tensor:
     """Return the norm of one gradient, as `norms` does, as a 0-dim tensor."""
     if order == 2.0 and grad.is_cpu and grad.dtype in _DOTTED and grad.is_contiguous():  # noqa: PLR2004
         with torch.no_grad():
+            if grad.numel() <= _FEW:
+                found: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
+                return found.float()
             flat = grad.view(-1)
-            if len(flat) <= _FEW:
-                flat = flat.double()
             return torch.dot(flat, flat).sqrt_().float()
     return norms([grad], order)[0]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from types import CodeType
 from typing import Any, TypeVar, cast
@@ -99,17 +99,25 @@ def is_batched(tensor: Tensor) -> bool:
     return False
 
 
-@contextmanager
-def aside(tensor: Tensor) -> Iterator[Tensor]:
+def is_hollow(tensor: Tensor) -> bool:
+    """Tell whether a tensor has no numbers: on the meta device, or while `torch.export` traces."""
+    module: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    return tensor.is_meta or (module is not None and isinstance(tensor, module.FakeTensor))
+
+
+def aside(tensor: Tensor) -> AbstractContextManager[Tensor]:
     """Give the numbers of a tensor for work that is no part of a `torch.func` transform.
 
     Inside one, torch refuses to write to what was there before, such as a counter, and whatever is
     made there is dead once it is over.
     """
+    inside = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+    return _unwrapped(tensor) if inside else nullcontext(tensor)
+
+
+@contextmanager
+def _unwrapped(tensor: Tensor) -> Iterator[Tensor]:
     functorch = torch._C._functorch  # noqa: SLF001
-    if functorch.peek_interpreter_stack() is None:
-        yield tensor
-        return
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     with torch._C._DisableFuncTorch():  # noqa: SLF001

@@ -39,6 +39,7 @@ CASES = {
     ),
     "LBFGS": Case(("lbfgs.py",), (Trained("Sequential", "0.weight", 5),)),
     "no optimizer": Case(("by_hand.py",), (Trained("Student", "layers.0.weight", 6),)),
+    "adjoint method": Case(("adjoint.py",), (Trained("Model", "encoder.weight", 4),)),
     "distillation": Case(("distill.py",), (Trained("Encoder", "embed.weight", 6),)),
     "own optimizer, thread": Case(("lion.py",), (Trained("Sequential", "0.weight", 5),)),
     "configured by exec": Case(

@@ -59,6 +59,8 @@ class Changes:
         self._next = _FIRST_LOOK
         # By id: an address that another module has got since only leads to one look more.
         self._modules = set(map(id, model.modules()))
+        # The step at which the modules were last known to carry their hooks.
+        self._looked = state.clocks.latest - 1
 
     def stepped(self) -> None:
         """Count a step, and look where it is time to."""
@@ -71,10 +73,11 @@ class Changes:
         """Tell whether a module is part of the model, as it was looked at last."""
         return id(module) in self._modules
 
-    def look(self, *, closing: bool = False) -> None:
+    def look(self, *, closing: bool = False, at_once: bool = False) -> None:
         """Find the parameters and modules of the plan in the model as it is now.
 
         Args:
+            at_once: no forward pass has gone through what has come.
             closing: the session ends: say what went unnoticed, and leave it at that.
         """
         model = self._model()
@@ -84,9 +87,7 @@ class Changes:
         self._follow_params(model, closing=closing)
         for name, there in self._hooks.refresh(named_modules(model)):
             what = "was replaced by another module" if there else "is gone from the model"
-            after = (
-                ": its hooks were put on the new one" if there else ": rules on it no longer act"
-            )
+            after = f": {self._new_one(at_once)}" if there else ": rules on it no longer act"
             self._say(
                 "hook-lost" if closing or not there else "hook-rearmed",
                 f"module {printable(name)} {what}{'' if closing else after}",
@@ -94,6 +95,15 @@ class Changes:
                 warn=not closing,
             )
         self._mention_new(model, warn=not closing)
+        self._looked = self._state.clocks.latest
+
+    def _new_one(self, at_once: bool) -> str:  # noqa: FBT001 # the only thing it is told
+        """Return from when on the rules act on a module that was replaced since the last look."""
+        if at_once:
+            return "its rules act on the new one"
+        now, missed = self._state.clocks.latest, self._looked + 1
+        steps = f"step {now}" if missed >= now else f"steps {missed} to {now}"
+        return f"its rules act on the new one from now on, and may have missed {steps}"
 
     def why_gone(self, tensor: int) -> str:
         """Return what has become of a parameter that is no longer there under its name."""

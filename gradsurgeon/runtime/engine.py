@@ -406,7 +406,7 @@ class Engine:
         params = self._state.targets.params()
         # Between its passes a sharded model has other parameters than when it steps.
         if not any(param is not None and _dist.is_sharded(param) for param in params):
-            self._look_at_model()
+            self._upkeep.find_again(at_once=True)
             self._upkeep.tell_swapped()
 
     def swapped(self, tensors: Sequence[Tensor]) -> None:

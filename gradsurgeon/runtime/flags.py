@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gradsurgeon.actions import Rule
@@ -12,7 +14,7 @@ from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.journal import Journal
 from gradsurgeon.runtime.measure import read
 
-# A long validation between two updates must not pile up flags without end.
+# A long validation between two updates, or many micro-batches, must not pile up flags without end.
 _MOST = 4096
 
 
@@ -30,6 +32,13 @@ class Flag:
     clock: Callable[[], Clock]
     count: Tensor
     fed: bool
+    # Of a value: what stays as long as a backward pass can come back to it.
+    graph: weakref.ref[object] | None = None
+
+    @property
+    def can_feed(self) -> bool:
+        """Whether a backward pass can still come back to the tensor."""
+        return self.graph is not None and self.graph() is not None
 
 
 class Flags:
@@ -38,14 +47,35 @@ class Flags:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._flags: list[Flag] = []
+        self._most = _MOST
 
-    def add(self, flag: Flag) -> Flag:
+    def add(self, flag: Flag) -> None:
         """Note a flag."""
-        if len(self._flags) >= _MOST:
-            self._drop([one for one in self._flags if not one.fed])
-            self._flags = [one for one in self._flags if one.fed][-_MOST // 2 :]
+        if len(self._flags) >= self._most:
+            self._compact()
         self._flags.append(flag)
-        return flag
+
+    def _compact(self) -> None:
+        """Drop the flags of forwards that can feed no update, and make one of those of one tensor.
+
+        None that an update has to answer for is lost: a model may have more modules than `_MOST`.
+        """
+        lost = [flag for flag in self._flags if not flag.fed and not flag.can_feed]
+        self._drop(lost)
+        kept: list[Flag] = []
+        first: dict[tuple[str, str, torch.device], Flag] = {}
+        for flag in self._flags:
+            if flag.fed:
+                key = (flag.rule.id, flag.name, flag.count.device)
+                one = first.setdefault(key, flag)
+                if one is flag:
+                    kept.append(flag)
+                else:
+                    one.count = one.count + flag.count
+            elif flag.can_feed:
+                kept.append(flag)
+        self._flags = kept
+        self._most = max(_MOST, 2 * len(kept))
 
     def take(self, clock: Clock) -> list[tuple[Flag, int]]:
         """Return the flags that an update of ``clock`` has to answer for, with their counts.

@@ -19,6 +19,7 @@ import os
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,8 +52,9 @@ _QUIET_STEPS = 3
 _DOUBTS = 256
 
 
-_NOT_THE_SCRIPT = tuple(
-    f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)
+_NOT_THE_SCRIPT = (
+    *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
+    weakref.__file__,  # which tells that a model is gone
 )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,33 +22,32 @@ from gradsurgeon.compiler import ModuleProgram
 from gradsurgeon.runtime.compiled import on_site
 from gradsurgeon.runtime.sites import Sites, is_numeric
 from gradsurgeon.runtime.structure import Path, describe, resolve, tensors_in, with_tensors
+from gradsurgeon.runtime.timetable import Due, Timetable
 
 
 class ModuleHook:
-    """A hook on a module that stays behind when the module is copied, pickled or saved.
+    """A hook on a module that reaches its session weakly."""
 
-    Torch copies module hooks along with a module. What stands in for this one is a method of the
-    standard library that takes anything and returns nothing, so that files load everywhere.
-    """
-
-    def __init__(self, sites: Sites, program: ModuleProgram) -> None:
+    def __init__(self, sites: Sites, name: str, rules: Sequence[Rule]) -> None:
         self._sites = weakref.ref(sites)
-        self._program = program
+        self._owner = name
+        self._timetable = Timetable(rules, name)
+        # Where a module takes or returns one tensor, and no rule names a part, all is known ahead.
+        self._whole = not any(rule.ref.path for rule in rules)
+        self._names = dict.fromkeys((rule.id for rule in rules), name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return nullcontext().__exit__
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return getattr, (nullcontext(), "__exit__")
-
-    def _live(self) -> Sites | None:
+    def _due(self, module: nn.Module) -> tuple[Sites, Due] | None:
+        """Return what there is to do, ``None`` if nothing."""
         sites = self._sites()
-        return None if sites is None or sites.state.paused else sites
+        if sites is None or sites.state.paused:
+            return None
+        due = self._timetable.due(sites.state, sites.clock_of, training=module.training)
+        return None if due is None else (sites, due)
 
     def _act(
         self,
         sites: Sites,
-        rules: Sequence[Rule],
+        due: Due,
         structure: Any,
         *,
         paths: Callable[[Path], Path],
@@ -57,19 +56,23 @@ class ModuleHook:
         """Run rules on the tensors of a structure; return those to be exchanged, by path."""
         exchanged: dict[Path, Tensor] = {}
         done: dict[tuple[int, tuple[str, ...]], Tensor] = {}
+        rules = (*due.values, *due.grads)
         chosen = {rule.id: self._chosen(sites, rule, structure, paths) for rule in rules}
         for path, tensor in tensors_in(structure):
-            mine = [rule for rule in rules if _lies_in(path, chosen[rule.id])]
-            if not mine:
+            values, grads = (
+                tuple(rule for rule in some if _lies_in(path, chosen[rule.id])) for some in due
+            )
+            if not values and not grads:
                 continue
             # One tensor in several places, as query, key and value, is acted on once.
-            key = (id(tensor), tuple(rule.id for rule in mine))
+            key = (id(tensor), tuple(rule.id for rule in (*values, *grads)))
             if key not in done:
                 # A rule that names one tensor by path gives it the name of the module.
                 names = {
-                    rule.id: self._name(structure, path, chosen[rule.id] or ()) for rule in mine
+                    rule.id: self._name(structure, path, chosen[rule.id] or ())
+                    for rule in (*values, *grads)
                 }
-                done[key] = self._one(sites, mine, names, tensor, needs_view=view(tensor))
+                done[key] = self._one(sites, Due(values, grads), names, tensor, view)
             if done[key] is not tensor:
                 exchanged[path] = done[key]
         return exchanged
@@ -77,19 +80,16 @@ class ModuleHook:
     def _one(
         self,
         sites: Sites,
-        rules: Sequence[Rule],
+        due: Due,
         names: Mapping[str, str],
         tensor: Tensor,
-        *,
-        needs_view: bool,
+        view: Callable[[Tensor], bool],
     ) -> Tensor:
-        owner = self._program.name
-        out = sites.value([rule for rule in rules if not rule.ref.grad], names, tensor, owner)
-        grads = [rule for rule in rules if rule.ref.grad]
-        if grads and is_numeric(out) and out.requires_grad and torch.is_grad_enabled():
-            if out is tensor and needs_view:
+        out = sites.value(due.values, names, tensor, self._owner)
+        if due.grads and is_numeric(out) and out.requires_grad and torch.is_grad_enabled():
+            if out is tensor and view(tensor):
                 out = tensor.view_as(tensor)
-            sites.gradient(grads, names, out, owner)
+            sites.gradient(due.grads, names, out, self._owner)
         return out
 
     def _chosen(
@@ -102,14 +102,14 @@ class ModuleHook:
         wanted = paths(rule.ref.path)
         found = resolve(structure, wanted)
         if found is None:
-            text = f"{self._program.name} has no {rule.ref}: its {rule.ref.side} is {describe(structure)}"
-            step = sites.clock_of(self._program.name).step
+            text = f"{self._owner} has no {rule.ref}: its {rule.ref.side} is {describe(structure)}"
+            step = sites.clock_of(self._owner).step
             sites.state.journal.once("path", text, rule=rule.id, step=step, warn=True)
         return found
 
     def _name(self, structure: Any, path: Path, chosen: Path) -> str:
         del structure
-        return f"{self._program.name}{spelled(path[len(chosen) :])}"
+        return f"{self._owner}{spelled(path[len(chosen) :])}"
 
 
 class InputHook(ModuleHook):
@@ -120,23 +120,24 @@ class InputHook(ModuleHook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the arguments with exchanged tensors, ``None`` to leave them as they are."""
-        sites = self._live()
-        if sites is None:
+        if (found := self._due(module)) is None:
             return None
-        rules = sites.due(self._program.on_input, self._program.name, training=module.training)
-        if not rules:
-            return None
+        sites, due = found
+
+        def view(_: Tensor) -> bool:
+            # On a view, an operation in place would leave the hook on a tensor that no longer counts.
+            return getattr(module, "inplace", False) is not True
+
+        if self._whole and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            one = self._one(sites, due, self._names, args[0], view)
+            return None if one is args[0] else ((one,), kwargs)
         arguments = _Arguments(module, args, kwargs)
-        # On a view, an operation in place would leave the hook on a tensor that no longer counts.
-        inplace = getattr(module, "inplace", False) is True
-        new = self._act(
-            sites, rules, arguments.named, paths=arguments.path, view=lambda _: not inplace
-        )
+        new = self._act(sites, due, arguments.named, paths=arguments.path, view=view)
         return arguments.exchange(new) if new else None
 
     def _name(self, structure: Any, path: Path, chosen: Path) -> str:
         if not chosen and len(list(tensors_in(structure))) == 1:
-            return self._program.name
+            return self._owner
         return super()._name(structure, path, chosen)
 
 
@@ -148,17 +149,19 @@ class OutputHook(ModuleHook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Return the output with exchanged tensors, ``None`` to leave it as it is."""
-        sites = self._live()
-        if sites is None:
+        if (found := self._due(module)) is None:
             return None
-        rules = sites.due(self._program.on_output, self._program.name, training=module.training)
-        if not rules:
-            return None
-        taken = {id(tensor) for _, tensor in tensors_in((args, kwargs))}
-        # A module may return its input. Its output must then be told from what others make of it.
-        new = self._act(
-            sites, rules, output, paths=lambda path: path, view=lambda one: id(one) in taken
-        )
+        sites, due = found
+
+        def view(tensor: Tensor) -> bool:
+            # A module may return its input, or a parameter. What others make of it must be told from
+            # its output, and a hook on a leaf would stay there.
+            return tensor.is_leaf or any(one is tensor for _, one in tensors_in((args, kwargs)))
+
+        if self._whole and isinstance(output, Tensor):
+            one = self._one(sites, due, self._names, output, view)
+            return None if one is output else one
+        new = self._act(sites, due, output, paths=lambda path: path, view=view)
         return with_tensors(output, new) if new else None
 
 
@@ -205,6 +208,51 @@ def _lies_in(path: Path, chosen: Path | None) -> bool:
     return chosen is not None and path[: len(chosen)] == chosen
 
 
+class _Copied:
+    """What copies and saved files get of a table of hooks: the entries that are not ours.
+
+    Torch copies and pickles the tables of a module along with it. This stands on the table itself as
+    ``__reduce__``, which whoever copies or pickles asks it for, so that the table remains the very
+    one that handles of the script hold, of the type that torch and its compiler expect.
+    """
+
+    def __init__(self, table: OrderedDict[int, Any]) -> None:
+        self._table = weakref.ref(table)
+        self.ours: set[int] = set()
+
+    def __call__(self) -> tuple[Any, ...]:
+        """Return what to build the table of the copy from, as ``__reduce__`` does."""
+        table = self._table()
+        items = () if table is None else table.items()
+        theirs = [(number, entry) for number, entry in items if number not in self.ours]
+        return type(table), (), None, None, iter(theirs)
+
+
+def _tables(handle: RemovableHandle) -> list[OrderedDict[int, Any]]:
+    """Return the tables of a module in which a hook has entries."""
+    found = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
+    return [table for table in found if table is not None]
+
+
+def _leave_behind(handle: RemovableHandle) -> RemovableHandle:
+    """Keep a hook out of the copies of its module."""
+    for table in _tables(handle):
+        copied = vars(table).setdefault("__reduce__", _Copied(table))
+        copied.ours.add(handle.id)
+    return handle
+
+
+def _take_off(handle: RemovableHandle) -> None:
+    """Take a hook off its module, and with the last of ours what kept it out of copies."""
+    tables = _tables(handle)
+    handle.remove()
+    for table in tables:
+        copied = vars(table)["__reduce__"]
+        copied.ours.discard(handle.id)
+        if not copied.ours:
+            del vars(table)["__reduce__"]
+
+
 class ModuleHooks:
     """The hooks of one session on the modules of its model."""
 
@@ -242,18 +290,21 @@ class ModuleHooks:
         """Take all hooks off."""
         for name in list(self._on):
             self._take_off(name)
+        self._sites.let_go()
 
     def _put(self, program: ModuleProgram, module: nn.Module) -> None:
         handles: list[RemovableHandle] = []
         self._on[program.name] = (weakref.ref(module), handles)
         if program.on_input:
-            before = InputHook(self._sites, program)
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            before = InputHook(self._sites, program.name, program.on_input)
+            handle = module.register_forward_pre_hook(before, with_kwargs=True)
+            handles.append(_leave_behind(handle))
         if program.on_output:
-            after = OutputHook(self._sites, program)
-            handles.append(module.register_forward_hook(after, with_kwargs=True))
+            after = OutputHook(self._sites, program.name, program.on_output)
+            handle = module.register_forward_hook(after, with_kwargs=True)
+            handles.append(_leave_behind(handle))
 
     def _take_off(self, name: str) -> None:
         _, handles = self._on.pop(name, (None, []))
         for handle in handles:
-            handle.remove()
+            _take_off(handle)

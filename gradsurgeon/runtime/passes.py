@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 
 from torch import Tensor
 
@@ -64,8 +64,9 @@ class Pass:
         return both
 
     def _pieces(self) -> Iterator[tuple[int, list[int]]]:
-        stops = [start for _, start in self.runs[1:]] + [len(self.order)]
-        for (time, start), stop in zip(self.runs, stops, strict=True):
+        # Where no parameter got anything there are none: a hook on a module may have opened the pass.
+        starts = [*(start for _, start in self.runs), len(self.order)]
+        for (time, _), (start, stop) in zip(self.runs, pairwise(starts), strict=True):
             yield time, self.order[start:stop]
 
 

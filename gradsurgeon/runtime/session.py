@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from types import TracebackType
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 from torch import Tensor, nn
@@ -32,12 +34,28 @@ from gradsurgeon.store import Logged, Lookup, Names, Records
 if TYPE_CHECKING:
     from gradsurgeon.store.writer import RunWriter
 
+_TEMPORARY = (
+    "the session is over already, because nobody holds the model that rules were applied to: keep a "
+    "reference to the model (model = ...; session = gradsurgeon.apply(model, rules))"
+)
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+def _calls() -> Iterator[tuple[CodeType, int]]:
+    """Yield the calls under way outside of this package, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_PACKAGE):
+            yield frame.f_code, frame.f_lasti
+        frame = frame.f_back
+
 
 class Session:
     """Rules acting on one model, until `remove()` or the end of the ``with`` block.
 
     Made by `gradsurgeon.apply`. It reaches the model weakly and lives as long as the model does,
-    even if the caller drops it.
+    even if the caller drops it. It belongs to this very model: where a session is kept as an attribute
+    of its model, copies of the model and what is loaded from files have ``None`` there.
     """
 
     def __init__(
@@ -96,6 +114,7 @@ class Session:
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
         }
+        self._made_in = next(_calls(), None)
         self._when_removed: Callable[[], None] | None = None
         self._removed = False
 
@@ -109,6 +128,10 @@ class Session:
             self._engine.detach()
             raise
         self._when_removed = removed
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Let copies and files have ``None`` in the place of the session, without our name in it."""
+        return type(None), ()
 
     def __enter__(self) -> Self:
         return self
@@ -137,16 +160,25 @@ class Session:
         """Take everything off, the files of the records included: another session takes its place."""
         if not self._removed:
             self._state.recorder.discard()
-            self.model_gone()
+            self._let_go()
 
     def model_gone(self) -> None:
-        """Let go of everything that belonged to the model."""
+        """Let go of everything that belonged to the model, and say so where it has not lived at all."""
         if not self._removed:
-            self._removed = True
             if self._state.provisional:
                 self._state.recorder.discard()
-            self._compiled.detach(None)
-            self._close()
+            self._let_go()
+            if self._is_temporary():
+                self._state.journal.emit("notice", _TEMPORARY, step=self.step, warn=True)
+
+    def _is_temporary(self) -> bool:
+        """Tell whether the model has gone while the call that put rules on it was still under way."""
+        return any(call == self._made_in for call in _calls())
+
+    def _let_go(self) -> None:
+        self._removed = True
+        self._compiled.detach(None)
+        self._close()
 
     def _close(self) -> None:
         self._settle()

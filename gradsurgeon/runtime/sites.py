@@ -6,15 +6,17 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from threading import RLock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _numbers, _statistics, _torch
 from gradsurgeon.actions import ByNorm, Rule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
-from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.deciding import changes
@@ -23,7 +25,17 @@ from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.shortening import Shortening
 from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.timetable import Timetable
 from gradsurgeon.store import Key
+
+_BATCHED = (
+    "left a tensor of vmap alone, which stands for a whole batch and cannot be looked into "
+    "(torch.func.vmap, jacrev, is_grads_batched): compute this part in a loop if the rule is to act there"
+)
+_HOLLOW = (
+    "left a tensor alone that has a shape and no numbers (the meta device, or torch.export at its trace): "
+    "nothing was measured or edited there; export the model after session.remove()"
+)
 
 
 @dataclass(slots=True)
@@ -32,9 +44,9 @@ class Arrival:
 
     name: str
     rules: tuple[str, ...]
+    owner: str
     tensor: weakref.ref[Tensor]
     version: int
-    arrived: bool = False
 
 
 @dataclass(eq=False)
@@ -46,14 +58,13 @@ class Sites:
     # The clock of the optimizer that owns a module; it may become known after the forward pass.
     clock_of: Callable[[str], Clock]
     _acted: dict[int, tuple[weakref.ref[Tensor], set[str]]] = field(default_factory=dict)
-    _waiting: list[Arrival] = field(default_factory=list)
-    _tagged: dict[str, list[Rule]] = field(default_factory=dict)
-
-    def due(self, rules: Sequence[Rule], owner: str, *, training: bool) -> list[Rule]:
-        """Return the rules that act now on a module, or on the root for what has no module."""
-        check_capture(self.state)
-        step = self.clock_of(owner).step
-        return [one for one in rules if one.steps.due(step) and (training or one.when is None)]
+    # Each leaves with its tensor: a loop that only predicts never comes to an update.
+    _waiting: dict[int, Arrival] = field(default_factory=dict)
+    _tagged: dict[str, Timetable] = field(default_factory=dict)
+    _on_leaves: dict[str, list[RemovableHandle]] = field(default_factory=dict)
+    _keys: dict[tuple[str, str], list[Key]] = field(default_factory=dict)
+    # Replicas of one model run in threads, and autograd calls hooks in one thread per device.
+    _lock: RLock = field(default_factory=RLock)
 
     def value(
         self, rules: Sequence[Rule], names: Mapping[str, str], tensor: Tensor, owner: str
@@ -66,16 +77,17 @@ class Sites:
             tensor: of any shape and dtype.
             owner: the module whose clock counts.
         """
-        if self.batched(rules, tensor, owner):
+        if not rules or self.out_of_reach(rules, tensor, owner):
             return tensor
         # Checkpointing runs forward again inside backward: edits must repeat, records must not.
         again = _torch.graph_task() != -1
         out = tensor
-        for rule in rules:
-            if rule.role == "edit":
-                out = self._edit_value(rule, out, owner, count=not again)
-            elif not again:
-                self._look(rule, names[rule.id], out, owner)
+        with self._lock:
+            for rule in rules:
+                if rule.role == "edit":
+                    out = self._edit_value(rule, out, owner, count=not again)
+                elif not again:
+                    self._look(rule, names[rule.id], out, owner)
         return out if self.state.mode == "act" else tensor
 
     def _edit_value(self, rule: Rule, tensor: Tensor, owner: str, *, count: bool) -> Tensor:
@@ -101,68 +113,111 @@ class Sites:
     ) -> None:
         """Put one hook on a tensor that runs rules on its gradient."""
         mine = [rule for rule in rules if rule.role != "edit" or self._first(rule, tensor)]
-        if not mine or self.batched(mine, tensor, owner):
+        if not mine or self.out_of_reach(mine, tensor, owner):
             return
         for rule in mine:
             self._mark(rule, tensor)
-        ids = tuple(rule.id for rule in mine)
-        reference = weakref.ref(tensor)
-        arrival = Arrival(names[ids[0]], ids, reference, tensor._version)  # noqa: SLF001 # counts writes
-        self._waiting.append(arrival)
-        hook = GradHook(self, tuple(mine), names, owner, arrival)
-        _torch.register_hook(tensor, hook)
+        key = self._wait(tuple(rule.id for rule in mine), names[mine[0].id], tensor, owner)
+        hook = GradHook(self, tuple(mine), names, owner, key)
+        handle = _torch.register_hook(tensor, hook)
+        if tensor.is_leaf:
+            self._replace(hook.__name__, handle)
+
+    def _wait(self, rules: tuple[str, ...], name: str, tensor: Tensor, owner: str) -> int:
+        """Note that a tensor waits for its gradient; return what the note goes by."""
+        key = next(_numbers_of_notes)
+        # Weak references on parameters break the conversion of a model by swapping tensors.
+        if not isinstance(tensor, nn.Parameter):
+            reference = weakref.ref(tensor, partial(self._waiting.pop, key))
+            written = tensor._version  # noqa: SLF001 # counts writes
+            self._waiting[key] = Arrival(name, rules, owner, reference, written)
+        return key
+
+    def _replace(self, label: str, handle: RemovableHandle) -> None:
+        """Let a hook take the place of the one that an earlier forward has put on the same leaf.
+
+        Other tensors go with their graph; a leaf stays, and its hooks would act once for each forward.
+        """
+        table = handle.hooks_dict_ref()
+        there = self._on_leaves.setdefault(label, [])
+        for old in [one for one in there if one.hooks_dict_ref() in (None, table)]:
+            old.remove()
+            there.remove(old)
+        there.append(handle)
+
+    def let_go(self) -> None:
+        """Take the hooks off tensors that outlive their graph."""
+        for handles in self._on_leaves.values():
+            for handle in handles:
+                handle.remove()
+        self._on_leaves.clear()
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         """Run the rules on tags on a tensor that the script has tagged."""
         if self.state.paused or not self.state.program.tags:
             return tensor
         if name not in self._tagged:
-            self._tagged[name] = [
+            rules = [
                 rule
                 for rule in self.state.program.tags
                 if any(pattern.matches(name) for pattern in rule.patterns)
                 and not any(compile_pattern(text).matches(name) for text in rule.exclude)
             ]
-        rules = self.due(self._tagged[name], ROOT, training=True)
-        names = {rule.id: name for rule in rules}
-        out = self.value([one for one in rules if not one.ref.grad], names, tensor, ROOT)
-        grads = [one for one in rules if one.ref.grad]
-        if grads and out.requires_grad and torch.is_grad_enabled():
-            self.gradient(grads, names, out, ROOT)
+            self._tagged[name] = Timetable(rules, ROOT)
+        due = self._tagged[name].due(self.state, self.clock_of, training=True)
+        if due is None:
+            return tensor
+        names = dict.fromkeys((rule.id for rule in (*due.values, *due.grads)), name)
+        out = self.value(due.values, names, tensor, ROOT)
+        if due.grads and out.requires_grad and torch.is_grad_enabled():
+            self.gradient(due.grads, names, out, ROOT)
         return out
 
-    def batched(self, rules: Sequence[Rule], tensor: Tensor, owner: str) -> bool:
-        """Tell whether rules have to leave a tensor alone because it stands for many; say so once."""
-        if not rules or not _torch.is_batched(tensor):
+    def out_of_reach(self, rules: Sequence[Rule], tensor: Tensor, owner: str) -> bool:
+        """Tell whether rules have to leave a tensor alone that cannot be looked into; say so once."""
+        if _torch.is_batched(tensor):
+            topic, text = "vmap", _BATCHED
+        elif _torch.is_hollow(tensor):
+            topic, text = "hollow", _HOLLOW
+        else:
             return False
-        text = (
-            "left a tensor of vmap alone, which stands for a whole batch and cannot be looked into "
-            "(torch.func.vmap, jacrev, is_grads_batched): compute this part in a loop if the rule is "
-            "to act there"
-        )
         for rule in rules:
             step = self.clock_of(owner).step
-            self.state.journal.once("vmap", text, rule=rule.id, step=step, warn=True)
+            self.state.journal.once(topic, text, rule=rule.id, step=step, warn=True)
         return True
 
     def missed(self, clock: Clock) -> None:
-        """Say which gradients never came because their tensor was written in place."""
-        for arrival in self._waiting:
+        """Say which gradients of a step never came because their tensor was written in place."""
+        for key, arrival in list(self._waiting.items()):
+            if self.clock_of(arrival.owner) is not clock:
+                continue
+            self._waiting.pop(key, None)
             tensor = arrival.tensor()
-            written = tensor is not None and tensor._version != arrival.version  # noqa: SLF001
-            if not arrival.arrived and written:
+            if tensor is not None and tensor._version != arrival.version:  # noqa: SLF001
                 text = (
                     f"{arrival.name} was written in place by what follows it, so that no gradient "
                     "arrived: let the next operation work out of place, or name another module"
                 )
                 for rule in arrival.rules:
                     self.state.journal.once("in-place", text, rule=rule, step=clock.step, warn=True)
-        self._waiting.clear()
+
+    def arrived(self, key: int) -> None:
+        """Note that a gradient has come."""
+        self._waiting.pop(key, None)
 
     def on_gradient(
         self, rules: Sequence[Rule], names: Mapping[str, str], grad: Tensor, owner: str
     ) -> Tensor:
         """Run rules on the gradient of a tensor; return the gradient to go on with."""
+        with self._lock:
+            # A session without rules on parameters learns from this that a backward pass is running.
+            self.passes.current()
+            out = self._on_gradient(rules, names, grad, owner)
+        return out if self.state.mode == "act" else grad
+
+    def _on_gradient(
+        self, rules: Sequence[Rule], names: Mapping[str, str], grad: Tensor, owner: str
+    ) -> Tensor:
         out, scale = grad, self.state.scaling.scale
         for rule in rules:
             if rule.role == "edit":
@@ -179,7 +234,7 @@ class Sites:
                     out = _numbers.on_values(in_true_units(edit.apply, scale), out)
             else:
                 self._look(rule, names[rule.id], unscaled(out, scale), owner)
-        return out if self.state.mode == "act" else grad
+        return out
 
     def _shortened(
         self,
@@ -204,29 +259,34 @@ class Sites:
         elif not is_numeric(tensor):
             return
         elif rule.role == "observe":
-            for stat in getattr(rule, "stats", ()):
-                key = Key(rule.id, stat, rule.point, (name,))
-                with torch.no_grad(), _torch.aside(tensor) as seen:
-                    value = _statistics.statistic(stat, seen.detach()).reshape(1)
-                    state.recorder.add(key, clock.step, [0], value, replace=False)
+            with torch.no_grad(), _torch.aside(tensor) as seen:
+                plain = seen.detach()
+                for key in self._keys_of(rule, name):
+                    value = _statistics.statistic(key.stat, plain)
+                    state.recorder.add(key, clock.step, _ALONE, value, replace=False)
             state.journal.fired(rule.id, clock.step)
         else:
             self._flag(rule, name, tensor, owner)
 
+    def _keys_of(self, rule: Rule, name: str) -> list[Key]:
+        keys = self._keys.get((rule.id, name))
+        if keys is None:
+            stats: tuple[str, ...] = getattr(rule, "stats", ())
+            keys = [Key(rule.id, stat, rule.point, (name,)) for stat in stats]
+            self._keys[rule.id, name] = keys
+        return keys
+
     def _flag(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
         with torch.no_grad(), _torch.aside(tensor) as seen:
-            count = _numbers.nonfinite(seen)
-        gradient = rule.ref.grad
-        flag = Flag(rule, name, str(rule.ref), partial(self.clock_of, owner), count, fed=gradient)
+            bad = _numbers.nonfinite(seen)
+        ref = rule.ref
+        flag = Flag(rule, name, str(ref), partial(self.clock_of, owner), bad, fed=ref.grad)
+        if not ref.grad and tensor.requires_grad and torch.is_grad_enabled():
+            feeds = Feeds(flag)
+            flag.graph = weakref.ref(feeds)
+            _torch.register_hook(tensor, feeds)
         self.state.flags.add(flag)
         self.state.journal.fired(rule.id, self.clock_of(owner).step)
-        if not gradient and tensor.requires_grad and torch.is_grad_enabled():
-
-            @in_backward
-            def feeds(_grad: Tensor) -> None:
-                flag.fed = True
-
-            _torch.register_hook(tensor, feeds)
 
     def _first(self, rule: Rule, tensor: Tensor) -> bool:
         """Tell whether the rule has yet to edit this very tensor.
@@ -248,6 +308,27 @@ class Sites:
         entry[1].add(rule.id)
 
 
+# What waits for its gradient goes by these.
+_numbers_of_notes = count()
+# The columns of a row of one.
+_ALONE = (0,)
+
+
+class Feeds:
+    """Tensor hook that tells a trap that a value takes part in a backward pass."""
+
+    __torch_unserializable__ = True
+
+    def __init__(self, flag: Flag) -> None:
+        self._flag = flag
+        self.__name__ = f"{flag.rule.id}:{flag.name}"
+
+    @in_backward
+    def __call__(self, _grad: Tensor | None) -> None:
+        """Take notice of the backward pass."""
+        self._flag.fed = True
+
+
 class GradHook:
     """Tensor hook on an activation: the rules on its gradient, in file order."""
 
@@ -259,26 +340,24 @@ class GradHook:
         rules: tuple[Rule, ...],
         names: Mapping[str, str],
         owner: str,
-        arrival: Arrival,
+        key: int,
     ) -> None:
         self._sites = weakref.ref(sites)
         self._rules = rules
         self._names = names
         self._owner = owner
-        self._arrival = arrival
+        self._key = key
         self.__name__ = f"{'+'.join(rule.id for rule in rules)}:{owner}"
 
     @in_backward
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return the edited gradient, ``None`` to leave it as it is."""
         sites = self._sites()
-        self._arrival.arrived = True
-        if sites is None or grad is None or sites.state.paused:
+        if sites is None:
             return None
-        if sites.batched(self._rules, grad, self._owner):
+        sites.arrived(self._key)
+        if grad is None or sites.state.paused or sites.out_of_reach(self._rules, grad, self._owner):
             return None
-        # A session without rules on parameters learns from this that a backward pass is running.
-        sites.passes.current()
         out = sites.on_gradient(self._rules, self._names, grad, self._owner)
         return None if out is grad else out
 

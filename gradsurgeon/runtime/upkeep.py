@@ -76,9 +76,13 @@ class Upkeep:
         text = "got another content by a conversion, which takes no hooks along: they were installed anew"
         self._say("hook-rearmed", tensors, lambda name: f"{name} {text}")
 
-    def find_again(self) -> None:
-        """Find the parameters of the plan in a model that has changed."""
-        self._changes.look()
+    def find_again(self, *, at_once: bool = False) -> None:
+        """Find the parameters of the plan in a model that has changed.
+
+        Args:
+            at_once: no forward pass has gone through what has come.
+        """
+        self._changes.look(at_once=at_once)
         self.rearm()
 
     def rearm(self) -> list[int]:

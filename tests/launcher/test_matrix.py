@@ -152,6 +152,18 @@ def test_quiet_leaves_stderr_alone_too(name: str, runs: Runs) -> None:
     assert trained(after.record) == sorted(CASES[name].models)
 
 
+EVERYTHING = 'version: 1\ninclude: ["gradsurgeon:debug-everything@1"]\n'
+
+
+@pytest.mark.parametrize("name", ["adjoint method", "distillation", "package"])
+def test_the_pack_that_looks_at_everything_changes_nothing(name: str, runs: Runs) -> None:
+    case = CASES[name]
+    before, after = runs.plain(case).result(), runs.launched(case, EVERYTHING).result()
+    assert (after.code, after.stdout) == (0, before.stdout), shown(after)
+    assert "Traceback" not in after.stderr
+    assert "debug-everything-output-gradients" in after.stderr
+
+
 def test_an_error_in_forward_still_shows_the_lines_of_the_script(runs: Runs) -> None:
     def own(stderr: str) -> list[str]:
         lines = stderr.splitlines()

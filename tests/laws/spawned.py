@@ -13,9 +13,15 @@ import pickle, sys, warnings
 warnings.simplefilter("error")
 sys.modules["gradsurgeon"] = None  # importing it fails, as where it is not installed
 import torch
-for path in sys.argv[1:]:
+from torch import nn
+torch.serialization.add_safe_globals([nn.Sequential, nn.Linear, nn.Tanh])
+loads = {
+    "pt": [lambda file: torch.load(file, weights_only=True), lambda file: torch.load(file, weights_only=False)],
+    "pickle": [pickle.load],
+}
+for path, load in [(path, load) for path in sys.argv[1:] for load in loads[path.rpartition(".")[2]]]:
     with open(path, "rb") as file:
-        model = torch.load(file, weights_only=False) if path.endswith("pt") else pickle.load(file)
+        model = load(file)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(3, 4)).sum().backward()
     optimizer.step()

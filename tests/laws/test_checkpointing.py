@@ -252,3 +252,47 @@ def test_updates_by_hand_see_one_pass_as_well(reentrant: bool | None) -> None:
         found.append([session.history(name) for name, _ in model.named_parameters()])
     assert [len(rows) for rows in found[1]] == [3] * len(found[1])
     assert found[1] == found[0]
+
+
+WATCHING = [
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "back", "action": "norm-log", "modules": "*", "tensor": "output.grad"},
+    {"id": "kept", "action": "capture", "modules": "*", "tensor": "output.grad"},
+    {"id": "seen", "action": "nan-trap", "modules": "*", "tensor": "output.grad"},
+]
+
+
+@pytest.mark.parametrize("frozen", [("a",), ("b",), ("a", "b"), ("a", "b", "last")], ids=str)
+@pytest.mark.parametrize("reentrant", KINDS, ids=IDS)
+def test_a_block_without_trainable_parameters_is_watched(
+    reentrant: bool | None, frozen: tuple[str, ...]
+) -> None:
+    found: list[Any] = []
+    for rules in ([], WATCHING[:1], WATCHING):
+        torch.manual_seed(6)
+        model = Net(reentrant)
+        for name in frozen:
+            model.get_submodule(name).requires_grad_(False)
+        trainable = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.SGD(trainable, lr=0.05)
+        session = gradsurgeon.apply(model, {"version": 1, "rules": rules}) if rules else None
+        for number in range(3):
+            optimizer.zero_grad()
+            model(data(number, 5, 4)).square().mean().backward()
+            optimizer.step()
+        found.append([param.detach().clone() for param in model.parameters()])
+        if session is not None:
+            assert session.events == []
+            history = [
+                session.history(name, rule="norms") for name in ("first.weight", "first.bias")
+            ]
+            assert [len(rows) for rows in history] == [3, 3]
+            found.append(history)
+            # The whole of each block and what is in it, twice the layers around them.
+            wanted = {"norms": 3 * len(trainable), "back": 3 * 9, "kept": 3 * 9, "seen": 3 * 9}
+            fired = {rule: one.fired for rule, one in session.status().items()}
+            assert fired == {rule["id"]: wanted[str(rule["id"])] for rule in rules}
+            session.remove()
+    plain, _, norms, watched, same_norms = found
+    assert norms == same_norms
+    assert all(torch.equal(one, other) for one, other in zip(plain, watched, strict=True))

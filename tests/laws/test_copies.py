@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,139 @@ def test_a_state_dict_knows_nothing_of_rules() -> None:
         assert all(torch.equal(found[name], plain[name]) for name in plain)
 
 
+TABLES = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def tables(model: Any) -> dict[str, tuple[type, list[Any], dict[str, Any]]]:
+    """What stands in the tables of hooks: their type, their entries, and what is on themselves."""
+    return {
+        f"{name}.{table}": (type(found), list(found.values()), vars(found))
+        for name, module in model.named_modules()
+        for table in TABLES
+        for found in [getattr(module, table)]
+    }
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_no_table_of_a_copy_has_an_entry(name: str) -> None:
+    model = make()
+    with gradsurgeon.apply(model, rules(RULES["params and modules"])):
+        made = COPIES[name](model)
+    assert tables(getattr(made, "module", made)) == tables(make())
+
+
+def shift(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+    return output + 1
+
+
+def bend(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return (args[0] * 2,), kwargs
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_has_the_hooks_of_the_script_and_no_others(how: str) -> None:
+    model, plain = make(), make()
+    for one in (model, plain):
+        one[0].register_forward_hook(shift)
+    x = data(0, 3, 4)
+    with gradsurgeon.apply(model, rules([{**MODULES[2], "modules": "*"}])):
+        for one in (model, plain):
+            one[2].register_forward_pre_hook(bend, with_kwargs=True)
+        made, wanted = COPIES[how](model), COPIES[how](plain)
+        assert tables(made) == tables(wanted)
+        assert torch.equal(made(x), plain(x))
+        # Numbers of hooks go on from those that the tables had.
+        made[0].register_forward_hook(shift)
+        assert not torch.equal(made(x), plain(x))
+
+
+def test_handles_of_the_script_work_with_rules_and_after_them() -> None:
+    model = make()
+    x = data(0, 3, 4)
+    out = model(x)
+    first = model[2].register_forward_hook(shift)
+    session = gradsurgeon.apply(model, rules([{**MODULES[2], "tensor": "output.grad"}]))
+    second, third = (model[2].register_forward_hook(shift) for _ in range(2))
+    assert torch.equal(model(x), out + 1 + 1 + 1)
+    first.remove()
+    second.remove()
+    assert torch.equal(model(x), out + 1)
+    session.remove()
+    assert torch.equal(model(x), out + 1)
+    assert copy.deepcopy(model)[2]._forward_hooks == {third.id: shift}
+    third.remove()
+    assert tables(model) == tables(make())
+
+
+def test_a_model_with_rules_is_pickled_to_the_same_bytes_as_without() -> None:
+    model = make()
+    wanted = pickle.dumps(model)
+    session = gradsurgeon.apply(model, rules(MODULES))
+    beside = gradsurgeon.api.attach(model, gradsurgeon.plan(model, rules(MODULES)), beside=True)
+    assert pickle.dumps(model) == wanted
+    beside.remove()
+    assert pickle.dumps(model) == wanted
+    session.remove()
+    assert pickle.dumps(model) == wanted
+    assert tables(model) == tables(make())
+
+
+def test_a_script_that_cleared_the_tables_can_still_copy_and_remove() -> None:
+    model = make()
+    session = gradsurgeon.apply(model, rules(MODULES))
+    model[0]._forward_hooks.clear()
+    model[2]._forward_pre_hooks = OrderedDict()
+    assert tables(copy.deepcopy(model)) == tables(make())
+    session.remove()
+    assert tables(model) == tables(make())
+
+
+class Keeps(nn.Module):
+    """A module that keeps its session, as a LightningModule may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        entry = [{**MODULES[0], "modules": "fc"}, PARAMS[2]]
+        self.session: gradsurgeon.Session | None = gradsurgeon.apply(self, rules(entry))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(x)
+        return out
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["acting", "removed"])
+@pytest.mark.parametrize("name", [name for name in COPIES if name != "state_dict"])
+def test_a_session_on_its_model_is_none_on_copies(name: str, removed: bool) -> None:
+    model = Keeps()
+    session = model.session
+    assert session is not None
+    train(model)
+    if removed:
+        session.remove()
+    made = COPIES[name](model)
+    assert getattr(made, "module", made).session is None
+    assert b"gradsurgeon" not in pickle.dumps(session)
+    train(made)
+    assert model.session is session
+    assert session.step == 2
+    train(model)
+    assert session.status()["norms"].fired == (4 if removed else 8)
+    gradsurgeon.remove(model)
+    made.session = gradsurgeon.apply(made, rules([PARAMS[2]]))
+    train(made)
+    assert made.session.status()["norms"].fired == 4
+    gradsurgeon.remove(made)
+
+
 def norms_without_rules() -> list[float]:
     model = make()
     model(torch.ones(3, 4)).sum().backward()
@@ -159,7 +293,8 @@ def test_saved_models_load_where_gradsurgeon_is_not_installed(tmp_path: Path) ->
         timeout=TIMEOUT,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str(norms_without_rules())] * 2
+    # The first of them has been loaded with ``weights_only=True`` as well.
+    assert done.stdout.splitlines() == [str(norms_without_rules())] * 3
 
 
 def test_a_model_as_argument_of_a_spawned_process_comes_without_rules() -> None:

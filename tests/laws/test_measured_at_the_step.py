@@ -49,7 +49,7 @@ def by_replacing(param: Tensor, factor: float) -> None:
 
 def by_storage(param: Tensor, factor: float) -> None:
     assert param.grad is not None
-    view = torch.empty(0).set_(param.grad.untyped_storage())  # type: ignore[call-overload]
+    view = torch.empty(0).set_(param.grad.untyped_storage())
     view.mul_(factor)
 
 
@@ -153,7 +153,7 @@ def test_a_paused_session_does_nothing_at_a_tick(kind: str) -> None:
 def test_what_a_freeze_hides_has_no_part_in_a_norm_over_the_rule() -> None:
     def moved(entries: list[dict[str, Any]], *, frozen: bool) -> float:
         torch.manual_seed(0)
-        model = nn.ModuleDict({"backbone": nn.Embedding(10, 8), "head": nn.Linear(8, 1)})
+        model: Any = nn.ModuleDict({"backbone": nn.Embedding(10, 8), "head": nn.Linear(8, 1)})
         model.head.weight.data.mul_(100)
         if frozen:
             model.backbone.requires_grad_(False)
@@ -162,7 +162,7 @@ def test_what_a_freeze_hides_has_no_part_in_a_norm_over_the_rule() -> None:
         with gradsurgeon.apply(model, rules(*entries)):
             model.head(model.backbone(torch.arange(10))).sum().backward()
             optimizer.step()
-        return (head - model.head.weight.detach()).norm().item()
+        return float((head - model.head.weight.detach()).norm())
 
     clip = {"id": "clip", "action": "clip-norm", "per": "rule", "max_norm": 1.0}
     freeze = {"id": "frozen", "action": "freeze", "params": "backbone.*"}
@@ -237,7 +237,7 @@ def test_accumulation_is_told_from_passes_that_are_cleared(
 
 def test_a_layer_that_is_exchanged_is_under_its_rules_in_its_first_step() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     zero = {"id": "zero", "action": "zero", "params": "0.*"}
     with gradsurgeon.apply(model, rules(zero)) as session:
         model[0] = nn.Linear(4, 4)

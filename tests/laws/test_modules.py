@@ -6,10 +6,14 @@ import copy
 import dataclasses
 import gc
 import io
+import math
 import pickle
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +23,7 @@ from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError
+from gradsurgeon.runtime import flags
 
 NAN = float("nan")
 
@@ -819,3 +824,234 @@ def test_no_full_backward_hooks() -> None:
     model = make(TwoConsumers)
     with gradsurgeon.apply(model, OBSERVING):
         assert not any(m._backward_hooks or m._backward_pre_hooks for m in model.modules())
+
+
+# --- what must not pile up, and what must not get lost --------------------------------------------
+
+
+def notes() -> int:
+    gc.collect()
+    return sum(type(one).__name__ == "Arrival" for one in gc.get_objects())
+
+
+def test_forwards_that_no_backward_follows_leave_nothing() -> None:
+    model = make(InPlaceAfter)
+    x = data(0, 5, 4)
+    with gradsurgeon.apply(model, rules(scale("*", "output.grad"))):
+        kept = [model(x) for _ in range(20)]
+        assert notes() >= 20
+        del kept
+        assert notes() == 0
+        run(model)
+        assert notes() == 0
+
+
+def test_an_output_written_in_place_is_told_of_at_the_step_of_its_own_optimizer() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(4, 1)
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h: Tensor = self.a(x)
+            return h
+
+    model = Writes()
+    session = gradsurgeon.apply(model, rules(scale("a", "input.grad")))
+    mine, others = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model.a, model.other))
+    for optimizer in (mine, others):
+        optimizer.step()
+    with torch.no_grad():
+        model.other(data(0, 5, 4))
+    seen: list[Tensor] = []
+
+    def write(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        seen.append(args[0])
+        args[0].add_(1)
+
+    model.a.register_forward_pre_hook(write)
+    x = (data(0, 5, 4).requires_grad_() * 1).detach().requires_grad_() * 1
+    model(x).sum().backward()
+    others.step()
+    assert session.events == []
+    with pytest.warns(GradSurgeonWarning, match="rule r0: a was written in place"):
+        mine.step()
+    session.remove()
+
+
+class Holder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = nn.Parameter(torch.ones(2))
+
+    def forward(self) -> Tensor:
+        return self.held
+
+
+class ReturnsParameter(nn.Module):
+    """The hooked module returns its parameter, which outlives every graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Holder()
+        self.b = nn.Linear(2, 1)
+
+    def forward(self) -> Tensor:
+        out: Tensor = self.b(self.a())
+        return out
+
+
+def test_a_rule_on_the_output_of_a_module_that_returns_its_parameter_acts_once() -> None:
+    model, plain = make(ReturnsParameter), make(ReturnsParameter)
+    plain().sum().backward()
+    with gradsurgeon.apply(model, rules(scale("a", "output.grad"))) as session:
+        for _ in range(3):
+            model()
+        model().sum().backward()
+    assert session.status()["r0"].fired == 1
+    assert torch.equal(model.a.held.grad, plain.a.held.grad * 0.5)
+    assert not model.a.held._backward_hooks
+
+
+def test_a_rule_on_a_tag_acts_once_on_a_leaf_however_often_it_is_tagged() -> None:
+    entry = {"action": "scale", "tensors": "x", "factor": 0.5}
+    model = nn.Identity()
+    x = torch.ones(2, requires_grad=True)
+    with gradsurgeon.apply(model, rules(entry)):
+        for _ in range(3):
+            assert gradsurgeon.tag(x, "x") is x
+        (gradsurgeon.tag(x, "x") * 4).sum().backward()
+        assert x.grad is not None
+        assert x.grad.tolist() == [2.0, 2.0]
+    (x * 4).sum().backward()
+    assert x.grad.tolist() == [6.0, 6.0]
+    assert not x._backward_hooks
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("tensor", ["output", "output.grad"])
+def test_a_trap_misses_nothing_in_a_model_of_many_modules(
+    tensor: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flags, "_MOST", 8)
+    model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    place = 3 if tensor == "output" else 36
+    with torch.no_grad():
+        model[place].weight[0, 0] = NAN
+    # Flags of one tensor in several passes may have become one.
+    wrong = f"{40 - place if tensor == 'output' else place} of 40" if passes == 1 else "of "
+    with gradsurgeon.apply(model, trap(tensor=tensor, then="warn")) as session:
+        for number in range(passes):
+            (model(data(number, 5, 2)).nan_to_num()).sum().backward()
+            with torch.no_grad():
+                model(data(number, 5, 2))
+        with pytest.warns(GradSurgeonWarning, match=f"{wrong}.*tensors are not finite"):
+            optimizer.step()
+        (event,) = [event for event in session.events if event.kind == "trap"]
+        assert event.name == str(place if tensor == "output" else place - 1)
+
+
+def test_threads_that_share_a_model_lose_no_count(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    entries = (
+        capture("*", "output", max_bytes=10**9),
+        {"action": "norm-log", "modules": "*", "tensor": "output.grad", "stats": ["l2", "mean"]},
+        scale("*", "output.grad", 1.0),
+    )
+    threads, calls = 8, 40
+    with gradsurgeon.apply(model, rules(*entries)) as session:
+
+        def work(number: int) -> None:
+            for _ in range(calls):
+                torch.autograd.grad(model(data(number, 3, 4)).sum(), list(model.parameters()))
+
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, range(threads)))
+        wanted = threads * calls * 3
+        assert [one.fired for one in session.status().values()] == [wanted] * 3
+        assert len(session.captured("r0")) == wanted
+        for stat in ("l2", "mean"):
+            assert len(session.history("0", stat)) == threads * calls
+
+
+LOGGED = {"action": "norm-log", "modules": "0", "tensor": "output"}
+
+
+@pytest.mark.parametrize("rule", [scale("0", "output"), capture("0", "output"), LOGGED])
+@pytest.mark.parametrize("how", ["meta", "export"])
+def test_tensors_without_numbers_are_left_alone(
+    how: str, rule: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(torch.compiler.reset)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    wanted = model(data(0, 3, 4))
+    with gradsurgeon.apply(model, rules(rule)) as session:
+        with pytest.warns(
+            GradSurgeonWarning, match="rule r0: left a tensor alone that has a shape"
+        ):
+            if how == "export":
+                made = torch.export.export(model, (data(0, 3, 4),)).module()
+            else:
+                model.to("meta")(torch.empty(3, 4, device="meta"))
+        assert [event.message[:19] for event in session.events] == ["left a tensor alone"]
+        assert session.status()["r0"].fired == 0
+        if how == "export":
+            assert torch.equal(made(data(0, 3, 4)), wanted)
+            # What the session does with real tensors is as it was.
+            model(data(0, 3, 4))
+            assert session.status()["r0"].fired == 1
+            if rule["action"] == "norm-log":
+                assert math.isfinite(session.latest("0"))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
+def test_a_copy_can_be_scripted_and_traced(request: pytest.FixtureRequest) -> None:
+    # A model like this one that is compiled here must not be told of when rules come onto another.
+    request.addfinalizer(torch.compiler.reset)
+    model = make(InPlaceAfter)
+    x = data(0, 5, 4)
+    wanted = model(x)
+    with gradsurgeon.apply(model, OBSERVING):
+        assert torch.equal(torch.jit.script(copy.deepcopy(model))(x), wanted)
+        assert torch.equal(torch.jit.trace(copy.deepcopy(model), x)(x), wanted)
+        assert torch.equal(torch.compile(copy.deepcopy(model), backend="eager")(x), wanted)
+
+
+def test_rules_on_a_temporary_model_say_that_they_are_over() -> None:
+    with pytest.warns(GradSurgeonWarning, match="keep a reference to the model") as warned:
+        session = gradsurgeon.apply(nn.Linear(2, 2), rules(capture(".", "output")))
+    assert warned[0].filename == __file__
+    assert session.removed
+    assert [event.kind for event in session.events] == ["notice"]
+
+
+def test_a_model_that_goes_later_is_no_temporary_one() -> None:
+    for _ in range(2):
+        model = nn.Linear(2, 2)
+        session = gradsurgeon.apply(model, rules(capture(".", "output")))
+    del model
+    assert session.removed
+    assert session.events == []
+
+
+def test_a_replaced_module_says_which_steps_its_rules_have_missed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules(capture("1", "output"))) as session:
+        for step in range(7):
+            if step in (1, 4):
+                model[1] = nn.Tanh()
+            model(data(step, 3, 4)).sum().backward()
+            if step in (2, 5):
+                missed = "steps 0 to 2" if step == 2 else "steps 3 to 5"
+                with pytest.warns(
+                    GradSurgeonWarning, match=f"now on, and may have missed {missed}"
+                ):
+                    optimizer.step()
+            else:
+                optimizer.step()
+        assert [step for _, step, _ in session.captured("r0")] == [0, 3, 6]

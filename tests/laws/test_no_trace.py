@@ -23,6 +23,8 @@ rules:
   - {id: final, action: clamp, params: "*", at: step, min: -0.5, max: 0.5}
   - {id: contributions, action: norm-log, at: backward, params: "*"}
   - {id: norms, action: norm-log, params: "*"}
+  - {id: outputs, action: norm-log, modules: ["*", "."], tensor: output.grad}
+  - {id: inputs, action: norm-log, modules: ["*", "."], tensor: input}
   - {id: trap, action: nan-trap, params: "*", then: skip-step}
 """
 REAL = EVERYTHING.replace(
@@ -53,11 +55,13 @@ def trace(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[object]:
     for name, module in model.named_modules():
         tables = [
             module._forward_hooks,
+            module._forward_hooks_with_kwargs,
             module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
             module._backward_hooks,
             module._backward_pre_hooks,
         ]
-        found.append((name, id(module), [dict(t) for t in tables], sorted(vars(module))))
+        found.append((name, id(module), [(dict(t), vars(t)) for t in tables], sorted(vars(module))))
     found.append([dict(optimizer._optimizer_step_pre_hooks)])
     found.append([dict(optimizer._optimizer_step_post_hooks)])
     found.append(global_hooks())

@@ -20,7 +20,7 @@ def rules(*entries: dict[str, Any]) -> dict[str, Any]:
     return {"version": 1, "rules": [{"params": "*", **entry} for entry in entries]}
 
 
-def halves() -> nn.ModuleDict:
+def halves() -> Any:
     torch.manual_seed(0)
     return nn.ModuleDict({name: nn.Linear(2, 1, bias=False) for name in ("a", "b")})
 
@@ -37,7 +37,7 @@ def test_a_trap_follows_the_parameters_that_an_optimizer_is_given_instead(
 ) -> None:
     model: Any = halves()
     optimizer = torch.optim.SGD(model["a"].parameters(), 0.1)
-    options = {"optimizer": optimizer} if named else {}
+    options: dict[str, Any] = {"optimizer": optimizer} if named else {}
     with gradsurgeon.apply(model, rules(SKIP), **options) as session:
         loss(model["a"]).backward()
         optimizer.step()
@@ -89,7 +89,7 @@ def test_freeze_and_schedule_go_with_the_exchange() -> None:
 
 def test_what_no_optimizer_updates_is_named_once_for_each_rule_and_in_the_status() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     bound = {"id": "bound", "action": "clamp", "at": "step", "min": -0.1, "max": 0.1}
     norms = {"id": "norms", "action": "norm-log"}
@@ -135,8 +135,9 @@ def test_a_skip_leaves_what_the_optimizer_counts_for_itself() -> None:
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             self.calls += 1
-            self.state["total"]["n"] = self.state["total"].get("n", 0) + 1
-            self.state["seen"] = self.state.get("seen", 0) + 1  # type: ignore[assignment, operator]
+            state: Any = self.state
+            state["total"]["n"] = state["total"].get("n", 0) + 1
+            state["seen"] = state.get("seen", 0) + 1
             for group in self.param_groups:
                 group["k"] += 1
                 group["weight"] += 0.5
@@ -160,7 +161,8 @@ def test_a_skip_leaves_what_the_optimizer_counts_for_itself() -> None:
                 optimizer.step()
         assert optimizer.param_groups[0]["weight"] is weight
         group = {key: optimizer.param_groups[0][key] for key in ("k", "best")}
-        counts = (optimizer.calls, optimizer.state["seen"], float(weight), group)
+        state: Any = optimizer.state
+        counts = (optimizer.calls, state["seen"], float(weight), group)
         return model.weight.detach().clone(), counts
 
     (weight, counts), (skipped, counted) = train(planted=False), train(planted=True)
