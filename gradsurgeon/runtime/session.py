@@ -306,7 +306,7 @@ class Session:
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None
     ) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one parameter, oldest first.
+        """Return ``(step, value)`` of one parameter, oldest first; nothing where none has come.
 
         Args:
             name: canonical name or alias.
@@ -315,7 +315,7 @@ class Session:
 
         Raises:
             KeyError: no such parameter; the nearest names are given.
-            RecordError: nothing recorded, or by several rules.
+            RecordError: recorded by no rule, or by several.
         """
         return self._lookup().history(name, stat, rule=rule)
 

@@ -59,18 +59,22 @@ class Names:
             near = f"nearest: {', '.join(least)}" if least else "there are none"
         raise KeyError(f"no parameter {name!r} in the model; {near}")
 
-    def why_nothing(self, name: str, stat: str, rule: str | None) -> str:
-        """Return why there is no record of a tensor whose name is known."""
+    def check_recorded(self, name: str, stat: str, rule: str | None) -> None:
+        """Refuse a question that no rule will ever answer.
+
+        Raises:
+            RecordError: no rule records that of the tensor.
+        """
         logging = {one: what for one, what in self.logged.items() if name in what.names}
         if rule is not None and rule not in logging:
             hint = did_you_mean(rule, logging)
             hint = hint or f"rules that record it: {', '.join(logging) or 'none'}"
-            return f"the rule {rule!r} records nothing of {name}; {hint}"
+            raise RecordError(f"the rule {rule!r} records nothing of {name}; {hint}")
         asked = [logging[rule]] if rule is not None else logging.values()
         stats = sorted({one for what in asked for one in what.stats})
         if stat not in stats:
-            return f"no rule records {stat} of {name}; recorded: {', '.join(stats) or 'nothing'}"
-        return f"{stat} of {name} has not been recorded yet: no gradient has arrived"
+            what = ", ".join(stats) or "nothing"
+            raise RecordError(f"no rule records {stat} of {name}; recorded: {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +89,17 @@ class Lookup:
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None
     ) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor, oldest first.
+        """Return ``(step, value)`` of one tensor, oldest first; nothing where no gradient has arrived.
 
         Raises:
             KeyError: no such name; the nearest ones are given.
-            RecordError: nothing recorded, or by several rules.
+            RecordError: recorded by no rule, or by several.
         """
         canonical = self.names.canonical(name)
-        if rows := merged(self._found(canonical, stat, rule), canonical):
-            return rows
-        raise RecordError(self.names.why_nothing(canonical, stat, rule))
+        rows = merged(self._found(canonical, stat, rule), canonical)
+        if not rows:
+            self.names.check_recorded(canonical, stat, rule)
+        return rows
 
     def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
         """Return the newest of what `history` returns, without reading the rest.
@@ -110,7 +115,10 @@ class Lookup:
         # Of two series with the same step the later one stands, as in `merged`.
         ends = [(end[0], place, end[1]) for place, end in enumerate(found) if end is not None]
         if not ends:
-            raise RecordError(self.names.why_nothing(canonical, stat, rule))
+            self.names.check_recorded(canonical, stat, rule)
+            raise RecordError(
+                f"{stat} of {canonical} has not been recorded yet: no gradient has arrived"
+            )
         self._check_age(canonical, stat, series)
         return max(ends, key=lambda end: end[:2])[2]
 

@@ -130,7 +130,7 @@ class Run:
 
         Raises:
             KeyError: no such name; the nearest ones are given.
-            RecordError: nothing recorded, or by several rules.
+            RecordError: recorded by no rule, or by several.
         """
         return self._lookup().history(name, stat, rule=rule)
 

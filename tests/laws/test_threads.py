@@ -47,7 +47,7 @@ class Slow(torch.optim.SGD):
 @pytest.mark.parametrize("other_session", [False, True])
 def test_a_skip_stays_a_skip_while_another_thread_steps(other_session: bool) -> None:
     torch.manual_seed(0)
-    model = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
+    model: Any = nn.ModuleList([nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False)])
     first = Slow(model[0].parameters(), 0.1)
     second = torch.optim.Adam(model[1].parameters(), 0.1)
     rules = {"version": 1, "rules": [RULES["rules"][3]]}

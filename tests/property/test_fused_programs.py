@@ -134,7 +134,7 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 def told(session: Session) -> tuple[object, ...]:
     """Return everything that a session reports, but for captured tensors."""
-    series = {one.key: [(row.step, str(row.values)) for row in one.rows] for one in session.records}
+    series = {one.key: [str(one.of(name)) for name in one.key.names] for one in session.records}
     return session.status(), session.events, series
 
 

@@ -55,8 +55,12 @@ def test_both_say_what_there_is_instead(ask: object) -> None:
         ask(make(), "a.weight", rule="norm")
     with pytest.raises(RecordError, match=r"no rule records l2 of c.weight; recorded: nothing"):
         ask(make(), "c.weight")
+
+
+def test_what_has_not_come_yet_has_no_latest_and_an_empty_history() -> None:
+    assert make().history("b.weight", rule="other") == []
     with pytest.raises(RecordError, match=r"l2 of b.weight has not been recorded yet"):
-        ask(make(), "b.weight", rule="other")
+        make().latest("b.weight", rule="other")
 
 
 def test_several_rules_are_named() -> None:

@@ -1,0 +1,219 @@
+"""What `laws/test_device_threads.py` runs, in a process of its own: the device stays registered.
+
+Prints what each case has found, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+import traceback
+import warnings
+from typing import Any
+
+import torch
+from device import CudaCasts, Factories, Toy, counting, reads
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon.runtime.engine import Engine
+
+warnings.simplefilter("ignore")
+ALL: list[dict[str, Any]] = [
+    {"id": "back", "action": "norm-log", "params": "*", "at": "backward"},
+    {"id": "half", "action": "scale", "factor": 0.5, "params": "*.weight", "at": "backward"},
+    {"id": "norms", "action": "norm-log", "params": "*"},
+    {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.5, "max": 0.5},
+    {"id": "clip", "action": "clip-norm", "params": "*", "per": "rule", "max_norm": 0.4},
+    {"id": "last", "action": "norm-log", "params": "*", "at": "step"},
+    {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+]
+
+
+def rules(*ids: str) -> dict[str, Any]:
+    return {"version": 1, "rules": [rule for rule in ALL if not ids or rule["id"] in ids]}
+
+
+def moved(module: nn.Module) -> None:
+    for part in module.modules():
+        for key, param in list(part._parameters.items()):
+            if param is not None:
+                part._parameters[key] = nn.Parameter(Toy(param.detach().clone()))
+
+
+def plain(tensor: torch.Tensor) -> list[Any]:
+    raw: Any = tensor.detach()
+    found: list[Any] = (raw.raw if isinstance(raw, Toy) else raw).tolist()
+    return found
+
+
+def train(*, on_device: bool, scaled: bool = False) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    if on_device:
+        moved(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    with gradsurgeon.apply(model, rules(), optimizer=optimizer) as session:
+        for step in range(6):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            loss = model(Toy(x) if on_device else x).square().mean()
+            (loss * (float("nan") if step == 3 else 1.0)).backward()
+            optimizer.step()
+        return {
+            "weights": [plain(param) for param in model.parameters()],
+            "events": [(event.kind, event.step, event.name) for event in session.events],
+            "records": {
+                rule: [
+                    value
+                    for _, value in session.history("2.weight", rule=rule)
+                    if math.isfinite(value)
+                ]
+                for rule in ("back", "norms", "last")
+            },
+            "status": {
+                rule: (status.fired, status.changed) for rule, status in session.status().items()
+            },
+        }
+
+
+def same_as_on_the_host() -> dict[str, Any]:
+    return {"host": train(on_device=False), "device": train(on_device=True)}
+
+
+class Branches(nn.Module):
+    """Two branches whose backward passes run at once, in two threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host = nn.ModuleList([nn.Linear(4, 4) for _ in range(20)])
+        self.device = nn.ModuleList([nn.Linear(4, 4) for _ in range(20)])
+        moved(self.device)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        for layer in self.host:
+            x = layer(x)
+        for layer in self.device:
+            y = layer(y)
+        return [x.sum(), y.sum()]
+
+
+def two_threads() -> dict[str, Any]:
+    sys.setswitchinterval(1e-6)
+    begins = Engine._pass_begins
+
+    def slowly(self: Engine) -> None:
+        time.sleep(0.002)  # so that both threads come before the pass is known
+        begins(self)
+
+    Engine._pass_begins = slowly  # type: ignore[method-assign]
+    found: dict[str, Any] = {"events": [], "steps": [], "rows": []}
+    for _ in range(6):
+        model = Branches()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, foreach=False)
+        with gradsurgeon.apply(model, rules("back", "norms"), optimizer=optimizer) as session:
+            for _ in range(4):
+                optimizer.zero_grad()
+                losses = model(torch.randn(3, 4), Toy(torch.randn(3, 4)))
+                torch.autograd.backward(losses)
+                optimizer.step()
+            found["events"] += [event.message for event in session.events]
+            found["steps"].append(session.step)
+            names = ("host.0.weight", "device.0.weight", "host.19.bias", "device.19.bias")
+            found["rows"].append(
+                [
+                    len(session.history(name, rule=rule))
+                    for name in names
+                    for rule in ("back", "norms")
+                ]
+            )
+    Engine._pass_begins = begins  # type: ignore[method-assign]
+    return found
+
+
+def reads_of(*ids: str, by_hand: bool = False) -> int:
+    """Return how often the host waits in four steps, after two to settle in."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    moved(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
+    given: Any = [] if by_hand else optimizer
+    with gradsurgeon.apply(model, rules(*ids), optimizer=given) as session:
+        for step in range(6):
+            counting[0] = step >= 2
+            optimizer.zero_grad()
+            model(Toy(torch.randn(5, 4))).square().mean().backward()
+            if by_hand:
+                session.tick()
+            else:
+                optimizer.step()
+        counting[0] = False
+        count = sum(reads.values())
+        reads.clear()
+    return count
+
+
+def host_reads() -> dict[str, int]:
+    return {
+        "norms": reads_of("norms", "back", "last"),
+        "edits": reads_of("bound", "clip", "half"),
+        "trap": reads_of("trap", "norms"),
+        "everything": reads_of(),
+        "by hand": reads_of("bound", "norms", by_hand=True),
+    }
+
+
+def half_precision() -> dict[str, Any]:
+    found = {}
+    for cast in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 3).half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1000.0, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+        entries = [
+            {"id": "c", "action": "clamp", "params": "*", "at": "step", "min": -1.0, "max": 1.0},
+            {"id": "n", "action": "norm-log", "params": "*", "at": "step"},
+        ]
+        before = model.weight.detach().clone()
+        x = torch.randn(5, 4).half() * 1e-3
+        with gradsurgeon.apply(model, {"version": 1, "rules": entries}) as session:
+            scaler.scale(model(x).float().mean() * 1e-2).backward()
+            if cast:
+                with CudaCasts():
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+            found[f"fp16, cast {cast}"] = {
+                "weights": plain(model.weight),
+                "finite": bool(model.weight.isfinite().all()),
+                "record": session.latest("weight"),
+                "moved": bool((before != model.weight).any()),
+            }
+    from gradsurgeon import _numbers
+
+    factor = torch.tensor([1 / 3])
+    for kind in (torch.bfloat16, torch.float16, torch.float32):
+        part = torch.linspace(0.1, 2.0, 50).to(kind)
+        wanted = (part.float() / 3).to(kind)
+        with CudaCasts():
+            _numbers.multiply_([part], factor)
+        found[str(kind)] = {"off": (part.float() - wanted.float()).abs().max().item()}
+    return found
+
+
+CASES = [same_as_on_the_host, two_threads, host_reads, half_precision]
+
+if __name__ == "__main__":
+    told: dict[str, Any] = {}
+    with Factories():
+        for case in CASES:
+            try:
+                told[case.__name__] = case()
+            except Exception as error:  # noqa: BLE001 # told to whoever has started this
+                told[case.__name__] = {"error": "".join(traceback.format_exception(error))}
+    print(json.dumps(told), flush=True)  # noqa: T201 # the answer
+    # The thread of the device outlives Python, which torch answers with an abort.
+    os._exit(0)
