@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import Program
-from gradsurgeon.errors import BindError
 from gradsurgeon.planning import ROOT, Plan, named_modules
 from gradsurgeon.runtime.agreement import Agreement
 from gradsurgeon.runtime.arming import Arming
@@ -30,6 +27,8 @@ from gradsurgeon.runtime.notices import (
 )
 from gradsurgeon.runtime.optimizers import why_not_met
 from gradsurgeon.runtime.passes import Pass, Passes
+from gradsurgeon.runtime.scaling import refuse_scaling
+from gradsurgeon.runtime.silence import notice_silence
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.stepping import Steps
@@ -317,7 +316,7 @@ class Engine:
     def _finished(self, clock: Clock, *, took_place: bool = True, inside: bool = False) -> None:
         """Count an attempted update, and look after what it showed."""
         if took_place and not self._state.paused:
-            self._notice_silence(clock)
+            notice_silence(self._state, clock, self._clock_of, owned=self.steps.owned)
             if not inside:  # the hooks on this very gradient may still be running
                 self._upkeep.look(clock, idle=self._is_idle(clock))
         self._traps.done(clock)
@@ -339,7 +338,7 @@ class Engine:
         elif common.step < clock.step:
             # What no optimizer owns goes by the one that is furthest.
             if not self._state.paused:
-                self._notice_silence(common)
+                notice_silence(self._state, common, self._clock_of, owned=self.steps.owned)
             self._traps.done(common)
             common.step = clock.step
 
@@ -349,38 +348,6 @@ class Engine:
         if params:
             self.steps.search(param for param in params if param is not None)
             tell_of_unowned(self._state, self._upkeep.unowned())
-
-    def _notice_silence(self, clock: Clock) -> None:
-        state = self._state
-        for lane in state.agenda(clock).lanes:
-            cause = partial(self._why_silent, lane.tensors)
-            state.journal.passed(lane.rule.id, clock.step, cause)
-        for rule, owner in self._state.program.site_rules:
-            if self._clock_of(owner) is clock and rule.steps.due(clock.step):
-                cause = partial(self._why_no_tensor, rule)
-                state.journal.passed(rule.id, clock.step, cause)
-
-    def _why_silent(self, tensors: Sequence[int]) -> str:
-        params = [self._state.targets.param(tensor) for tensor in tensors]
-        there = [param for param in params if param is not None]
-        if not there:
-            return "the parameters it matched are gone from the model"
-        if not any(param.requires_grad for param in there):
-            return "all parameters it matched are frozen"
-        if all(param.grad is None for param in there):
-            return "no gradient reached any parameter it matched"
-        if self.steps.owned and self._state.clocks[tensors[0]] is self._state.clocks.common:
-            return "no optimizer that steps owns any parameter it matched"
-        return "the gradients of its parameters did not pass through its hooks"
-
-    def _why_no_tensor(self, rule: Rule) -> str:
-        if self._state.journal.said("vmap", rule.id):
-            return "all tensors it matched were those of vmap"
-        if rule.target == "tensors":
-            return "the script tagged no tensor with such a name"
-        if rule.ref.grad:
-            return f"no gradient reached the {rule.ref.side} of any module it matched"
-        return "no forward pass went through any module it matched"
 
     def why_never(self, *, due: bool) -> str:
         """Return why a rule has never fired by the time the session ends."""
@@ -416,25 +383,6 @@ class Engine:
     def say_what_changed(self) -> None:
         """Note what of the model went unnoticed until the session ends."""
         self._changes.look(closing=True)
-
-
-def refuse_scaling(program: Program) -> None:
-    """Refuse rules that would hide from a scaler what it has to see.
-
-    Raises:
-        BindError: naming them.
-    """
-    rules = {rule.id: rule for own in program.per_tensor.values() for rule in own}
-    rules |= {rule.id: rule for rule, _ in program.site_rules}
-    refused = [rule.id for rule in rules.values() if rule.hides_overflow]
-    if refused:
-        raise BindError(
-            [
-                f"rule {rule}: an enabled GradScaler must see its overflow to back off, so that non-finite "
-                "elements cannot be replaced before it looks; use `nan-trap` with `then: skip-step`"
-                for rule in refused
-            ]
-        )
 
 
 def _first_params(program: Program) -> dict[str, int]:

@@ -232,6 +232,10 @@ class Journal:
         """Tell whether the topic has come up."""
         return (topic, rule) in self._said
 
+    def has_fired(self, rule: str) -> bool:
+        """Tell whether a rule has fired."""
+        return bool(self._tallies[rule].fired)
+
     def later(self, flag: Tensor, message: str, *, rule: str, step: int) -> None:
         """Note a notice if ``flag`` is set, which is read at once only where that waits for nothing."""
         if _torch.is_capturing():

@@ -73,7 +73,8 @@ def tell_of_unowned(state: State, tensors: Sequence[int]) -> None:
     stages = [*state.program.traps, *state.program.at_step]
     for rule, matched in {stage.rule.id: stage.tensors for stage in stages}.items():
         names = [state.program.names[tensor] for tensor in matched if tensor in without]
-        if names:
+        # Of one that has never fired that is said anyway.
+        if names and state.journal.has_fired(rule):
             text = (
                 f"gradients come to {some_of(names)}, which no optimizer updates that has stepped so far: "
                 "this rule acts right before an update, and so not there; give them to an optimizer, or "

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
+from gradsurgeon.compiler import Program
+from gradsurgeon.errors import BindError
 from gradsurgeon.runtime.compiled import in_backward
 
 
@@ -157,6 +159,25 @@ def in_true_units(
         return torch.where(grad.isfinite(), out.to(grad.dtype), grad)
 
     return scaled
+
+
+def refuse_scaling(program: Program) -> None:
+    """Refuse rules that would hide from a scaler what it has to see.
+
+    Raises:
+        BindError: naming them.
+    """
+    rules = {rule.id: rule for own in program.per_tensor.values() for rule in own}
+    rules |= {rule.id: rule for rule, _ in program.site_rules}
+    refused = [rule.id for rule in rules.values() if rule.hides_overflow]
+    if refused:
+        raise BindError(
+            [
+                f"rule {rule}: an enabled GradScaler must see its overflow to back off, so that non-finite "
+                "elements cannot be replaced before it looks; use `nan-trap` with `then: skip-step`"
+                for rule in refused
+            ]
+        )
 
 
 def _tensors(found: object) -> Iterator[Tensor]:

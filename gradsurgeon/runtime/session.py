@@ -23,10 +23,10 @@ from gradsurgeon.planning import Plan, bind, from_model
 from gradsurgeon.runtime.captures import CaptureKey
 from gradsurgeon.runtime.clock import Clocks
 from gradsurgeon.runtime.compiled import Compiled
-from gradsurgeon.runtime.engine import Engine, refuse_scaling
+from gradsurgeon.runtime.engine import Engine
 from gradsurgeon.runtime.journal import Journal
 from gradsurgeon.runtime.recorder import Recorder
-from gradsurgeon.runtime.scaling import Scaling
+from gradsurgeon.runtime.scaling import Scaling, refuse_scaling
 from gradsurgeon.runtime.state import Mode, State
 from gradsurgeon.runtime.targets import Targets
 from gradsurgeon.store import Logged, Lookup, Names, Records
