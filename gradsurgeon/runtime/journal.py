@@ -119,7 +119,7 @@ class Journal:
         self._said: set[tuple[str, str]] = set()
         self._repeated: dict[tuple[str, str], _Repeated] = {}
         self._innocent = 0
-        self._doubts: Ring[tuple[str, str, int]] = Ring(self._answer, rows=_DOUBTS)
+        self._doubts: Ring[tuple[EventKind, str, str, int]] = Ring(self._answer, rows=_DOUBTS)
         self._counts: Ring[tuple[Tally, torch.device]] = Ring(self._counted, rows=len(rules) or 1)
         # Never held while something else is called: the recorder has a lock of its own, and calls back.
         self._lock = RLock()
@@ -236,14 +236,16 @@ class Journal:
         """Tell whether a rule has fired."""
         return bool(self._tallies[rule].fired)
 
-    def later(self, flag: Tensor, message: str, *, rule: str, step: int) -> None:
-        """Note a notice if ``flag`` is set, which is read at once only where that waits for nothing."""
+    def later(
+        self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
+    ) -> None:
+        """Note an event if ``flag`` is set, which is read at once only where that waits for nothing."""
         if _torch.is_capturing():
             return  # The flag has no value yet, and belongs to the graph.
         if _torch.is_host(flag):
-            self._answer([((message, rule, step), flag)])
+            self._answer([((kind, message, rule, step), flag)])
             return
-        self._doubts.put((message, rule, step), flag)
+        self._doubts.put((kind, message, rule, step), flag)
         if len(self._doubts) >= _DOUBTS:
             self._doubts.send()
             self._doubts.collect()
@@ -252,10 +254,10 @@ class Journal:
         """Read the flags that wait. Waits for the device."""
         self._doubts.settle()
 
-    def _answer(self, doubts: Sequence[tuple[tuple[str, str, int], Tensor]]) -> None:
-        for (message, rule, step), flag in doubts:
+    def _answer(self, doubts: Sequence[tuple[tuple[EventKind, str, str, int], Tensor]]) -> None:
+        for (kind, message, rule, step), flag in doubts:
             if bool(flag):
-                self.emit("notice", message, rule=rule, step=step)
+                self.emit(kind, message, rule=rule, step=step)
 
     def fired(self, rule: str, step: int, count: int = 1) -> None:
         """Count firings of a rule."""

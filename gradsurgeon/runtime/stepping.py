@@ -23,6 +23,7 @@ from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import at_update
 from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.trap import SCALER_SKIP
 from gradsurgeon.runtime.update import Arguments, Update
 from gradsurgeon.runtime.verdict import Verdict
 
@@ -283,9 +284,15 @@ class Steps:
         update.scale = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)
         scaler = self._state.scaling.stepping(optimizer)
-        if overflow is not None and scaler is not None and bool(overflow):
-            update.overflowed = scaler
-            return
+        if overflow is not None and scaler is not None:
+            if not _torch.is_host(overflow) and not self._needs_to_know(update.clock):
+                # The optimizer asks the flag itself, on the device.
+                text = SCALER_SKIP.format(step=update.clock.step)
+                step = update.clock.step
+                self._state.journal.later(overflow, text, step=step, kind="scaler-skip")
+            elif bool(overflow):
+                update.overflowed = scaler
+                return
         # With a closure, or under a scaler, more than the weights depends on what is decided.
         update.flaggable = (
             alone
@@ -312,6 +319,13 @@ class Steps:
             update.hide(optimizers.params_of(optimizer))
         elif verdict.frozen:
             update.hide([self._state.targets.param(i) for i in verdict.frozen])
+
+    def _needs_to_know(self, clock: Clock) -> bool:
+        """Tell whether some rule does another thing in a step that a scaler skips."""
+        lanes = self._state.agenda(clock).at_step
+        return bool(self._state.program.traps) or any(
+            lane.rule.role in ("observe", "capture") for lane in lanes
+        )
 
     def _undo(self, optimizer: Optimizer, update: Update) -> None:
         """Take back what an optimizer did in this step before the trap could see its gradients."""

@@ -44,6 +44,8 @@ _OVERFLOW = (
     "overflowed there and not everywhere, so that its scale differs from that of the others from now on"
 )
 
+SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients overflowed"
+
 
 class Traps:
     """All `nan-trap` rules of a session."""
@@ -302,8 +304,7 @@ class Traps:
         state, watch = self._state, self._watches.setdefault(clock, Watch())
         watch.scaled_away += 1
         low = float(scale) < 1.0
-        text = f"the GradScaler skipped step {clock.step}: the scaled gradients overflowed"
-        state.journal.emit("scaler-skip", text, step=clock.step)
+        state.journal.emit("scaler-skip", SCALER_SKIP.format(step=clock.step), step=clock.step)
         trips = []
         for stage in state.program.traps:
             rule = cast("NanTrap", stage.rule)
