@@ -70,7 +70,7 @@ def compile_pattern(text: str) -> Pattern:
         raise PatternError(f"the pattern has {len(text)} characters, at most {_MAX_TEXT} are read")
     if not text.removeprefix("re:"):
         raise PatternError("the pattern is empty", 'write "*" to match every name')
-    if {text[0], text[-1]} & set(_TYPOGRAPHIC):
+    if len(text) > 1 and {text[0], text[-1]} <= set(_TYPOGRAPHIC):
         straight = text.strip(_TYPOGRAPHIC)[:80]
         message = "the pattern stands in typographic quotes, which are part of the text for YAML"
         raise PatternError(message, f'write straight ones: "{straight}"')

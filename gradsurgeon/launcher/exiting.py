@@ -27,6 +27,16 @@ def refuse() -> None:
     _refusing.append(os.getpid())
 
 
+def to_stderr(text: str) -> None:
+    """Write to stderr, where there is one: a script may close it, or put nothing in its place."""
+    for stream in (sys.stderr, sys.__stderr__):
+        # Nothing at all would be taken for stdout, which is the script's.
+        if stream is not None and not stream.closed:
+            with suppress(OSError, ValueError):
+                print(text, file=stream, flush=True)  # there is no other channel
+            return
+
+
 def code(status: int) -> int:
     """Return the exit code of a process that would end with ``status``."""
     return REFUSED if status == 0 and os.getpid() in _refusing else status

@@ -88,6 +88,6 @@ def _end(pid: int) -> None:
     if _is_main():
         text = missing(b"".join(_own) + collect(os.environ.get(MARK, "")))
         if text:
-            print(f"gradsurgeon: {text}", file=sys.stderr, flush=True)  # noqa: T201 # there is no other channel
+            exiting.to_stderr(f"gradsurgeon: {text}")
             if _is_expected():
                 exiting.refuse()

@@ -38,7 +38,7 @@ def start() -> None:
 
 def say(text: str) -> None:
     """Write a line to stderr, in the name of the program."""
-    print(f"gradsurgeon: {text}", file=sys.stderr, flush=True)  # noqa: T201 # there is no other channel
+    exiting.to_stderr(f"gradsurgeon: {text}")
 
 
 def _refuse(text: str) -> NoReturn:

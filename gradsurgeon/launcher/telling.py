@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
+from gradsurgeon.launcher.exiting import to_stderr
 from gradsurgeon.planning import NO_MATCH
 from gradsurgeon.planning.table import NOUNS, count, grid
 from gradsurgeon.schema import RuleSet
@@ -27,7 +28,7 @@ def write(lines: Iterable[str], rank: int) -> None:
     """Write lines to stderr, on the first rank only."""
     if rank == 0 and (lines := list(lines)):
         with beside_progress_bars():
-            print("\n".join(lines), file=sys.stderr, flush=True)  # noqa: T201 # stdout is the script's
+            to_stderr("\n".join(lines))
 
 
 @contextmanager

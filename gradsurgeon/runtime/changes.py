@@ -94,7 +94,9 @@ class Changes:
                 name=name,
                 warn=not closing,
             )
-        self._mention_new(model, warn=not closing)
+        if not at_once:
+            # The script, or the launcher in its place, may yet bind what has come.
+            self._mention_new(model, warn=not closing)
         self._looked = self._state.clocks.latest
 
     def _new_one(self, at_once: bool) -> str:  # noqa: FBT001 # the only thing it is told

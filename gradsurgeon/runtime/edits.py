@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -28,7 +29,7 @@ class StepEdits:
     def __init__(self, state: State) -> None:
         self._state = state
         # Gradients that were edited as final ones at the end of a pass, before an optimizer turned up.
-        self._spared: set[int] = set()
+        self._spared: dict[int, weakref.ref[Tensor]] = {}
         # What the edits of the last step have made of a few elements, to be found again in the next one
         # where the script updates twice from one gradient.
         self._left: dict[Clock, _Left] = {}
@@ -47,8 +48,7 @@ class StepEdits:
         """
         state = self._state
         agenda = state.agenda(clock)
-        edited = agenda.edited - self._spared if acting else frozenset()
-        self._spared.clear()
+        edited = self._unspared(agenda.edited, finals) if acting else frozenset()
         suspicious: set[int] = set()
         with torch.no_grad():
             finals.unscale(edited)
@@ -78,25 +78,37 @@ class StepEdits:
             What to recognize this one by in the next step, yet without what the edits make of it.
         """
         before = self._left.pop(clock, None)
-        having = finals.having(sorted(edited)) if self._state.mode == "act" else []
-        if not having:
+        # A bound that has been kept to changes nothing when it is applied again; a factor does.
+        scaled = {
+            tensor: lane.rule.id
+            for lane in self._state.agenda(clock).at_step
+            if lane.rule.role == "edit" and lane.rule.linear and self._state.mode == "act"
+            for tensor in lane.tensors
+            if tensor in edited and tensor in finals
+        }
+        if not scaled:
             return None
-        if before is not None and before.tensor in finals:
+        if before is not None and before.tensor in scaled:
             again = before.is_found_in(finals[before.tensor])
-            for lane in self._state.agenda(clock).at_step:
-                if lane.rule.role == "edit" and before.tensor in lane.tensors:
-                    rule = lane.rule.id
-                    self._state.journal.later(again, _TWICE, rule=rule, step=clock.step)
-                    break
-        return _Left(having[0], _sample(finals[having[0]]))
+            rule = scaled[before.tensor]
+            self._state.journal.later(again, _TWICE, rule=rule, step=clock.step)
+        first = next(iter(scaled))
+        return _Left(first, _sample(finals[first]))
 
     def arrived(self, tensors: Iterable[int]) -> None:
         """Note that gradients have got something that no rule at the step has seen."""
-        self._spared.difference_update(tensors)
+        for tensor in tensors:
+            self._spared.pop(tensor, None)
 
-    def spare(self, tensors: Iterable[int]) -> None:
+    def spare(self, edited: dict[int, weakref.ref[Tensor]]) -> None:
         """Leave gradients alone in the next update that have been edited for it already."""
-        self._spared.update(tensors)
+        self._spared.update(edited)
+
+    def _unspared(self, tensors: frozenset[int], finals: Finals) -> frozenset[int]:
+        """Return the tensors whose gradient is not one that has been edited for this update."""
+        spared = {i: self._spared.pop(i) for i in tensors.intersection(self._spared)}
+        same = {i for i, grad in spared.items() if i in finals and finals[i] is grad()}
+        return tensors - same
 
     def _one(self, lane: Lane, finals: Finals, tensors: Sequence[int]) -> None:
         state, rule = self._state, lane.rule
@@ -213,7 +225,7 @@ class _Left:
         now, after = _sample(grad), cast("Tensor", self.after)
         if now.shape != after.shape or now.device != after.device:
             return torch.zeros((), dtype=torch.bool, device="cpu")
-        return (now == after).all() & (after != self.before).any()
+        return (now == after).all() & (after != self.before).any() & (after != 0).any()
 
 
 _SAMPLED = 16

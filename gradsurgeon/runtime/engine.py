@@ -148,6 +148,7 @@ class Engine:
         self._early.clear()
         self._upkeep.arrived(done.order)
         self._edits.arrived(done.order)
+        self._state.flags.passed()
         self.manual.look_back(done)
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
@@ -289,6 +290,7 @@ class Engine:
             GradSurgeonError: the ranks may take different numbers of steps.
             BindError: a rule cannot act under loss scaling.
         """
+        self.steps.end_failed()
         self._state.ranks.look_around()
         if self._state.scaling.scale is not None and not self._state.paused:
             refuse_scaling(self._state.program)

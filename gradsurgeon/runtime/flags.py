@@ -34,11 +34,14 @@ class Flag:
     fed: bool
     # Of a value: what stays as long as a backward pass can come back to it.
     graph: weakref.ref[object] | None = None
+    # A value that needs no gradient, such as a batch, in a forward that is trained through: no pass comes
+    # back to it, and the next one tells.
+    waits: bool = False
 
     @property
     def can_feed(self) -> bool:
         """Whether a backward pass can still come back to the tensor."""
-        return self.graph is not None and self.graph() is not None
+        return self.waits or (self.graph is not None and self.graph() is not None)
 
 
 class Flags:
@@ -48,9 +51,31 @@ class Flags:
         self._journal = journal
         self._flags: list[Flag] = []
         self._most = _MOST
+        # The last of each rule and tensor that a forward pass has left.
+        self._last: dict[tuple[str, str], Flag] = {}
 
-    def add(self, flag: Flag) -> None:
-        """Note a flag."""
+    def passed(self) -> None:
+        """Take notice of a backward pass: the forward pass before it feeds an update."""
+        for flag in self._flags:
+            flag.fed |= flag.waits
+
+    def is_known(self, rule: str, name: str) -> bool:
+        """Tell whether the forward pass that is now run again has left a flag that can feed an update.
+
+        Reentrant checkpointing runs it without gradients first.
+        """
+        last = self._last.get((rule, name))
+        return last is not None and (last.fed or last.waits or last.graph is not None)
+
+    def add(self, flag: Flag, *, again: bool = False) -> None:
+        """Note a flag.
+
+        Args:
+            flag: of one tensor.
+            again: a forward pass is run again inside a backward pass.
+        """
+        if not again:
+            self._last[flag.rule.id, flag.name] = flag
         if len(self._flags) >= self._most:
             self._compact()
         self._flags.append(flag)
@@ -77,17 +102,27 @@ class Flags:
         self._flags = kept
         self._most = max(_MOST, 2 * len(kept))
 
-    def take(self, clock: Clock) -> list[tuple[Flag, int]]:
+    def take(self, clock: Clock, common: Clock) -> list[tuple[Flag, int]]:
         """Return the flags that an update of ``clock`` has to answer for, with their counts.
 
         Reads the device once. Those of forwards that fed no update are dropped; where one of them was
         non-finite, that is an event.
+
+        Args:
+            clock: of the optimizer.
+            common: of modules that no optimizer owns, such as a backbone that is left out: whichever
+                update comes next answers for them.
         """
-        mine = [flag for flag in self._flags if flag.clock() is clock]
-        self._flags = [flag for flag in self._flags if flag.clock() is not clock]
+        mine = [flag for flag in self._flags if flag.clock() in (clock, common)]
+        self._flags = [flag for flag in self._flags if flag.clock() not in (clock, common)]
         counts = read([flag.count for flag in mine])
-        fed = [(flag, count) for flag, count in zip(mine, counts, strict=True) if flag.fed]
-        self._mention([(f, c) for f, c in zip(mine, counts, strict=True) if not f.fed and c])
+        counted = list(zip(mine, counts, strict=True))
+        fed = [(flag, count) for flag, count in counted if flag.fed]
+        told = {(flag.rule.id, flag.name) for flag, count in fed if count}
+        self._mention(
+            [(f, c) for f, c in counted if not f.fed and c and (f.rule.id, f.name) not in told]
+        )
+        self._last.clear()
         return fed
 
     def forget(self, clock: Clock) -> None:

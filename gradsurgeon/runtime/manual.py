@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -107,7 +108,9 @@ class Manual:
         # Declared: the script marks its steps, a backward pass is never one.
         self._declared = declared
         self._counted = False
-        self._edited: list[int] = []
+        self._last = Verdict()
+        # The gradients that were edited at the end of the last pass.
+        self._edited: dict[int, weakref.ref[Tensor]] = {}
         self.active = declared
         self._began = state.clocks.common.step
         self._full = set(state.targets.grads(range(len(state.targets)))[0])
@@ -231,8 +234,10 @@ class Manual:
             step, verdict = clock.step, self._judge(clock)
         if not done.continued:
             self._counted = True
-            self._edited = self._state.targets.grads(self.edited())[0]
+            edited = zip(*self._state.targets.grads(self.edited()), strict=True)
+            self._edited = {tensor: weakref.ref(grad) for tensor, grad in edited}
             self._finished(clock)
+        self._last = verdict
         if verdict.error is not None:
             raise verdict.error
         if verdict.skip and (word := verdict.word) is not None:
@@ -245,13 +250,13 @@ class Manual:
                 name=word.name,
             )
 
-    def withdraw(self) -> list[int]:
+    def withdraw(self) -> dict[int, weakref.ref[Tensor]]:
         """Leave the counting to an optimizer that has turned up after all.
 
         What was counted stays counted: who has steps of both kinds must find no number twice.
 
         Returns:
-            The tensors that were edited at the end of the pass that it is about to consume.
+            The gradients that were edited at the end of the pass that it is about to consume.
         """
         clocks = self._state.clocks
         if self._state.provisional:
@@ -280,11 +285,12 @@ class Manual:
         self._refuse_freezes()
         first, self._declared, self.active = not self._declared, True, True
         if first and self._counted:
-            # The pass before this first tick has been counted; from now on only ticks are.
-            return True
-        clock = self._state.clocks.common
-        verdict = self._judge(clock)
-        self._finished(clock)
+            # The pass before this first tick has been counted and judged; from now on only ticks are.
+            verdict = self._last
+        else:
+            clock = self._state.clocks.common
+            verdict = self._judge(clock)
+            self._finished(clock)
         if verdict.error is not None:
             raise verdict.error
         return not verdict.skip

@@ -88,6 +88,8 @@ class Sites:
                     out = self._edit_value(rule, out, owner, count=not again)
                 elif not again:
                     self._look(rule, names[rule.id], out, owner)
+                elif rule.role == "trap" and not self.state.flags.is_known(rule.id, names[rule.id]):
+                    self._flag(rule, names[rule.id], out, owner, again=True)
         return out if self.state.mode == "act" else tensor
 
     def _edit_value(self, rule: Rule, tensor: Tensor, owner: str, *, count: bool) -> Tensor:
@@ -276,17 +278,26 @@ class Sites:
             self._keys[rule.id, name] = keys
         return keys
 
-    def _flag(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
+    def _flag(
+        self, rule: Rule, name: str, tensor: Tensor, owner: str, *, again: bool = False
+    ) -> None:
+        if not is_numeric(tensor):
+            return
         with torch.no_grad(), _torch.aside(tensor) as seen:
             bad = _numbers.nonfinite(seen)
         ref = rule.ref
-        flag = Flag(rule, name, str(ref), partial(self.clock_of, owner), bad, fed=ref.grad)
-        if not ref.grad and tensor.requires_grad and torch.is_grad_enabled():
+        flag = Flag(rule, name, str(ref), partial(self.clock_of, owner), bad, fed=ref.grad or again)
+        if flag.fed or not torch.is_grad_enabled():
+            pass
+        elif not tensor.requires_grad:
+            flag.waits = True
+        else:
             feeds = Feeds(flag)
             flag.graph = weakref.ref(feeds)
             _torch.register_hook(tensor, feeds)
-        self.state.flags.add(flag)
-        self.state.journal.fired(rule.id, self.clock_of(owner).step)
+        self.state.flags.add(flag, again=again)
+        if not again:
+            self.state.journal.fired(rule.id, self.clock_of(owner).step)
 
     def _first(self, rule: Rule, tensor: Tensor) -> bool:
         """Tell whether the rule has yet to edit this very tensor.

@@ -164,6 +164,19 @@ class Steps:
         held = set(tensors)
         return any(held <= set(outer.clock.tensors) for outer in self._under_way())
 
+    def _is_part_of(self, owner: Owner, outer: Update) -> bool:
+        """Tell whether a step that begins is part of one that this thread is in the middle of."""
+        optimizer = outer.optimizer()
+        around = None if optimizer is None else self._owners.get(optimizer)
+        if around is None:
+            return False
+        return around is owner or (outer.judged and set(owner.tensors) <= set(around.tensors))
+
+    def end_failed(self) -> None:
+        """End the steps of this thread that have raised, whose error the script may still hold."""
+        if self._running:
+            self._under_way()
+
     def _under_way(self) -> list[Update]:
         """Return the steps that this thread is in the middle of; those that have raised end here."""
         mine = [one for one in list(self._running.values()) if one.thread == threading.get_ident()]
@@ -229,10 +242,10 @@ class Steps:
         if optimizers.only_makes_state(optimizer):
             return None
         frame = id(sys._getframe(1))  # noqa: SLF001 # the one way to tell a nested step from a failed one
-        if any(outer.optimizer() is optimizer for outer in self._under_way()):
+        owner = self._owners[optimizer]
+        if any(self._is_part_of(owner, outer) for outer in self._under_way()):
             # `super().step()`, or a wrapper that steps an inner optimizer: one update, one visit.
             return None
-        owner = self._owners[optimizer]
         owner.begun += 1
         self._claim(owner)
         update = Update(optimizer, owner.clock, frame, inside=_torch.graph_task() != -1)
@@ -270,10 +283,12 @@ class Steps:
     ) -> Callable[[], Any]:
         def evaluate() -> Any:
             # An optimizer may evaluate several times; the closure must find its gradients again.
+            if update.skipped:
+                return update.loss
             update.give_back()
-            result = closure()
+            loss = closure()
             self._act(optimizer, update)
-            return result
+            return update.settled(loss)
 
         return evaluate
 
@@ -303,6 +318,7 @@ class Steps:
             and optimizers.obeys_flag(optimizer)
         )
         verdict = self._judge(update)
+        update.judged = True
         if verdict.error is not None:
             self._undo(optimizer, update)
             self.end(update)

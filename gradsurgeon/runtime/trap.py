@@ -276,7 +276,7 @@ class Traps:
     def _of_sites(self, clock: Clock) -> list[Trip]:
         """Judge what traps on module tensors and tags saw since the last update."""
         by_rule: dict[str, list[tuple[Flag, int]]] = {}
-        for flag, count in self._state.flags.take(clock):
+        for flag, count in self._state.flags.take(clock, self._state.clocks.common):
             by_rule.setdefault(flag.rule.id, []).append((flag, count))
         watch = self._watches.setdefault(clock, Watch()) if by_rule else Watch()
         trips = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradsurgeon import _torch
+from gradsurgeon._patching import Patch
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.optimizers import Counters, Snapshot
 
@@ -44,11 +45,17 @@ class Update:
         self.thread = threading.get_ident()
         self.key = self.thread, id(optimizer)
         self._frame = frame
+        self._kept_frame: FrameType | None = None
         self.arguments: weakref.ref[Arguments] | None = None
         self.snapshot: Snapshot | None = None
         # What the optimizer counts for itself, in a step that is skipped.
         self.kept: Counters | None = None
         self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._clearing: Patch | None = None
+        # Whether its gradients have been judged, and the last loss that a closure has given before that
+        # came to a skip.
+        self.judged = False
+        self.loss: Any = None
         # The scale that a fused optimizer gets its gradients with.
         self.scale: Tensor | None = None
         # Whether a flag on the device can tell the optimizer to skip, and whether one does.
@@ -59,10 +66,12 @@ class Update:
 
     def is_on_stack(self) -> bool:
         """Tell whether the call is still running: its frame is on the stack of its thread."""
-        # What has gone may have left its id to another frame, but its step has ended with its arguments.
         frame: FrameType | None = sys._current_frames().get(self.thread)  # noqa: SLF001 # documented
         while frame is not None:
             if id(frame) == self._frame:
+                if self.arguments is None or self.arguments() is None:
+                    # Nothing else tells of its end: another frame must not get its id.
+                    self._kept_frame = frame
                 return True
             frame = frame.f_back
         return False
@@ -72,15 +81,36 @@ class Update:
         mine = None if self.arguments is None else self.arguments()
         return kwargs is mine or frame == self._frame
 
+    def settled(self, loss: Any) -> Any:
+        """Return the loss to go on with: the last one before a skip, or the line search may not end."""
+        if not self.skipped or self.loss is None:
+            self.loss = loss
+        return self.loss
+
     def hide(self, params: Iterable[Tensor | None]) -> None:
-        """Leave parameters without gradients until the end of the step."""
+        """Leave parameters without gradients until the end of the step, or until they are cleared."""
+        optimizer = self.optimizer()
+        if optimizer is not None and self._clearing is None:
+            self._clearing = Patch(optimizer, "zero_grad", self._clear)
         for param in params:
             if param is not None and param.grad is not None:
                 self._hidden.append((param, param.grad))
                 param.grad = None
 
+    def _clear(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Clear what is hidden as well: a script may do so in the step, or after one that has raised."""
+        original(*args, **kwargs)
+        if kwargs.get("set_to_none", args[0] if args else True):
+            self._hidden.clear()
+        for _, grad in self._hidden:
+            grad.detach_().zero_()
+
     def give_back(self) -> None:
         """Put back what was hidden, and take away the flag that tells the optimizer to skip."""
+        self._kept_frame = None
+        if self._clearing is not None:
+            self._clearing.undo()
+            self._clearing = None
         hidden, self._hidden = self._hidden, []
         for param, grad in hidden:
             if param.grad is None:

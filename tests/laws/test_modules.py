@@ -20,6 +20,7 @@ import pytest
 import torch
 from models import data
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError
@@ -1038,13 +1039,31 @@ def test_a_model_that_goes_later_is_no_temporary_one() -> None:
     assert session.events == []
 
 
+def test_a_replaced_module_comes_under_its_rules_before_the_next_forward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules(capture("1", "output"))) as session:
+        for step in range(3):
+            if step == 1:
+                model[1] = nn.Tanh()
+                with pytest.warns(
+                    GradSurgeonWarning, match=r"module: its rules act on the new one$"
+                ):
+                    out = model(data(step, 3, 4))
+            else:
+                out = model(data(step, 3, 4))
+            out.sum().backward()
+            optimizer.step()
+        assert [step for _, step, _ in session.captured("r0")] == [0, 1, 2]
+
+
 def test_a_replaced_module_says_which_steps_its_rules_have_missed() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with gradsurgeon.apply(model, rules(capture("1", "output"))) as session:
         for step in range(7):
             if step in (1, 4):
-                model[1] = nn.Tanh()
+                model._modules["1"] = nn.Tanh()  # past the registration that modules offer
             model(data(step, 3, 4)).sum().backward()
             if step in (2, 5):
                 missed = "steps 0 to 2" if step == 2 else "steps 3 to 5"
@@ -1055,3 +1074,73 @@ def test_a_replaced_module_says_which_steps_its_rules_have_missed() -> None:
             else:
                 optimizer.step()
         assert [step for _, step, _ in session.captured("r0")] == [0, 3, 6]
+
+
+def nan_at(step: int, number: int) -> Tensor:
+    x = data(number, 3, 4)
+    if number == step:
+        x[0, 0] = float("nan")
+    return x
+
+
+@pytest.mark.parametrize("then", ["skip-step", "raise"])
+@pytest.mark.parametrize(
+    ("modules", "tensor", "frozen"),
+    [("0", "input", False), (".", "input", False), ("0", "output", True)],
+)
+def test_a_trap_on_a_value_that_needs_no_gradient_stops_the_update(
+    then: str, modules: str, tensor: str, frozen: bool
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    model[0].requires_grad_(not frozen)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    rule = {"id": "t", "action": "nan-trap", "modules": modules, "tensor": tensor, "then": then}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+        for number in range(3):
+            with torch.no_grad():
+                model(nan_at(0, 0))  # feeds nothing
+            optimizer.zero_grad()
+            model(nan_at(1, number)).square().mean().backward()
+            if number == 1 and then == "raise":
+                with pytest.raises(gradsurgeon.NonFiniteGradientError):
+                    optimizer.step()
+                model.zero_grad()
+                break
+            optimizer.step()
+        assert [e.step for e in session.events if e.kind == "trap"] == [1]
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("modules", "tensor"), [("0.0", "output"), ("0.0", "input"), ("0.1", "output"), ("0", "output")]
+)
+def test_a_trap_inside_a_checkpointed_region_stops_the_update(
+    reentrant: bool, modules: str, tensor: str
+) -> None:
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("0", nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+            self.add_module("1", nn.Linear(4, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, last = self.children()
+            inside: Any = checkpoint(first, x.requires_grad_(), use_reentrant=reentrant)
+            out: Tensor = last(inside)
+            return out
+
+    torch.manual_seed(0)
+    model = Region()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = {"id": "t", "action": "nan-trap", "modules": modules, "tensor": tensor}
+    rule["then"] = "skip-step"
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+        for number in range(3):
+            optimizer.zero_grad()
+            model(nan_at(1, number)).square().mean().backward()
+            optimizer.step()
+        told = [(e.kind, e.step) for e in session.events]
+    assert told == [("trap", 1), ("skipped-step", 1)]
+    assert all(param.isfinite().all() for param in model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from models import data
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonWarning
+from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError
 
 NAN = float("nan")
 SKIP: dict[str, Any] = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
@@ -226,3 +227,191 @@ def test_a_later_hook_that_exchanges_the_arguments_ends_no_step() -> None:
         assert torch.equal(before, model["a"].weight)
         assert session.step == 3
         assert session.status()["frozen"].fired == 3
+
+
+def small() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("who", ["another session", "a hook of the script"])
+def test_a_step_that_raised_hides_no_later_one(who: str) -> None:
+    """The frame of the next call is likely to get the address of the last one."""
+    fail = False
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if fail:
+                raise RuntimeError("once")
+            return super().step(closure)
+
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizer = Failing([*first.parameters(), *second.parameters()], lr=0.05)
+    parts = [first, second] if who == "another session" else [first]
+    sessions = [gradsurgeon.apply(part, rules(SKIP), optimizer=optimizer) for part in parts]
+    if who == "a hook of the script":
+        optimizer.register_step_pre_hook(lambda _, args, kwargs: (args, dict(kwargs)))
+    for number in range(12):
+        fail = number % 4 == 1
+        optimizer.zero_grad()
+        x = data(number, 5, 4)
+        scale = NAN if number % 4 == 2 else 1.0
+        ((first(x) + second(x)).square().mean() * scale).backward()
+        try:
+            optimizer.step()
+        except RuntimeError:
+            assert fail
+    assert first.weight.isfinite().all()
+    # The one that trips hides all gradients of the step, so that another one finds none.
+    assert [e.step for e in sessions[0].events if e.kind == "trap"] == [2, 6, 10]
+    for session in sessions:
+        assert session.step == 12
+        session.remove()
+
+
+@pytest.mark.parametrize("where", ["in the step", "in a hook"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_that_are_cleared_while_hidden_stay_cleared(
+    where: str, set_to_none: bool
+) -> None:
+    class Clearing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            found = super().step(closure)
+            if where == "in the step":
+                self.zero_grad(set_to_none=set_to_none)
+            return found
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = Clearing(model.parameters(), lr=0.05)
+    if where == "in a hook":
+        optimizer.register_step_post_hook(lambda one, *_: one.zero_grad(set_to_none=set_to_none))
+    with gradsurgeon.apply(model, rules(SKIP), optimizer=optimizer) as session:
+        for number in range(4):
+            (model(data(number, 5, 4)).square().mean() * (NAN if number == 1 else 1.0)).backward()
+            optimizer.step()
+        assert [e.step for e in session.events if e.kind == "trap"] == [1]
+    assert "zero_grad" not in vars(optimizer)
+
+
+def test_a_gradient_that_was_cleared_after_a_failed_step_moves_nothing() -> None:
+    model, _ = small()
+    fail, kept = False, []
+
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if fail:
+                raise RuntimeError("once")
+            return super().step(closure)
+
+    optimizer = Failing(model.parameters(), lr=0.05)
+    freeze = {"id": "frozen", "action": "freeze", "params": "0.*", "steps": {"to": 1}}
+    with gradsurgeon.apply(model, rules(freeze), optimizer=optimizer):
+        model(data(0, 5, 4)).square().mean().backward()
+        fail = True
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            kept.append(error)  # as a notebook does
+        fail = False
+        optimizer.zero_grad()
+        before = model[0].weight.detach().clone()
+        model[2](data(1, 5, 8)).square().mean().backward()
+        optimizer.step()
+        assert torch.equal(before, model[0].weight)
+
+
+def test_an_optimizer_around_another_one_edits_once() -> None:
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner = inner
+            super().__init__(inner.param_groups, {})
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+    model: Any = nn.Linear(2, 1, bias=False)
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1.0))
+    half = {"id": "half", "action": "scale", "factor": 0.5, "at": "step"}
+    with gradsurgeon.apply(model, rules(half)) as session:
+        for _ in range(3):
+            optimizer.zero_grad()
+            before = model.weight.detach().clone()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            assert torch.allclose(before - model.weight.detach(), torch.tensor(0.5))
+        assert session.step == session.status()["half"].fired == 3
+
+
+@pytest.mark.parametrize("assigned", [True, False])
+def test_late_optimizers_edit_what_is_theirs_once(assigned: bool) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    half = {"id": "half", "action": "scale", "factor": 0.5, "at": "step"}
+    with gradsurgeon.apply(model, rules(half)):
+        model(torch.ones(1, 2)).sum().backward()
+        true = [param.grad.clone() * 2 for param in model.parameters() if param.grad is not None]
+        optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in model]
+        if assigned:
+            for param, grad in zip(model.parameters(), true, strict=True):
+                param.grad = grad.clone()
+        before = [param.detach().clone() for param in model.parameters()]
+        for optimizer in optimizers:
+            optimizer.step()
+    for param, old, grad in zip(model.parameters(), before, true, strict=True):
+        assert torch.allclose(old - param.detach(), grad / 2)
+
+
+@pytest.mark.parametrize("then", ["skip-step", "raise"])
+def test_a_first_tick_tells_what_the_pass_before_it_came_to(then: str) -> None:
+    model = nn.Linear(2, 1)
+    rule = {**SKIP, "then": then}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        session = gradsurgeon.apply(model, rules(rule))
+        with pytest.raises(NonFiniteGradientError):
+            (model(torch.ones(1, 2)) * NAN).sum().backward()
+        if then == "raise":
+            with pytest.raises(NonFiniteGradientError):
+                session.tick()
+        else:
+            assert session.tick() is False
+        session.remove()
+
+
+def test_a_line_search_that_is_skipped_ends() -> None:
+    model, _ = small()
+    optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe", max_iter=8)
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(1)
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(data(0, 5, 4)).square().mean()
+        loss = loss * (NAN if len(calls) == 3 else 1.0)
+        loss.backward()
+        return loss
+
+    before = [param.detach().clone() for param in model.parameters()]
+    with gradsurgeon.apply(model, rules(SKIP)) as session:
+        optimizer.step(closure)
+        assert [e.kind for e in session.events] == ["trap", "skipped-step"]
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_row_of_zeros_is_no_gradient_that_was_updated_from_twice() -> None:
+    model = nn.Embedding(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    edits: list[dict[str, Any]] = [
+        {"id": "zero", "action": "zero", "at": "step"},
+        {"id": "bound", "action": "clamp", "at": "step", "min": 0},
+        {"id": "half", "action": "scale", "at": "step", "factor": 0.5},
+    ]
+    for edit in edits:
+        with gradsurgeon.apply(model, rules(edit)) as session:
+            for index in (0, 1, 2, 3):
+                optimizer.zero_grad()
+                model(torch.tensor([index])).sum().backward()
+                optimizer.step()
+            assert session.events == []

@@ -314,7 +314,10 @@ def test_an_optimizer_that_comes_late_has_a_clock_from_the_start() -> None:
     model = Weight("a", "b")
     first = torch.optim.SGD([model.a], lr=1.0)
     early = {**HALF, "steps": {"to": 2}}
-    with gradsurgeon.apply(model, rules(early)) as session:
+    with (
+        gradsurgeon.apply(model, rules(early)) as session,
+        pytest.warns(GradSurgeonWarning, match="gradients come to b, which no optimizer updates"),
+    ):
         for step in range(8):
             if step == 4:
                 second = torch.optim.SGD([model.b], lr=1.0)

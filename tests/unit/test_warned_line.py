@@ -20,8 +20,8 @@ def test_a_warning_is_of_the_line_of_the_script() -> None:
         model.weight = nn.Parameter(model.weight.detach().clone())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with pytest.warns(GradSurgeonWarning, match="weight was replaced") as warned:
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()  # here
+            model(torch.ones(1, 2)).sum().backward()  # here
+            optimizer.step()
     (one,) = warned
     assert one.filename == __file__
     assert linecache.getline(one.filename, one.lineno).endswith("# here\n")
