@@ -225,3 +225,10 @@ def test_a_working_directory_that_is_gone(folder: Folder) -> None:
     assert told["lint"] == (0, "", "1 file clean\n")
     assert told[str(rules)] == (0, "other []\n", "")
     assert told["--dry-run"] == told["run"] == gone
+
+
+@pytest.mark.parametrize("how", ["sys.stderr.close()", "sys.stderr = None"])
+def test_a_script_may_do_without_stderr(folder: Folder, how: str) -> None:
+    done = folder.run(f"import sys\n{how}\n{NAN}", rules=TRAP)
+    # Nothing of ours is in what the script prints.
+    assert (done.code, done.out) == (0, "finite\n"), done.lines
