@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import torch
+
+from gradsurgeon import _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.clock import Clock
-from gradsurgeon.runtime.measure import read
+from gradsurgeon.runtime.measure import Norms, read
 from gradsurgeon.runtime.passes import Pass
 from gradsurgeon.runtime.state import State
 
@@ -84,6 +88,36 @@ def tell_of_unowned(state: State, tensors: Sequence[int]) -> None:
             state.journal.once("unowned", text, rule=rule, step=step, warn=True)
 
 
+def tell_of_foreign_scale(state: State, clock: Clock, seen: Norms, now: Norms) -> None:
+    """Say once that gradients look as if a loss scale had been taken off them, by no `GradScaler` of torch.
+
+    Args:
+        state: what the parts of a session share.
+        clock: of the update.
+        seen: the norms after the last backward pass.
+        now: those right before the update, of the same tensors.
+    """
+    if state.journal.said("scale") or clock.passes != 1 or not (seen and now):
+        return
+    if len(seen) != 1 or len(now) != 1 or seen[0][0] != now[0][0] or not _torch.is_host(now[0][1]):
+        return
+    before, after = seen[0][1], now[0][1]
+    largest, place = after.max(0)
+    ratio = float(before[place] / largest) if float(largest) > 0 else 0.0
+    if not (math.isfinite(ratio) and ratio >= _LEAST_SCALE):
+        return
+    scale = 2.0 ** round(math.log2(ratio))
+    if torch.allclose(before, after * scale, rtol=1e-3):
+        text = (
+            f"all gradients were {scale:g} times as large after the backward pass as they are at the update: "
+            "if the loss is scaled by something else than torch.amp.GradScaler, rules at `backward` and "
+            "`accumulated` act on scaled gradients; use `at: step`, or a GradScaler"
+        )
+        state.journal.once("scale", text, step=clock.step, warn=True)
+
+
+# Losses are scaled by powers of two; smaller ones could be the number of micro-batches.
+_LEAST_SCALE = 128.0
 _SHOWN = 3
 
 

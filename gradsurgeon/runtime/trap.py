@@ -24,6 +24,7 @@ from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.look import Look
 from gradsurgeon.runtime.measure import suspects, suspects_of
+from gradsurgeon.runtime.notices import tell_of_foreign_scale
 from gradsurgeon.runtime.ranks import Word
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.verdict import (
@@ -254,6 +255,8 @@ class Traps:
         fresh = finals.norms_handed_over(tensors)
         before, doubtful = suspects_of(unread, fresh)
         clean = not (before or doubtful or (last is not None and last.counts))
+        if clean and last is not None and state.scaling.scale is None:
+            tell_of_foreign_scale(state, clock, last.norms, fresh)
         for lane in agenda.traps:
             if len(tensors) == len(agenda.trapped) or not set(lane.tensors).isdisjoint(tensors):
                 state.journal.fired(lane.rule.id, clock.step)
