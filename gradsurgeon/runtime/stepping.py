@@ -228,7 +228,7 @@ class Steps:
     def close(self) -> None:
         """Take all hooks off the optimizers and give hidden gradients back."""
         for update in list(self._running.values()):
-            update.give_back()
+            update.end()
         self._running.clear()
         for owner in list(self._owners.values()):
             for handle in owner.handles:
@@ -362,9 +362,8 @@ class Steps:
 
     def end(self, update: Update, *, took_place: bool = True) -> None:
         """End a step: give back what was hidden, and count it."""
-        update.ended = True
         self._running.pop(update.key, None)
-        update.give_back()
+        update.end()
         if update.overflowed is not None:
             self._scaled_away(update.clock, update.overflowed)
         else:

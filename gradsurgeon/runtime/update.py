@@ -87,6 +87,12 @@ class Update:
             self.loss = loss
         return self.loss
 
+    def end(self) -> None:
+        """Let the script have everything back: the call is over."""
+        self.ended = True
+        self._kept_frame = None
+        self.give_back()
+
     def hide(self, params: Iterable[Tensor | None]) -> None:
         """Leave parameters without gradients until the end of the step, or until they are cleared."""
         optimizer = self.optimizer()
@@ -107,7 +113,6 @@ class Update:
 
     def give_back(self) -> None:
         """Put back what was hidden, and take away the flag that tells the optimizer to skip."""
-        self._kept_frame = None
         if self._clearing is not None:
             self._clearing.undo()
             self._clearing = None
