@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -92,7 +93,7 @@ def test_each_model_has_one_header_and_one_summary(name: str, runs: Runs) -> Non
         line for line in after.stderr.replace("\r", "\n").split("\n") if "gradsurgeon: " in line
     ]
     headers = [line for line in lines if " parameters, " in line]
-    steps = [line for line in lines if line.endswith((" step", " steps"))]
+    steps = [line for line in lines if re.search(r", \d+ steps?(, from step \d+)?$", line)]
     assert len(headers) == len(case.models), shown(after)
     assert len(steps) == len(case.models), shown(after)
 
