@@ -30,6 +30,11 @@ def rank() -> int:
     return int(told) if told.isdecimal() else 0
 
 
+def named(ranks: Sequence[int]) -> str:
+    """Return ranks as a message names them: ``rank 1`` or ``ranks 0, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 def world() -> int:
     """Return the number of ranks, 1 where torch.distributed is not in use."""
     return int(torch.distributed.get_world_size()) if _initialized() else 1
@@ -232,11 +237,6 @@ def is_joining(wrapper: Any) -> bool:
 def reduces(wrapper: Any) -> bool:
     """Tell whether a wrapper reduces the gradients of its next backward pass, as without `no_sync`."""
     return bool(wrapper.require_backward_grad_sync)
-
-
-def fills_in(wrapper: Any) -> bool:
-    """Tell whether a wrapper gives a rank gradients of parameters that only other ranks have used."""
-    return bool(wrapper.find_unused_parameters or wrapper.static_graph)
 
 
 def averaged_by(wrapper: Any) -> list[Tensor]:

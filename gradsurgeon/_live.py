@@ -24,7 +24,7 @@ def instances(kind: type[_T]) -> list[_T]:
     """
     # The type is asked, not the object: proxies claim to be what they stand for. By identity, since
     # classes may be unhashable, and may compare by a function that is written in Python.
-    kinds = {id(one) for one in _derived(kind)}
+    kinds = {id(one) for one in derived(kind)}
     # Each object and its type: the one list, twice. Nothing that is made before the list may keep it:
     # it would be in the list itself, a cycle that only the collector breaks.
     both = chain.from_iterable(map(repeat, map(gc.get_objects, (None,)), (2,)))
@@ -35,8 +35,9 @@ def instances(kind: type[_T]) -> list[_T]:
         return list(compress(objects, map(kinds.__contains__, map(id, types))))
 
 
-def _derived(kind: type[Any]) -> list[type[Any]]:
-    return [kind, *(each for one in kind.__subclasses__() for each in _derived(one))]
+def derived(kind: type[Any]) -> list[type[Any]]:
+    """Return a class and all that are derived from it."""
+    return [kind, *(each for one in kind.__subclasses__() for each in derived(one))]
 
 
 @contextmanager

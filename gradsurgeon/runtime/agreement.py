@@ -227,17 +227,17 @@ def _who(roll: Roll, own: Answer) -> str:
     me = _dist.rank()
     absent, others = roll.absent, roll.others(own)
     if me in absent:
-        rest = _ranks([rank for rank in roll.wanted if rank != me])
+        rest = _dist.named([rank for rank in roll.wanted if rank != me])
         return f"rank {me} has come with its rules after {rest} had begun to train without it"
     found = []
     if absent:
         verb = "has" if len(absent) == 1 else "have"
         found.append(
-            f"{_ranks(absent)} {verb} no rules (nothing heard within {rollcall.LIMIT:g} s)"
+            f"{_dist.named(absent)} {verb} no rules (nothing heard within {rollcall.LIMIT:g} s)"
         )
     if others:
         verb = "has" if len(others) == 1 else "have"
-        found.append(f"{_ranks(others)} {verb} other rules, mode or step than rank {me}")
+        found.append(f"{_dist.named(others)} {verb} other rules, mode or step than rank {me}")
     return " and ".join(found)
 
 
@@ -249,7 +249,3 @@ _DRIFTING = (
     "a rule that skips a step or edits final gradients would let the weights of the ranks drift apart: "
     "apply the same rules on all ranks, with the same `mode` and `start_step`"
 )
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

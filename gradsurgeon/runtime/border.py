@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradsurgeon import _dist
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.measure import Count
 
@@ -61,7 +62,7 @@ class Border:
         """
         head = f"{len(self.bad)} of {len(self.order)} gradients are not finite {self.moment}"
         if self.ranks:
-            head += f"; {_ranks(self.ranks)} contributed what is not finite"
+            head += f"; {_dist.named(self.ranks)} contributed what is not finite"
         name = names[self.order[self.first]]
         return Finding(name, why + head, self._lines(names), self.origin)
 
@@ -84,7 +85,7 @@ class Border:
             return f"    finite  {label}" + ("" if norm is None else f"  norm {norm:.3g}")
         if not bad.number:
             return f"  > {bad.kind}  {label}"
-        part = f", in the part of {_ranks(bad.ranks)}" if bad.ranks else ""
+        part = f", in the part of {_dist.named(bad.ranks)}" if bad.ranks else ""
         plural = "s" if bad.number > 1 else ""
         return f"  > {bad.kind:<6}  {label}  {bad.number:,} element{plural}{part}"
 
@@ -112,7 +113,3 @@ def window(rows: list[str], first: int) -> list[str]:
     above = [f"    ... {start} more before"] if start else []
     below = [f"    ... {len(rows) - stop} more after"] if stop < len(rows) else []
     return [*above, *rows[start:stop], *below]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

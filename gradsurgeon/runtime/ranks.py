@@ -149,11 +149,6 @@ class Ranks:
         self._meet()
         return any(_dist.reduces(wrapper) for wrapper in self._live())
 
-    @property
-    def filling_in(self) -> bool:
-        """Whether a rank gets gradients for what it has not used itself, past all hooks (DDP)."""
-        return any(_dist.fills_in(wrapper) for wrapper in self._live())
-
     def averaged(self) -> frozenset[int]:
         """Return the ids of the parameters that the running backward pass averages over ranks."""
         wrappers = [wrapper for wrapper in self._live() if _dist.reduces(wrapper)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon import _torch
+from gradsurgeon import _live, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
@@ -231,7 +231,7 @@ def watched(
                 own = {name: way for name, way in methods.items() if name in vars(base)}
                 patches[base] = [Patch(base, name, way) for name, way in own.items()]
 
-    for kind in _derived(GradScaler):
+    for kind in _live.derived(GradScaler):
         watch(kind)
     patches.setdefault(GradScaler, []).append(Patch(GradScaler, "__init__", construct))
     try:
@@ -239,7 +239,3 @@ def watched(
     finally:
         for patch in [patch for own in patches.values() for patch in own]:
             patch.undo()
-
-
-def _derived(kind: type[Any]) -> list[type[Any]]:
-    return [kind, *(each for one in kind.__subclasses__() for each in _derived(one))]

@@ -116,5 +116,4 @@ def _texts(
 
 
 def _ranks(numbers: Sequence[int]) -> str:
-    many = len(numbers) > 1
-    return f"rank{'s' if many else ''} {', '.join(map(str, numbers))} {'have' if many else 'has'}"
+    return f"{_dist.named(numbers)} {'have' if len(numbers) > 1 else 'has'}"
