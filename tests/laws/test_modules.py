@@ -1010,6 +1010,7 @@ def test_tensors_without_numbers_are_left_alone(
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.:FutureWarning")  # since torch 2.14
 def test_a_copy_can_be_scripted_and_traced(request: pytest.FixtureRequest) -> None:
     # A model like this one that is compiled here must not be told of when rules come onto another.
     request.addfinalizer(torch.compiler.reset)
