@@ -12,17 +12,12 @@ from gradsurgeon.store import Key
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """The tensors of one rule that go by one clock.
-
-    ``parts`` are the rules that are reported on where this one runs: several where it does the work of
-    several.
-    """
+    """The tensors of one rule that go by one clock."""
 
     rule: Rule
     clock: Clock
     tensors: tuple[int, ...]
     keys: dict[str, Key]
-    parts: tuple[Rule, ...]
 
     def columns(self, tensors: Sequence[int]) -> Sequence[int]:
         """Return the columns of a record that some of the tensors have, which come in its order."""
@@ -39,7 +34,6 @@ class Agenda:
         in_backward: those that act while a backward pass runs.
         after: those that look once it is over.
         at_step: those that act right before the update.
-        in_update: what is run for them.
         watched: the tensors of ``after``, ascending.
         trapped: those of them that a trap watches, ascending.
         normed: those of them whose norm after backward somebody reads, ascending.
@@ -56,7 +50,6 @@ class Agenda:
         "frozen",
         "hooked",
         "in_backward",
-        "in_update",
         "normed",
         "stepped",
         "trapped",
@@ -69,12 +62,10 @@ class Agenda:
         in_backward: Iterable[Lane],
         after: Iterable[Lane],
         at_step: Iterable[Lane],
-        in_update: Iterable[Lane],
     ) -> None:
         self.in_backward = tuple(in_backward)
         self.after = tuple(after)
         self.at_step = tuple(at_step)
-        self.in_update = tuple(in_update)
         self.traps = tuple(lane for lane in self.after if lane.rule.role == "trap")
         self.watched = _tensors(self.after)
         self.trapped = _tensors(self.traps)
@@ -108,15 +99,11 @@ class Lanes:
         in_backward: list[Lane],
         after: list[Lane],
         at_step: list[Lane],
-        in_update: list[Lane],
     ) -> None:
-        self._moments = (in_backward, after, at_step, in_update)
+        self._moments = (in_backward, after, at_step)
         # Most rules act in every step, and need not be asked.
         self._scheduled = [
-            lane.rule.steps
-            for some in self._moments[:3]
-            for lane in some
-            if not lane.rule.steps.always
+            lane.rule.steps for some in self._moments for lane in some if not lane.rule.steps.always
         ]
         self._known: dict[tuple[bool, ...], Agenda] = {}
 

@@ -188,8 +188,7 @@ class Arming:
         try:
             if rules:
                 label = "+".join(rule.id for rule in rules)
-                own = self._state.program.in_hook[tensor]
-                hook = TensorHook(self._state, self._passes, tensor, f"{label}:{name}", own)
+                hook = TensorHook(self._state, self._passes, tensor, f"{label}:{name}", rules)
                 yield _torch.register_hook(param, hook)
             if tensor in self._guards:
                 yield self._put_guard(tensor, param)

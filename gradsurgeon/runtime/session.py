@@ -68,11 +68,10 @@ class Session:
         start_step: int,
         writer: RunWriter | None = None,
         scaler: GradScaler | None = None,
-        optimize: bool = True,
         outside: bool = False,
         provisional: bool = False,
     ) -> None:
-        program = compile_plan(plan, optimize=optimize)
+        program = compile_plan(plan)
         rules = plan.rules.rules
         self.plan = plan
         self._records = Records()
@@ -94,9 +93,7 @@ class Session:
             outside=outside,
             provisional=provisional,
             scaling=Scaling(scaler),
-            edits={
-                rule.id: rule.compile() for rule in (*rules, *program.merged) if rule.role == "edit"
-            },
+            edits={rule.id: rule.compile() for rule in rules if rule.role == "edit"},
         )
         if scaler is not None and scaler.is_enabled():
             refuse_scaling(program)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gradsurgeon.actions import Edit, Rule
-from gradsurgeon.compiler import Group, Piece, Program, Stage
+from gradsurgeon.compiler import Program, Stage
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.agenda import Agenda, Lane, Lanes
 from gradsurgeon.runtime.captures import Captures
@@ -104,24 +104,19 @@ class State:
         if lanes is None:
             program = self.program
             own = [stage for name, stage in self.stages.items() if name in self._in_backward]
-            groups: list[list[Group]] = [
-                [Group(Piece(stage.rule, (stage.rule,)), stage.tensors) for stage in some]
-                for some in (own, program.after_backward, program.at_step)
-            ]
             lanes = self._lanes[clock] = Lanes(
                 *(
-                    [lane for group in some for lane in self._of(group, clock)]
-                    for some in (*groups, program.in_update)
+                    [lane for stage in stages for lane in self._of(stage, clock)]
+                    for stages in (own, program.after_backward, program.at_step)
                 )
             )
         return lanes
 
-    def _of(self, group: Group, clock: Clock) -> Iterator[Lane]:
-        """Yield the part of a group that goes by a clock, if there is any."""
-        own = [tensor for tensor in group.tensors if self.clocks[tensor] is clock]
+    def _of(self, stage: Stage, clock: Clock) -> Iterator[Lane]:
+        """Yield the part of a stage that goes by a clock, if there is any."""
+        own = [tensor for tensor in stage.tensors if self.clocks[tensor] is clock]
         if own:
-            rule, parts = group.piece.rule, group.piece.parts
-            yield Lane(rule, clock, tuple(own), self.keys(rule, own), parts)
+            yield Lane(stage.rule, clock, tuple(own), self.keys(stage.rule, own))
 
     def keys(self, rule: Rule, tensors: list[int]) -> dict[str, Key]:
         """Return the series that an observing rule fills for some tensors, by statistic."""
