@@ -40,7 +40,6 @@ class Agenda:
         stepped: the tensors of ``at_step``, ascending.
         edited: the tensors that an edit at the step may write.
         frozen: the tensors that are hidden from the optimizer.
-        hooked: the tensors that need hooks, ascending: those of ``in_backward`` and ``after``.
     """
 
     __slots__ = (
@@ -48,7 +47,6 @@ class Agenda:
         "at_step",
         "edited",
         "frozen",
-        "hooked",
         "in_backward",
         "normed",
         "stepped",
@@ -76,7 +74,6 @@ class Agenda:
         self.frozen = frozenset(
             tensor for lane in self.at_step if lane.rule.role == "freeze" for tensor in lane.tensors
         )
-        self.hooked = _tensors((*self.in_backward, *self.after))
         self.edited = frozenset(
             tensor for lane in self.at_step if lane.rule.role == "edit" for tensor in lane.tensors
         )

@@ -81,7 +81,6 @@ class Engine:
             new_params=self._look_at_model,
             scaled_away=self._scaled_away,
             recheck=self._check,
-            gone=lambda: self._arming.keep_all(),  # noqa: PLW0108 # made below
         )
         declared = optimizers is not None and not optimizers
         self.manual = Manual(state, self._judge, self._finished, declared=declared)
@@ -259,7 +258,7 @@ class Engine:
         return self._traps.rest(clock)
 
     def _is_idle(self, clock: Clock) -> bool:
-        """Tell whether nothing is due for a clock, whose hooks are off then."""
+        """Tell whether nothing is due for a clock, by the rules alone: so it is on all ranks."""
         program = self._state.program
         if program.modules or program.tags or clock is self._state.clocks.common:
             return False
@@ -280,7 +279,7 @@ class Engine:
             # A fused optimizer gets them with the scale, any other without.
             for owner, look in after_pass(self._state, Pass(order=having, scale=scale)).items():
                 self._traps.saw(owner, look)
-        elif having and self._arming.on(clock):
+        elif having:
             tell_of_no_pass(self._state, clock, having)
 
     def _pass_begins(self) -> None:
@@ -320,14 +319,12 @@ class Engine:
         if took_place and not self._state.paused:
             notice_silence(self._state, clock, self._clock_of, owned=self.steps.owned)
             if not inside:  # the hooks on this very gradient may still be running
-                self._upkeep.look(clock, idle=self._is_idle(clock))
+                self._upkeep.look(clock)
         self._traps.done(clock)
         if not inside:
             self._state.scaling.stepped()
         self.sites.missed(clock)
         clock.tick()
-        if clock is not self._state.clocks.common and not inside:
-            self._arming.keep(clock, self._state.agenda(clock).hooked)
         self.unstepped = False
         self._steps += 1
         if self._steps == _SETTLED and self.steps.owned and not self._state.paused:

@@ -56,7 +56,6 @@ class Steps:
         new_params: Callable[[], None],
         scaled_away: Callable[[Clock, Tensor], None],
         recheck: Callable[[], None],
-        gone: Callable[[], None],
     ) -> None:
         self._state = state
         self._judge = judge
@@ -66,8 +65,6 @@ class Steps:
         self._scaled_away = scaled_away
         # Raises where the rules cannot act on what has become of the model.
         self._recheck = recheck
-        # An optimizer has been collected: somebody else may update its parameters from now on.
-        self._gone = gone
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
         self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
             weakref.WeakKeyDictionary()
@@ -118,14 +115,10 @@ class Steps:
             if not self._owners:
                 self._first_owner()
             owner = Owner(Clock(self._state.clocks.start), self._hooks_on(optimizer), identity)
-            weakref.finalize(optimizer, _call, weakref.WeakMethod(self._left)).atexit = False
             self._owners[optimizer] = owner
         owner.identity, owner.tensors, owner.version = identity, tuple(tensors), -1
         self._claim(owner)
         return owner
-
-    def _left(self) -> None:
-        self._gone()
 
     def _hooks_on(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
         return (
@@ -368,8 +361,3 @@ class Steps:
             self._scaled_away(update.clock, update.overflowed)
         else:
             self._finished(update.clock, took_place=took_place, inside=update.inside)
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (found := method()) is not None:
-        found()

@@ -50,17 +50,10 @@ class Upkeep:
             if (tensor := self._arming.revive(param)) is not None:
                 self._swapped.append(tensor)
 
-    def look(self, clock: Clock, *, idle: bool) -> None:
-        """Look after the hooks on the tensors of a clock; a step of it is over.
-
-        Args:
-            clock: whose step it was.
-            idle: there were no hooks to look after.
-        """
+    def look(self, clock: Clock) -> None:
+        """Look after the hooks on the tensors of a clock; a step of it is over."""
         self._changes.stepped()
         self.tell_swapped()
-        if idle:
-            return
         self.rearm()
         silent = set(clock.tensors) - self._arrived
         self._arrived.difference_update(clock.tensors)
