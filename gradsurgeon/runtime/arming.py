@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _torch
 from gradsurgeon.runtime.backward import PassHook, TensorHook
-from gradsurgeon.runtime.manual import GuardHook
+from gradsurgeon.runtime.manual import GuardHook, Manual
 from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.state import State
 
@@ -18,9 +18,10 @@ from gradsurgeon.runtime.state import State
 class Arming:
     """The hooks of one session on the parameters of its model."""
 
-    def __init__(self, state: State, passes: Passes) -> None:
+    def __init__(self, state: State, passes: Passes, manual: Manual) -> None:
         self._state = state
         self._passes = passes
+        self._manual = manual
         program = state.program
         # Rules on modules alone must learn of backward passes as well.
         self._armed = program.armed or tuple(range(len(program.names)))
@@ -146,6 +147,6 @@ class Arming:
 
     def _put_guard(self, tensor: int, param: Tensor) -> RemovableHandle:
         name = self._state.program.names[tensor]
-        edited = self._guards[tensor]
-        guard = GuardHook(self._state, self._passes, tensor, f"gradsurgeon:{name}", edited=edited)
+        label, edited = f"gradsurgeon:{name}", self._guards[tensor]
+        guard = GuardHook(self._state, self._passes, self._manual, tensor, label, edited=edited)
         return _torch.register_hook(param, guard)

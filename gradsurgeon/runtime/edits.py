@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -28,8 +27,9 @@ class StepEdits:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        # Gradients that were edited as final ones at the end of a pass, before an optimizer turned up.
-        self._spared: dict[int, weakref.ref[Tensor]] = {}
+        # The tensors whose gradients were edited as final ones at the end of a pass, before an optimizer
+        # turned up that is about to consume them.
+        self._spared: set[int] = set()
         # What the edits of the last step have made of a few elements, to be found again in the next one
         # where the script updates twice from one gradient.
         self._left: dict[Clock, _Left] = {}
@@ -48,7 +48,8 @@ class StepEdits:
         """
         state = self._state
         agenda = state.agenda(clock)
-        edited = self._unspared(agenda.edited, finals) if acting else frozenset()
+        edited = agenda.edited - self._spared if acting else frozenset()
+        self._spared.difference_update(clock.tensors)
         suspicious: set[int] = set()
         with torch.no_grad():
             finals.unscale(edited)
@@ -96,18 +97,11 @@ class StepEdits:
 
     def arrived(self, tensors: Iterable[int]) -> None:
         """Note that gradients have got something that no rule at the step has seen."""
-        for tensor in tensors:
-            self._spared.pop(tensor, None)
+        self._spared.difference_update(tensors)
 
-    def spare(self, edited: dict[int, weakref.ref[Tensor]]) -> None:
+    def spare(self, edited: Iterable[int]) -> None:
         """Leave gradients alone in the next update that have been edited for it already."""
         self._spared.update(edited)
-
-    def _unspared(self, tensors: frozenset[int], finals: Finals) -> frozenset[int]:
-        """Return the tensors whose gradient is not one that has been edited for this update."""
-        spared = {i: self._spared.pop(i) for i in tensors.intersection(self._spared)}
-        same = {i for i, grad in spared.items() if i in finals and finals[i] is grad()}
-        return tensors - same
 
     def _one(self, lane: Lane, finals: Finals, tensors: Sequence[int]) -> None:
         state, rule = self._state, lane.rule

@@ -19,7 +19,7 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import GradSurgeonError, did_you_mean
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.planning import Plan, bind, from_model
+from gradsurgeon.planning import Plan
 from gradsurgeon.runtime.captures import CaptureKey
 from gradsurgeon.runtime.clock import Clocks
 from gradsurgeon.runtime.compiled import Compiled
@@ -91,22 +91,14 @@ class Session:
             mode=mode,
             rules=tuple(rules),
             outside=outside,
-            provisional=provisional,
             scaling=Scaling(scaler),
-            edits={rule.id: rule.compile() for rule in rules if rule.role == "edit"},
         )
         if scaler is not None and scaler.is_enabled():
             refuse_scaling(program)
         for rule, text in plan.elsewhere.items():
             journal.emit("notice", text, rule=rule, step=start_step)
         self._compiled = Compiled(program, journal, model)
-        self._engine = Engine(
-            model,
-            self._state,
-            plan,
-            lambda now: bind(plan.rules, from_model(now), alone=False),
-            optimizers,
-        )
+        self._engine = Engine(model, self._state, plan, optimizers, provisional=provisional)
         recorder.late = self._engine.settle
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
@@ -146,7 +138,7 @@ class Session:
         if not self._removed:
             self._removed = True
             self._state.flags.close()
-            self._engine.say_what_changed()
+            self._engine.model.compare(closing=True)
             for rule, due in self._state.journal.never_fired():
                 text = f"{self._engine.why_never(due=due)} until the end"
                 self._state.journal.emit("never-fired", text, rule=rule, step=self.step)
@@ -162,7 +154,7 @@ class Session:
     def model_gone(self) -> None:
         """Let go of everything that belonged to the model, and say so where it has not lived at all."""
         if not self._removed:
-            if self._state.provisional:
+            if self._engine.manual.provisional:
                 self._state.recorder.discard()
             self._let_go()
             if self._is_temporary():
@@ -362,15 +354,15 @@ class Session:
 
     def knows(self, module: nn.Module) -> bool:
         """Tell whether a module is part of the model, as it was looked at last."""
-        return self._engine.knows(module)
+        return self._engine.model.knows(module)
 
     def model_changed(self) -> None:
         """Find parameters and modules again, before a forward pass."""
-        self._engine.model_changed()
+        self._engine.model.before_forward()
 
     def swapped(self, tensors: Sequence[Tensor]) -> None:
         """Take notice of tensors whose contents were exchanged."""
-        self._engine.swapped(tensors)
+        self._engine.model.swapped(tensors)
 
     def meet(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that is about to step."""
