@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon.planning import Plan
-from gradsurgeon.runtime import Session, deciding
+from gradsurgeon.runtime import Attachment, Session, deciding
 from gradsurgeon.runtime.state import Mode
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=120)
@@ -108,10 +108,11 @@ def train(
     """Return the final gradients of every step, and the session that saw them."""
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.0)
-    session = Session(
+    attachment = Attachment(
         model, plan, optimizers=[optimizer], mode=mode, start_step=0, optimize=optimize
     )
-    session.attach(lambda: None)
+    attachment.attach(lambda: None)
+    session = Session(attachment)
     finals = []
     with session:
         for own in grads:
@@ -134,7 +135,10 @@ def same(left: Tensor, right: Tensor) -> bool:
 
 def told(session: Session) -> tuple[object, ...]:
     """Return everything that a session reports, but for captured tensors."""
-    series = {one.key: [str(one.of(name)) for name in one.key.names] for one in session.records}
+    series = {
+        one.key: [str(one.of(name)) for name in one.key.names]
+        for one in session._attachment.records
+    }
     return session.status(), session.events, series
 
 
