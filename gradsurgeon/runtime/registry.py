@@ -23,14 +23,14 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.compiled import at_update, on_site
 from gradsurgeon.runtime.scaling import watched
-from gradsurgeon.runtime.session import Session
 
 # Values are strong: a session lives as long as its model, even if the caller drops it.
-_sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+_sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 # Sessions of the launcher, beside those that the script itself has asked for.
-_beside: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 # What is watched for all sessions together: steps of optimizers and uses of scalers.
 _watching: list[ExitStack] = []
 _watching_steps: list[RemovableHandle] = []
@@ -40,7 +40,7 @@ _before_forward: list[RemovableHandle] = []
 _on_tags: list[str] = []
 
 
-def find(model: nn.Module) -> Session | None:
+def find(model: nn.Module) -> Attachment | None:
     """Return the session of a model, if there is one that was not removed."""
     session = _sessions.get(model)
     return None if session is None or session.removed else session
@@ -69,7 +69,7 @@ def watch_steps() -> None:
         _watching_steps.append(register_optimizer_step_pre_hook(_on_step))
 
 
-def enter(model: nn.Module, session: Session, *, beside: bool = False) -> None:
+def enter(model: nn.Module, session: Attachment, *, beside: bool = False) -> None:
     """Attach a session to its model, in the place of one that is there already.
 
     Args:
@@ -137,7 +137,7 @@ def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
         _watching.pop().close()
 
 
-def _model_gone(session: weakref.ref[Session]) -> None:
+def _model_gone(session: weakref.ref[Attachment]) -> None:
     if (gone := session()) is not None:
         gone.model_gone()
 
@@ -194,7 +194,7 @@ def _around_scaler_step(scaler: GradScaler, optimizer: Optimizer) -> Iterator[No
         yield
 
 
-def _live() -> list[Session]:
+def _live() -> list[Attachment]:
     return [
         session
         for sessions in (_sessions, _beside)
