@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import Program
 from gradsurgeon.planning import ROOT, Plan, named_modules
 from gradsurgeon.runtime.agreement import Agreement
@@ -78,6 +81,7 @@ class Engine:
         self._early: set[int] = set()
         # Named optimizers are met when the hooks go on; then they are held weakly.
         self._given = list(optimizers or ())
+        self.attached = False
 
     def attach(self) -> None:
         """Put the hooks on; on failure nothing stays."""
@@ -92,6 +96,7 @@ class Engine:
             self.detach()
             raise
         self._given.clear()
+        self.attached = True
 
     def go_last(self) -> None:
         """Put the hooks on anew, so that they come after those of another session."""
@@ -101,6 +106,7 @@ class Engine:
 
     def detach(self) -> None:
         """Take all hooks off."""
+        self.attached = False
         self.steps.close()
         self._module_hooks.detach()
         self._arming.disarm()
@@ -221,19 +227,33 @@ class Engine:
 
     def optimizer_found(self) -> None:
         """Let the first optimizer count: the last pass may have been taken for a step by hand."""
-        if self.manual.withdraw():
-            self._edits.spare(self.manual.edited())
+        self._edits.spare(self.manual.withdraw())
 
-    def scaler_stepped(self, optimizer: Optimizer, begun: int) -> None:
-        """Find out whether a scaler has skipped the step of an optimizer.
+    def losses_scaled(self, scaler: GradScaler, losses: Sequence[Tensor]) -> None:
+        """Take notice of losses that a scaler has scaled."""
+        self._state.scaling.scaled(scaler, losses)
 
-        Args:
-            optimizer: the one that the scaler was to step.
-            begun: how many steps it had begun before.
-        """
-        owner, scale = self.steps.meet(optimizer), self._state.scaling.stepping(optimizer)
-        if owner is not None and owner.begun == begun and scale is not None:
-            self.step_skipped_by_scaler(owner.clock, scale)
+    @contextmanager
+    def scaler_step(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
+        """Find out whether a scaler that is to step an optimizer skips the step for overflow."""
+        begun = self.steps.begun(optimizer)
+        with self._state.scaling.steps(scaler, optimizer) as news:
+            yield
+            if news and self.attached:
+                owner, scale = self.steps.meet(optimizer), self._state.scaling.stepping(optimizer)
+                if owner is not None and owner.begun == begun and scale is not None:
+                    self.step_skipped_by_scaler(owner.clock, scale)
+
+    def step_after(self, others: Sequence[Engine], optimizer: Optimizer) -> None:
+        """Let the rules at the step of an optimizer act after those of other sessions."""
+        newest = self.steps.newest_hook(optimizer)
+        if newest >= 0 and any(other.steps.newest_hook(optimizer) > newest for other in others):
+            self.steps.go_last(optimizer)
+
+    @property
+    def tag_rules(self) -> tuple[Rule, ...]:
+        """The rules on tensors that the script tags."""
+        return self._state.program.tags
 
     def why_never(self, *, due: bool) -> str:
         """Return why a rule has never fired by the time the session ends."""
