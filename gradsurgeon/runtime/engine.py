@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist
-from gradsurgeon.compiler import Program
-from gradsurgeon.planning import ROOT, Plan, named_modules
+from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.agreement import Agreement
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.changes import Changes
@@ -32,6 +31,8 @@ from gradsurgeon.runtime.silence import notice_silence
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.stepping import Steps
+from gradsurgeon.runtime.tensor_hooks import TensorHooks
+from gradsurgeon.runtime.timetable import ModuleClocks
 from gradsurgeon.runtime.trap import Traps
 from gradsurgeon.runtime.update import Update
 from gradsurgeon.runtime.upkeep import Upkeep
@@ -86,11 +87,11 @@ class Engine:
         declared = optimizers is not None and not optimizers
         self.manual = Manual(state, self._judge, self._finished, declared=declared)
         self._arming = Arming(state, self._passes)
-        self.sites = Sites(state, self._passes, self._clock_of)
-        self._module_hooks = ModuleHooks(self.sites)
+        self._module_clocks = ModuleClocks(state.clocks, state.program.names)
+        self.tensor_hooks = TensorHooks(Sites(state, self._passes, self._module_clocks))
+        self._module_hooks = ModuleHooks(state.program.modules, self.tensor_hooks)
         self._changes = Changes(model, state, plan, self._arming, self._module_hooks)
         self._upkeep = Upkeep(state, self._arming, self._changes, self._check)
-        self._clock_places = _first_params(state.program)
         self._search_on = optimizers is None
         # Whether backward passes came and no update has followed yet.
         self.unstepped = False
@@ -105,7 +106,7 @@ class Engine:
         try:
             self._early = set(self._state.targets.grads(range(len(self._state.targets)))[0])
             self._arming.arm()
-            self._module_hooks.attach(named_modules(self._model()))
+            self._module_hooks.refresh(named_modules(self._model()))
             for optimizer in self._given:
                 if self.steps.meet(optimizer) is None:
                     self._state.journal.emit("notice", why_not_met(optimizer), warn=True)
@@ -118,7 +119,7 @@ class Engine:
         """Put the hooks on anew, so that they come after those of another session."""
         self._arming.again()
         self._module_hooks.detach()
-        self._module_hooks.attach(named_modules(self._model()))
+        self._module_hooks.refresh(named_modules(self._model()))
 
     def settle(self) -> None:
         """Note what the device has decided so far. Waits for it where there is something."""
@@ -131,11 +132,6 @@ class Engine:
         self._arming.disarm()
         self._state.targets.forget()
         self._state.paused = True
-
-    def _clock_of(self, module: str) -> Clock:
-        """Return the clock of the optimizer that owns a module: that of its first parameter."""
-        place = self._clock_places.get(module, self._clock_places.get(ROOT))
-        return self._state.clocks.common if place is None else self._state.clocks[place]
 
     def _backward_ended(self, done: Pass) -> None:
         self._agreement.gather(done.order, update=False)
@@ -318,13 +314,13 @@ class Engine:
     def _finished(self, clock: Clock, *, took_place: bool = True, inside: bool = False) -> None:
         """Count an attempted update, and look after what it showed."""
         if took_place and not self._state.paused:
-            notice_silence(self._state, clock, self._clock_of, owned=self.steps.owned)
+            notice_silence(self._state, clock, self._module_clocks.of, owned=self.steps.owned)
             if not inside:  # the hooks on this very gradient may still be running
                 self._upkeep.look(clock, idle=self._is_idle(clock))
         self._traps.done(clock)
         if not inside:
             self._state.scaling.stepped()
-        self.sites.missed(clock)
+        self.tensor_hooks.missed(clock)
         clock.tick()
         if clock is not self._state.clocks.common and not inside:
             self._arming.keep(clock, self._state.agenda(clock).hooked)
@@ -340,7 +336,7 @@ class Engine:
         elif common.step < clock.step:
             # What no optimizer owns goes by the one that is furthest.
             if not self._state.paused:
-                notice_silence(self._state, common, self._clock_of, owned=self.steps.owned)
+                notice_silence(self._state, common, self._module_clocks.of, owned=self.steps.owned)
             self._traps.done(common)
             common.step = clock.step
 
@@ -385,14 +381,3 @@ class Engine:
     def say_what_changed(self) -> None:
         """Note what of the model went unnoticed until the session ends."""
         self._changes.look(closing=True)
-
-
-def _first_params(program: Program) -> dict[str, int]:
-    """Return, per module that holds parameters, the index of the first of them."""
-    places: dict[str, int] = {}
-    for index, name in enumerate(program.names):
-        places.setdefault(ROOT, index)
-        parts = name.split(".")
-        for depth in range(1, len(parts)):
-            places.setdefault(".".join(parts[:depth]), index)
-    return places

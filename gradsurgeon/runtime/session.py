@@ -283,7 +283,7 @@ class Session:
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         """Run the rules on tags on a tensor that the script has tagged."""
-        return self._engine.sites.tag(tensor, name)
+        return self._engine.tensor_hooks.tag(tensor, name)
 
     def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
         """Return the newest record of one parameter.
