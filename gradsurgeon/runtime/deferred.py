@@ -93,7 +93,7 @@ class Deferred:
     def __init__(self, state: State, report: Report) -> None:
         self._state = state
         self._report = report
-        self._ring: Ring[Case] = Ring(self._take, rows=_EVERY)
+        self._ring: Ring[Case] = Ring(self._take)
         self._count = 0
         self._error: tuple[int, NonFiniteGradientError] | None = None
 

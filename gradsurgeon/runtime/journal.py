@@ -119,8 +119,8 @@ class Journal:
         self._said: set[tuple[str, str]] = set()
         self._repeated: dict[tuple[str, str], _Repeated] = {}
         self._innocent = 0
-        self._doubts: Ring[tuple[EventKind, str, str, int]] = Ring(self._answer, rows=_DOUBTS)
-        self._counts: Ring[tuple[Tally, torch.device]] = Ring(self._counted, rows=len(rules) or 1)
+        self._doubts: Ring[tuple[EventKind, str, str, int]] = Ring(self._answer)
+        self._counts: Ring[tuple[Tally, torch.device]] = Ring(self._counted)
         # Never held while something else is called: the recorder has a lock of its own, and calls back.
         self._lock = RLock()
 

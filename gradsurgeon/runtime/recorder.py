@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradsurgeon import _numbers, _torch
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.runtime.ring import Ring, Slot
+from gradsurgeon.runtime.ring import Ring
 from gradsurgeon.store import Key, Records
 
 if TYPE_CHECKING:
@@ -51,9 +51,7 @@ class Recorder:
         self._statuses = statuses
         # Notes events that are not noted yet.
         self.late: Callable[[], None] | None = None
-        self._ring: Ring[_Row] = Ring(self._take, rows=_ROWS_PER_FLUSH)
-        # Where the last row of each series waits: statistics and lanes take turns within a step.
-        self._places: dict[int, Slot[_Row]] = {}
+        self._ring: Ring[_Row] = Ring(self._take)
         # Rows were due on disk, and were still on their way.
         self._owed = False
         if writer is not None:
@@ -74,16 +72,7 @@ class Recorder:
             replace: the row takes the place of an earlier one of the same step.
         """
         row = _Row(key, step, found, replace)
-        place = self._places.get(id(key)) if replace else None
-        if (
-            place is None
-            or place.item.key is not key
-            or place.item.step != step
-            or not self._ring.rewrite(place, row, values)
-        ):
-            place = self._ring.put(row, values, width=len(key.names))
-            if replace:
-                self._places[id(key)] = place
+        self._ring.put(row, values, slot=(id(key), step) if replace else None)
         if _torch.is_capturing():
             return
         if len(self._ring) >= _ROWS_PER_FLUSH or (self.writer is not None and self.writer.due()):
@@ -136,7 +125,6 @@ class Recorder:
             self._write()
 
     def _settle(self) -> None:
-        self._places.clear()
         self._ring.settle()
 
     def _flush(self) -> None:
@@ -147,7 +135,6 @@ class Recorder:
             self._send()
 
     def _send(self) -> None:
-        self._places.clear()
         self._ring.send()
         self._ring.collect()
 
