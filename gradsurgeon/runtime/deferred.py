@@ -94,6 +94,7 @@ class Deferred:
         self._state = state
         self._report = report
         self._ring: Ring[Case] = Ring(self._take)
+        state.journal.awaits(self._ring)
         self._count = 0
         self._error: tuple[int, NonFiniteGradientError] | None = None
 
@@ -157,10 +158,6 @@ class Deferred:
             self._ring.send()
         self._ring.collect()
         return self._pop()
-
-    def settle(self) -> None:
-        """Report all that is not reported yet. Waits for the device where there is something."""
-        self._ring.settle()
 
     def settled(self) -> NonFiniteGradientError | None:
         """Report everything, right before an update that the host decides on; return what is due."""

@@ -120,10 +120,6 @@ class Engine:
         self._module_hooks.detach()
         self._module_hooks.attach(named_modules(self._model()))
 
-    def settle(self) -> None:
-        """Note what the device has decided so far. Waits for it where there is something."""
-        self._traps.settle()
-
     def detach(self) -> None:
         """Take all hooks off."""
         self.steps.close()

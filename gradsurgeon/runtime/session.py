@@ -76,8 +76,7 @@ class Session:
         self.plan = plan
         self._records = Records()
         journal = Journal(rules, [len(plan.of(rule.id)) for rule in rules])
-        recorder = Recorder(self._records, writer, journal.status)
-        journal.sink = recorder.event
+        recorder = Recorder(self._records, writer, journal)
         if writer is None:
             self._records.on_drop = journal.records_dropped
         else:
@@ -107,7 +106,6 @@ class Session:
             lambda now: bind(plan.rules, from_model(now), alone=False),
             optimizers,
         )
-        recorder.late = self._engine.settle
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
         }
@@ -178,7 +176,7 @@ class Session:
         self._close()
 
     def _close(self) -> None:
-        self._settle()
+        self._state.journal.settle()
         self._engine.detach()
         self._state.recorder.flush()
         self._state.recorder.close()
@@ -239,18 +237,16 @@ class Session:
 
     @property
     def events(self) -> list[Event]:
-        """What happened so far, oldest first. Waits for the device."""
-        self._settle()
+        """What happened so far, oldest first.
+
+        Waits for nothing: what a device has not told yet comes later. `status()` waits for it.
+        """
+        self._state.journal.refresh()
         return list(self._state.journal.events)
 
     def status(self) -> dict[str, RuleStatus]:
         """Return what each rule has done so far. Waits for the device."""
-        self._settle()
         return self._state.journal.status()
-
-    def _settle(self) -> None:
-        self._engine.settle()
-        self._state.journal.settle()
 
     @property
     def records(self) -> Records:

@@ -185,10 +185,6 @@ class Traps:
                 state.journal.fired(lane.rule.id, clock.step)
         return Verdict(flag=flag)
 
-    def settle(self) -> None:
-        """Report what the device has decided. Waits for it where there is something to report."""
-        self._deferred.settle()
-
     def _report(self, case: Case, values: list[float]) -> NonFiniteGradientError | None:
         """Say what the device has decided in an earlier step; return the error that is due."""
         watch = self._watches.setdefault(case.clock, Watch())

@@ -250,7 +250,7 @@ def test_nothing_is_moved_while_a_graph_is_captured(
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     rules = load('version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n').rules
     journal = Journal(rules, [1])
-    recorder = Recorder(Records(), RunWriter(tmp_path, meta=meta()), journal.status)
+    recorder = Recorder(Records(), RunWriter(tmp_path, meta=meta()), journal)
     recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
     with monkeypatch.context() as patch:
         patch.setattr(_torch, "is_capturing", lambda: True)
