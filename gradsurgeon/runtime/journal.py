@@ -72,11 +72,12 @@ def _level_of_the_script() -> int:
 
 @dataclass(slots=True)
 class Tally:
-    """What one rule has done."""
+    """What one rule has done; ``counters`` hold what devices have altered and the host does not know."""
 
     matched: int
     fired: int = 0
     altered: int = 0
+    counters: dict[torch.device, Tensor] = field(default_factory=dict)
     last_step: int | None = None
     quiet: int = 0
     due: bool = False
@@ -118,7 +119,7 @@ class Journal:
         self._said: set[tuple[str, str]] = set()
         self._repeated: dict[tuple[str, str], _Repeated] = {}
         self._innocent = 0
-        self._flags: Ring[Callable[[int], None]] = Ring(self._answer)
+        self._flags: Ring[Callable[[int], None]] = Ring(self._read)
         # What else arrives from devices and leads to events.
         self._queues: list[Ring[Any]] = [self._flags]
         # Never held while something else is called: the recorder has a lock of its own, and calls back.
@@ -236,12 +237,6 @@ class Journal:
         """Tell whether a rule has fired."""
         return bool(self._tallies[rule].fired)
 
-    def later(
-        self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
-    ) -> None:
-        """Note an event if ``flag`` is set, once that can be read without waiting."""
-        self._ask(flag, lambda _: self.emit(kind, message, rule=rule, step=step))
-
     def fired(self, rule: str, step: int, count: int = 1) -> None:
         """Count firings of a rule."""
         tally = self._tallies[rule]
@@ -250,33 +245,45 @@ class Journal:
             tally.last_step = step
 
     def altered(self, rule: str, count: Tensor | int) -> None:
-        """Count firings that altered something, on a device once that can be read without waiting."""
-        count_them = partial(self._altered, self._tallies[rule])
-        if isinstance(count, Tensor):
-            self._ask(count, count_them)
-        else:
-            count_them(count)
+        """Count firings that altered something, on a device without reading it."""
+        tally = self._tallies[rule]
+        if not isinstance(count, Tensor) or _torch.is_host(count):
+            self._add(tally, int(count))
+        elif not _torch.is_capturing():  # Every replay would begin to count from zero.
+            with self._lock, torch.no_grad():
+                if (counter := tally.counters.get(count.device)) is None:
+                    # What is made in inference mode, where validation may come first, is no use outside.
+                    with torch.inference_mode(mode=False):
+                        counter = torch.zeros((), dtype=torch.int64, device=count.device)
+                    tally.counters[count.device] = counter
+                counter.add_(count)
 
-    def _altered(self, tally: Tally, count: int) -> None:
+    def _add(self, tally: Tally, count: int) -> None:
         with self._lock:
             tally.altered += count
 
-    def _ask(self, count: Tensor, answer: Callable[[int], None]) -> None:
-        """Call ``answer`` with a flag or a count, unless it is 0, once the host knows it."""
+    def later(
+        self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
+    ) -> None:
+        """Note an event if ``flag`` is set, once that can be read without waiting."""
         if _torch.is_capturing():
-            return  # It has no value yet, and belongs to the graph.
-        if _torch.is_host(count):
-            self._answer([(answer, count)])
+            return  # The flag has no value yet, and belongs to the graph.
+
+        def note(_: int) -> None:
+            self.emit(kind, message, rule=rule, step=step)
+
+        if _torch.is_host(flag):
+            self._read([(note, flag)])
             return
-        self._flags.put(answer, count)
+        self._flags.put(note, flag)
         if len(self._flags) >= _FLAGS_PER_TRANSFER:
             self._flags.send()
 
     @staticmethod
-    def _answer(arrived: Sequence[tuple[Callable[[int], None], Tensor]]) -> None:
-        for answer, values in arrived:
+    def _read(arrived: Sequence[tuple[Callable[[int], None], Tensor]]) -> None:
+        for act, values in arrived:
             if count := int(values):
-                answer(count)
+                act(count)
 
     def awaits(self, queue: Ring[Any]) -> None:
         """Let `settle` and `refresh` include a queue whose arrivals lead to events."""
@@ -284,13 +291,25 @@ class Journal:
 
     def settle(self) -> None:
         """Note everything that devices have to tell so far. Waits for them."""
+        self._take_counters()
         for queue in self._queues:
             queue.settle()
 
     def refresh(self) -> None:
         """Note what devices have told so far; what they have not is asked for, and comes later."""
+        self._take_counters()
         for queue in self._queues:
             queue.send()
+
+    def _take_counters(self) -> None:
+        """Let the counters of devices travel with the flags; they begin anew."""
+        if _torch.is_capturing():
+            return  # What is on the device has no value then.
+        for tally in self._tallies.values():
+            with self._lock:
+                counters, tally.counters = tally.counters, {}
+            for counter in counters.values():
+                self._flags.put(partial(self._add, tally), counter)
 
     def passed(self, rule: str, step: int, cause: Callable[[], str]) -> None:
         """Note that a step in which a rule was due is over; say so where it never fires."""
