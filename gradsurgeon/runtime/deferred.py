@@ -94,7 +94,6 @@ class Deferred:
         self._state = state
         self._report = report
         self._ring: Ring[Case] = Ring(self._take)
-        state.journal.awaits(self._ring)
         self._count = 0
         self._error: tuple[int, NonFiniteGradientError] | None = None
 
@@ -158,6 +157,13 @@ class Deferred:
             self._ring.send()
         self._ring.collect()
         return self._pop()
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Report all that is not reported yet; without waiting, what the device has told so far."""
+        if wait:
+            self._ring.settle()
+        else:
+            self._ring.send()
 
     def settled(self) -> NonFiniteGradientError | None:
         """Report everything, right before an update that the host decides on; return what is due."""

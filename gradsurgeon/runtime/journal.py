@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import RLock
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,8 +119,6 @@ class Journal:
         self._repeated: dict[tuple[str, str], _Repeated] = {}
         self._innocent = 0
         self._flags: Ring[Callable[[int], None]] = Ring(self._read)
-        # What else arrives from devices and leads to events.
-        self._queues: list[Ring[Any]] = [self._flags]
         # Never held while something else is called: the recorder has a lock of its own, and calls back.
         self._lock = RLock()
 
@@ -285,31 +282,20 @@ class Journal:
             if count := int(values):
                 act(count)
 
-    def awaits(self, queue: Ring[Any]) -> None:
-        """Let `settle` and `refresh` include a queue whose arrivals lead to events."""
-        self._queues.insert(0, queue)
-
-    def settle(self) -> None:
-        """Note everything that devices have to tell so far. Waits for them."""
-        self._take_counters()
-        for queue in self._queues:
-            queue.settle()
-
-    def refresh(self) -> None:
-        """Note what devices have told so far; what they have not is asked for, and comes later."""
-        self._take_counters()
-        for queue in self._queues:
-            queue.send()
-
-    def _take_counters(self) -> None:
-        """Let the counters of devices travel with the flags; they begin anew."""
+    def settle(self, *, wait: bool = True) -> None:
+        """Note what devices know. Without waiting, what they have told so far; the rest comes later."""
         if _torch.is_capturing():
             return  # What is on the device has no value then.
+        # Counters travel with the flags, and begin anew.
         for tally in self._tallies.values():
             with self._lock:
                 counters, tally.counters = tally.counters, {}
             for counter in counters.values():
                 self._flags.put(partial(self._add, tally), counter)
+        if wait:
+            self._flags.settle()
+        else:
+            self._flags.send()
 
     def passed(self, rule: str, step: int, cause: Callable[[], str]) -> None:
         """Note that a step in which a rule was due is over; say so where it never fires."""
@@ -333,10 +319,7 @@ class Journal:
         Args:
             wait: for devices. Otherwise what they have counted is a moment old.
         """
-        if wait:
-            self.settle()
-        else:
-            self.refresh()
+        self.settle(wait=wait)
         return {rule: tally.status() for rule, tally in self._tallies.items()}
 
 

@@ -185,6 +185,10 @@ class Traps:
                 state.journal.fired(lane.rule.id, clock.step)
         return Verdict(flag=flag)
 
+    def settle(self, *, wait: bool = True) -> None:
+        """Report what the device has decided. Waits for it where there is something to report."""
+        self._deferred.settle(wait=wait)
+
     def _report(self, case: Case, values: list[float]) -> NonFiniteGradientError | None:
         """Say what the device has decided in an earlier step; return the error that is due."""
         watch = self._watches.setdefault(case.clock, Watch())

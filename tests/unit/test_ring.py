@@ -12,6 +12,7 @@ import torch
 from runs import KEY, meta
 from torch import Tensor
 
+import gradsurgeon
 from gradsurgeon import Event, _torch, load
 from gradsurgeon.runtime.journal import Journal
 from gradsurgeon.runtime.recorder import Recorder
@@ -241,6 +242,31 @@ def test_the_status_of_a_moment_ago_waits_for_nothing(copies: list[Copy]) -> Non
     journal.altered("a", torch.zeros((), dtype=torch.int64))
     assert journal.status(wait=False)["a"].changed == 1.0
     assert journal.status()["a"].changed == 1.0
+
+
+def test_events_wait_for_no_device_and_status_does(copies: list[Copy]) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = {"id": "clip", "action": "clip-norm", "params": "*", "at": "step", "max_norm": 1.0}
+    session = gradsurgeon.apply(model, {"version": 1, "rules": [{**rule, "per": "rule"}]})
+
+    def spoil() -> None:
+        model.weight.grad = torch.full((1, 2), math.nan)
+        optimizer.step()
+
+    spoil()
+    assert session.events == []
+    copied = len(copies)
+    assert copied > 0
+    assert not any(copy.there for copy in copies)
+    for copy in copies:
+        copy.arrive()
+    assert [event.step for event in session.events] == [0]
+    spoil()
+    assert len(session.events) == 1
+    session.status()
+    assert [event.step for event in session.events] == [0, 1]
+    session.remove()
 
 
 def test_nothing_is_moved_while_a_graph_is_captured(
