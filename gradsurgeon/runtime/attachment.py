@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
@@ -70,10 +69,6 @@ class Attachment:
         self._records = Records()
         journal = Journal(rules, [len(plan.of(rule.id)) for rule in rules])
         recorder = Recorder(self._records, writer, journal)
-        if writer is None:
-            self._records.on_drop = journal.records_dropped
-        else:
-            writer.on_failure = partial(journal.emit, "notice", warn=True)
         self._state = State(
             program=program,
             targets=Targets(model, program.names),

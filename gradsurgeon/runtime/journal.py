@@ -103,12 +103,7 @@ class _Repeated:
 
 
 class Journal:
-    """Events in order, and one tally per rule. Several threads may write to it.
-
-    Args:
-        rules: every rule, in file order.
-        matched: how many tensors each matches.
-    """
+    """Events in order, and one tally per rule. Several threads may write to it."""
 
     def __init__(self, rules: Sequence[Rule], matched: Sequence[int]) -> None:
         self.events: list[Event] = []
@@ -133,16 +128,9 @@ class Journal:
         warn: bool = False,
         raised: bool = False,
     ) -> None:
-        """Note an event, and tell of it.
+        """Note an event, and tell of it: by a warning, where the caller ought to see it at once.
 
-        Args:
-            kind: what sort of thing it is.
-            message: what happened; its first line stands for itself.
-            rule: the rule concerned.
-            step: the clock concerned.
-            name: the tensor concerned.
-            warn: warn the caller, who ought to see it at once.
-            raised: an exception is about to tell it.
+        The first line of the message stands for itself. ``raised``: an exception is about to tell it.
         """
         self._note(Event(kind, rule, step, _dist.rank(), name, message))
         text, level = message, logging.INFO
@@ -314,11 +302,7 @@ class Journal:
         return [(rule, tally.due) for rule, tally in tallies if tally.matched and not tally.fired]
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
-        """Return what each rule has done.
-
-        Args:
-            wait: for devices. Otherwise what they have counted is a moment old.
-        """
+        """Return what each rule has done. Without waiting, what devices have counted is a moment old."""
         self.settle(wait=wait)
         return {rule: tally.status() for rule, tally in self._tallies.items()}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from gradsurgeon import _dist, _numbers, _statistics, _torch
 
 Item = TypeVar("Item")
-# One tensor per device, with the tensors whose norms it holds.
+# One tensor per device, with the indices of the parameters whose norms it holds.
 Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
 
 
@@ -44,14 +44,7 @@ def norms(
     *,
     scale: Tensor | None = None,
 ) -> Norms:
-    """Return the norms of gradients, float32; one tensor per device, with the tensors it covers.
-
-    Args:
-        tensors: their indices.
-        grads: the gradients.
-        order: of the norm.
-        scale: what a `GradScaler` has multiplied them by; the norms are without it.
-    """
+    """Return the norms of gradients, float32, without the scale of a `GradScaler`."""
     if sharded := _dist.any_sharded(grads):
         grads = [_dist.settled(grad) for grad in grads]
     measure = _norms if sharded else _numbers.norms

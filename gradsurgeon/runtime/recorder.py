@@ -38,10 +38,7 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        records: Records,
-        writer: RunWriter | None = None,
-        journal: Journal | None = None,
+        self, records: Records, writer: RunWriter | None = None, journal: Journal | None = None
     ) -> None:
         self.records = records
         self.writer = writer
@@ -53,6 +50,10 @@ class Recorder:
         self._owed = False
         if journal is not None:
             journal.sink = self.event
+            if writer is None:
+                records.on_drop = journal.records_dropped
+            else:
+                writer.on_failure = partial(journal.emit, "notice", warn=True)
         if writer is not None:
             # A script may end without `remove()`, on an exception above all. Weakly, because of a
             # session that never began only the list of what is to be done at exit would know.

@@ -99,7 +99,7 @@ def _a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch, "is_host", lambda _: False)
     # Norms are taken as on a device: one call over the list.
     monkeypatch.setattr(_numbers, "_FEW", -1)
-    monkeypatch.setattr(_numbers, "_way_on_host", _numbers._way_on_device)
+    monkeypatch.setattr(_numbers, "_DOTTED", set())
 
 
 ALL = LOG + TRAP + CLIP + CLAMP
