@@ -151,17 +151,14 @@ class Attachment:
 
     @property
     def removed(self) -> bool:
-        """Whether `remove()` has been called, or the model is gone."""
         return self._removed
 
     @property
     def mode(self) -> Mode:
-        """Whether the rules edit or only observe."""
         return self._state.mode
 
     @property
     def paused(self) -> bool:
-        """Whether no rule acts for now."""
         return self._state.paused
 
     def pause(self) -> None:
@@ -175,7 +172,6 @@ class Attachment:
 
     @property
     def start_step(self) -> int:
-        """The number of the first update."""
         return self._state.clocks.start
 
     @property

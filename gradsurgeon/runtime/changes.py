@@ -79,7 +79,6 @@ class ModelChanges:
             bind(self._plan.rules, from_model(model), alone=False)
 
     def arrived(self, tensors: Sequence[int]) -> None:
-        """Note that the hooks of some tensors were called."""
         self._arrived.update(tensors)
 
     def unowned(self) -> list[int]:
@@ -162,7 +161,6 @@ class ModelChanges:
         return f"its rules act on the new one from now on, and may have missed {steps}"
 
     def _tell_swapped(self) -> None:
-        """Say whose hooks were installed anew."""
         tensors, self._swapped = sorted(set(self._swapped)), []
         text = "got another content by a conversion, which takes no hooks along: they were installed anew"
         self._say_of_each("hook-rearmed", tensors, lambda name: f"{name} {text}")

@@ -105,7 +105,6 @@ class Engine:
         self._module_hooks.attach(named_modules(self._model()))
 
     def detach(self) -> None:
-        """Take all hooks off."""
         self.attached = False
         self.steps.close()
         self._module_hooks.detach()
@@ -230,7 +229,6 @@ class Engine:
         self._edits.spare(self.manual.withdraw())
 
     def losses_scaled(self, scaler: GradScaler, losses: Sequence[Tensor]) -> None:
-        """Take notice of losses that a scaler has scaled."""
         self._state.scaling.scaled(scaler, losses)
 
     @contextmanager
@@ -252,7 +250,6 @@ class Engine:
 
     @property
     def tag_rules(self) -> tuple[Rule, ...]:
-        """The rules on tensors that the script tags."""
         return self._state.program.tags
 
     def why_never(self, *, due: bool) -> str:

@@ -42,7 +42,6 @@ _on_tags: list[str] = []
 
 
 def find(model: nn.Module) -> Attachment | None:
-    """Return the session of a model, if there is one that was not removed."""
     session = _sessions.get(model)
     return None if session is None or session.removed else session
 
