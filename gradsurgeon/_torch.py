@@ -145,22 +145,23 @@ class Stream:
 
 
 class Arrival:
-    """A copy to the host under way, and what it is made of."""
+    """Copies of 1-dim tensors of one device, on their way to the host."""
 
-    def __init__(self, source: Tensor, event: Any = None) -> None:
-        # Must not be given to others before it has been read.
-        self._source: Tensor | None = source
+    def __init__(self, parts: Sequence[Tensor], host: Tensor, event: Any = None) -> None:
+        # Kept until then: memory of another stream must not be given to others before it has been read.
+        self._parts = parts
+        self._host = host
         self._event = event
 
     def done(self) -> bool:
-        """Tell, without waiting, whether the copy can be read."""
+        """Tell, without waiting, whether the copies can be read."""
         return self._event is None or bool(self._event.query())
 
-    def wait(self) -> None:
-        """Wait until the copy can be read."""
+    def wait(self) -> Sequence[Tensor]:
+        """Wait until the copies can be read, and return them."""
         if self._event is not None:
             self._event.synchronize()
-        self._source = None
+        return torch.split(self._host, [len(part) for part in self._parts])
 
 
 @lru_cache(maxsize=4096)
@@ -172,22 +173,19 @@ def integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
         return found.to(device, non_blocking=True)
 
 
-def landing(room: int, device: torch.device) -> Tensor:
-    """Return host memory for float32 numbers that `send` brings from a device."""
-    pinned = device.type == "cuda"
-    return torch.empty(room, dtype=torch.float32, device="cpu", pin_memory=pinned)
-
-
-def send(source: Tensor, target: Tensor) -> Arrival:
-    """Begin to copy to memory from `landing`: from CUDA without waiting, else at once."""
-    if source.device.type != "cuda":
-        target.copy_(source)
-        return Arrival(source)
+def send(parts: Sequence[Tensor]) -> Arrival:
+    """Begin to copy 1-dim tensors of one device to the host: from CUDA without waiting, else at once."""
+    with torch.no_grad():
+        whole = torch.cat(list(parts))
+    if whole.device.type != "cuda":
+        return Arrival(parts, whole.cpu())
     cuda: Any = torch.cuda  # has no types
-    target.copy_(source, non_blocking=True)
+    # A copy to pageable memory is one that waits. Torch keeps pinned memory for the next copy.
+    host = torch.empty(len(whole), dtype=whole.dtype, device="cpu", pin_memory=True)
+    host.copy_(whole, non_blocking=True)
     event = cuda.Event()
-    event.record(cuda.current_stream(source.device))
-    return Arrival(source, event)
+    event.record(cuda.current_stream(whole.device))
+    return Arrival(parts, host, event)
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:

@@ -93,7 +93,7 @@ class Deferred:
     def __init__(self, state: State, report: Report) -> None:
         self._state = state
         self._report = report
-        self._ring: Ring[Case] = Ring(self._take, rows=_EVERY)
+        self._ring: Ring[Case] = Ring(self._take)
         self._count = 0
         self._error: tuple[int, NonFiniteGradientError] | None = None
 
@@ -158,9 +158,12 @@ class Deferred:
         self._ring.collect()
         return self._pop()
 
-    def settle(self) -> None:
-        """Report all that is not reported yet. Waits for the device where there is something."""
-        self._ring.settle()
+    def settle(self, *, wait: bool = True) -> None:
+        """Report all that is not reported yet; without waiting, what the device has told so far."""
+        if wait:
+            self._ring.settle()
+        else:
+            self._ring.send()
 
     def settled(self) -> NonFiniteGradientError | None:
         """Report everything, right before an update that the host decides on; return what is due."""

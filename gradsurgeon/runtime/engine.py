@@ -113,9 +113,9 @@ class Engine:
         self._state.targets.forget()
         self._state.paused = True
 
-    def settle(self) -> None:
+    def settle(self, *, wait: bool = True) -> None:
         """Note what the device has decided so far. Waits for it where there is something."""
-        self._traps.settle()
+        self._traps.settle(wait=wait)
 
     def backward_started(self) -> None:
         """Take notice of a backward pass.

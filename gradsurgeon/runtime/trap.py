@@ -185,9 +185,9 @@ class Traps:
                 state.journal.fired(lane.rule.id, clock.step)
         return Verdict(flag=flag)
 
-    def settle(self) -> None:
+    def settle(self, *, wait: bool = True) -> None:
         """Report what the device has decided. Waits for it where there is something to report."""
-        self._deferred.settle()
+        self._deferred.settle(wait=wait)
 
     def _report(self, case: Case, values: list[float]) -> NonFiniteGradientError | None:
         """Say what the device has decided in an earlier step; return the error that is due."""
