@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -245,7 +246,7 @@ class Engine:
         if not stopped and agenda.traps and any(lane.rule.may_overflow for lane in agenda.at_step):
             verdict = self._traps.decide_edited(clock, suspicious)
         if state.mode == "act":
-            verdict.frozen = tuple(sorted(agenda.frozen))
+            verdict = replace(verdict, frozen=tuple(sorted(agenda.frozen)))
         return verdict
 
     def _rest(self, clock: Clock, scale: Tensor | None) -> Verdict:
