@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -79,10 +79,12 @@ def local(tensor: Tensor) -> Tensor:
 
 def is_partial(tensor: Tensor) -> bool:
     """Tell whether a tensor still awaits the sum over ranks (sequence parallel layers leave such)."""
-    if not is_sharded(tensor):
-        return False
-    sharded: Any = tensor
-    return any(placement.is_partial() for placement in sharded.placements)
+    return is_sharded(tensor) and any(kind.is_partial() for kind in _placements(tensor))
+
+
+def _placements(sharded: Any) -> Sequence[Any]:
+    """Return how a `DTensor` lies along each dimension of its mesh."""
+    return tuple(sharded.placements)
 
 
 def settled(tensor: Tensor) -> Tensor:
@@ -92,9 +94,7 @@ def settled(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 # there is a DTensor, so it is paid
 
     sharded: Any = tensor
-    placements = [
-        Replicate() if placement.is_partial() else placement for placement in sharded.placements
-    ]
+    placements = [Replicate() if kind.is_partial() else kind for kind in _placements(tensor)]
     with torch.no_grad():
         complete: Tensor = sharded.redistribute(placements=placements)
     return complete
@@ -129,20 +129,14 @@ def spread(tensor: Tensor) -> Groups:
     """Return the process groups over which the elements of a tensor are divided."""
     if not is_sharded(tensor):
         return ()
-    sharded: Any = tensor
-    return tuple(
-        sharded.device_mesh.get_group(dim)
-        for dim, placement in enumerate(sharded.placements)
-        if placement.is_shard()
-    )
+    mesh: Any = cast("Any", tensor).device_mesh
+    kinds = enumerate(_placements(tensor))
+    return tuple(mesh.get_group(dimension) for dimension, kind in kinds if kind.is_shard())
 
 
 def mesh_groups(tensor: Tensor) -> Groups:
     """Return the process groups of all dimensions of the mesh that a tensor lies on."""
-    if not is_sharded(tensor):
-        return ()
-    sharded: Any = tensor
-    return tuple(sharded.device_mesh.get_all_groups())
+    return tuple(cast("Any", tensor).device_mesh.get_all_groups()) if is_sharded(tensor) else ()
 
 
 def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
@@ -190,15 +184,15 @@ def store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 # as said
 
 
-def broadcast_text(text: str, source: int, groups: Groups) -> str:
-    """Return the text of rank ``source`` on every rank of the groups. A collective per group."""
-    known: str | None = text if rank() == source else None
+def broadcast(value: object, source: int, groups: Groups) -> Any:
+    """Return the value of rank ``source`` on every rank of the groups. A collective per group."""
+    known = value if rank() == source else None
     for group in groups:
-        texts: list[str | None] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(texts, known, group=group)
+        values: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(values, known, group=group)
         # On a mesh, those who know it pass it on along the next dimension.
-        known = next((text for text in texts if text is not None), None)
-    return known or ""
+        known = next((value for value in values if value is not None), None)
+    return known
 
 
 def data_parallel(params: Iterable[Tensor]) -> list[Any]:

@@ -42,7 +42,8 @@ class Meeting:
 
     def hear(self, word: Word) -> Word:
         """Return on all ranks what the first of the worst off has to say. A collective."""
-        return ranks.hear(word, self.source, self.groups)
+        heard: Word = _dist.broadcast(word, self.source, self.groups)
+        return heard
 
 
 class Agreement:
@@ -64,8 +65,8 @@ class Agreement:
         """Find the other ranks, before the first measure or update that they take together.
 
         Args:
-            tensors: what a pass has reached, or what an optimizer holds.
-            update: it is an update that is about to come.
+            tensors: what a pass has reached, or what the optimizer holds that is about to step.
+            update: an optimizer is about to step.
 
         Raises:
             GradSurgeonError: they do not have the rules, and this one cannot go on without.
@@ -76,12 +77,8 @@ class Agreement:
             self._with_rules(self._state.ranks.reducing(tensors))
 
     def is_missed(self, tensors: Sequence[int], *, update: bool) -> bool:
-        """Tell whether other ranks cannot measure what is divided over all without this paused one.
-
-        Args:
-            tensors: as of `gather`.
-            update: it is an update that is about to come, where all rest if one does that has to edit.
-        """
+        """Tell whether other ranks cannot measure what is divided over all without this paused one."""
+        # Before an update all rest if one does that has to edit.
         if not (self._state.paused and self._measures) or (update and self._edits):
             return False
         return bool(self._with_rules(self._state.ranks.sharing(tensors)))
@@ -111,7 +108,7 @@ class Agreement:
         Args:
             clock: of the optimizer that is about to step.
             severity: of what this rank has seen.
-            guilty: whether what this rank contributed to an average was not finite.
+            guilty: whether this rank contributed what is not finite to an average.
         """
         alone = Meeting(severity, _dist.rank(), (_dist.rank(),) if guilty else ())
         # Not by what a rule has matched: ranks may have different parts of the model.
@@ -170,11 +167,7 @@ class Agreement:
         return False
 
     def _fingerprint(self, *, shared: bool) -> str:
-        """Return what tells the rules that all ranks must have, and the mode, from others.
-
-        Args:
-            shared: whether all rules that measure have to be the same on all ranks as well.
-        """
+        """Return what tells the rules that all ranks must have, and the mode, from others."""
         rules = [
             rule.model_dump_json()
             for rule in self._state.rules

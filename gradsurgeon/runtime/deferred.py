@@ -7,8 +7,7 @@ made of waits on the device, and is read when it has come to the host anyway.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +19,12 @@ from gradsurgeon.runtime.agenda import Agenda, Lane
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.evidence import Evidence, uncounted
 from gradsurgeon.runtime.look import Look
-from gradsurgeon.runtime.ring import Ring
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.verdict import then_of
 
 # Updates whose flags travel together. Ranks must stop at the same update, so that a number of updates
 # and no clock on the wall decides when an error is due.
-_EVERY = 16
+EVERY = 16
 # The largest element of others may not fit in float32.
 _DTYPES = {torch.float32, torch.float16, torch.bfloat16}
 
@@ -38,14 +36,14 @@ class Case:
     Attributes:
         clock: of the optimizer.
         step: what the clock said.
-        lanes: the traps that were due.
+        lanes: the traps that had a gradient to judge.
         tensors: the trapped ones that had a gradient.
         looks: what was seen after each backward pass; its norms are on the device.
     """
 
     clock: Clock
     step: int
-    lanes: tuple[Lane, ...]
+    lanes: Sequence[Lane]
     tensors: tuple[int, ...]
     looks: tuple[Look, ...]
 
@@ -63,45 +61,18 @@ class Case:
         return Evidence(self.looks, self.tensors, now)
 
 
-class Deferred:
-    """The updates of a session that the device decides on."""
+def judge(case: Case, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Judge the gradients of a case on their device.
 
-    def __init__(self) -> None:
-        self._ring: Ring[Case] = Ring(self._take, rows=_EVERY)
-        self._arrived: deque[tuple[Case, Evidence]] = deque()
-        self._count = 0
-
-    def judge(self, case: Case, grads: Sequence[Tensor]) -> Tensor:
-        """Return the flag that tells the optimizer to skip: 0-dim float32, on the device.
-
-        Args:
-            case: the update.
-            grads: the gradients of its tensors.
-        """
-        # Not of norms, which overflow over elements that are finite.
-        worst = measure.norms(case.tensors, grads, math.inf)[0][1]
-        with torch.no_grad():
-            norms = [values.float() for look in case.looks for _, values in look.norms]
-            self._count += 1
-            self._ring.put(case, torch.cat([worst, *norms]))
-            return worst.isfinite().logical_not_().any().to(torch.float32)
-
-    def arrived(self, *, wait: bool = False) -> Iterator[tuple[Case, Evidence]]:
-        """Yield each update once its numbers have come to the host, in order.
-
-        Args:
-            wait: for all of them; else what waits on the device is sent only where it is time.
-        """
-        if wait:
-            self._ring.settle()
-        elif self._count % _EVERY == 0:
-            self._ring.send()
-        self._ring.collect()
-        while self._arrived:
-            yield self._arrived.popleft()
-
-    def _take(self, rows: Sequence[tuple[Case, Tensor]]) -> None:
-        self._arrived.extend((case, case.evidence(values.tolist())) for case, values in rows)
+    Returns:
+        The flag that tells the optimizer to skip, 0-dim float32; and the numbers of the evidence, float32.
+    """
+    # Not of norms, which overflow over elements that are finite.
+    worst = measure.norms(case.tensors, grads, math.inf)[0][1]
+    with torch.no_grad():
+        norms = [values.float() for look in case.looks for _, values in look.norms]
+        flag = worst.isfinite().logical_not_().any().to(torch.float32)
+        return flag, torch.cat([worst, *norms])
 
 
 def can_defer(state: State, agenda: Agenda, grads: Sequence[Tensor], looks: Sequence[Look]) -> bool:

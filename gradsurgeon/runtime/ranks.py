@@ -6,10 +6,9 @@ is put to all of them, in one reduced number, outside of autograd.
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -177,9 +176,3 @@ def worst(severity: int, groups: _dist.Groups) -> tuple[int, int]:
     mine = torch.tensor([severity * (world + 1) + world - _dist.rank()], device="cpu")
     largest, left = divmod(int(_dist.reduce(mine, groups, "max")), world + 1)
     return largest, world - left
-
-
-def hear(word: Word | None, source: int, groups: _dist.Groups) -> Word:
-    """Return the word of rank ``source`` on all ranks. A collective."""
-    said = json.dumps(asdict(word)) if word is not None else ""
-    return Word(**json.loads(_dist.broadcast_text(said, source, groups)))

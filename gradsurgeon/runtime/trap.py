@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from threading import RLock
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from gradsurgeon.runtime.agenda import Lane
 from gradsurgeon.runtime.agreement import Agreement
 from gradsurgeon.runtime.border import Border, finding_of_flags
 from gradsurgeon.runtime.clock import Clock
-from gradsurgeon.runtime.deferred import Case, Deferred, can_defer
+from gradsurgeon.runtime.deferred import EVERY, Case, can_defer, judge
 from gradsurgeon.runtime.evidence import Evidence, uncounted
 from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.flags import Flag
@@ -28,6 +27,7 @@ from gradsurgeon.runtime.look import Look
 from gradsurgeon.runtime.measure import as_dict, suspects, suspects_of
 from gradsurgeon.runtime.notices import tell_of_foreign_scale
 from gradsurgeon.runtime.ranks import Word
+from gradsurgeon.runtime.ring import Ring
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.verdict import FINE, OVERFLOWED, RAISE, SKIP, Verdict
 
@@ -50,11 +50,11 @@ class Traps:
         self._histories: defaultdict[Clock, TrapHistory] = defaultdict(TrapHistory)
         # What was seen after each backward pass of the current step.
         self._looks: defaultdict[Clock, list[Look]] = defaultdict(list)
-        self._deferred = Deferred()
-        # That a step has led to on the device, and a later one has to raise.
+        # The steps that devices have decided on, and how many there have been.
+        self._deferred: Ring[Case] = Ring(self._report_deferred, rows=EVERY)
+        self._deferred_steps = 0
+        # What one of them has led to, and a later step has to raise.
         self._late_error: NonFiniteGradientError | None = None
-        # Readers of events, who make the device's decisions known, live in other threads.
-        self._lock = RLock()
 
     def saw(self, clock: Clock, look: Look) -> None:
         """Keep what was seen after a backward pass of the current step."""
@@ -70,8 +70,7 @@ class Traps:
 
         Reads the device once, and again only for a report.
         """
-        self.settle()
-        if (error := self._pop_late_error()) is not None:
+        if (error := self._late_error_due(wait=True)) is not None:
             return self._conclude(clock, [], error=error)
         self._histories[clock].scaler_skips = 0
         return self._conclude(clock, [*self._of_params(clock, finals), *self._of_sites(clock)])
@@ -83,18 +82,15 @@ class Traps:
         doubtful = suspects(measure.norms(*gradients))
         bad = measure.counts(dict(zip(*state.targets.grads(doubtful), strict=True)))
         order = tuple(state.targets.grads(agenda.trapped)[0])
-        border = Border(
-            "right before the update, and finite before the rules at `step`", order, bad, {}
-        )
-        history = self._histories[clock]
-        return self._conclude(
-            clock,
-            [
-                history.trip(lane.rule, clock.step, border.finding(state.program.names))
-                for lane in agenda.traps
-                if not bad.keys().isdisjoint(lane.tensors)
-            ],
-        )
+        moment = "right before the update, and finite before the rules at `step`"
+        trips = [
+            self._histories[clock].trip(
+                lane.rule, clock.step, Border(moment, order, bad, {}).finding(state.program.names)
+            )
+            for lane in agenda.traps
+            if not bad.keys().isdisjoint(lane.tensors)
+        ]
+        return self._conclude(clock, trips)
 
     def measure(self, clock: Clock, finals: Finals) -> None:
         """Take part in what other ranks measure, and make nothing of it."""
@@ -118,19 +114,18 @@ class Traps:
         grads, looks = finals.of(tensors), tuple(self._looks[clock])
         if not can_defer(state, agenda, grads, looks):
             return None
-        self._report_deferred()
-        if (error := self._pop_late_error()) is not None:
+        if (error := self._late_error_due()) is not None:
             return Verdict(error=error)
         self._histories[clock].scaler_skips = 0
-        case = Case(clock, clock.step, agenda.traps, tuple(tensors), looks)
-        for lane in agenda.traps:
-            if not set(lane.tensors).isdisjoint(tensors):
-                state.journal.fired(lane.rule.id, clock.step)
-        return Verdict(flag=self._deferred.judge(case, grads))
+        case = Case(clock, clock.step, self._fired(clock, tensors), tuple(tensors), looks)
+        flag, numbers = judge(case, grads)
+        self._deferred.put(case, numbers)
+        self._deferred_steps += 1
+        return Verdict(flag=flag)
 
     def settle(self) -> None:
-        """Report what the device has decided. Waits for it where there is something to report."""
-        self._report_deferred(wait=True)
+        """Report what devices have decided. Waits for them where there is something to report."""
+        self._deferred.settle()
 
     def scaled_away(self, clock: Clock, scale: Tensor) -> None:
         """Note a step that a scaler has skipped, and tell an overflow from a NaN that never ends.
@@ -161,16 +156,23 @@ class Traps:
         clean = not (before or doubtful or (last is not None and last.counts))
         if clean and last is not None and state.scaling.scale is None:
             tell_of_foreign_scale(state, clock, last.norms, norms)
-        for lane in agenda.traps:
-            if len(tensors) == len(agenda.trapped) or not set(lane.tensors).isdisjoint(tensors):
-                state.journal.fired(lane.rule.id, clock.step)
-                if clean:
-                    self._histories[clock].clear(lane.rule)
+        fired = self._fired(clock, tensors)
         if clean:
+            for lane in fired:
+                self._histories[clock].clear(lane.rule)
             return []
         bad = measure.counts(dict(zip(doubtful, finals.of(doubtful), strict=True)))
-        evidence = Evidence(looks, tensors, bad, norms)
-        return self._judge(agenda.traps, clock, clock.step, evidence)
+        return self._judge(fired, clock, clock.step, Evidence(looks, tensors, bad, norms))
+
+    def _fired(self, clock: Clock, tensors: Sequence[int]) -> list[Lane]:
+        """Count the traps of this step that have a gradient to judge, and return them."""
+        agenda = self._state.agenda(clock)
+        fired = list(agenda.traps)
+        if len(tensors) < len(agenda.trapped):
+            fired = [lane for lane in fired if not set(lane.tensors).isdisjoint(tensors)]
+        for lane in fired:
+            self._state.journal.fired(lane.rule.id, clock.step)
+        return fired
 
     def _of_sites(self, clock: Clock) -> list[Trip]:
         """Judge what traps on module tensors and tags saw since the last update."""
@@ -192,14 +194,14 @@ class Traps:
         history.scaler_skips += 1
         state.journal.emit("scaler-skip", SCALER_SKIP.format(step=clock.step), step=clock.step)
         low = float(scale) < 1.0
-        traps = self._state.agenda(clock).traps
-        stuck = [lane for lane in traps if low or history.is_stuck(lane.rule)]
+        agenda = state.agenda(clock)
+        stuck = [lane for lane in agenda.traps if low or history.is_stuck(lane.rule)]
         if not stuck or state.mode == "observe":
             return []
         # A scaler looks before the script can repair or clip, and so must the trap.
         looks = self._looks[clock]
-        trapped = state.agenda(clock).trapped
-        norms = as_dict(looks[-1].norms if looks else measure.norms(*state.targets.grads(trapped)))
+        seen = looks[-1].norms if looks else measure.norms(*state.targets.grads(agenda.trapped))
+        norms = as_dict(seen)
         bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
         why = "its scale is below 1" if low else f"{history.scaler_skips} steps in a row"
         why = f"the GradScaler keeps skipping ({why}): "
@@ -213,16 +215,13 @@ class Traps:
         history, judged = self._histories[clock], set(evidence.tensors)
         trips = []
         for lane in lanes:
-            tensors = [tensor for tensor in lane.tensors if tensor in judged]
-            if not tensors:
-                continue
-            if any(tensor in evidence.now for tensor in tensors):
+            if any(tensor in evidence.now for tensor in lane.tensors):
                 finding = evidence.border().finding(self._state.program.names)
                 trips.append(history.trip(lane.rule, step, finding, guilty=evidence.guilty))
-            else:
-                history.clear(lane.rule)
-                repaired = [tensor for tensor in tensors if tensor in evidence.before]
-                self._mention_repair(lane.rule, step, repaired)
+                continue
+            history.clear(lane.rule)
+            repaired = evidence.before.intersection(judged)
+            self._mention_repair(lane.rule, step, [i for i in lane.tensors if i in repaired])
         return trips
 
     def _conclude(
@@ -309,16 +308,20 @@ class Traps:
         rank = finding.ranks[0] if finding.ranks else _dist.rank()
         return Word(rank, rule, finding.name, text)
 
-    def _report_deferred(self, *, wait: bool = False) -> None:
-        with self._lock:
-            for case, evidence in self._deferred.arrived(wait=wait):
-                # It comes at another moment on each rank, which can only speak for itself.
-                verdict = self._report(self._judge(case.lanes, case.clock, case.step, evidence))
-                self._late_error = self._late_error or verdict.error
-
-    def _pop_late_error(self) -> NonFiniteGradientError | None:
+    def _late_error_due(self, *, wait: bool = False) -> NonFiniteGradientError | None:
+        if wait:
+            self._deferred.settle()
+        elif self._deferred_steps % EVERY == 0:
+            self._deferred.send()
+        self._deferred.collect()
         error, self._late_error = self._late_error, None
         return error
+
+    def _report_deferred(self, rows: Sequence[tuple[Case, Tensor]]) -> None:
+        for case, numbers in rows:
+            trips = self._judge(case.lanes, case.clock, case.step, case.evidence(numbers.tolist()))
+            # It comes at another moment on each rank, which can only speak for itself.
+            self._late_error = self._late_error or self._report(trips).error
 
     def _mention_repair(self, rule: Rule, step: int, repaired: Sequence[int]) -> None:
         if not repaired:
