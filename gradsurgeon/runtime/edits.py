@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -28,7 +28,8 @@ class StepEdits:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        # Gradients that were edited as final ones at the end of a pass, before an optimizer turned up.
+        # Gradients that were edited as final ones at the end of a pass, before an optimizer turned up
+        # that is about to consume them, unless the script assigns others.
         self._spared: dict[int, weakref.ref[Tensor]] = {}
         # What the edits of the last step have made of a few elements, to be found again in the next one
         # where the script updates twice from one gradient.
@@ -48,7 +49,9 @@ class StepEdits:
         """
         state = self._state
         agenda = state.agenda(clock)
-        edited = self._unspared(agenda.edited, finals) if acting else frozenset()
+        spared = {i: self._spared.pop(i) for i in agenda.edited.intersection(self._spared)}
+        same = {i for i, grad in spared.items() if i in finals and finals[i] is grad()}
+        edited = agenda.edited - same if acting else frozenset()
         suspicious: set[int] = set()
         with torch.no_grad():
             finals.unscale(edited)
@@ -99,15 +102,9 @@ class StepEdits:
         for tensor in tensors:
             self._spared.pop(tensor, None)
 
-    def spare(self, edited: dict[int, weakref.ref[Tensor]]) -> None:
+    def spare(self, edited: Mapping[int, weakref.ref[Tensor]]) -> None:
         """Leave gradients alone in the next update that have been edited for it already."""
         self._spared.update(edited)
-
-    def _unspared(self, tensors: frozenset[int], finals: Finals) -> frozenset[int]:
-        """Return the tensors whose gradient is not one that has been edited for this update."""
-        spared = {i: self._spared.pop(i) for i in tensors.intersection(self._spared)}
-        same = {i for i, grad in spared.items() if i in finals and finals[i] is grad()}
-        return tensors - same
 
     def _one(self, lane: Lane, finals: Finals, tensors: Sequence[int]) -> None:
         state, rule = self._state, lane.rule

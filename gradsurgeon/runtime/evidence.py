@@ -44,6 +44,11 @@ class Evidence:
             if math.isnan(norm) or (math.isinf(norm) and tensor in self.now)
         )
 
+    @cached_property
+    def repaired(self) -> frozenset[int]:
+        """The tensors that were non-finite after the last backward pass and are finite at the update."""
+        return self.before.intersection(self.tensors).difference(self.now)
+
     @property
     def guilty(self) -> bool:
         """Whether this rank contributed what is not finite to an average.

@@ -212,16 +212,15 @@ class Traps:
         self, lanes: Iterable[Lane], clock: Clock, step: int, evidence: Evidence
     ) -> list[Trip]:
         """Let each trap that was due in a step judge the gradients that it watches."""
-        history, judged = self._histories[clock], set(evidence.tensors)
-        trips = []
+        history, trips = self._histories[clock], []
         for lane in lanes:
             if any(tensor in evidence.now for tensor in lane.tensors):
                 finding = evidence.border().finding(self._state.program.names)
                 trips.append(history.trip(lane.rule, step, finding, guilty=evidence.guilty))
                 continue
             history.clear(lane.rule)
-            repaired = evidence.before.intersection(judged)
-            self._mention_repair(lane.rule, step, [i for i in lane.tensors if i in repaired])
+            repaired = [tensor for tensor in lane.tensors if tensor in evidence.repaired]
+            self._mention_repair(lane.rule, step, repaired)
         return trips
 
     def _conclude(
