@@ -64,10 +64,6 @@ class Agreement:
     def gather(self, tensors: Sequence[int], *, update: bool) -> None:
         """Find the other ranks, before the first measure or update that they take together.
 
-        Args:
-            tensors: what a pass has reached, or what the optimizer holds that is about to step.
-            update: an optimizer is about to step.
-
         Raises:
             GradSurgeonError: they do not have the rules, and this one cannot go on without.
         """
@@ -105,10 +101,7 @@ class Agreement:
     def meet(self, clock: Clock, severity: int, *, guilty: bool) -> Meeting:
         """Let all ranks learn how the worst off of them is. A collective where they meet.
 
-        Args:
-            clock: of the optimizer that is about to step.
-            severity: of what this rank has seen.
-            guilty: whether this rank contributed what is not finite to an average.
+        A rank is guilty that contributed what is not finite to an average.
         """
         alone = Meeting(severity, _dist.rank(), (_dist.rank(),) if guilty else ())
         # Not by what a rule has matched: ranks may have different parts of the model.
@@ -127,7 +120,6 @@ class Agreement:
         return Meeting(worst, source, ranks.who(guilty, groups), groups)
 
     def may_meet(self, clock: Clock) -> bool:
-        """Tell whether what becomes of an update can be for other ranks to say."""
         return bool(self._common(clock))
 
     def _common(self, clock: Clock) -> _dist.Groups:
@@ -176,7 +168,6 @@ class Agreement:
         return hashlib.sha256("\n".join([self._state.mode, *rules]).encode()).hexdigest()
 
     def _mention_none(self, clock: Clock) -> None:
-        """Say once why a rank decides alone."""
         unreduced = self._state.ranks.reducing(clock.tensors, any_pass=True)
         if unreduced:
             why = "the last backward pass before this update reduced nothing over ranks (`no_sync`)"
@@ -193,7 +184,6 @@ _CHANGING = ("edit", "freeze")
 
 
 def _decides(rule: Rule) -> bool:
-    """Tell whether a rule can stop or skip an update."""
     return then_of(rule) in ("raise", "skip-step")
 
 
@@ -206,7 +196,6 @@ def _edits_updates(rule: Rule) -> bool:
 
 
 def _lacking(roll: Roll, mine: Answer) -> str:
-    """Say which ranks lack the rules."""
     me = _dist.rank()
     if me in roll.absent:
         rest = _dist.named([rank for rank in roll.wanted if rank != me])

@@ -11,6 +11,7 @@ from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.measure import Count
 
 _SHOWN = 12
+_PARTS = "a part is where a rank keeps its share of the sum: any rank may have added it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Finding:
     reduced: bool = True
 
     def caused_by(self, ranks: tuple[int, ...]) -> Finding:
-        """Return the same with the ranks that contributed what is not finite, if any are known."""
+        """Return the same with the ranks that contributed what is not finite, if they are known."""
         if not (ranks and self.reduced):
             return self
         cause = f"{_dist.named(ranks)} contributed what is not finite"
@@ -56,7 +57,6 @@ class Border:
     norms: dict[int, float]
 
     def finding(self, names: Sequence[str]) -> Finding:
-        """Return the report, with the names of all tensors."""
         head = f"{len(self.bad)} of {len(self.order)} gradients are not finite {self.moment}"
         labels = [printable(names[tensor]) for tensor in self.order]
         first = next(place for place, tensor in enumerate(self.order) if tensor in self.bad)
@@ -66,16 +66,11 @@ class Border:
             self._row(tensor, label.ljust(width))
             for tensor, label in zip(self.order, labels, strict=True)
         ]
-        lines = [
-            "in the order in which backward produced them:",
-            *_window(rows, first),
-            self._advice(labels, first),
-        ]
+        lines = ["in the order in which backward produced them:", *_window(rows, first)]
+        lines.append(self._advice(labels, first))
         ranks = self.bad[culprit].ranks
         if ranks:
-            lines.append(
-                "a part is where a rank keeps its share of the sum: any rank may have added it"
-            )
+            lines.append(_PARTS)
         return Finding(names[culprit], head, lines, ranks)
 
     def _row(self, tensor: int, label: str) -> str:
@@ -107,11 +102,7 @@ class Border:
 
 
 def finding_of_flags(flags: Sequence[tuple[Flag, int]]) -> Finding:
-    """Return the report on module tensors and tags.
-
-    Args:
-        flags: in the order in which the tensors came, with the number of non-finite elements.
-    """
+    """Return the report on module tensors and tags: flags in order, with non-finite elements counted."""
     bad = [place for place, (_, count) in enumerate(flags) if count]
     rows = [
         f"  > non-finite  the {flag.what} of {printable(flag.name)}  {count:,} elements"

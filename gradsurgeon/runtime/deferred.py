@@ -37,8 +37,8 @@ class Case:
         clock: of the optimizer.
         step: what the clock said.
         lanes: the traps that had a gradient to judge.
-        tensors: the trapped ones that had a gradient.
-        looks: what was seen after each backward pass; its norms are on the device.
+        tensors: their gradients.
+        looks: what was seen after each backward pass, on the device.
     """
 
     clock: Clock
@@ -48,11 +48,7 @@ class Case:
     looks: tuple[Look, ...]
 
     def evidence(self, numbers: Sequence[float]) -> Evidence:
-        """Return what was seen.
-
-        Args:
-            numbers: the largest element of each gradient at the update, and the norms after backward.
-        """
+        """Return what was seen, by the numbers that `judge` has sent."""
         if math.isfinite(sum(numbers)):  # float32 cannot make a sum of doubles overflow
             return Evidence((), self.tensors, {})
         worst = zip(self.tensors, numbers, strict=False)  # the norms follow
@@ -65,7 +61,8 @@ def judge(case: Case, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Judge the gradients of a case on their device.
 
     Returns:
-        The flag that tells the optimizer to skip, 0-dim float32; and the numbers of the evidence, float32.
+        The flag that tells the optimizer to skip, 0-dim float32; and the largest element of each gradient,
+        followed by the norms after backward, float32.
     """
     # Not of norms, which overflow over elements that are finite.
     worst = measure.norms(case.tensors, grads, math.inf)[0][1]

@@ -168,11 +168,7 @@ class Engine:
         agenda = state.agenda(clock)
         finals = Finals(state, {*agenda.trapped, *agenda.stepped}, step.scale)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
-        verdict = self._traps.defer(clock, finals) if step.flaggable else None
-        if verdict is not None:
-            self._edits.run(clock, finals, step.scale, acting=verdict.error is None)
-            return verdict
-        verdict = self._traps.decide(clock, finals)
+        verdict = self._traps.decide(clock, finals, flaggable=step.flaggable)
         stopped = verdict.skip or verdict.error is not None
         suspicious = self._edits.run(clock, finals, step.scale, acting=not stopped)
         # By the rules alone, which are those of all ranks: they decide together.

@@ -40,7 +40,6 @@ class Flag:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The rule and the tensor."""
         return self.rule.id, self.name
 
     @property
@@ -73,7 +72,7 @@ class Flags:
         return last is not None and (last.fed or last.waits or last.graph is not None)
 
     def add(self, flag: Flag, *, again: bool = False) -> None:
-        """Note a flag; ``again`` says that a forward pass is run again inside a backward pass."""
+        """Note a flag, ``again`` where a forward pass is run again inside a backward pass."""
         if not again:
             self._last[flag.key] = flag
         if len(self._flags) >= self._most:
@@ -100,13 +99,9 @@ class Flags:
     def take(self, clock: Clock, common: Clock) -> list[tuple[Flag, int]]:
         """Return the flags that an update of ``clock`` has to answer for, with their counts.
 
-        Reads the device once. Those of forwards that fed no update are dropped; where one of them was
-        non-finite, that is an event.
-
-        Args:
-            clock: of the optimizer.
-            common: of modules that no optimizer owns, such as a backbone that is left out: whichever
-                update comes next answers for them.
+        Those of the ``common`` clock belong to modules that no optimizer owns, such as a backbone that is
+        left out: whichever update comes next answers for them. Those of forwards that fed no update are
+        dropped; where one of them was non-finite, that is an event. Reads the device once.
         """
         counted = _counted(flag for flag in self._flags if flag.clock() in (clock, common))
         self._flags = [flag for flag in self._flags if flag.clock() not in (clock, common)]
@@ -117,7 +112,6 @@ class Flags:
         return fed
 
     def forget(self, clock: Clock) -> None:
-        """Forget the flags of a step that did not take place."""
         self._flags = [flag for flag in self._flags if flag.clock() is not clock]
 
     def close(self) -> None:
@@ -137,6 +131,5 @@ class Flags:
 
 
 def _counted(flags: Iterable[Flag]) -> list[tuple[Flag, int]]:
-    """Return flags with their counts. Reads each device once."""
     flags = list(flags)
     return list(zip(flags, read([flag.count for flag in flags]), strict=True))

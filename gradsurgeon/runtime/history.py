@@ -33,16 +33,14 @@ class Trip:
 
     @property
     def then(self) -> str:
-        """What becomes of the step."""
         return "raise" if self.in_a_row >= self.rule.give_up_after else self.rule.then
 
     @property
     def severity(self) -> int:
-        """How bad it is for the step."""
         return {"raise": RAISE, "skip-step": SKIP, "warn": FINE}[self.then]
 
     def outcome(self, mode: Mode) -> str:
-        """Return what becomes of the step as a line of the report."""
+        """Return what becomes of the step, as a line of the report."""
         rule = self.rule
         if mode == "observe":
             return f"observing only: `then: {rule.then}` would have acted"
@@ -58,7 +56,7 @@ class Trip:
         }[self.then]
 
     def given_up(self, why: str) -> Trip:
-        """Return the same as the last of a row, with what its report begins with."""
+        """Return the same as the last of a row; its report begins with the reason."""
         finding = replace(self.finding, head=why + self.finding.head)
         in_a_row = max(self.in_a_row, self.rule.give_up_after)
         return replace(self, in_a_row=in_a_row, finding=finding)
@@ -72,12 +70,10 @@ class TrapHistory:
     scaler_skips: int = 0
 
     def trip(self, rule: Rule, step: int, finding: Finding, *, guilty: bool = False) -> Trip:
-        """Count that a trap has tripped once more."""
         self.in_a_row[rule.id] += 1
         return Trip(cast("NanTrap", rule), step, self.in_a_row[rule.id], finding, guilty)
 
     def clear(self, rule: Rule) -> None:
-        """Count from the beginning: a trap has not tripped."""
         self.in_a_row[rule.id] = 0
 
     def is_stuck(self, rule: Rule) -> bool:

@@ -28,7 +28,6 @@ class Word:
     text: str
 
     def error(self, step: int) -> NonFiniteGradientError:
-        """Return the error that stops the step."""
         return NonFiniteGradientError(
             self.text, rule=self.rule, step=step, rank=self.rank, name=self.name
         )
@@ -63,7 +62,7 @@ class Ranks:
         self._meshes: list[list[int]] = []
 
     def look_around(self) -> None:
-        """Find out, when a backward pass begins, whether the model is trained by several ranks.
+        """Find out, when a backward pass begins, whether it reduces over ranks.
 
         Raises:
             GradSurgeonError: the ranks may take different numbers of steps.
@@ -115,12 +114,9 @@ class Ranks:
         return tuple(dict.fromkeys(groups))
 
     def reducing(self, tensors: Sequence[int], *, any_pass: bool = False) -> _dist.Groups:
-        """Return the groups over which the last backward pass has averaged gradients (DDP).
+        """Return the groups over which the last backward pass, or ``any_pass``, averages gradients (DDP).
 
-        Args:
-            tensors: of the optimizer that is about to step. What is in the care of a wrapper counts,
-                though it was told to leave it alone.
-            any_pass: those over which a backward pass can average gradients, be it this one or not.
+        A parameter in the care of a wrapper counts, though it was told to leave it alone.
         """
         groups = []
         for wrapper, known in self._live():

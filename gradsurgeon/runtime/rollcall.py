@@ -52,7 +52,6 @@ class Roll:
 
     @property
     def absent(self) -> list[int]:
-        """The ranks that have no session, or whose session came too late."""
         return [rank for rank in self.wanted if rank not in self.answers]
 
     def others(self, mine: Answer) -> list[int]:
@@ -69,10 +68,7 @@ class Roll:
 def call(group: Any, shapes: Sequence[tuple[int, ...]], mine: Answer) -> Roll:
     """Find the sessions of the other ranks of a group; wait for them for a limited time.
 
-    Args:
-        group: all of whose ranks are about to make the same update.
-        shapes: what tells the model from others that these ranks train.
-        mine: what this rank says.
+    The shapes tell the model from others that these ranks train.
     """
     kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
     topic = f"gradsurgeon/roll/{group.group_name}/{kind}"

@@ -23,7 +23,6 @@ _matched: dict[str, Names] = {}
 
 
 def has_others() -> bool:
-    """Tell whether there are other ranks, that may have a part of the model of their own."""
     return _dist.world() > 1
 
 
@@ -69,7 +68,6 @@ def lacking(
 
 
 def _publish(rules: RuleSet, plans: Mapping[str, Plan]) -> Names:
-    """Tell the other ranks what the rules match here; return it."""
     mine = _matched.setdefault(rules.sha256, {})
     for plan in plans.values():
         for rule in rules.rules:
@@ -81,7 +79,7 @@ def _publish(rules: RuleSet, plans: Mapping[str, Plan]) -> Names:
 
 
 def _hear(rules: str) -> tuple[dict[int, Names], list[int]]:
-    """Return what the ranks have told, and those that have told nothing."""
+    """Return what the ranks have published, and those that have published nothing."""
     store = _dist.store()
     keys = {rank: _key(rules, rank) for rank in range(_dist.world())}
     absent = rollcall.wait_for(store, keys)

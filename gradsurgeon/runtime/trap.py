@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,19 +58,24 @@ class Traps:
         self._late_error: NonFiniteGradientError | None = None
 
     def saw(self, clock: Clock, look: Look) -> None:
-        """Keep what was seen after a backward pass of the current step."""
         if self._state.program.traps:
             self._looks[clock].append(look)
 
     def done(self, clock: Clock) -> None:
-        """Forget what was seen: the step is over."""
         self._looks.pop(clock, None)
 
-    def decide(self, clock: Clock, finals: Finals) -> Verdict:
+    def decide(self, clock: Clock, finals: Finals, *, flaggable: bool = False) -> Verdict:
         """Judge the gradients that the optimizer is about to consume, before rules at `step` edit them.
 
-        Reads the device once, and again only for a report.
+        Reads the device once, and again only for a report; not at all where the device decides.
+
+        Args:
+            clock: of the optimizer.
+            finals: its gradients.
+            flaggable: a flag on the device can tell it to skip.
         """
+        if flaggable and (verdict := self._defer(clock, finals)) is not None:
+            return verdict
         if (error := self._late_error_due(wait=True)) is not None:
             return self._conclude(clock, [], error=error)
         self._histories[clock].scaler_skips = 0
@@ -100,31 +106,8 @@ class Traps:
         """Judge nothing, and do what other ranks have decided, who may wait for this one."""
         return self._conclude(clock, [])
 
-    def defer(self, clock: Clock, finals: Finals) -> Verdict | None:
-        """Leave the decision to the device, for an optimizer that reads its flag; report later.
-
-        Returns:
-            What is to happen to the step; ``None`` where the host has to decide. Reads nothing.
-        """
-        state, agenda = self._state, self._state.agenda(clock)
-        # Whether to skip may be for other ranks to say as well.
-        if not agenda.traps or self._agreement.may_meet(clock):
-            return None
-        tensors = finals.having(agenda.trapped)
-        grads, looks = finals.of(tensors), tuple(self._looks[clock])
-        if not can_defer(state, agenda, grads, looks):
-            return None
-        if (error := self._late_error_due()) is not None:
-            return Verdict(error=error)
-        self._histories[clock].scaler_skips = 0
-        case = Case(clock, clock.step, self._fired(clock, tensors), tuple(tensors), looks)
-        flag, numbers = judge(case, grads)
-        self._deferred.put(case, numbers)
-        self._deferred_steps += 1
-        return Verdict(flag=flag)
-
     def settle(self) -> None:
-        """Report what devices have decided. Waits for them where there is something to report."""
+        """Report what devices have decided. Waits for them."""
         self._deferred.settle()
 
     def scaled_away(self, clock: Clock, scale: Tensor) -> None:
@@ -141,6 +124,25 @@ class Traps:
         verdict = self._conclude(clock, trips, floor=OVERFLOWED)
         if verdict.error is not None:
             raise verdict.error
+
+    def _defer(self, clock: Clock, finals: Finals) -> Verdict | None:
+        """Leave the decision to the device and report later; ``None`` where the host has to decide."""
+        state, agenda = self._state, self._state.agenda(clock)
+        # Whether to skip may be for other ranks to say as well.
+        if not agenda.traps or self._agreement.may_meet(clock):
+            return None
+        tensors = finals.having(agenda.trapped)
+        grads, looks = finals.of(tensors), tuple(self._looks[clock])
+        if not can_defer(state, agenda, grads, looks):
+            return None
+        if (error := self._late_error_due()) is not None:
+            return Verdict(error=error)
+        self._histories[clock].scaler_skips = 0
+        case = Case(clock, clock.step, self._fired(clock, tensors), tuple(tensors), looks)
+        flag, numbers = judge(case, grads)
+        self._deferred.put(case, numbers)
+        self._deferred_steps += 1
+        return Verdict(flag=flag)
 
     def _of_params(self, clock: Clock, finals: Finals) -> list[Trip]:
         state, agenda = self._state, self._state.agenda(clock)
@@ -175,7 +177,6 @@ class Traps:
         return fired
 
     def _of_sites(self, clock: Clock) -> list[Trip]:
-        """Judge what traps on module tensors and tags saw since the last update."""
         by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
         for flag, count in self._state.flags.take(clock, self._state.clocks.common):
             by_rule[flag.rule.id].append((flag, count))
@@ -211,7 +212,6 @@ class Traps:
     def _judge(
         self, lanes: Iterable[Lane], clock: Clock, step: int, evidence: Evidence
     ) -> list[Trip]:
-        """Let each trap that was due in a step judge the gradients that it watches."""
         history, trips = self._histories[clock], []
         for lane in lanes:
             if any(tensor in evidence.now for tensor in lane.tensors):
@@ -231,16 +231,14 @@ class Traps:
         error: NonFiniteGradientError | None = None,
         floor: int = FINE,
     ) -> Verdict:
-        """Return what all ranks do that make this update together. A collective where they meet.
+        """Report what this rank has seen, and return what all ranks do that make this update together.
 
-        Args:
-            clock: of the optimizer.
-            trips: what this rank has to say.
-            error: what it has to raise, without a trip.
-            floor: how bad it is at the least.
+        A collective where they meet. ``floor`` is how bad it is at the least, and ``error`` what an
+        earlier step has led to.
         """
-        least = floor if error is None else RAISE
-        severity = max([least, *(trip.severity for trip in trips)])
+        if error is not None:
+            floor = RAISE
+        severity = max([floor, *(trip.severity for trip in trips)])
         meeting = self._agreement.meet(clock, severity, guilty=any(trip.guilty for trip in trips))
         verdict = self._report(trips, meeting.guilty)
         if error is not None:
@@ -256,23 +254,20 @@ class Traps:
         return verdict
 
     def _follow(self, step: int, severity: int, word: Word) -> Verdict:
-        """Do what another rank has to do."""
-        journal, rule, name = self._state.journal, word.rule, word.name
+        where: dict[str, Any] = {"rule": word.rule, "step": step, "name": word.name}
         head = f"step {step}: rank {word.rank} trapped, and all ranks"
         if severity < RAISE:
-            text = f"{head} skip the step: {word.text}" if rule else word.text
-            journal.emit("skipped-step", text, rule=rule, step=step, name=name)
+            text = f"{head} skip the step: {word.text}" if word.rule else word.text
+            self._state.journal.emit("skipped-step", text, **where)
             return Verdict(skip=True, word=word)
         text = f"{head} stop: {word.text}"
-        journal.emit("trap", text, rule=rule, step=step, name=name, raised=True)
+        self._state.journal.emit("trap", text, **where, raised=True)
         return Verdict(error=replace(word, text=text).error(step), word=word)
 
     def _report(self, trips: Sequence[Trip], ranks: tuple[int, ...] = ()) -> Verdict:
         """Say what traps have found, and return what becomes of the step.
 
-        Args:
-            trips: of the traps, in file order.
-            ranks: those that contributed what is not finite to an average.
+        ``ranks`` are those that contributed what is not finite to an average.
         """
         words = [self._tell(trip, ranks) for trip in trips]
         # What stops a step is what the other ranks have to hear of.
@@ -285,25 +280,17 @@ class Traps:
         return Verdict(error=word.error(worst.step), word=word)
 
     def _tell(self, trip: Trip, ranks: tuple[int, ...]) -> Word:
-        """Note the events of a trip; return what other ranks are told."""
-        state, rule, step = self._state, trip.rule.id, trip.step
+        state, rule, step, acts = self._state, trip.rule.id, trip.step, self._state.mode == "act"
         finding = trip.finding.caused_by(ranks)
         head = f"{state.place(step, rule)}: {finding.head}"
         text = "\n".join([head, trip.outcome(state.mode), *finding.lines])
-        acts = state.mode == "act"
         state.journal.altered(rule, torch.ones((), dtype=torch.bool))
-        state.journal.emit(
-            "trap",
-            text,
-            rule=rule,
-            step=step,
-            name=finding.name,
-            warn=acts and trip.then == "warn",
-            raised=acts and trip.then == "raise",
-        )
+        where: dict[str, Any] = {"rule": rule, "step": step, "name": finding.name}
+        warn, raised = acts and trip.then == "warn", acts and trip.then == "raise"
+        state.journal.emit("trap", text, **where, warn=warn, raised=raised)
         if acts and trip.severity == SKIP:
             message = f"step {step} skipped: no weight and no optimizer state was touched"
-            state.journal.emit("skipped-step", message, rule=rule, step=step, name=finding.name)
+            state.journal.emit("skipped-step", message, **where)
         rank = finding.ranks[0] if finding.ranks else _dist.rank()
         return Word(rank, rule, finding.name, text)
 
