@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -168,18 +169,14 @@ class Engine:
         agenda = state.agenda(clock)
         finals = Finals(state, {*agenda.trapped, *agenda.stepped}, step.scale)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
-        verdict = self._traps.defer(clock, finals) if step.flaggable else None
-        if verdict is not None:
-            self._edits.run(clock, finals, step.scale, acting=verdict.error is None)
-            return verdict
-        verdict = self._traps.decide(clock, finals)
+        verdict = self._traps.decide(clock, finals, flaggable=step.flaggable)
         stopped = verdict.skip or verdict.error is not None
         suspicious = self._edits.run(clock, finals, step.scale, acting=not stopped)
         # By the rules alone, which are those of all ranks: they decide together.
         if not stopped and agenda.traps and any(lane.rule.may_overflow for lane in agenda.at_step):
             verdict = self._traps.decide_edited(clock, suspicious)
         if state.mode == "act":
-            verdict.frozen = tuple(sorted(agenda.frozen))
+            verdict = replace(verdict, frozen=tuple(sorted(agenda.frozen)))
         return verdict
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
