@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, FailFast, Field, StrictBool, StrictInt
 
 from gradsurgeon import _live
 
@@ -26,6 +28,12 @@ _THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric"}
 
 Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
 
+# What a file may say; a model may say more.
+Name = Annotated[str, Field(min_length=1, max_length=1000)]
+Names = Annotated[tuple[Name, ...], FailFast()]
+Size = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
+Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
+
 
 @dataclass(frozen=True, slots=True)
 class Param:
@@ -42,13 +50,15 @@ class Param:
         sharding: how several ranks divide it, if they do.
     """
 
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...] | None
-    dtype: str
-    requires_grad: bool
-    module_type: tuple[str, ...]
-    sparse: bool = False
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Name
+    aliases: Names
+    shape: Shape | None
+    dtype: Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,40}$")]
+    requires_grad: StrictBool
+    module_type: Names
+    sparse: StrictBool = False
     sharding: Sharding = ""
 
     @property
@@ -69,10 +79,12 @@ ROOT = "."
 class Module:
     """One module: canonical name, ``"."`` for the root, and class names, most derived first."""
 
-    name: str
-    aliases: tuple[str, ...]
-    module_type: tuple[str, ...]
-    inplace: bool = False
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Name
+    aliases: Annotated[Names, Field(default=())]
+    module_type: Annotated[Names, Field(alias="type")]
+    inplace: StrictBool = False
 
     @property
     def names(self) -> tuple[str, ...]:
