@@ -45,7 +45,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
             complaints.append(f"{rules.place(rule.id)}: the rules from here on are not looked at")
             break
         if texts := undecided(rule, manifest):
-            complaints += [f"{rules.place(rule.id)}: rule {rule.id}: {text}" for text in texts]
+            complaints += [_complaint(rules, rule, text) for text in texts]
             continue
         if rule.model is not None and not is_for(rule.model, manifest):
             text = f"is for a model of the class {rule.model}, this one is {manifest.origin}"
@@ -57,10 +57,9 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
             continue
         known = names[rule.target]
         matched, doubts = known.match(rule)
-        place = f"{rules.place(rule.id)}: rule {rule.id}: "
         if alone:
-            complaints += [place + text for text in _shortfall(rule, matched, known)]
-        complaints += [place + text for text in obstacles(rule, matched, manifest)]
+            complaints += _shortfalls_of(rules, rule, matched, known)
+        complaints += [_complaint(rules, rule, text) for text in obstacles(rule, matched, manifest)]
         said: tuple[str, ...] = (NO_MATCH,)
         if matched:
             said = (*_doubts(rule, matched), *rule.notes)
@@ -101,8 +100,7 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
         ]
         owners = [title for title, _ in matched] if len(own) > 1 else []
         things = [thing for _, thing in matched]
-        place = f"{rules.place(rule.id)}: rule {rule.id}: "
-        found += [place + text for text in _shortfall(rule, things, known[rule.target], owners)]
+        found += _shortfalls_of(rules, rule, things, known[rule.target], owners)
     return found
 
 
@@ -193,16 +191,25 @@ def _doubts(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
         yield "acts in every forward, evaluation included; `when: train` limits it to training"
 
 
-def _shortfall(
-    rule: Rule, matched: Sequence[Thing], names: Names, owners: Sequence[str] = ()
+def _complaint(rules: RuleSet, rule: Rule, text: str, *path: str | int) -> str:
+    return f"{rules.place_to_correct(rule.id, *path)}: rule {rule.id}: {text}"
+
+
+def _shortfalls_of(
+    rules: RuleSet,
+    rule: Rule,
+    matched: Sequence[Thing],
+    names: Names,
+    owners: Sequence[str] = (),
 ) -> Iterator[str]:
     if not matched and not rule.optional:
-        yield names.no_match(rule)
+        yield _complaint(rules, rule, names.no_match(rule), rule.target)
     if rule.expect is not None and rule.expect.params != len(matched):
-        yield (
+        text = (
             f"expected {rule.expect.params} parameters, matched {len(matched)}"
             f"{examples(matched, owners)}; correct the pattern or the `expect`"
         )
+        yield _complaint(rules, rule, text, "expect", "params")
 
 
 def _complaints(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:

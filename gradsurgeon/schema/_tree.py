@@ -36,7 +36,6 @@ class RuleSet:
 
     Attributes:
         rules: the rules.
-        places: where each is written, by its id; in whichever file that is.
         warnings: what is doubtful about the files.
         file: name of the file that was loaded.
         text: its text, empty where there is none.
@@ -44,15 +43,30 @@ class RuleSet:
     """
 
     rules: tuple[Rule, ...]
-    places: Mapping[str, Place] = field(default_factory=dict)
     warnings: tuple[Problem, ...] = ()
     file: str = "<python>"
     text: str = ""
     files: tuple[tuple[str, str], ...] = ()
+    # By id of a rule the file that holds it, whichever that is, and its index there.
+    _written: Mapping[str, tuple[Located, int]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    # By the name of an included file the entry of `include` that names it.
+    _entries: Mapping[str, Place] = field(default_factory=dict, repr=False, compare=False)
 
-    def place(self, rule_id: str) -> Place:
-        """Return where the rule ``rule_id`` is written."""
-        return self.places.get(rule_id, Place(self.file, 0, 0))
+    def place(self, rule_id: str, *path: str | int) -> Place:
+        """Return where a rule is written, or an option of it, such as ``"expect", "params"``."""
+        if rule_id not in self._written:
+            return Place(self.file, 0, 0)
+        source, index = self._written[rule_id]
+        return source.place(("rules", index, *(path or ("id",))))
+
+    def place_to_correct(self, rule_id: str, *path: str | int) -> Place:
+        """Return the place of an option; of a pack, which nobody can change, where it is included."""
+        place = self.place(rule_id, *path)
+        while place.file.startswith(packs.PREFIX) and place.file in self._entries:
+            place = self._entries[place.file]
+        return place
 
     @property
     def sha256(self) -> str:
@@ -82,8 +96,8 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
         problems.append(Problem(source.place(()), "no-rules", "there are no rules"))
     if problems:
         raise RuleFileError(problems)
-    places = {rule.id: source.place(("rules", index)) for index, rule in enumerate(rules)}
-    return RuleSet(tuple(rules), places)
+    written = {rule.id: (source, index) for index, rule in enumerate(rules)}
+    return RuleSet(tuple(rules), _written=written)
 
 
 def validate(source: Located, files: Files = DISK) -> RuleSet:
@@ -102,7 +116,7 @@ def validate(source: Located, files: Files = DISK) -> RuleSet:
 def check(source: Located, files: Files = DISK) -> tuple[list[Rule], list[Problem]]:
     """Return the valid rules of a document and its includes, and all problems, file by file."""
     tree = _Tree(source, files)
-    return [rule for rule, _ in tree.rules], tree.problems
+    return tree.rules, tree.problems
 
 
 @dataclass(frozen=True)
@@ -160,7 +174,7 @@ class _Tree:
 
     def __init__(self, source: Located, files: Files) -> None:
         self._from = files
-        self.rules: list[tuple[Rule, Place]] = []
+        self.rules: list[Rule] = []
         self.files: list[tuple[str, str]] = []
         self.sources: list[Located] = []
         self.entries: dict[str, Place] = {}
@@ -180,12 +194,13 @@ class _Tree:
     def rule_set(self, source: Located) -> RuleSet:
         """Return the rules, of which none is wrong."""
         return RuleSet(
-            rules=tuple(rule for rule, _ in self.rules),
-            places={rule.id: place for rule, place in self.rules},
+            rules=tuple(self.rules),
             warnings=tuple(self.problems),
             file=source.file,
             text=source.text,
             files=tuple(self.files),
+            _written=self.written,
+            _entries=self.entries,
         )
 
     def _take(
@@ -232,7 +247,7 @@ class _Tree:
             yield from flaws
             if rule is not None:
                 self.written.setdefault(rule.id, (source, index))
-                self.rules.append((rule, source.place(("rules", index, "id"))))
+                self.rules.append(rule)
         ids = [(i, entry.get("id")) for i, entry in enumerate(given) if isinstance(entry, dict)]
         yield from duplicate_ids(source, ids, self._ids)
 

@@ -178,7 +178,7 @@ class TestBuiltInPython:
         ]
         found = gradsurgeon.load(rules)
         assert found.rules == tuple(rules)
-        assert str(found.place("two")) == "<python> rules[1]"
+        assert str(found.place("two")) == "<python> rules[1].id"
 
     def test_ids_must_differ(self) -> None:
         rule = ACTIONS["zero"].model_validate(ZERO)
