@@ -12,6 +12,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradsurgeon import report as report
+    from gradsurgeon.actions import (
+        CaptureRule,
+        Decision,
+        Edit,
+        EditRule,
+        Example,
+        FreezeRule,
+        Observer,
+        ObserverRule,
+        TrapRule,
+    )
     from gradsurgeon.api import apply, load, open_run, plan, remove, tag
     from gradsurgeon.errors import (
         BindError,
@@ -25,20 +36,32 @@ if TYPE_CHECKING:
     from gradsurgeon.planning import Binding, Plan
     from gradsurgeon.runtime import Session
     from gradsurgeon.schema import RuleSet
+    from gradsurgeon.statistics import Statistic, add_statistic
 
 __all__ = [
     "BindError",
     "Binding",
+    "CaptureRule",
+    "Decision",
+    "Edit",
+    "EditRule",
     "Event",
+    "Example",
+    "FreezeRule",
     "GradSurgeonError",
     "GradSurgeonWarning",
     "NonFiniteGradientError",
+    "Observer",
+    "ObserverRule",
     "Plan",
     "RecordError",
     "RuleFileError",
     "RuleSet",
     "RuleStatus",
     "Session",
+    "Statistic",
+    "TrapRule",
+    "add_statistic",
     "apply",
     "load",
     "open_run",
@@ -48,6 +71,17 @@ __all__ = [
 ]
 
 _HOMES = {
+    "actions": (
+        "CaptureRule",
+        "Decision",
+        "Edit",
+        "EditRule",
+        "Example",
+        "FreezeRule",
+        "Observer",
+        "ObserverRule",
+        "TrapRule",
+    ),
     "api": ("apply", "load", "open_run", "plan", "remove", "tag"),
     "errors": (
         "BindError",
@@ -60,6 +94,7 @@ _HOMES = {
     "events": ("Event", "RuleStatus"),
     "runtime": ("Session",),
     "schema": ("RuleSet",),
+    "statistics": ("Statistic", "add_statistic"),
 }
 
 

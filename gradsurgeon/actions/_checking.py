@@ -56,6 +56,10 @@ _AT = (
     "`step` is right before the update, `backward` as a gradient arrives, `accumulated` after the "
     "pass; what happens in forward is the business of rules with `modules`"
 )
+_OWN = (
+    "an action of your own is known once the module with its class is imported: before `apply`, or by "
+    "`gradsurgeon lint --import MODULE`"
+)
 # Stands for a value that was meant but is not there, where only its absence would matter.
 _GAP = object()
 
@@ -125,7 +129,8 @@ def _kind(
     if action == "clip":  # which does not resemble it most
         hint = f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
         return None, [Flaw(key, "unknown action `clip`", hint, check="unknown-action")]
-    hint = f"{did_you_mean(action, actions)} {known}".strip()
+    hint = did_you_mean(action, actions)
+    hint = f"{hint} {known}" if hint else f"{known}; {_OWN}"
     return None, [Flaw(key, f"unknown action `{action[:60]}`", hint, check="unknown-action")]
 
 

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, written
+from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, known_actions, written
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.schema import rule_schema
 from gradsurgeon.errors import did_you_mean, printable
@@ -45,21 +45,23 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.action
     checks = severities()
     if name is None:
-        width = max(map(len, (*ACTIONS, *checks)))
-        for action, rule in ACTIONS.items():
+        width = max(map(len, (*known_actions, *checks)))
+        for action, rule in known_actions.items():
             print(f"{action.ljust(width)}  {_summary(rule)}")
         for check in sorted(checks):
             print(f"{check.ljust(width)}  {_check_summary(check)}")
         return 0
-    if name in ACTIONS:
-        print("\n".join(page(ACTIONS[name])))
+    if name in known_actions:
+        print("\n".join(page(known_actions[name])))
     elif name in checks:
         print("\n".join(check_page(name)))
     else:
-        hint = did_you_mean(name, (*ACTIONS, *checks))
+        hint = did_you_mean(name, (*known_actions, *checks))
         near = hint.split("`")[1] if hint else ""
-        kind = ("action" if near in ACTIONS else "check") if near else "action or check"
-        hint = hint or f"known: {', '.join(ACTIONS)}; without a name the checks are listed, too"
+        kind = ("action" if near in known_actions else "check") if near else "action or check"
+        hint = (
+            hint or f"known: {', '.join(known_actions)}; without a name the checks are listed, too"
+        )
         return fail(f"unknown {kind} `{printable(name[:60])}` ({hint})")
     return 0
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from gradsurgeon import _live
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, ObserverRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.breaks import breaks_of
@@ -16,6 +16,7 @@ from gradsurgeon.planning.matching import Names, Thing, examples
 from gradsurgeon.planning.overlaps import overlaps
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.schema import RuleSet
+from gradsurgeon.statistics import STATISTICS
 
 NO_MATCH = "matches nothing in this model"
 # Nobody reads on, and to look for what was meant takes time.
@@ -187,7 +188,7 @@ def _doubts(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
                 f"works in place{examples(inplace)}: the gradient is that of the tensor before the "
                 "module, with what earlier consumers of it contribute"
             )
-    if not rule.ref.grad and rule.role == "edit" and rule.when is None:
+    if not rule.ref.grad and isinstance(rule, EditRule) and rule.when is None:
         yield "acts in every forward, evaluation included; `when: train` limits it to training"
 
 
@@ -213,6 +214,10 @@ def _shortfalls_of(
 
 
 def _complaints(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
+    if isinstance(rule, ObserverRule):
+        yield from (
+            f"there is no statistic `{stat}`" for stat in rule.stats if stat not in STATISTICS
+        )
     params = [thing for thing in matched if isinstance(thing, Param)]
     lazy = [param for param in params if param.shape is None and not _is_untold(param)]
     if lazy:

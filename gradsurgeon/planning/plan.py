@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
-from gradsurgeon.actions import MOMENTS, Moment, Rule
+from gradsurgeon.actions import MOMENTS, Moment, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.manifest import Manifest
 from gradsurgeon.planning.table import NOUNS, abridged, count, grid
@@ -148,7 +148,7 @@ def hook_of(rule: Rule) -> str:
         hook = "hook on the output" if rule.ref.grad else "forward hook"
     else:
         hook = "view of the input" if rule.ref.grad else "forward pre-hook"
-    return f"{hook}, step pre-hook" if rule.role == "trap" else hook
+    return f"{hook}, step pre-hook" if isinstance(rule, TrapRule) else hook
 
 
 def _render(plan: Plan) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import GradSurgeonError, did_you_mean
 from gradsurgeon.events import Event, RuleStatus
@@ -95,7 +95,9 @@ class Session:
             provisional=provisional,
             scaling=Scaling(scaler),
             edits={
-                rule.id: rule.compile() for rule in (*rules, *program.merged) if rule.role == "edit"
+                rule.id: rule.compile()
+                for rule in (*rules, *program.merged)
+                if isinstance(rule, EditRule)
             },
         )
         if scaler is not None and scaler.is_enabled():

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from gradsurgeon.actions import ACTIONS, Flaw, Rule, check_rule, found, steps_of
+from gradsurgeon.actions import Flaw, Rule, check_rule, found, known_actions, steps_of
 from gradsurgeon.errors import Place, Problem, did_you_mean
 from gradsurgeon.packs import PREFIX
 from gradsurgeon.schema._located import Located
@@ -162,7 +162,7 @@ def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, li
         message = f"a rule is a mapping with `id`, `action` and `params`, found {found(entry)}"
         hint = 'such as `- {id: my-rule, action: zero, params: "*.bias"}`'
         return None, [Problem(source.place(at), "wrong-type", message, hint)]
-    rule, flaws = check_rule(entry, ACTIONS)
+    rule, flaws = check_rule(entry, known_actions)
     return rule, [_problem(source, at, flaw, entry) for flaw in flaws]
 
 
