@@ -15,7 +15,7 @@ from gradsurgeon.actions._base import (
     Rule,
     known_actions,
 )
-from gradsurgeon.actions._checking import check_rule, known_keys, nested
+from gradsurgeon.actions._checking import check_rule
 from gradsurgeon.actions._effects import (
     ByNorm,
     Copies,
@@ -25,7 +25,7 @@ from gradsurgeon.actions._effects import (
     Hidden,
     Observer,
 )
-from gradsurgeon.actions._fields import Flaw, found, steps_of, written
+from gradsurgeon.actions._fields import Flaw, described, steps_of, written
 from gradsurgeon.actions._kinds import CaptureRule, EditRule, FreezeRule, ObserverRule, TrapRule
 from gradsurgeon.actions._options import Expect, Numel, Options, Steps, Where
 from gradsurgeon.actions._target import TARGETS, TargetKind, TensorRef, spelled
@@ -61,10 +61,8 @@ __all__ = [
     "TrapRule",
     "Where",
     "check_rule",
-    "found",
+    "described",
     "known_actions",
-    "known_keys",
-    "nested",
     "spelled",
     "steps_of",
     "written",

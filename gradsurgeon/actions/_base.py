@@ -108,10 +108,10 @@ class Rule(Options):
     @property
     def ref(self) -> TensorRef:
         """The tensor that the rule means."""
-        found = parse_tensor(self.target, self.tensor)
-        if isinstance(found, str):  # validation has refused it
-            raise TypeError(found)
-        return found
+        tensor = parse_tensor(self.target, self.tensor)
+        if isinstance(tensor, str):  # validation has refused it
+            raise TypeError(tensor)
+        return tensor
 
     @property
     def point(self) -> Moment:

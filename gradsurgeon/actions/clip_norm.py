@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import ByNorm, Edit
-from gradsurgeon.actions._fields import Flaw, flawed, found, is_number
+from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
 from gradsurgeon.actions._kinds import EditRule
 from gradsurgeon.source import looks_like
 
@@ -24,7 +24,7 @@ def _norm_type(value: object) -> object:
         return value
     hint = looks_like(value) if isinstance(value, str) else ""
     hint = hint if "number" in hint else "write 2, 1 or inf"
-    message = f"expected a number or the word inf, found {found(value)}"
+    message = f"expected a number or the word inf, found {described(value)}"
     raise flawed(Flaw("", message, hint, check="wrong-type"))
 
 

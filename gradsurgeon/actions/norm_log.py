@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import Example
-from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, flawed, found
+from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, described, flawed
 from gradsurgeon.actions._kinds import ObserverRule
 from gradsurgeon.errors import did_you_mean
 from gradsurgeon.statistics import STATISTICS
@@ -21,7 +21,7 @@ def _stats(value: object) -> tuple[str, ...]:
             if isinstance(value, str) and value in STATISTICS
             else f"such as [l2]; {known}"
         )
-        message = f"expected a list of statistics, found {found(value)}"
+        message = f"expected a list of statistics, found {described(value)}"
         raise flawed(Flaw("", message, hint, check="wrong-type"))
     flaws: list[Flaw] = []
     for index, stat in enumerate(value):
@@ -29,7 +29,7 @@ def _stats(value: object) -> tuple[str, ...]:
             break
         at = str(index)
         if not isinstance(stat, str):
-            message = f"expected the name of a statistic, found {found(stat)}"
+            message = f"expected the name of a statistic, found {described(stat)}"
             flaws.append(Flaw(at, message, known, check="wrong-type"))
         elif stat not in STATISTICS:
             hint = did_you_mean(stat, STATISTICS) or known

@@ -44,7 +44,7 @@ def _pairs(plan: Plan) -> Iterator[tuple[Rule, Rule]]:
         later: set[int] = set()
         for group in among.get(number, ()):
             for kind, members in group.items():
-                if _tells(_kind(rule), kind):
+                if _is_worth_a_word(_kind(rule), kind):
                     later.update(members[bisect_right(members, number) :])
         yield from ((rule, rules[other]) for other in sorted(later))
 
@@ -71,8 +71,7 @@ def _kind(rule: Rule) -> _Kind:
     return "reads" if isinstance(rule, ObserverRule | CaptureRule) else "", rule.point
 
 
-def _tells(earlier: _Kind, later: _Kind) -> bool:
-    """Tell whether rules of these kinds, in file order, are worth a word where they meet."""
+def _is_worth_a_word(earlier: _Kind, later: _Kind) -> bool:
     if earlier[0] == later[0] == "edits":
         return True
     crossed = MOMENTS.index(later[1]) < MOMENTS.index(earlier[1])

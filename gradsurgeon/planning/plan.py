@@ -83,17 +83,19 @@ class Plan:
 
         Parameters go by their name; ``conv1 output.grad`` is a tensor of a module.
         """
-        found: dict[str, list[Binding]] = {}
+        bindings_of: dict[str, list[Binding]] = {}
         kinds = {rule.id: rule.target for rule in self.rules.rules}
         for binding in self.bindings:
-            own = kinds[binding.rule] == "params"
-            key = binding.name if own else f"{binding.name} {binding.tensor}"
-            found.setdefault(key, []).append(binding)
+            is_param = kinds[binding.rule] == "params"
+            key = binding.name if is_param else f"{binding.name} {binding.tensor}"
+            bindings_of.setdefault(key, []).append(binding)
         order = {param.name: place for place, param in enumerate(self.manifest.params)}
         return {
             # The sort is stable: within one point the file order stands.
             key: tuple(b.rule for b in sorted(chain, key=lambda b: MOMENTS.index(b.point)))
-            for key, chain in sorted(found.items(), key=lambda item: order.get(item[0], len(order)))
+            for key, chain in sorted(
+                bindings_of.items(), key=lambda item: order.get(item[0], len(order))
+            )
         }
 
     def of(self, rule_id: str) -> tuple[Binding, ...]:
@@ -152,7 +154,6 @@ def hook_of(rule: Rule) -> str:
 
 
 def _render(plan: Plan) -> str:
-    """Return the table: rules with what they bind, then the chain per tensor, then warnings."""
     manifest = plan.manifest
     head = (
         f"plan: {printable(plan.rules.file)} on {printable(plan.subject)}: "

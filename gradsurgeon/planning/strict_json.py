@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from gradsurgeon.actions import found
+from gradsurgeon.actions import described
 from gradsurgeon.errors import ManifestError, Place, Problem
 from gradsurgeon.schema import Built
 
@@ -82,7 +82,9 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
         seen: set[str] = set()
         key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         first, value = pairs[0]
-        where = "" if first == key else f", in the object whose `{first[:60]}` is {found(value)}"
+        where = (
+            "" if first == key else f", in the object whose `{first[:60]}` is {described(value)}"
+        )
         raise _RepeatedKeyError(f"the key `{key[:60]}` stands twice{where}")
     return values
 
@@ -169,5 +171,5 @@ class ProblemList:
 
 
 def _shown(value: object) -> str:
-    text = found(value)
+    text = described(value)
     return text if len(text) <= 80 else f"{text[:77]}..."  # noqa: PLR2004 # one line

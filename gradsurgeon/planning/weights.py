@@ -34,8 +34,6 @@ _WITHOUT_GRADIENT = ("I", "U", "BOOL")
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """One entry of a header."""
-
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     dtype: Annotated[str, Field(max_length=40)]
@@ -68,17 +66,17 @@ def from_index(data: Mapping[str, object], file: str) -> Manifest:
     names: dict[str, list[str]] = {}
     for name, shard in shards.items():
         names.setdefault(shard, []).append(name)
-    for shard, own in names.items():
+    for shard, names_inside in names.items():
         path = Path(file).parent / shard
         # Shards of pickles would have to be run to be read.
         if path.suffix != ".safetensors" or not path.exists():
             missing.append(shard)
-            params.update((name, _param(name, None, "")) for name in own)
+            params.update((name, _param(name, None, "")) for name in names_inside)
             continue
-        found, tied, without = _tensors(os.fspath(path))
-        for name in own:
-            if name in found:
-                params[name] = found[name]
+        tensors, tied, without = _tensors(os.fspath(path))
+        for name in names_inside:
+            if name in tensors:
+                params[name] = tensors[name]
             elif name not in without and name not in tied:
                 message = f"{shard} holds no tensor of this name"
                 problems.add(("weight_map", name), message, "index and shards are of two models")
@@ -96,7 +94,6 @@ def from_index(data: Mapping[str, object], file: str) -> Manifest:
 
 
 def _weight_map(data: Mapping[str, object], file: str) -> dict[str, str]:
-    """Return the file that each name lies in."""
     problems = ProblemList(file)
     given = data["weight_map"]
     if not isinstance(given, dict):

@@ -15,7 +15,7 @@ from torch import nn
 from gradsurgeon.errors import printable
 from gradsurgeon.events import EventKind
 from gradsurgeon.planning import Plan, from_model, named_modules, slots
-from gradsurgeon.planning.matching import Names, examples
+from gradsurgeon.planning.matching import NameIndex, examples
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.modules import ModuleHooks
 from gradsurgeon.runtime.state import State
@@ -190,8 +190,8 @@ class Changes:
             return
         manifest = from_model(model)
         found = {
-            "params": Names("parameter", manifest.params),
-            "modules": Names("module", manifest.modules),
+            "params": NameIndex("parameter", manifest.params),
+            "modules": NameIndex("module", manifest.modules),
         }
         for rule in self._plan.rules.rules:
             if rule.target in found and new[rule.target] and self._plan.of(rule.id):

@@ -106,17 +106,10 @@ def validate(source: Located, files: Files = DISK) -> RuleSet:
     Raises:
         RuleFileError: with every problem found, those of reading the text included.
     """
-    tree = _Tree(source, files)
-    problems = tree.problems
-    if any(problem.severity == "error" for problem in problems):
-        raise RuleFileError(problems)
-    return tree.rule_set(source)
-
-
-def check(source: Located, files: Files = DISK) -> tuple[list[Rule], list[Problem]]:
-    """Return the valid rules of a document and its includes, and all problems, file by file."""
-    tree = _Tree(source, files)
-    return tree.rules, tree.problems
+    inspection = inspect(source, files)
+    if inspection.rules is None:
+        raise RuleFileError(list(inspection.problems))
+    return inspection.rules
 
 
 @dataclass(frozen=True)
@@ -143,8 +136,8 @@ class Inspection:
     def options(self, rule_id: str) -> Mapping[str, object]:
         """Return the options of a rule as they are written."""
         source, index = self._written[rule_id]
-        found: Any = source.data
-        options: Mapping[str, object] = found["rules"][index]
+        data: Any = source.data
+        options: Mapping[str, object] = data["rules"][index]
         return options
 
     def place(self, rule_id: str, *path: str | int) -> Place:
@@ -184,7 +177,7 @@ class _Tree:
         self._followed = 0  # entries
         self._reached: dict[pathlib.Path, Place] = {}  # by which entry
         trail = () if source.folder is None else (files.itself(source, source.folder),)
-        self._take(source, source.folder, trail)
+        self._add_file(source, source.folder, trail)
 
     @property
     def problems(self) -> list[Problem]:
@@ -203,16 +196,10 @@ class _Tree:
             _entries=self.entries,
         )
 
-    def _take(
+    def _add_file(
         self, source: Located, folder: pathlib.Path | None, trail: tuple[packs.Included, ...]
     ) -> None:
-        """Take the rules of one file, after those of its includes.
-
-        Args:
-            source: the file.
-            folder: what its relative entries start from.
-            trail: the files by which it was reached, itself included.
-        """
+        # `trail` are the files by which it was reached, itself included.
         group: list[Problem] = []
         self._problems.append(group)
         self.sources.append(source)
@@ -229,11 +216,10 @@ class _Tree:
         problems = [*source.problems, *top_level(source, data)]
         for index, entry in entries(data):
             place = source.place(("include", index))
-            problems += self._include(entry, place, folder, trail)
-        group += tidy([*problems, *self._own(source, data)])
+            problems += self._follow(entry, place, folder, trail)
+        group += tidy([*problems, *self._add_rules(source, data)])
 
-    def _own(self, source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
-        """Take the rules that a file itself holds; yield what is wrong with them."""
+    def _add_rules(self, source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
         given = data.get("rules")
         given = given if isinstance(given, list | tuple) else []
         wrong = 0
@@ -251,14 +237,13 @@ class _Tree:
         ids = [(i, entry.get("id")) for i, entry in enumerate(given) if isinstance(entry, dict)]
         yield from duplicate_ids(source, ids, self._ids)
 
-    def _include(
+    def _follow(
         self,
         entry: str,
         place: Place,
         folder: pathlib.Path | None,
         trail: tuple[packs.Included, ...],
     ) -> Iterator[Problem]:
-        """Take the rules of an included file; yield what is wrong with the entry that names it."""
         # Counted whether they lead to a file or not: to look for what was meant takes time, too.
         self._followed += 1
         if self._followed > MAX_FILES or len(trail) > MAX_DEPTH:
@@ -268,7 +253,7 @@ class _Tree:
             return
         try:
             target = packs.locate(entry, folder, self._from.find)
-            self._admit(target, place, trail)
+            self._refuse_second_time(target, place, trail)
             # A pack has no folder, and comes with gradsurgeon.
             document = (DISK if target.folder is None else self._from).read(target)
             target.check(document.text)
@@ -279,12 +264,11 @@ class _Tree:
             (problem,) = error.problems
             yield Problem(place, "bad-include", f"`{entry[:80]}`: {problem.message}", problem.hint)
         else:
-            self._take(document, target.folder, (*trail, target))
+            self._add_file(document, target.folder, (*trail, target))
 
-    def _admit(
+    def _refuse_second_time(
         self, target: packs.Included, place: Place, trail: tuple[packs.Included, ...]
     ) -> None:
-        """Refuse a file that was reached before."""
         paths = [one.path for one in trail]
         if target.path in paths:
             circle = [one.name for one in trail[paths.index(target.path) :]]
