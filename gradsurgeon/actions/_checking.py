@@ -56,10 +56,7 @@ _AT = (
     "`step` is right before the update, `backward` as a gradient arrives, `accumulated` after the "
     "pass; what happens in forward is the business of rules with `modules`"
 )
-_OWN = (
-    "an action of your own is known once the module with its class is imported: before `apply`, or by "
-    "`gradsurgeon lint --import MODULE`"
-)
+_OWN = "an action of your own is written MODULE:NAME"
 # Stands for a value that was meant but is not there, where only its absence would matter.
 _GAP = object()
 
@@ -74,8 +71,7 @@ def check_rule(
     flaws += (
         flaw for flaw in checker.flaws if flaw.missing is False or flaw.at not in checker.settled
     )
-    if kind is None:
-        options["action"] = "unknown"
+    options["action"] = "unknown" if kind is None else kind.name()
     rule = None
     try:
         rule = checker.rule.model_validate(options)
@@ -126,14 +122,25 @@ def _action_of(
         nested_in = [one for one in action if one in actions] if isinstance(action, dict) else []
         hint = f"write `action: {nested_in[0]}` and the options beside it" if nested_in else known
         return None, [Flaw(key, message, hint, check="wrong-type")]
-    if action in actions:
-        return actions[action], []
+    module, _, name = action.rpartition(":")
+    if name in actions and module in ("", actions[name].__module__):
+        return actions[name], []
+    message, hint = _unknown_action(action, actions)
+    return None, [Flaw(key, message, hint, check="unknown-action")]
+
+
+def _unknown_action(action: str, actions: Iterable[str]) -> tuple[str, str]:
+    """Return message and hint."""
+    module, _, name = action.rpartition(":")
+    if module:
+        message = f"no module `{module[:60]}` with the action `{name[:60]}` has been imported"
+        command = f"gradsurgeon lint --import {module[:60]}"
+        return message, f"rule files import nothing: import it before `apply`, or by `{command}`"
+    message, known = f"unknown action `{action[:60]}`", f"known: {', '.join(actions)}"
     if action == "clip":  # which does not resemble it most
-        hint = f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
-        return None, [Flaw(key, "unknown action `clip`", hint, check="unknown-action")]
-    hint = did_you_mean(action, actions)
-    hint = f"{hint} {known}" if hint else f"{known}; {_OWN}"
-    return None, [Flaw(key, f"unknown action `{action[:60]}`", hint, check="unknown-action")]
+        return message, f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
+    near = did_you_mean(action, actions)
+    return message, f"{near} {known}" if near else f"{known}; {_OWN}"
 
 
 class _RuleChecker:

@@ -20,7 +20,7 @@ from gradsurgeon.planning import manifest_file
 
 RULES = """version: 1
 rules:
-  - {id: flipped, action: flip, params: "fc1.*", strength: 2, at: step}
+  - {id: flipped, action: own_actions:flip, params: "fc1.*", strength: 2, at: step}
   - {id: sizes, action: size-log, params: "*"}
   - {id: named, action: norm-log, params: "*", at: step, stats: [large, l2]}
   - {id: kept, action: keep, params: "fc2.bias"}
@@ -65,9 +65,13 @@ class TestReview:
     def test_what_is_not_imported_is_an_error_that_says_so(self, folder: pathlib.Path) -> None:
         code, out, _ = self.run(folder, "lint", "rules.yaml", "--format", "concise")
         assert code == 1
-        assert "rules.yaml:3:27: error: unknown action `flip`" in out
-        assert "once the module with its class is imported" in out
-        assert "`gradsurgeon lint --import MODULE`" in out
+        assert (
+            "rules.yaml:3:27: error: no module `own_actions` with the action `flip` has been imported "
+            "(rule files import nothing: import it before `apply`, or by `gradsurgeon lint --import "
+            "own_actions`) [unknown-action]"
+        ) in out
+        assert "rules.yaml:4:25: error: unknown action `size-log` (" in out
+        assert "; an action of your own is written MODULE:NAME) [unknown-action]" in out
         assert "rules.yaml:5:66: error: unknown statistic `large`" in out
 
     def test_lint(self, folder: pathlib.Path) -> None:
@@ -80,7 +84,7 @@ class TestReview:
         _, out, _ = self.run(
             folder, "lint", "rules.yaml", "--import", "own_actions", "--format", "concise"
         )
-        assert "rules.yaml:3:50: error: unknown key `strenght` (did you mean `strength`?)" in out
+        assert "rules.yaml:3:62: error: unknown key `strenght` (did you mean `strength`?)" in out
 
     def test_plan(self, folder: pathlib.Path) -> None:
         given = ("--params", "params.json", "--import", "own_actions", "--format", "json")
