@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from gradsurgeon.runtime import Session
+    from gradsurgeon.runtime import Attachment, Session
     from gradsurgeon.store.run import Run
     from gradsurgeon.store.writer import RunWriter
 
@@ -123,7 +123,7 @@ def apply(
     _check_options(scaler, mode, start_step)
     optimizers = _optimizers(optimizer)
     bound = _bound(model, rules)
-    return attach(
+    attachment = attach(
         model,
         bound,
         optimizers=optimizers,
@@ -133,6 +133,7 @@ def apply(
         start_step=start_step,
         replace=replace,
     )
+    return cast("Session", _runtime().Session(attachment))
 
 
 def _bound(model: nn.Module, rules: Rules) -> Plan:
@@ -160,7 +161,7 @@ def attach(
     replace: bool = False,
     beside: bool = False,
     provisional: bool = False,
-) -> Session:
+) -> Attachment:
     """Attach a plan to the model it was made for, as `apply` does once it has bound the rules.
 
     Args:
@@ -184,7 +185,7 @@ def attach(
         runtime.check_free(model, replace=replace)
     writer = None if record is None else _writer(record, bound, mode, start_step)
     try:
-        made = runtime.Session(
+        attachment = runtime.Attachment(
             model,
             bound,
             optimizers=optimizers,
@@ -195,12 +196,12 @@ def attach(
             outside=beside,
             provisional=provisional,
         )
-        runtime.enter(model, made, beside=beside)
+        runtime.enter(model, attachment, beside=beside)
     except BaseException:
         if writer is not None:
             writer.discard()
         raise
-    return cast("Session", made)
+    return cast("Attachment", attachment)
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
@@ -219,8 +220,8 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 def remove(model: nn.Module) -> None:
     """Take the rules off a model, leaving no trace; nothing happens where there are none."""
-    if (session := _runtime().find(model)) is not None:
-        session.remove()
+    if (attachment := _runtime().find(model)) is not None:
+        attachment.remove()
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from gradsurgeon.actions._base import Example, Rule
+from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
 from gradsurgeon.actions._kinds import EditRule
 
@@ -42,16 +42,6 @@ class Zero(EditRule):
     def notes(self) -> tuple[str, ...]:
         """Say what a zero gradient does not prevent."""
         return ("zero is not freeze: weight decay and momentum still move the weight",)
-
-    @property
-    def erases(self) -> bool:
-        """Erasing is all that it does."""
-        return True
-
-    def merged(self, earlier: Rule) -> Rule | None:
-        """Return this rule: what is erased need not be edited before."""
-        del earlier
-        return self
 
     def compile(self) -> Edit:
         """Return the erasure as arithmetic on gradients."""

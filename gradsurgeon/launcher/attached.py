@@ -10,7 +10,7 @@ from torch import nn
 from gradsurgeon import planning
 from gradsurgeon.launcher.weights import Imprint, differ, imprint
 from gradsurgeon.planning import Plan
-from gradsurgeon.runtime import Session
+from gradsurgeon.runtime import Attachment
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class Attached:
     title: str
     model: weakref.ref[nn.Module]
     plan: Plan
-    session: Session
+    session: Attachment
     record: str
     rank: int
     observing: bool = False

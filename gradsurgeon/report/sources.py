@@ -32,6 +32,7 @@ def summary(session: Session | Run) -> Report:
             "opens a run directory"
         )
     plan = session.plan
+    attachment = session._attachment  # noqa: SLF001 # what a report needs is nothing for users
     rules = {
         rule.id: RuleInfo(
             action=rule.action,
@@ -47,9 +48,9 @@ def summary(session: Session | Run) -> Report:
         params=tuple(param.name for param in plan.manifest.params),
         rules=rules,
         statuses=session.status(),
-        records=session.records,
+        records=attachment.records,
         events=tuple(session.events),
-        start=session._state.clocks.start,  # noqa: SLF001 # nothing for users, who have passed it
+        start=attachment.start_step,
         end=session.step,
     )
 

@@ -1,5 +1,6 @@
 """Attaches a plan to a model. Every hook in the package is registered in this folder."""
 
+from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.floor import OLDEST
 from gradsurgeon.runtime.registry import check_free, enter, find, tag
 from gradsurgeon.runtime.session import Session
@@ -8,6 +9,7 @@ from gradsurgeon.runtime.state import Mode
 
 __all__ = [
     "OLDEST",
+    "Attachment",
     "Mode",
     "Session",
     "check_free",

@@ -401,7 +401,7 @@ def by_copying(model: Any, session: Any) -> None:
 def by_looking(model: Any, session: Any) -> None:
     train(model)
     assert session.status()
-    assert session.records
+    assert session._attachment.records
     assert str(session.plan)
 
 

@@ -1026,7 +1026,7 @@ def test_rules_on_a_temporary_model_say_that_they_are_over() -> None:
     with pytest.warns(GradSurgeonWarning, match="keep a reference to the model") as warned:
         session = gradsurgeon.apply(nn.Linear(2, 2), rules(capture(".", "output")))
     assert warned[0].filename == __file__
-    assert session.removed
+    assert session._attachment.removed
     assert [event.kind for event in session.events] == ["notice"]
 
 
@@ -1035,7 +1035,7 @@ def test_a_model_that_goes_later_is_no_temporary_one() -> None:
         model = nn.Linear(2, 2)
         session = gradsurgeon.apply(model, rules(capture(".", "output")))
     del model
-    assert session.removed
+    assert session._attachment.removed
     assert session.events == []
 
 
