@@ -9,11 +9,10 @@ from itertools import takewhile
 from math import gcd
 
 from gradsurgeon.actions import MOMENTS, Rule, Steps
-from gradsurgeon.match import compile_pattern
+from gradsurgeon.match import compile_pattern, contains, disjoint
 from gradsurgeon.planning import ROOT, Manifest
 from gradsurgeon.planning.matching import Names
 from gradsurgeon.review.effects import Effects, Matcher
-from gradsurgeon.review.globs import Prover
 from gradsurgeon.schema import Inspection, RuleSet
 
 # Rules are compared two by two, pattern by pattern: a file may hold thousands.
@@ -44,7 +43,6 @@ class Case:
         self.rules = rules.rules
         self._whole = rules
         self._inspected, self._manifest = inspected, manifest
-        self._prover = Prover()
         self._facts = {
             rule.id: _Facts(
                 (rule.target, str(rule.ref)),
@@ -138,7 +136,7 @@ class Case:
         """Tell whether it is certain that a pattern meets none of the patterns of a rule."""
         if len(rule.exclude) + len(self._facts[rule.id].patterns) > MAX_COMPARED:
             return False
-        return all(self._prover.disjoint(one, text) for one in self._facts[rule.id].patterns)
+        return all(disjoint(one, text) for one in self._facts[rule.id].patterns)
 
     # -- two rules ----------------------------------------------------------------------------
 
@@ -193,8 +191,7 @@ class Case:
         if not facts.where.items() <= own.where.items() or wide.model not in (None, narrow.model):
             return False
         return all(
-            any(self._contains(narrow, left, out) for left in narrow.exclude)
-            or self._prover.disjoint(out, text)
+            any(self._contains(narrow, left, out) for left in narrow.exclude) or disjoint(out, text)
             for out in wide.exclude
         )
 
@@ -202,7 +199,7 @@ class Case:
         # The root has a name that no pattern but itself matches.
         if rule.target == "modules" and ROOT in (wide, narrow):
             return wide == narrow
-        return self._prover.contains(wide, narrow)
+        return contains(wide, narrow)
 
 
 def within(inner: Steps, outer: Steps) -> bool:

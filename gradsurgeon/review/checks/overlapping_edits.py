@@ -17,8 +17,8 @@ class OverlappingEdits(Check):
 
     ## What it finds
     Rules that certainly change a tensor in the same step. Where the names of a model are known, that
-    is exact. Otherwise it is said where everything that a pattern of one rule matches is matched by
-    the other rule as well, as with equal patterns or with `*`.
+    is exact. Otherwise it is said where a pattern of one rule is `*`, is a pattern of the other rule as
+    well, or matches a name that the other rule gives without wildcards.
 
     ## Why it matters
     Every rule that matches applies; there is no "last match wins". The second one sees what the first

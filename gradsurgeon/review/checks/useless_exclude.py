@@ -14,8 +14,8 @@ class UselessExclude(Check):
     """An `exclude` takes nothing out.
 
     ## What it finds
-    An exclude that can match no name which the patterns of the rule match. Where the names of a model
-    are known, one that matches none that they do match.
+    An exclude that matches no name which the patterns of the rule match. Where the names of a model
+    are not known, only one that is certain: the exclude is a name without wildcards, or all patterns are.
 
     ## Why it matters
     Somebody meant to keep the rule off something, and it acts there: the exclude is misspelt, or lacks
