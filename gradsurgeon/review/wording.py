@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 
+from gradsurgeon._name_ranges import fold_names
 from gradsurgeon.planning.table import NOUNS, count
 from gradsurgeon.review.difference import Chain, Change, Difference
 from gradsurgeon.review.fields import Field, spelled
 from gradsurgeon.review.findings import Finding
-from gradsurgeon.review.folding import fold
 
 _SHOWN = 6
 _SAME = 10  # unchanged rules that are named
@@ -78,11 +78,11 @@ def names(some: Sequence[str]) -> Words:
 
 @lru_cache(maxsize=64)  # many findings are about the same names
 def _folded(some: tuple[str, ...]) -> Words:
-    folded = list(fold(some).items())
+    folded = list(fold_names(some).items())
     pieces: list[str | Code] = []
-    for text, number in folded[:_SHOWN]:
+    for text, members in folded[:_SHOWN]:
         pieces += [", "] if pieces else []
-        pieces += [Code(text), f" x{number}"] if number > 1 else [Code(text)]
+        pieces += [Code(text), f" x{len(members)}"] if len(members) > 1 else [Code(text)]
     if (more := len(folded) - _SHOWN) > 0:
         pieces.append(f" and {count(more, 'other')}")
     return tuple(pieces)

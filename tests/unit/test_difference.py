@@ -10,10 +10,10 @@ import pytest
 
 import gradsurgeon
 from gradsurgeon import planning
+from gradsurgeon._name_ranges import fold_names
 from gradsurgeon.planning import Manifest, Module, Param
 from gradsurgeon.review import markdown, sources, text
 from gradsurgeon.review.difference import Difference, compare
-from gradsurgeon.review.folding import fold
 from gradsurgeon.schema import RuleSet
 
 CASES = pathlib.Path(__file__).parents[1] / "cases" / "review"
@@ -456,15 +456,16 @@ def test_the_documented_json() -> None:
         (["h.7.w", "h.1.w"], {"h.{1,7}.w": 2}),
         ([f"h.{a}.{b}" for a in range(3) for b in range(4)], {"h.{0..2}.{0..3}": 12}),
         (["h.0.1", "h.1.0"], {"h.0.1": 1, "h.1.0": 1}),
-        (["h.0.0", "h.0.1", "h.1.0"], {"h.{0,1}.0": 2, "h.0.1": 1}),
+        (["h.0.0", "h.0.1", "h.1.0"], {"h.{0..1}.0": 2, "h.0.1": 1}),
         (["h.1", "h.01"], {"h.{1,01}": 2}),
         (["h." + "9" * 5000], {"h." + "9" * 5000: 1}),
         ([f"h.{at}" for at in range(0, 40, 2)], {"h.{0,2,4,6,8,10,...}": 20}),
     ],
 )
-def test_fold(names: list[str], folded: dict[str, int]) -> None:
-    assert fold(names) == folded
-    assert sum(fold(names).values()) == len(names)
+def test_fold_names(names: list[str], folded: dict[str, int]) -> None:
+    found = fold_names(names)
+    assert {text: len(members) for text, members in found.items()} == folded
+    assert sorted(name for members in found.values() for name in members) == sorted(names)
 
 
 @pytest.fixture
