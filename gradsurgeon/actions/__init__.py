@@ -19,6 +19,7 @@ from gradsurgeon.actions._base import (
 from gradsurgeon.actions._checking import check_rule, known_keys, nested
 from gradsurgeon.actions._fields import Flaw, found, steps_of, written
 from gradsurgeon.actions._options import Expect, Numel, Options, Steps, Where
+from gradsurgeon.actions._strictness import Direction, Stricter
 from gradsurgeon.actions._target import TARGETS, TargetKind, TensorRef, spelled
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "POINTS",
     "TARGETS",
     "ByNorm",
+    "Direction",
     "Edit",
     "Example",
     "Expect",
@@ -38,6 +40,7 @@ __all__ = [
     "Role",
     "Rule",
     "Steps",
+    "Stricter",
     "TargetKind",
     "TensorRef",
     "Where",

@@ -7,6 +7,7 @@ there imports torch before a rule is compiled, because linting a rule file must 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -15,6 +16,7 @@ from pydantic import Field
 
 from gradsurgeon.actions._fields import Flaw, Glob, Patterns, RuleId
 from gradsurgeon.actions._options import Expect, Options, Steps, Where
+from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.actions._target import (
     TARGETS,
     TargetKind,
@@ -126,7 +128,15 @@ class Rule(Options):
     at: Annotated[Point | None, Field(description="The moment at which the rule acts.")] = None
     steps: Annotated[Steps, Field(description="The steps in which the rule acts.")] = Steps()
     expect: Annotated[Expect | None, Field(description="Assertion on what is bound.")] = None
-    optional: Annotated[bool, Field(description="Matching nothing is no error.")] = False
+    optional: Annotated[
+        bool,
+        Field(description="Matching nothing is no error."),
+        Stricter(
+            operator.not_,
+            "matching nothing is an error now",
+            "matching nothing is no error now",
+        ),
+    ] = False
     model: Annotated[
         Glob | None, Field(description="Glob over the class name of the root of the model.")
     ] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -10,6 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from gradsurgeon.actions._base import ByNorm, Edit, Example, Rule
 from gradsurgeon.actions._fields import Flaw, flawed, found, is_number
+from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.source import looks_like
 
 if TYPE_CHECKING:
@@ -63,7 +65,9 @@ class ClipNorm(Rule):
     )
 
     action: Literal["clip-norm"] = "clip-norm"
-    max_norm: Annotated[float, Field(ge=0, description="The longest that is left alone.")]
+    max_norm: Annotated[
+        float, Field(ge=0, description="The longest that is left alone."), Stricter(operator.neg)
+    ]
     norm_type: Annotated[
         float | Literal["inf"],
         BeforeValidator(_norm_type),

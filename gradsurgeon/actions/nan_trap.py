@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role, Rule
+from gradsurgeon.actions._strictness import Stricter
 
 
 class NanTrap(Rule):
@@ -45,10 +47,14 @@ class NanTrap(Rule):
 
     action: Literal["nan-trap"] = "nan-trap"
     then: Annotated[
-        Literal["raise", "skip-step", "warn"], Field(description="What happens to the step.")
+        Literal["raise", "skip-step", "warn"],
+        Field(description="What happens to the step."),
+        Stricter(("warn", "skip-step", "raise").index),
     ] = "raise"
     give_up_after: Annotated[
-        int, Field(ge=1, description="Raise after this many trips in a row, whatever `then` says.")
+        int,
+        Field(ge=1, description="Raise after this many trips in a row, whatever `then` says."),
+        Stricter(operator.neg, "stops sooner", "stops later"),
     ] = 10
 
     @classmethod

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._strictness import Stricter
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -45,7 +46,16 @@ class Scale(Rule):
     )
 
     action: Literal["scale"] = "scale"
-    factor: Annotated[float, Field(description="What every element is multiplied by.")]
+    factor: Annotated[
+        float,
+        Field(description="What every element is multiplied by."),
+        Stricter(
+            lambda factor: -abs(factor),
+            "gradients get smaller",
+            "gradients get larger",
+            lambda before, after: "the sign turns around" if before * after < 0 else "",
+        ),
+    ]
 
     @property
     def may_overflow(self) -> bool:
