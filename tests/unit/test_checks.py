@@ -20,9 +20,11 @@ from gradsurgeon.actions import Steps
 from gradsurgeon.errors import BindError, Problem
 from gradsurgeon.match import PatternError, compile_pattern, contains, disjoint
 from gradsurgeon.planning import Manifest, Module, Param
-from gradsurgeon.review import case as cases
-from gradsurgeon.review import catalogue, sources
+from gradsurgeon.review import sources
 from gradsurgeon.review.checks import CHECKS
+from gradsurgeon.review.lint_context import MAX_COMPARED
+from gradsurgeon.review.reading_checks import READING_CHECKS
+from gradsurgeon.review.schedules import includes, meet
 
 ROOT = pathlib.Path(__file__).parents[2]
 CASES = ROOT / "tests" / "cases" / "lint"
@@ -59,7 +61,7 @@ def test_a_bad_file_shows_exactly_its_problems(
     problems = review.lint(case.name, names_of(case))
     assert problems
     assert text_of(problems) == case.with_suffix(".out").read_text(encoding="utf-8")
-    assert {one.check for one in problems} <= {*CHECKS, *catalogue.CHECKS}
+    assert {one.check for one in problems} <= {*CHECKS, *READING_CHECKS}
 
 
 @pytest.mark.parametrize("case", GOOD, ids=lambda case: case.stem)
@@ -105,7 +107,7 @@ def test_every_place_lies_in_its_file(case: pathlib.Path) -> None:
 
 
 def test_no_name_is_that_of_two_checks() -> None:
-    assert not set(CHECKS) & set(catalogue.CHECKS)
+    assert not set(CHECKS) & set(READING_CHECKS)
     assert all(re.fullmatch("[a-z]+(-[a-z]+)*", check) for check in CHECKS)
 
 
@@ -420,9 +422,8 @@ class TestWhatIsCertainWithoutNames:
                 for _ in range(2)
             )
             due, also = ({step for step in range(100) if it.due(step)} for it in (one, other))
-            assert cases.meet(one, other) == bool(due & also), (one, other)
-            if cases.within(one, other):
-                assert due <= also, (one, other)
+            assert meet(one, other) == bool(due & also), (one, other)
+            assert includes(other, one) == (due <= also), (one, other)
 
 
 @pytest.mark.no_cover  # thousands of inputs, the same few lines
@@ -432,10 +433,10 @@ class TestHugeFiles:
     ) -> None:
         rules = "".join(
             f'  - {{id: r{index}, action: scale, params: "h.{index}.*.w{index}", factor: 2}}\n'
-            for index in range(cases.MAX_COMPARED + 5)
+            for index in range(MAX_COMPARED + 5)
         )
         problems = lint(tmp_path, rules)
-        assert found(problems) == [("too-large", cases.MAX_COMPARED + 3, 10)]
+        assert found(problems) == [("too-large", MAX_COMPARED + 3, 10)]
         assert problems[0].severity == "warning"
 
     def test_many_doubts_are_shown_up_to_a_limit(self, tmp_path: pathlib.Path) -> None:

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case
+from gradsurgeon.review.lint_context import LintContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +60,5 @@ class Check(ABC):
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(self).__name__).lower()
 
     @abstractmethod
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield what it finds."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class BoundOnContributions(Check):
@@ -42,9 +42,9 @@ class BoundOnContributions(Check):
   max: 0.1
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield the edits for which the sum of edited parts is not the edited sum."""
-        for rule in case.rules:
+        for rule in context.rules:
             if rule.target == "params" and rule.point == "backward" and not rule.linear:
                 message = (
                     f"{rule.action} at `backward` bounds what each backward pass contributes: under "

@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from gradsurgeon.errors import Severity
 from gradsurgeon.planning import examples
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class BrokenExpect(Check):
@@ -42,13 +42,13 @@ class BrokenExpect(Check):
   expect: {params: 2}
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield the rules that select another number than they say."""
-        if case.effects is None:
+        if context.matched is None:
             return
-        for rule in case.rules:
-            if rule.expect is not None and case.effects.breaks_expect(rule.id):
-                things = case.effects.matches[rule.id].things
+        for rule in context.rules:
+            if rule.expect is not None and context.matched.breaks_expect(rule.id):
+                things = context.matched.matches[rule.id].things
                 found = f"matched {len(things)}{examples(things)}"
                 message = f"expected {rule.expect.params} parameters, {found}"
                 hint = "correct the pattern or the `expect`"

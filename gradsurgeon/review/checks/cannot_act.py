@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class CannotAct(Check):
@@ -43,10 +43,10 @@ class CannotAct(Check):
   where: {module_type: "Linear"}
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield each reason why a rule cannot act."""
-        if case.effects is None:
+        if context.matched is None:
             return
-        for rule in case.rules:
-            for text in case.effects.obstacles(rule.id):
+        for rule in context.rules:
+            for text in context.matched.obstacles(rule.id):
                 yield Finding(rule, ("id",), text, "")

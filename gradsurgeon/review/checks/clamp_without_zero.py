@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from gradsurgeon.actions.clamp import Clamp
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class ClampWithoutZero(Check):
@@ -42,9 +42,9 @@ class ClampWithoutZero(Check):
   max: 0.1
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield the bound that excludes zero."""
-        for rule in case.rules:
+        for rule in context.rules:
             # Values may well have to be positive; gradients may not.
             if not isinstance(rule, Clamp) or rule.keeps_zero or not rule.ref.grad:
                 continue

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class EverySkipsWindow(Check):
@@ -36,9 +36,9 @@ class EverySkipsWindow(Check):
   steps: {from: 100, to: 200, every: 500}
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield the schedules of one step that look like more."""
-        for rule in case.rules:
+        for rule in context.rules:
             start, stop, every = rule.steps.from_, rule.steps.to, rule.steps.every
             if stop is not None and every > 1 and start + every >= stop:
                 message = (

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 # What YAML 1.1 takes for a number with a fraction or an exponent.
 _YAML_1_1 = re.compile(
@@ -50,10 +50,10 @@ class ExponentWithoutDot(Check):
   max: 1e-3
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield the numbers whose text is none to YAML 1.1."""
-        for rule in case.rules:
-            for path, text in case.numbers(rule):
+        for rule in context.rules:
+            for path, text in context.floats(rule):
                 parts = None if _YAML_1_1.fullmatch(text) else _PARTS.fullmatch(text)
                 if parts is None:
                     continue

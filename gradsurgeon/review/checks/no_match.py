@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class NoMatch(Check):
@@ -39,11 +39,11 @@ class NoMatch(Check):
   params: "encodr.*"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield the rules that select nothing although they must."""
-        if case.effects is None:
+        if context.matched is None:
             return
-        for rule in case.rules:
-            if case.effects.has_no_match(rule.id):
+        for rule in context.rules:
+            if context.matched.has_no_match(rule.id):
                 hint = "correct the pattern, or write `optional: true` if it may match nothing"
-                yield Finding(rule, (rule.target,), case.effects.no_match(rule.id), hint)
+                yield Finding(rule, (rule.target,), context.matched.no_match(rule.id), hint)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case, listed
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext, listed
 
 _PAIRS = ({"edit", "observe"}, {"edit", "capture"})
 
@@ -51,15 +51,15 @@ class ObservedOrder(Check):
   params: "*"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield each rule that comes before one above it, where one edits and one records."""
-        for rule, before in case.pairs():
+        for rule, before in context.pairs():
             met = tuple(
                 one
                 for one in before
                 if {one.role, rule.role} in _PAIRS
-                and case.acts_before(rule, one)
-                and case.overlap(one, rule)
+                and context.acts_before(rule, one)
+                and context.overlap(one, rule)
             )
             if not met:
                 continue
@@ -67,4 +67,4 @@ class ObservedOrder(Check):
             what = "changes gradients" if rule.role == "edit" else "sees gradients"
             message = f"it {what} at `{rule.point}`, before {ids}, which stand{'s' * (len(met) == 1)} above it"
             hint = "put it above, or choose another `at`"
-            yield Finding(rule, (case.written(rule, "at", "action"),), message, hint, met)
+            yield Finding(rule, (context.given_key(rule, "at", "action"),), message, hint, met)

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case, listed
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.checks._shared import moot
+from gradsurgeon.review.lint_context import LintContext, listed
 
 
 class OverlappingEdits(Check):
@@ -53,12 +53,12 @@ class OverlappingEdits(Check):
   factor: 0.1
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield each rule that changes what rules before it in the file change."""
-        for rule, before in case.pairs():
+        for rule, before in context.pairs():
             if rule.role != "edit":
                 continue
-            met = tuple(one for one in before if one.role == "edit" and _meets(case, one, rule))
+            met = tuple(one for one in before if one.role == "edit" and _meets(context, one, rule))
             if met:
                 ids = listed([one.id for one in met])
                 message = f"it changes tensors that {ids} change{'s' * (len(met) == 1)} as well"
@@ -66,6 +66,6 @@ class OverlappingEdits(Check):
                 yield Finding(rule, (rule.target,), message, hint, met)
 
 
-def _meets(case: Case, one: Rule, rule: Rule) -> bool:
-    without_effect = moot(case, rule, one) or moot(case, one, rule)
-    return not without_effect and case.overlap(one, rule)
+def _meets(context: LintContext, one: Rule, rule: Rule) -> bool:
+    without_effect = moot(context, rule, one) or moot(context, one, rule)
+    return not without_effect and context.overlap(one, rule)

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from gradsurgeon.actions.scale import Scale
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class ScaleByOne(Check):
@@ -36,9 +36,9 @@ class ScaleByOne(Check):
   factor: 1.0
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield the factors that are one."""
-        for rule in case.rules:
+        for rule in context.rules:
             if isinstance(rule, Scale) and rule.factor == 1:
                 message = "scaling by 1 changes nothing"
                 yield Finding(rule, ("factor",), message, "remove the rule, or correct the factor")

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from gradsurgeon.actions.scale import Scale
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class ScaleByZero(Check):
@@ -36,9 +36,9 @@ class ScaleByZero(Check):
   factor: 0
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield the factors that are zero."""
-        for rule in case.rules:
+        for rule in context.rules:
             if isinstance(rule, Scale) and rule.factor == 0:
                 message = "scaling by 0 leaves NaN: NaN times 0 is NaN"
                 yield Finding(rule, ("factor",), message, "use `action: zero`, without `factor`")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.checks._shared import moot
+from gradsurgeon.review.lint_context import LintContext
 
 
 class ShadowedRule(Check):
@@ -47,10 +47,10 @@ class ShadowedRule(Check):
   factor: 0.1
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield each rule that is moot, once."""
-        for rule in case.compared:
-            found = ((moot(case, rule, by), by) for by in case.compared)
+        for rule in context.compared:
+            found = ((moot(context, rule, by), by) for by in context.compared)
             message, by = next((one for one in found if one[0]), ("", rule))
             if message:
                 hint = "remove one of the two, or give them other names or `steps`"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from gradsurgeon.review.case import Case, listed
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext, listed
 
 
 class TrapAfterSanitize(Check):
@@ -43,14 +43,16 @@ class TrapAfterSanitize(Check):
   params: "*"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield each trap that cannot trip."""
-        cleaners = [one for one in case.compared if one.action in ("sanitize", "zero")]
-        for rule in case.compared:
+        cleaners = [one for one in context.compared if one.action in ("sanitize", "zero")]
+        for rule in context.compared:
             if rule.role != "trap":
                 continue
             met = tuple(
-                one for one in cleaners if case.acts_before(one, rule) and case.covers(one, rule)
+                one
+                for one in cleaners
+                if context.acts_before(one, rule) and context.covers(one, rule)
             )
             if met:
                 ids = listed([one.id for one in met])

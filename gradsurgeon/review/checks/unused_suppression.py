@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar
 
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class UnusedSuppression(Check):
@@ -35,7 +35,7 @@ class UnusedSuppression(Check):
   params: "*.bias"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield nothing: it is known once all other checks have found what they find."""
-        del case
+        del context
         return iter(())

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from gradsurgeon.actions import Rule
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class UselessExclude(Check):
@@ -41,23 +41,23 @@ class UselessExclude(Check):
   max_norm: 1.0
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield the excludes that take nothing out."""
-        for rule in case.rules:
+        for rule in context.rules:
             for index, text in enumerate(rule.exclude):
-                if why := _nothing(case, rule, text):
+                if why := _nothing(context, rule, text):
                     hint = "correct or remove it"
                     if "*" not in text and not text.startswith("re:") and "re:" not in why:
                         hint = f'did you mean "*{text[:60]}" or "{text[:60]}*"?'
                     yield Finding(rule, ("exclude", index), why, hint)
 
 
-def _nothing(case: Case, rule: Rule, text: str) -> str:
+def _nothing(context: LintContext, rule: Rule, text: str) -> str:
     """Return why an exclude takes nothing out; empty where it does, or may."""
-    hits = case.hits(rule, text)
+    hits = context.hits(rule, text)
     if hits is None:
         name = f"`{text[:60]}` matches no name that the patterns of the rule can match"
-        return name if case.apart(rule, text) else ""
-    owners = case.owners(rule, text)
-    wanted = {name for one in rule.patterns for name in case.owners(rule, one.text)}
+        return name if context.never_matches(rule, text) else ""
+    owners = context.canonical_hits(rule, text)
+    wanted = {name for one in rule.patterns for name in context.canonical_hits(rule, one.text)}
     return "" if owners & wanted else f"`{text[:60]}` takes nothing out of the match"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.checks._shared import moot
+from gradsurgeon.review.lint_context import LintContext
 
 
 class ZeroIsNotFreeze(Check):
@@ -37,13 +37,13 @@ class ZeroIsNotFreeze(Check):
   params: "backbone.*"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield every `zero` on parameters, but those that do nothing anyway."""
         message = "zero is not freeze: weight decay and momentum still move the weight"
-        for rule in case.rules:
+        for rule in context.rules:
             if rule.action != "zero" or rule.target != "params":
                 continue
-            if not any(moot(case, rule, by) for by in case.compared):
+            if not any(moot(context, rule, by) for by in context.compared):
                 yield Finding(
                     rule, ("action",), message, "to keep a parameter as it is use `freeze`"
                 )
