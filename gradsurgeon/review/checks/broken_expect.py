@@ -1,11 +1,5 @@
-"""The check `broken-expect`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
 from gradsurgeon.planning import examples
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext
@@ -27,15 +21,15 @@ class BrokenExpect(Check):
     if it is right.
     """
 
-    severity: ClassVar[Severity] = "error"
-    NAMES: ClassVar[tuple[str, ...]] = ("fc1.weight", "fc1.bias", "fc2.weight")
-    GOOD: ClassVar[str] = """
+    severity = "error"
+    NAMES = ("fc1.weight", "fc1.bias", "fc2.weight")
+    GOOD = """
 - id: norms
   action: norm-log
   params: "fc*.weight"
   expect: {params: 2}
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: norms
   action: norm-log
   params: "fc*"
@@ -43,7 +37,6 @@ class BrokenExpect(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield the rules that select another number than they say."""
         if context.matched is None:
             return
         for rule in context.rules:

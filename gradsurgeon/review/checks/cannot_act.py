@@ -1,11 +1,5 @@
-"""The check `cannot-act`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext
 
@@ -28,15 +22,15 @@ class CannotAct(Check):
     names as `gradsurgeon params` writes them.
     """
 
-    severity: ClassVar[Severity] = "error"
-    NAMES: ClassVar[tuple[str, ...]] = ("fc.weight", "fc.bias")
-    WEIGHTS: ClassVar[bool] = True
-    GOOD: ClassVar[str] = """
+    severity = "error"
+    NAMES = ("fc.weight", "fc.bias")
+    WEIGHTS = True
+    GOOD = """
 - id: norms
   action: norm-log
   params: "fc.*"
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: norms
   action: norm-log
   params: "fc.*"
@@ -44,7 +38,6 @@ class CannotAct(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield each reason why a rule cannot act."""
         if context.matched is None:
             return
         for rule in context.rules:

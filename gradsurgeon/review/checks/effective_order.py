@@ -1,9 +1,4 @@
-"""The check `effective-order`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.review.checks._base import Check, Finding
@@ -27,7 +22,7 @@ class EffectiveOrder(Check):
     `at`. The plan shows the effective order for each tensor.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: gentle-head
   action: scale
   params: "head.*"
@@ -38,7 +33,7 @@ class EffectiveOrder(Check):
   params: "*"
   max_norm: 1.0
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: clipped
   action: clip-norm
   params: "*"
@@ -51,7 +46,6 @@ class EffectiveOrder(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield each edit that takes effect before edits above it."""
         for rule, before in context.pairs():
             if rule.role != "edit":
                 continue

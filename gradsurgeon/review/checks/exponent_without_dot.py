@@ -1,12 +1,6 @@
-"""The check `exponent-without-dot`."""
-
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext
 
@@ -32,8 +26,8 @@ class ExponentWithoutDot(Check):
     If other tools read the file, write `1.0e-3`, `1.0e+3`, `-0.5`.
     """
 
-    severity: ClassVar[Severity] = "note"
-    GOOD: ClassVar[str] = """
+    severity = "note"
+    GOOD = """
 - id: bounded
   action: clamp
   params: "*"
@@ -41,7 +35,7 @@ class ExponentWithoutDot(Check):
   min: -1.0e-3
   max: 0.001
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: bounded
   action: clamp
   params: "*"
@@ -51,7 +45,6 @@ class ExponentWithoutDot(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield the numbers whose text is none to YAML 1.1."""
         for rule in context.rules:
             for path, text in context.floats(rule):
                 parts = None if _YAML_1_1.fullmatch(text) else _PARTS.fullmatch(text)

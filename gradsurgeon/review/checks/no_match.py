@@ -1,11 +1,5 @@
-"""The check `no-match`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext
 
@@ -26,21 +20,20 @@ class NoMatch(Check):
     `optional: true`, or `model:` with the class that it is for.
     """
 
-    severity: ClassVar[Severity] = "error"
-    NAMES: ClassVar[tuple[str, ...]] = ("encoder.fc.weight", "encoder.fc.bias")
-    GOOD: ClassVar[str] = """
+    severity = "error"
+    NAMES = ("encoder.fc.weight", "encoder.fc.bias")
+    GOOD = """
 - id: norms
   action: norm-log
   params: "encoder.*"
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: norms
   action: norm-log
   params: "encodr.*"
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield the rules that select nothing although they must."""
         if context.matched is None:
             return
         for rule in context.rules:

@@ -1,10 +1,5 @@
-"""The check `number-prefix`."""
-
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.checks._shared import patterns
@@ -28,19 +23,18 @@ class NumberPrefix(Check):
     Close the number by a dot, as in `layers.1.*`, or name a range: `layers.{10..19}.*`.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: second-layer
   action: norm-log
   params: ["layers.1.*", "layers.{10..19}.*"]
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: second-layer
   action: norm-log
   params: "layers.1*"
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield the globs with a number that may go on."""
         for rule in context.rules:
             for path, text in patterns(rule):
                 number = None if text.startswith("re:") else _NUMBER.search(text)

@@ -1,11 +1,5 @@
-"""The check `observed-order`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext, listed
 
@@ -28,8 +22,8 @@ class ObservedOrder(Check):
     is right, and the order in the file does not matter.
     """
 
-    severity: ClassVar[Severity] = "note"
-    GOOD: ClassVar[str] = """
+    severity = "note"
+    GOOD = """
 - id: clipped
   action: clip-norm
   params: "*"
@@ -40,7 +34,7 @@ class ObservedOrder(Check):
   params: "*"
   at: step
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: clipped
   action: clip-norm
   params: "*"
@@ -52,7 +46,6 @@ class ObservedOrder(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield each rule that comes before one above it, where one edits and one records."""
         for rule, before in context.pairs():
             met = tuple(
                 one

@@ -1,12 +1,6 @@
-"""The check `overlapping-edits`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.actions import Rule
-from gradsurgeon.errors import Severity
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.checks._shared import moot
 from gradsurgeon.review.lint_context import LintContext, listed
@@ -28,8 +22,8 @@ class OverlappingEdits(Check):
     If both are meant, nothing. Otherwise leave the names of one rule out of the other by `exclude`.
     """
 
-    severity: ClassVar[Severity] = "note"
-    GOOD: ClassVar[str] = """
+    severity = "note"
+    GOOD = """
 - id: gentle-head
   action: scale
   params: "head.*"
@@ -41,7 +35,7 @@ class OverlappingEdits(Check):
   exclude: "head.*"
   factor: 0.1
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: gentle-head
   action: scale
   params: "head.*"
@@ -54,7 +48,6 @@ class OverlappingEdits(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield each rule that changes what rules before it in the file change."""
         for rule, before in context.pairs():
             if rule.role != "edit":
                 continue

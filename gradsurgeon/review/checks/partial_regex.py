@@ -1,10 +1,5 @@
-"""The check `partial-regex`."""
-
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.actions import TargetKind
 from gradsurgeon.review.checks._base import Check, Finding
@@ -32,19 +27,18 @@ class PartialRegex(Check):
     match one are not reported.
     """
 
-    GOOD: ClassVar[str] = r"""
+    GOOD = r"""
 - id: attention
   action: norm-log
   params: ['re:.*\.attn\..*', 're:h\.\d+\.attn\.bias']
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: attention
   action: norm-log
   params: ["re:attn", "re:^h.0"]
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield the expressions that look like a part of a name."""
         for rule in context.rules:
             for path, text in patterns(rule):
                 body = text.removeprefix("re:")

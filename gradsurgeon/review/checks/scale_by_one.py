@@ -1,9 +1,4 @@
-"""The check `scale-by-one`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.actions.scale import Scale
 from gradsurgeon.review.checks._base import Check, Finding
@@ -23,13 +18,13 @@ class ScaleByOne(Check):
     Remove the rule. A `norm-log` does not need it to see a gradient.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: gentle-head
   action: scale
   params: "head.*"
   factor: 0.5
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: gentle-head
   action: scale
   params: "head.*"
@@ -37,7 +32,6 @@ class ScaleByOne(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield the factors that are one."""
         for rule in context.rules:
             if isinstance(rule, Scale) and rule.factor == 1:
                 message = "scaling by 1 changes nothing"

@@ -1,9 +1,4 @@
-"""The check `scale-by-zero`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.actions.scale import Scale
 from gradsurgeon.review.checks._base import Check, Finding
@@ -24,12 +19,12 @@ class ScaleByZero(Check):
     Use `zero`, which writes zeros over whatever is there.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: no-bias
   action: zero
   params: "*.bias"
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: no-bias
   action: scale
   params: "*.bias"
@@ -37,7 +32,6 @@ class ScaleByZero(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield the factors that are zero."""
         for rule in context.rules:
             if isinstance(rule, Scale) and rule.factor == 0:
                 message = "scaling by 0 leaves NaN: NaN times 0 is NaN"

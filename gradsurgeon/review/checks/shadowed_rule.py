@@ -1,9 +1,4 @@
-"""The check `shadowed-rule`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.checks._shared import moot
@@ -24,7 +19,7 @@ class ShadowedRule(Check):
     Remove one of the two, or let them act on different names or in different `steps`.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: no-bias-at-first
   action: zero
   params: "*.bias"
@@ -36,7 +31,7 @@ class ShadowedRule(Check):
   factor: 0.1
   steps: {from: 100}
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: no-bias
   action: zero
   params: "*.bias"
@@ -48,7 +43,6 @@ class ShadowedRule(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield each rule that is moot, once."""
         for rule in context.compared:
             found = ((moot(context, rule, by), by) for by in context.compared)
             message, by = next((one for one in found if one[0]), ("", rule))

@@ -1,9 +1,4 @@
-"""The check `trap-after-sanitize`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext, listed
@@ -24,7 +19,7 @@ class TrapAfterSanitize(Check):
     there was something to replace, put a `norm-log` with `stats: [nonfinite]` and `at: backward` above.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: known-culprit
   action: sanitize
   params: "mask.weight"
@@ -33,7 +28,7 @@ class TrapAfterSanitize(Check):
   action: nan-trap
   params: "*"
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: clean
   action: sanitize
   params: "*"
@@ -44,7 +39,6 @@ class TrapAfterSanitize(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield each trap that cannot trip."""
         cleaners = [one for one in context.compared if one.action in ("sanitize", "zero")]
         for rule in context.compared:
             if rule.role != "trap":

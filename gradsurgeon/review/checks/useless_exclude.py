@@ -1,9 +1,4 @@
-"""The check `useless-exclude`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.review.checks._base import Check, Finding
@@ -26,14 +21,14 @@ class UselessExclude(Check):
     are not known, lint cannot see that, and the warning is to be suppressed.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: clipped
   action: clip-norm
   params: "layers.*"
   exclude: "*.bias"
   max_norm: 1.0
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: clipped
   action: clip-norm
   params: "layers.*"
@@ -42,7 +37,6 @@ class UselessExclude(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield the excludes that take nothing out."""
         for rule in context.rules:
             for index, text in enumerate(rule.exclude):
                 if why := _nothing(context, rule, text):
