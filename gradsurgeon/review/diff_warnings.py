@@ -12,7 +12,13 @@ from gradsurgeon.review.matched_rules import ChainChange
 from gradsurgeon.review.rule_pairs import RulePairs
 
 Kind = Literal[
-    "lost-protection", "no-match", "expect", "cannot-act", "overlap", "more-overlaps", "order"
+    "lost-protection",  # of parameters
+    "no-match",  # these three: of a rule that did not have it before
+    "expect",
+    "cannot-act",
+    "overlap",  # of two rules that newly change the same tensors
+    "more-overlaps",  # than are listed
+    "order",  # of effects
 ]
 _MAX_OVERLAPS = 500  # pairs of rules: who reads on knows enough
 _MAX_EXPLAINED = 20  # to look for the nearest names takes time for each
@@ -21,21 +27,10 @@ _UNEXPLAINED = f"the nearest names are told for the first {_MAX_EXPLAINED} such 
 
 @dataclass(frozen=True, slots=True)
 class DiffWarning:
-    """One consequence of the change.
-
-    Attributes:
-        kind: ``lost-protection`` of parameters; a rule that newly has ``no-match``, that newly
-            breaks its ``expect``, or that newly ``cannot-act`` on what it matches; an ``overlap`` of
-            two rules that newly change the same tensors, of which ``more-overlaps`` are not listed; an ``order`` of effects that changed.
-        rules: ids of the rules in question, in order of effect where there are two.
-        names: the parameters or modules in question.
-        detail: why, in words; of an overlap the moments, of an ``expect`` the numbers.
-    """
-
     kind: Kind
-    rules: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    detail: str = ""
+    rules: tuple[str, ...] = ()  # ids, in order of effect where there are two
+    names: tuple[str, ...] = ()  # of parameters or modules
+    detail: str = ""  # why, in words; of an overlap the moments, of an ``expect`` the numbers
 
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON form."""

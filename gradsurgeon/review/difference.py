@@ -23,28 +23,14 @@ from gradsurgeon.schema import RuleSet
 
 @dataclass(frozen=True, slots=True)
 class RuleChange:
-    """One rule that is not the same on both sides.
-
-    Attributes:
-        id: in the new file; of a removed rule in the old one.
-        old_id: its id in the old file; empty for an added rule.
-        action: likewise.
-        target: ``params``, ``modules`` or ``tensors``.
-        options: those that differ; of an added or removed rule all that it gives.
-        before: the names that it matched, in model order; tags by their patterns.
-        after: the names that it matches now.
-        elements_before: elements of the parameters before.
-        elements_after: the same now.
-    """
-
-    id: str
-    old_id: str
+    id: str  # in the new file; of a removed rule in the old one
+    old_id: str  # empty for an added rule
     action: str
     target: str
-    options: tuple[OptionChange, ...]
-    before: tuple[str, ...]
+    options: tuple[OptionChange, ...]  # that differ; of an added or removed rule all that it gives
+    before: tuple[str, ...]  # the names that it matched, in model order; tags by their patterns
     after: tuple[str, ...]
-    elements_before: int
+    elements_before: int  # of the parameters
     elements_after: int
 
     @property
@@ -55,41 +41,25 @@ class RuleChange:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a change of rules does to a model.
-
-    Attributes:
-        old: the rules before.
-        new: the rules after.
-        manifest: the model.
-        added: rules that are new.
-        removed: rules that are gone.
-        changed: rules whose options differ, those among them that were renamed as well included.
-        renamed: rules with another id and nothing else.
-        unchanged: ids of the others.
-        order_before: the ids of the rules on both sides, by their new names, in the old order ...
-        order_after: ... and in the new one.
-        params: parameters whose chain of rules differs, in model order.
-        tensors: the same for tensors of modules and tags, as ``conv1 output.grad``.
-        covered: how many parameters have rules, before and after.
-        lost: parameters that rules edited, trapped or froze, and no rule does now.
-        warnings: what a reviewer must not miss, the worst first.
-    """
+    """What a change of rules does to a model."""
 
     old: RuleSet
     new: RuleSet
     manifest: Manifest
     added: tuple[RuleChange, ...]
     removed: tuple[RuleChange, ...]
-    changed: tuple[RuleChange, ...]
-    renamed: tuple[RuleChange, ...]
+    changed: tuple[
+        RuleChange, ...
+    ]  # whose options differ, those that were renamed as well included
+    renamed: tuple[RuleChange, ...]  # with another id and nothing else
     unchanged: tuple[str, ...]
-    order_before: tuple[str, ...]
-    order_after: tuple[str, ...]
-    params: tuple[ChainChange, ...]
-    tensors: tuple[ChainChange, ...]
-    covered: tuple[int, int]
-    lost: tuple[str, ...]
-    warnings: tuple[DiffWarning, ...]
+    order_before: tuple[str, ...]  # the rules of both sides by their new ids, in the old order ...
+    order_after: tuple[str, ...]  # ... and in the new one
+    params: tuple[ChainChange, ...]  # in model order
+    tensors: tuple[ChainChange, ...]  # of modules and tags, as ``conv1 output.grad``
+    covered: tuple[int, int]  # how many parameters have rules, before and after
+    lost: tuple[str, ...]  # parameters that rules edited, trapped or froze, and no rule does now
+    warnings: tuple[DiffWarning, ...]  # the worst first
 
     @property
     def order_changed(self) -> bool:

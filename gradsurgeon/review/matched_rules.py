@@ -22,23 +22,16 @@ PROTECTING = ("edit", "trap", "freeze")
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What one selection picks out of a model.
+    """What one selection picks out of a model."""
 
-    Attributes:
-        things: the parameters or modules; empty for tags, whose names the script makes.
-        names: their canonical names, in model order; of tags the patterns.
-        members: the same as a set.
-        elements: number of elements of the parameters.
-        is_for: whether the rule is for this model at all.
-        undecided: conditions on what the source of the names does not tell; then nothing is matched.
-    """
-
-    things: tuple[Thing, ...] = ()
-    names: tuple[str, ...] = ()
-    members: frozenset[str] = frozenset()
-    elements: int = 0
-    is_for: bool = True
-    undecided: tuple[str, ...] = ()
+    things: tuple[Thing, ...] = ()  # none for tags, whose names the script makes
+    names: tuple[str, ...] = ()  # canonical, in model order; of tags the patterns
+    members: frozenset[str] = frozenset()  # the names as a set
+    elements: int = 0  # of the parameters
+    is_for: bool = True  # whether the rule is for this model at all
+    undecided: tuple[
+        str, ...
+    ] = ()  # conditions that the names do not tell; then nothing is matched
 
     @property
     def decided(self) -> bool:
@@ -91,12 +84,7 @@ class Matcher:
 
 
 class MatchedRules:
-    """The rules of one set with what each matches in one model.
-
-    Attributes:
-        rules: by id, in file order.
-        matches: by the id of the rule.
-    """
+    """The rules of one set by their ids, in file order, with what each matches in one model."""
 
     def __init__(self, rules: RuleSet, matcher: Matcher) -> None:
         self.rules = {rule.id: rule for rule in rules.rules}

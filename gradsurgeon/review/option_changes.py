@@ -19,21 +19,13 @@ _NEVER_FILLED_IN = ("at", "tensor", "steps")
 
 @dataclass(frozen=True, slots=True)
 class OptionChange:
-    """One option that differs.
+    """One option that differs."""
 
-    Attributes:
-        name: the key, with dots into mappings: ``where.ndim``.
-        before: the value as a rule file has it, ``None`` where it is not given.
-        after: the same in the new rule.
-        direction: whether the rule lets less through than before, more, or neither can be said.
-        meaning: what that means where the direction alone would not tell, may be empty.
-    """
-
-    name: str
-    before: Any
+    name: str  # with dots into mappings: ``where.ndim``
+    before: Any  # the value as a rule file has it, ``None`` where it is not given
     after: Any
     direction: Direction = "changed"
-    meaning: str = ""
+    meaning: str = ""  # what that means where the direction alone would not tell
 
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON form."""

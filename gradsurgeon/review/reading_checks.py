@@ -9,16 +9,8 @@ from gradsurgeon.errors import Severity
 
 @dataclass(frozen=True, slots=True)
 class CheckInfo:
-    """What a check means.
-
-    Attributes:
-        summary: what is wrong, in one sentence.
-        help: why it matters and what to do.
-        severity: of its problems.
-    """
-
-    summary: str
-    help: str
+    summary: str  # what is wrong, in one sentence
+    help: str  # why it matters and what to do
     severity: Severity = "error"
 
 
