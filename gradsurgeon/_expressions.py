@@ -230,7 +230,7 @@ def _choice(op: str, value: Any, on: int, off: int) -> _Follow | None:
         return lambda name, places: _repeated(inner, low, most, name, places)
     if op == "BRANCH":
         options = [_following(option, on, off) for option in value[1]]
-        return lambda name, places: set().union(*(one(name, places) for one in options))
+        return lambda name, places: set().union(*(option(name, places) for option in options))
     if op == "SUBPATTERN":
         _, added, dropped, body = value
         return _following(body, (on | added) & ~dropped, (off | dropped) & ~added)
@@ -255,6 +255,6 @@ def _only_end(state: Any, parts: Iterable[Any], on: int, off: int) -> _Follow:
     match = _sre_compiler.compile(group).match
 
     def follow(name: str, places: set[int]) -> set[int]:
-        return {found.end() for at in places if (found := match(name, at))}
+        return {matched.end() for at in places if (matched := match(name, at))}
 
     return follow

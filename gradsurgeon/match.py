@@ -100,11 +100,11 @@ def compile_pattern(text: str) -> Pattern:
 
 def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
     """Return the indices of the names that any of the patterns matches, in order."""
-    found: set[int] = set()
+    matched: set[int] = set()
     for pattern in patterns:
         # No bytecode runs per name: 10,000 names are searched in a few milliseconds.
-        found.update(itertools.compress(itertools.count(), map(pattern.regex.fullmatch, names)))
-    return sorted(found)
+        matched.update(itertools.compress(itertools.count(), map(pattern.regex.fullmatch, names)))
+    return sorted(matched)
 
 
 def contains(wide: str, narrow: str) -> bool:
@@ -202,10 +202,10 @@ def _braces(body: str) -> _Options:
 
 
 def _range(body: str) -> str:
-    found = re.fullmatch(r"([0-9]+)\.\.([0-9]+)", body)
-    if not found:
+    numbers = re.fullmatch(r"([0-9]+)\.\.([0-9]+)", body)
+    if not numbers:
         raise PatternError(f"{{{body}}} is not a range of whole numbers", "write it as {0..11}")
-    low, high = int(found[1]), int(found[2])
+    low, high = int(numbers[1]), int(numbers[2])
     if low > high:
         raise PatternError(f"the range {{{body}}} is reversed", f"write {{{high}..{low}}}")
     if high >= 10**_MAX_RANGE_DIGITS:
@@ -291,8 +291,8 @@ def suggest(text: str, names: Sequence[str]) -> str:
     if not text.startswith("re:"):
         folded = [name.casefold() for name in names]
         for attempt in (text, *tries):
-            if found := _matched(attempt.casefold(), folded):
-                return f'did you mean "{names[found[0]]}"? Upper and lower case differ'
+            if matched := _matched(attempt.casefold(), folded):
+                return f'did you mean "{names[matched[0]]}"? Upper and lower case differ'
     if near := nearest(text, names):
         return f"closest names: {', '.join(near)}"
     example = ", ".join(names[:3])

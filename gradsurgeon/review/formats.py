@@ -46,7 +46,7 @@ def write(
     """
     base = root or Path.cwd()
     if form in ("full", "concise"):
-        return "".join(f"{_for_people(one, form, colour=colour)}\n" for one in problems)
+        return "".join(f"{_for_people(problem, form, colour=colour)}\n" for problem in problems)
     lines = {"json": _json, "github": _github, "sarif": _sarif}[form](problems, base)
     return "".join(f"{line}\n" for line in lines)
 
@@ -62,8 +62,8 @@ def _for_people(problem: Problem, form: str, *, colour: bool) -> str:
 
 
 def _json(problems: Sequence[Problem], _root: Path) -> Iterator[str]:
-    found = [problem.to_dict() for problem in problems]
-    yield json.dumps({"version": 1, "problems": found}, indent=2)
+    entries = [problem.to_dict() for problem in problems]
+    yield json.dumps({"version": 1, "problems": entries}, indent=2)
 
 
 # -- GitHub ---------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
             if place.line:
                 end = place.col + max(1, place.width)
                 where |= {"line": place.line, "col": place.col, "endColumn": end}
-            yield command(word, _told(problem), **where, title=problem.check)
+            yield command(word, _message_and_hint(problem), **where, title=problem.check)
         if (more := len(group) - shown) > 0:
             left.append(f"{more} more {severity}{'' if more == 1 else 's'}")
     if left:
@@ -133,24 +133,18 @@ def path_from(root: Path, file: str) -> str:
         return path.as_posix()
 
 
-def _told(problem: Problem) -> str:
+def _message_and_hint(problem: Problem) -> str:
     return f"{problem.message} ({problem.hint})" if problem.hint else problem.message
 
 
-def listed() -> dict[str, CheckInfo]:
-    """Return what every check of lint means: of reading a file, and of what its rules mean."""
-    pages = {name: inspect.cleandoc(type(one).__doc__ or "") for name, one in checks.CHECKS.items()}
-    return {
-        **READING_CHECKS,
-        **{
-            name: CheckInfo(
-                page.partition("\n")[0],
-                " ".join(page.partition("\n")[2].split()) or page,
-                checks.CHECKS[name].severity,
-            )
-            for name, page in pages.items()
-        },
-    }
+def all_checks() -> dict[str, CheckInfo]:
+    return {**READING_CHECKS, **{name: _info(check) for name, check in checks.CHECKS.items()}}
+
+
+def _info(check: checks.Check) -> CheckInfo:
+    page = inspect.cleandoc(type(check).__doc__ or "")
+    summary, _, text = page.partition("\n")
+    return CheckInfo(summary, " ".join(text.split()) or page, check.severity)
 
 
 # -- SARIF ----------------------------------------------------------------------------------------
@@ -158,8 +152,10 @@ def listed() -> dict[str, CheckInfo]:
 
 def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
     """Yield one SARIF 2.1.0 log with one run."""
-    known = listed()
-    known |= {one.check: _unlisted(one) for one in problems if one.check not in known}
+    known = all_checks()
+    known |= {
+        problem.check: _unlisted(problem) for problem in problems if problem.check not in known
+    }
     index = {check: number for number, check in enumerate(known)}
     seen: Counter[tuple[str, str]] = Counter()
     results = []
@@ -172,7 +168,7 @@ def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
                 "ruleId": problem.check,
                 "ruleIndex": index[problem.check],
                 "level": problem.severity,
-                "message": {"text": _message(_told(problem))},
+                "message": {"text": _message(_message_and_hint(problem))},
                 "locations": [{"physicalLocation": _location(problem, root)}],
                 # Alike lines of one file are told apart by their order.
                 "partialFingerprints": {"gradsurgeon/v1": f"{mark}:{seen[file, mark]}"},

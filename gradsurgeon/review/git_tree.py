@@ -77,24 +77,24 @@ class GitTree:
             raise packs.leads_out(entry)
         path = posixpath.normpath(posixpath.join(folder.as_posix(), inside))
         try:
-            found = self._entry(self._root, path)
-            if found is None:
+            at_path = self._entry(self._root, path)
+            if at_path is None:
                 raise packs.is_missing(entry, self._names(posixpath.dirname(path)))
-            if found.kind == "tree":
+            if at_path.kind == "tree":
                 raise packs.is_folder(entry, self._names(path))
         except GitError as error:
             raise packs.IncludeError(f"`{entry[:80]}` cannot be looked up: {error}") from None
-        if wrong := _not_a_file(found):
-            hint = "name the file itself" if found.mode == _LINK else "name a file of UTF-8 text"
+        if wrong := _not_a_file(at_path):
+            hint = "name the file itself" if at_path.mode == _LINK else "name a file of UTF-8 text"
             raise packs.IncludeError(f"`{entry[:80]}` is {wrong}", hint)
         target = pathlib.Path(path)
         return packs.Included(f"{self.ref}:{path}", target, target.parent)
 
     def read(self, target: packs.Included) -> source.Document:
         """Read what `find` has found."""
-        found = self._entry(self._root, target.path.as_posix())
-        assert found is not None  # noqa: S101 # a commit does not change
-        return self._document(found.hash, target.path, target.name)
+        entry = self._entry(self._root, target.path.as_posix())
+        assert entry is not None  # noqa: S101 # a commit does not change
+        return self._document(entry.hash, target.path, target.name)
 
     def _document(self, hash_: str, path: pathlib.Path, name: str) -> source.Document:
         try:
@@ -140,17 +140,17 @@ class GitTree:
         return self._listed[hash_]
 
     def _read_folder(self, tree: str) -> dict[str, _Entry]:
-        found: dict[str, _Entry] = {}
+        entries: dict[str, _Entry] = {}
         listing = self._repository.ask("ls-tree", "-z", "--full-tree", tree)
         for line in filter(None, listing.decode("utf-8", "surrogateescape").split("\0")):
             about, _, name = line.partition("\t")
             mode, kind, hash_ = about.split(" ")
-            found[name] = _Entry(mode, kind, hash_)
-        return found
+            entries[name] = _Entry(mode, kind, hash_)
+        return entries
 
     def _names(self, folder: str) -> list[str]:
-        found = self._entry(self._root, folder)
-        return list(self._list(found.hash)) if found is not None and found.kind == "tree" else []
+        entry = self._entry(self._root, folder)
+        return list(self._list(entry.hash)) if entry is not None and entry.kind == "tree" else []
 
     def _from_top(self, path: str) -> str | None:
         """Return a path from the top of the repository, ``None`` where it leads out of it."""

@@ -172,9 +172,9 @@ def _contains(rule: Rule, wide: str, narrow: str) -> bool:
     return contains(wide, narrow)
 
 
-def listed(ids: Sequence[str]) -> str:
-    """Return ids for a message: the first few, and how many more."""
-    shown = [f"`{rule[:60]}`" for rule in ids[:3]]
-    if len(ids) > len(shown):
-        shown.append(f"{len(ids) - len(shown)} more")
+def listed(rules: Sequence[Rule]) -> str:
+    """Return the ids of rules for a message: the first few, and how many more."""
+    shown = [f"`{rule.id[:60]}`" for rule in rules[:3]]
+    if len(rules) > len(shown):
+        shown.append(f"{len(rules) - len(shown)} more")
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

@@ -15,6 +15,10 @@ def patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
             yield (key, index), text
 
 
+def one_is_moot(context: LintContext, first: Rule, second: Rule) -> bool:
+    return bool(moot(context, first, second) or moot(context, second, first))
+
+
 def moot(context: LintContext, rule: Rule, by: Rule) -> str:
     """Return why an edit has no effect beside another rule; empty where it has one, or may have."""
     if rule is by or by.action not in ("zero", "freeze") or not context.covers(by, rule):
