@@ -70,7 +70,7 @@ def _json(problems: Sequence[Problem], _root: Path) -> Iterator[str]:
 
 
 def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
-    """Yield workflow commands: the worst first, no more than are shown, and how many are left."""
+    """Yield workflow commands, errors first and no more than GitHub shows, and how many are left out."""
     left = []
     for severity, word in _WORDS.items():
         # The notice at the end, on what is left, is one of those that are shown.
@@ -109,7 +109,7 @@ def error_annotations(error: GradSurgeonError, file: str, *, root: Path | None =
 
 
 def command(word: str, message: str, **properties: object) -> str:
-    """Return a workflow command of GitHub Actions, which nothing in its arguments can end."""
+    """Return a workflow command of GitHub Actions. Its arguments are escaped, so that none can end it."""
     given = ",".join(f"{key}={_property(str(value))}" for key, value in properties.items())
     return f"::{word}{' ' * bool(given)}{given}::{_data(message)}"
 
@@ -124,7 +124,7 @@ def _property(text: str) -> str:
 
 
 def path_from(root: Path, file: str) -> str:
-    """Return a path as seen from ``root``, with slashes; as it is where it lies elsewhere."""
+    """Return a path relative to ``root``, with slashes; one that lies elsewhere stays as it is."""
     path = Path(file)
     try:
         # Not resolved: a link is reviewed where it stands.
@@ -151,7 +151,6 @@ def _info(check: checks.Check) -> CheckInfo:
 
 
 def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
-    """Yield one SARIF 2.1.0 log with one run."""
     known = all_checks()
     known |= {
         problem.check: _unlisted(problem) for problem in problems if problem.check not in known
@@ -189,7 +188,7 @@ def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
 
 
 def _unlisted(problem: Problem) -> CheckInfo:
-    """Return what can be said of a check that has no entry here."""
+    """Describe a check that `all_checks` does not know."""
     words = problem.check.replace("-", " ")
     return CheckInfo(f"{words.capitalize()}.", f"`gradsurgeon explain {problem.check}`", "warning")
 
@@ -204,7 +203,7 @@ def _rule(check: str, about: CheckInfo) -> dict[str, object]:
 
 
 def _message(text: str) -> str:
-    """Return a text as SARIF writes it: braces doubled, and no embedded links."""
+    """Escape a text for SARIF: braces are doubled, and it can embed no link."""
     return printable(text).replace("{", "{{").replace("}", "}}").replace("](", "\\](")
 
 
@@ -225,7 +224,7 @@ def _location(problem: Problem, root: Path) -> dict[str, object]:
 
 
 def _fingerprint(problem: Problem) -> str:
-    """Return what a problem is known by, wherever its line goes: messages may hold line numbers."""
+    """Return a hash of a problem that survives when its line moves: messages may hold line numbers."""
     place = problem.place
     marked = place.line_text[place.col - 1 : place.col - 1 + place.width]
     parts = [problem.check, re.sub(r"\s+", " ", place.line_text).strip(), marked]

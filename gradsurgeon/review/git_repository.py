@@ -86,7 +86,7 @@ class Repository:
             raise GitError(f"cannot link to the repository: {error.strerror or error}") from None
 
     def ask(self, *arguments: str) -> bytes:
-        """Return what git prints.
+        """Run git and return what it prints.
 
         Raises:
             GitError: it fails or takes too long.
@@ -104,7 +104,7 @@ def _environment(**more: str) -> dict[str, str]:
 
 
 def _make_git_dir(folder: Path, git_dir: Path, common: Path) -> dict[str, str]:
-    """Make a folder into one that git takes for `.git`; return the environment in which it does."""
+    """Make a folder that git takes for `.git`; return the environment in which git uses it."""
     head = git_dir / "HEAD"
     linked = b"ref: %s\n" % os.fsencode(head.readlink()) if head.is_symlink() else b""
     (folder / "HEAD").write_bytes(linked or head.read_bytes())
@@ -124,7 +124,7 @@ def _make_git_dir(folder: Path, git_dir: Path, common: Path) -> dict[str, str]:
 
 
 def _configure(config: Path, theirs: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Write a configuration of what objects and refs look like; return the rest as variables."""
+    """Write how objects and refs are stored into a configuration; return the other keys as variables."""
     wanted = ("--null", "--get-regexp", _WANTED_KEYS)
     printed = _run(environment, "config", "--file", str(theirs), *wanted, fails=(1,))
     lines = ["[core]", "repositoryformatversion = 1", "bare = true", "[extensions]"]
@@ -145,7 +145,7 @@ def _configure(config: Path, theirs: Path, environment: Mapping[str, str]) -> di
 
 
 def _git() -> str:
-    """Return the path of git; one that lies in the current folder is a file of the repository."""
+    """Return the path of git. A relative folder on the path is skipped: a repository could bring its own git."""
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
         if Path(folder).is_absolute() and (path := shutil.which(str(Path(folder, "git")))):
             return path
@@ -153,7 +153,7 @@ def _git() -> str:
 
 
 def _run(environment: Mapping[str, str], *arguments: str, fails: tuple[int, ...] = ()) -> bytes:
-    """Return what git prints; nothing where it ends with one of the codes in ``fails``."""
+    """Return what git prints. An exit code in ``fails`` is no error."""
     try:
         done = subprocess.run(  # noqa: S603 # no shell, and no argument that begins with a dash
             (_git(), *arguments),

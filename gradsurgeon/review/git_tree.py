@@ -65,7 +65,7 @@ class GitTree:
         return self._document(entry.hash, pathlib.Path(whole), spec)
 
     def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
-        """Return a document of this tree the way an entry of `include` would name it."""
+        """Return a document of this tree as an entry of `include` would name it."""
         name = document.file.removeprefix(f"{self.ref}:").rpartition("/")[2]
         return packs.Included(document.file, folder / name, folder)
 
@@ -91,7 +91,7 @@ class GitTree:
         return packs.Included(f"{self.ref}:{path}", target, target.parent)
 
     def read(self, target: packs.Included) -> source.Document:
-        """Read what `find` has found."""
+        """Read a file that `find` returned."""
         entry = self._entry(self._root, target.path.as_posix())
         assert entry is not None  # noqa: S101 # a commit does not change
         return self._document(entry.hash, target.path, target.name)
@@ -113,7 +113,7 @@ class GitTree:
 
     @cached_property
     def _root(self) -> str:
-        """Hash of the top folder: a branch that moves meanwhile changes nothing."""
+        """The hash of the top folder, asked for once: a branch that moves meanwhile changes nothing."""
         if not self.ref or self.ref.startswith("-") or not self.ref.isprintable():
             raise GitError(f"`{self.ref[:60]}` names no commit")
         # Unlike `rev-parse`, this one names what it could not find.
@@ -123,7 +123,7 @@ class GitTree:
         )
 
     def _entry(self, root: str, path: str) -> _Entry | None:
-        """Return what stands at a path; links on the way are not followed."""
+        """Return the entry at a path. A link on the way is returned itself, not followed."""
         at = _Entry("040000", "tree", root)
         for step in [part for part in path.split("/") if part not in ("", ".")]:
             if at.mode == _LINK:
@@ -160,7 +160,7 @@ class GitTree:
         return None if whole == ".." or whole.startswith(("../", "/")) else whole
 
     def _nearest(self, path: str) -> str:
-        """Return a remedy with the paths most like the one that is missing."""
+        """Return a hint with the paths most like the one that is missing."""
         listing = self._repository.ask(
             "ls-tree", "-r", "-z", "--name-only", "--full-tree", self._root
         )
@@ -198,13 +198,12 @@ class GitTree:
 
 
 def unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
-    """Return the error that a rule file cannot be read."""
     message = f"cannot read the file: {cause}"
     return RuleFileError([Problem(Place(spec, 1, 1), "unreadable-file", message, hint)])
 
 
 def _not_a_file(entry: _Entry) -> str:
-    """Return what stands in the place of a file, an empty text where a file does."""
+    """Return what an entry is if it is no file; an empty text if it is one."""
     if entry.mode == _LINK:
         return "a symbolic link, or behind one: links of a commit are not followed"
     return {"tree": "a folder", "commit": "a submodule"}.get(entry.kind, "")

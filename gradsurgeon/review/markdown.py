@@ -27,18 +27,18 @@ _LEGEND = (
 
 
 def render(difference: Difference, *, limit: int = LIMIT) -> str:
-    """Return a difference as Markdown of at most ``limit`` characters that ends with a line feed."""
+    """Return a difference as Markdown of at most ``limit`` characters, ending with a line feed."""
     return _within(_lines(difference), limit)
 
 
 def marker(file: str) -> str:
-    """Return the hidden line by which a program finds the comment on a file again."""
+    """Return a hidden line by which a program finds its comment on a file again."""
     shown = quote(file, safe="/._-:~", errors="backslashreplace").replace("--", "-%2D")
     return f"<!-- gradsurgeon:diff {shown} -->"
 
 
 def code(text: str) -> str:
-    """Return a user's text as code, in a table and out of it."""
+    """Return a user's text as code, safe inside and outside of a table."""
     shown = printable(text)
     shown = f"{shown[:_WIDEST]}…" if len(shown) > _WIDEST else shown
     # A bar ends a cell even in code, a backtick ends code, blanks at its ends are lost, a tag means
@@ -126,7 +126,7 @@ def _chains(chains: tuple[ChainChange, ...]) -> Iterator[str]:
 
 
 def _within(lines: Iterator[str], limit: int) -> str:
-    """Return as many whole lines as fit; what is open then is closed, and a note says what is missing."""
+    """Return as many whole lines as fit, close what they leave open, and say what is missing."""
     every = list(lines)
     if sum(len(line) + 1 for line in every) <= limit:
         return "\n".join(every).rstrip("\n") + "\n"
@@ -147,7 +147,7 @@ def _is_content(line: str) -> bool:
 
 
 def _cut(left: Sequence[str]) -> str:
-    """Return what stands at the end of a comment from which some lines are left out."""
+    """Return the note at the end of a comment that says which lines were left out."""
     body = [line for line in left if line.startswith(("> - ", "| ")) and _is_content(line)]
     warnings = sum(line.startswith("> ") for line in body)
     rules = sum(line.startswith(("| + |", "| - |", "| ~ |")) for line in body)

@@ -25,7 +25,7 @@ def load_model(spec: str) -> Any:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Send to stderr what the user's code prints, its compiled parts and child processes included."""
+    """Send what the user's code prints to stderr, also from compiled parts and child processes."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -102,7 +102,7 @@ def _build(torch: Any, spec: str, build: Any) -> Any:
 
 
 def _failure(what: str, error: BaseException) -> str:
-    """Return the reason of a failure in the user's code, with its lines but without ours."""
+    """Return a message with the traceback of the user's code, without our own frames."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next

@@ -16,7 +16,7 @@ _CHAINS = 20
 
 
 def render(difference: Difference) -> str:
-    """Return a difference as text that ends without a line feed."""
+    """Return a difference as text without a line feed at its end."""
     return "\n".join(_lines(difference))
 
 

@@ -29,7 +29,7 @@ class Finding:
 
 
 class Check(ABC):
-    """A question to valid rules.
+    """One question about valid rules.
 
     Attributes:
         severity: ``error`` where training cannot begin with the rules, ``warning`` where they hardly do
@@ -48,9 +48,8 @@ class Check(ABC):
 
     @property
     def id(self) -> str:
-        """Name in messages and in suppressions, from the name of the class."""
+        """The name in messages and suppressions, from the name of the class."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(self).__name__).lower()
 
     @abstractmethod
-    def find(self, context: LintContext) -> Iterator[Finding]:
-        """Yield what it finds."""
+    def find(self, context: LintContext) -> Iterator[Finding]: ...

@@ -47,7 +47,7 @@ class UselessExclude(Check):
 
 
 def _nothing(context: LintContext, rule: Rule, text: str) -> str:
-    """Return why an exclude takes nothing out; empty where it does, or may."""
+    """Return why an exclude leaves nothing out; empty if it does, or may."""
     hits = context.hits(rule, text)
     if hits is None:
         name = f"`{text[:60]}` matches no name that the patterns of the rule can match"
