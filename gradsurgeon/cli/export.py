@@ -19,7 +19,7 @@ from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import PatternError, compile_pattern, select
 from gradsurgeon.store.files import is_of_a_run, replacing
-from gradsurgeon.store.rankfile import StoredSeries
+from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, open_run
 
 if TYPE_CHECKING:
