@@ -35,7 +35,7 @@ class _Row:
 
     @property
     def times(self) -> float:
-        """How far the norm that stands out most does so, 0 where none does."""
+        """How many times the norms around it the largest spike is, 0 where there is none."""
         return self.history.spike.times if self.history.spike is not None else 0.0
 
     @property

@@ -17,7 +17,7 @@ from gradsurgeon.store import Records
 
 @dataclass(frozen=True)
 class Report:
-    """A run in plain values; ``str(report)`` is the text, in which ``0..99`` is both ends and between.
+    """A run in plain values. ``str(report)`` is the text; in it ``0..99`` includes both ends.
 
     Attributes:
         title: what was run, for the first line.

@@ -71,7 +71,7 @@ def _remark(info: RuleInfo, status: RuleStatus, trips: Sequence[Event]) -> str:
 
 
 def by_kind(events: Iterable[Event]) -> Counter[str]:
-    """Return how many events there are of each kind; what all ranks note is one."""
+    """Return how many events there are of each kind; what several ranks note of a step counts once."""
     per_rank = Counter((event.kind, event.rule, event.step, event.rank) for event in events)
     most: dict[tuple[EventKind, str, int], int] = {}
     for (kind, rule, step, _), number in per_rank.items():

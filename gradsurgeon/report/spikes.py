@@ -57,7 +57,7 @@ def largest_spike(pairs: Sequence[tuple[int, float]]) -> Spike | None:
 
 
 def _times(values: Sequence[float], index: int) -> float:
-    """Return how often the usual norm of the steps around it a norm is."""
+    """Return a norm as a multiple of the usual norm of the steps around it."""
     before = values[max(0, index - _NEAR) : index]
     after = values[index + 1 : index + 1 + _NEAR]
     # What comes after it to stay is no spike but a new level; at the end that cannot be known.

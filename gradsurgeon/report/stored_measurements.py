@@ -70,9 +70,9 @@ class _TensorSummary:
     sample: list[float]
 
     def spike(self) -> Spike | None:
-        """Return the norm that stands out most, in the chunks whose largest one promises it.
+        """Return the norm that stands out most.
 
-        Those are told by the median of the sample around them; the steps around it tell for sure.
+        It is searched in the chunks whose largest norm is highest above the median of the sample around.
         """
         every = self.summary.every
         promising = []

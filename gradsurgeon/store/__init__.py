@@ -5,7 +5,7 @@ its records in memory works on a Python that was built without it.
 """
 
 from gradsurgeon.store.lookup import Logged, Lookup, RecordedNames, RecordQueries
-from gradsurgeon.store.memory import Key, RecordedSeries, Records, Row, Series, merged
+from gradsurgeon.store.memory import Key, Records, merged
 
 __all__ = [
     "Key",
@@ -13,9 +13,6 @@ __all__ = [
     "Lookup",
     "RecordQueries",
     "RecordedNames",
-    "RecordedSeries",
     "Records",
-    "Row",
-    "Series",
     "merged",
 ]

@@ -40,7 +40,7 @@ class Claim:
             _unlink(_lock_file(self.database))
 
     def undo(self) -> None:
-        """Remove what was made."""
+        """Remove the files, and the directory if this claim made it."""
         self.release()
         for suffix in ("", "-wal", "-shm", "-journal"):
             _unlink(self.database.with_name(self.database.name + suffix))

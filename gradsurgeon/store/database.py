@@ -124,7 +124,6 @@ def _write_meta(connection: sqlite3.Connection, meta: Mapping[str, str]) -> None
 
 
 def write(connection: sqlite3.Connection, batch: Batch, series: Sequence[WrittenSeries]) -> None:
-    """Write a batch in one transaction."""
     connection.execute("BEGIN IMMEDIATE")
     connection.executemany("INSERT INTO series VALUES (?, ?, ?, ?, ?)", map(_series, batch.series))
     connection.executemany("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", batch.rows.values())

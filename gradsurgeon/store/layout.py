@@ -78,7 +78,6 @@ def unpack_absent(bits: bytes | None) -> frozenset[int]:
 
 
 def absent_size(width: int) -> int:
-    """Return how many bytes hold one bit per column."""
     return (width + 7) // 8
 
 
@@ -109,7 +108,7 @@ def _from_file(kind: str, blob: bytes) -> array[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run of rows amounts to, column by column.
+    """A summary of successive rows, column by column.
 
     Attributes:
         first: step of the first row.
@@ -132,7 +131,7 @@ Stored = tuple[int, bytes, bytes | None]  # step, values, absent columns
 
 
 def summarise(rows: Sequence[Stored], width: int) -> Summary:
-    """Return the summary of a run of at most 65,535 rows, which is not empty."""
+    """Return the summary of at least one and at most 65,535 rows."""
     values = floats(b"".join(row[1] for row in rows))
     holes: dict[int, set[int]] = {}
     for number, row in enumerate(rows):

@@ -147,7 +147,7 @@ class Lookup:
         return max(ends, key=lambda end: end[:2])[2]
 
     def _check_age(self, name: str, stat: str, series: Sequence[RecordedSeries]) -> None:
-        """Refuse what is old where there should be something newer."""
+        """Refuse a value that is old although the rule was due since."""
         newest = max(step for recorded in series if (step := recorded.newest()) is not None)
         rule = series[0].key.rule
         missed = 0 if self.due_since is None else self.due_since(rule, name, newest)

@@ -37,15 +37,6 @@ class Key:
     names: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class Row:
-    """The values of one step; ``absent`` holds the columns that have none."""
-
-    step: int
-    values: array[float]
-    absent: frozenset[int] = frozenset()
-
-
 class RecordedSeries(Protocol):
     """One series, in memory or in a file."""
 
@@ -84,7 +75,7 @@ class Series:
     def add(
         self, step: int, values: bytes, absent: frozenset[int] = frozenset(), *, replace: bool
     ) -> bool:
-        """Append a row, or overwrite the last one where it is of the same step; return which."""
+        """Append a row, or overwrite the last one where it is of the same step; return whether there is one more."""
         overwrite = replace and len(self) > 0 and self._steps[-1] == step
         if overwrite:
             self._cut(len(self._steps) - 1, len(self._steps))
@@ -208,7 +199,7 @@ def merged(series: Sequence[RecordedSeries], name: str) -> list[tuple[int, float
     """
     if len(series) == 1:
         return series[0].of(name)
-    pairs = sorted((pair for one in series for pair in one.of(name)), key=lambda pair: pair[0])
-    if any(one.key.point == "backward" for one in series):
+    pairs = sorted((pair for part in series for pair in part.of(name)), key=lambda pair: pair[0])
+    if any(part.key.point == "backward" for part in series):
         return pairs
     return list(dict(pairs).items())

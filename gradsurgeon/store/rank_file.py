@@ -10,8 +10,9 @@ import json
 import sqlite3
 import sys
 import weakref
+from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
@@ -22,7 +23,7 @@ from gradsurgeon.store import layout
 from gradsurgeon.store.claim import is_live
 from gradsurgeon.store.database import uri
 from gradsurgeon.store.layout import CHUNK, Summary, row_id
-from gradsurgeon.store.memory import Key, Row
+from gradsurgeon.store.memory import Key
 
 _PATIENCE = 5.0
 _LONGEST = 256 * 2**20
@@ -32,6 +33,15 @@ _COLUMN_BATCH = 8192
 _FLOAT = 4
 _KINDS = frozenset(get_args(EventKind))
 _STATUS = frozenset(field.name for field in fields(RuleStatus))
+
+
+@dataclass(slots=True)
+class Row:
+    """The values of one step; ``absent`` holds the columns that have none."""
+
+    step: int
+    values: array[float]
+    absent: frozenset[int] = frozenset()
 
 
 class RankFile:
@@ -107,8 +117,8 @@ class RankFile:
                 f"{where}: has format {version}, and this gradsurgeon reads {layout.FORMAT}: it was "
                 "written by a newer one; upgrade gradsurgeon"
             )
-        found = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-        if dict(found) != layout.TABLES:
+        tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+        if dict(tables) != layout.TABLES:
             raise self.damaged("its tables are not those of a run")
 
     @property
@@ -145,8 +155,8 @@ class RankFile:
 
     def statuses(self) -> dict[str, RuleStatus]:
         """Return what each rule had done when it was last written."""
-        found = self.query("SELECT rule, state FROM statuses ORDER BY rowid")
-        return {str(rule): self._status(text) for rule, text in found}
+        rows = self.query("SELECT rule, state FROM statuses ORDER BY rowid")
+        return {str(rule): self._status(text) for rule, text in rows}
 
     def _status(self, text: object) -> RuleStatus:
         state = self._json(text, "the status of a rule")
@@ -192,13 +202,13 @@ class StoredSeries:
 
     def ends(self) -> tuple[int, ...]:
         """Return the steps of the first and of the last row, nothing where there is none."""
-        found = []
+        steps: list[int] = []
         for end in ("min", "max"):
             sql = f"SELECT step FROM rows WHERE id = (SELECT {end}(id) FROM rows WHERE id BETWEEN ? AND ?)"  # noqa: S608
-            found += [row[0] for row in self._file.query(sql, self._low, self._high)]
-        if not all(isinstance(step, int) for step in found):
+            steps += [row[0] for row in self._file.query(sql, self._low, self._high)]
+        if not all(isinstance(step, int) for step in steps):
             raise self._file.damaged(f"a row of {printable(self.key.rule)} has no step")
-        return tuple(found)
+        return tuple(steps)
 
     def rows(self, start: int = 0, stop: int | None = None, every: int = 1) -> Iterator[Row]:
         """Yield every so many rows from ``start`` to before ``stop``, a few megabytes at a time."""

@@ -68,9 +68,9 @@ class Run(RecordQueries):
     @property
     def events(self) -> list[Event]:
         """What happened so far on all ranks, oldest first."""
-        found = [event for file in self._files for event in file.events()]
+        timed = [event for file in self._files for event in file.events()]
         # The sort is stable: at one time, the lower rank comes first.
-        return [event for _, event in sorted(found, key=lambda pair: pair[0])]
+        return [event for _, event in sorted(timed, key=lambda pair: pair[0])]
 
     def status(self) -> dict[str, RuleStatus]:
         """Return what each rule has done, over all ranks: firings are added up."""
@@ -97,14 +97,14 @@ class Run(RecordQueries):
 
     def series(self, name: str, stat: str, rule: str | None = None) -> list[StoredSeries]:
         """Return the series that measure one tensor, of the lowest rank that recorded it."""
-        found = [
+        matches = [
             series
             for series in self
             if series.key.stat == stat
             and name in series.columns
             and rule in (None, series.key.rule)
         ]
-        return [series for series in found if series.rank == found[0].rank]
+        return [series for series in matches if series.rank == matches[0].rank]
 
     def lowest(self) -> Iterator[StoredSeries]:
         """Yield every series but those of tensors that a lower rank has recorded as well."""

@@ -14,7 +14,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from threading import RLock
 from typing import Any
@@ -73,24 +73,20 @@ class RunWriter:
         self._large = _LARGE
 
     def _open(self, run_json: str, vfs: str) -> sqlite3.Connection:
-        try:
-            connection = create(self._claim.database, {"rank": str(self.rank)}, vfs)
+        with ExitStack() as undo:
+            undo.callback(self._claim.undo)
             try:
+                connection = create(self._claim.database, {"rank": str(self.rank)}, vfs)
+                undo.callback(connection.close)
                 if self.rank == 0:
                     with replacing(self._claim.folder / layout.RUN_FILE) as file:
                         file.write(run_json)
-            except BaseException:
-                connection.close()
-                raise
-        except (sqlite3.Error, OSError) as error:
-            self._claim.undo()
-            raise RecordError(
-                f"{printable(str(self._claim.folder))}: cannot write records there: "
-                f"{printable(str(error))}; pass a directory on another file system"
-            ) from None
-        except BaseException:
-            self._claim.undo()
-            raise
+            except (sqlite3.Error, OSError) as error:
+                raise RecordError(
+                    f"{printable(str(self._claim.folder))}: cannot write records there: "
+                    f"{printable(str(error))}; pass a directory on another file system"
+                ) from None
+            undo.pop_all()
         return connection
 
     @property
@@ -203,8 +199,8 @@ class RunWriter:
             self._claim.undo()
 
     def _file_identity(self) -> tuple[int, int]:
-        found = self._claim.database.stat()
-        return found.st_dev, found.st_ino
+        stat = self._claim.database.stat()
+        return stat.st_dev, stat.st_ino
 
     def _failed(self, error: Exception) -> None:
         with suppress(sqlite3.Error):
