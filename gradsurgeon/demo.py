@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("torch", "sklearn", "numpy"):
             raise
-        print(f"{error}; the demo needs: pip install 'gradsurgeon[dev]'", file=sys.stderr)
+        print(f"{error}; the demo needs: pip install 'gradsurgeon[demo]'", file=sys.stderr)
     except GradSurgeonError as error:
         print(error, file=sys.stderr)
     return 2
