@@ -289,13 +289,6 @@ def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def is_newest_hook(param: Tensor, handles: Sequence[RemovableHandle]) -> bool:
-    """Tell whether no hook on ``param`` has come after those of some handles."""
-    newest = max(handle.id for handle in handles)
-    tables = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))  # noqa: SLF001
-    return all(number <= newest for table in tables for number in table or ())
-
-
 def register_hook(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Register a tensor hook; a tensor it returns takes the place of the gradient."""
     handle: RemovableHandle = param.register_hook(hook)  # type: ignore[no-untyped-call]

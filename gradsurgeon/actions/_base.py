@@ -169,11 +169,6 @@ class Rule(Options):
         return True
 
     @property
-    def erases(self) -> bool:
-        """Whether every element comes out as zero, whatever it was."""
-        return False
-
-    @property
     def measures(self) -> bool:
         """Whether the rule needs a number that is taken over a whole gradient."""
         return False
@@ -247,20 +242,6 @@ class Rule(Options):
     def complex_problem(self) -> str:
         """Return why the rule cannot act on complex gradients; empty where it can."""
         return ""
-
-    def merged(self, earlier: Rule) -> Rule | None:
-        """Return one rule that does what ``earlier`` and then this one do; ``None`` if there is none.
-
-        Asked of two editing rules that act on one tensor, at one moment, in the same steps, with nothing
-        between them. Neither of them takes a number over a whole gradient (`measures`), which
-        somebody may be told of.
-
-        The result must be the same for every gradient of every dtype, non-finite elements and what
-        the first rule makes of them included. Only the sign of a zero may differ, and the last digits
-        where there was rounding twice and now is once.
-        """
-        # What leaves a zero alone finds nothing to do.
-        return earlier if earlier.erases and self.keeps_zero else None
 
     def compile(self) -> Edit:
         """Return the arithmetic of an editing rule. Needs torch; called once per session."""

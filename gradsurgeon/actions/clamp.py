@@ -91,26 +91,6 @@ class Clamp(Rule):
         """Bounding the parts of a sum does not bound the sum."""
         return False
 
-    def merged(self, earlier: Rule) -> Rule | None:
-        """Return the bounds of both, also where the intervals do not meet: the later ones then win.
-
-        It is exact: rounding to a dtype keeps the order of the bounds, so that it makes no difference
-        whether they are rounded before they are compared with each other or after.
-        """
-        if not isinstance(earlier, Clamp):
-            return super().merged(earlier)
-        own_low = -math.inf if self.min is None else self.min
-        own_high = math.inf if self.max is None else self.max
-        low = -math.inf if earlier.min is None else earlier.min
-        high = math.inf if earlier.max is None else earlier.max
-        # The bounds of the first go through the second, as the elements between them do.
-        low, high = (min(max(end, own_low), own_high) for end in (low, high))
-        bounds = {
-            "min": None if low == -math.inf else low,
-            "max": None if high == math.inf else high,
-        }
-        return self.model_copy(update=bounds)
-
     def compile(self) -> Edit:
         """Return the bound as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch

@@ -52,21 +52,6 @@ class Scale(Rule):
         """Whether the factor enlarges."""
         return abs(self.factor) > 1.0
 
-    def merged(self, earlier: Rule) -> Rule | None:
-        """Return the multiplication by the product, which rounds once instead of twice.
-
-        Only where both factors enlarge or both reduce: of 1e30 and 1e-30 the first one makes an
-        infinity of a large element, that stays one. And only where every dtype holds the product: in
-        float32 a factor of 1e-60 is 0, while 1e-30 twice is not.
-        """
-        if not isinstance(earlier, Scale):
-            return super().merged(earlier)
-        factors = abs(earlier.factor), abs(self.factor)
-        product = earlier.factor * self.factor
-        one_way = max(factors) <= 1.0 or min(factors) >= 1.0
-        held = min(factors) == 0.0 or _TINY_HALF <= abs(product) <= _MAX_HALF
-        return self.model_copy(update={"factor": product}) if one_way and held else None
-
     def compile(self) -> Edit:
         """Return the multiplication as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch

@@ -41,16 +41,6 @@ class Zero(Rule):
         """Say what a zero gradient does not prevent."""
         return ("zero is not freeze: weight decay and momentum still move the weight",)
 
-    @property
-    def erases(self) -> bool:
-        """Erasing is all that it does."""
-        return True
-
-    def merged(self, earlier: Rule) -> Rule | None:
-        """Return this rule: what is erased need not be edited before."""
-        del earlier
-        return self
-
     def compile(self) -> Edit:
         """Return the erasure as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch

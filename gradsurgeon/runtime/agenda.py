@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gradsurgeon.actions import Rule
-from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.compiler import Program, Stage
+from gradsurgeon.runtime.clock import Clock, Clocks
 from gradsurgeon.store import Key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """The tensors of one rule that go by one clock.
-
-    ``parts`` are the rules that are reported on where this one runs: several where it does the work of
-    several.
-    """
+    """The tensors of one rule that go by one clock, and the series that it fills for them."""
 
     rule: Rule
     clock: Clock
     tensors: tuple[int, ...]
     keys: dict[str, Key]
-    parts: tuple[Rule, ...]
 
     def columns(self, tensors: Sequence[int]) -> Sequence[int]:
         """Return the columns of a record that some of the tensors have, which come in its order."""
@@ -33,20 +29,18 @@ class Lane:
 
 
 class Agenda:
-    """The lanes of one clock that are due.
+    """The rules of one clock that are due.
 
     Attributes:
         in_backward: those that act while a backward pass runs.
         after: those that look once it is over.
-        at_step: those that act right before the update.
-        in_update: what is run for them.
+        at_step: those that act right before the update, in file order.
         watched: the tensors of ``after``, ascending.
         trapped: those of them that a trap watches, ascending.
         normed: those of them whose norm after backward somebody reads, ascending.
         stepped: the tensors of ``at_step``, ascending.
         edited: the tensors that an edit at the step may write.
         frozen: the tensors that are hidden from the optimizer.
-        hooked: the tensors that need hooks, ascending: those of ``in_backward`` and ``after``.
     """
 
     __slots__ = (
@@ -54,9 +48,7 @@ class Agenda:
         "at_step",
         "edited",
         "frozen",
-        "hooked",
         "in_backward",
-        "in_update",
         "normed",
         "stepped",
         "trapped",
@@ -65,16 +57,11 @@ class Agenda:
     )
 
     def __init__(
-        self,
-        in_backward: Iterable[Lane],
-        after: Iterable[Lane],
-        at_step: Iterable[Lane],
-        in_update: Iterable[Lane],
+        self, in_backward: Iterable[Lane], after: Iterable[Lane], at_step: Iterable[Lane]
     ) -> None:
         self.in_backward = tuple(in_backward)
         self.after = tuple(after)
         self.at_step = tuple(at_step)
-        self.in_update = tuple(in_update)
         self.traps = tuple(lane for lane in self.after if lane.rule.role == "trap")
         self.watched = _tensors(self.after)
         self.trapped = _tensors(self.traps)
@@ -82,13 +69,8 @@ class Agenda:
             lane for lane in self.after if lane.rule.role == "trap" or "l2" in lane.keys
         )
         self.stepped = _tensors(self.at_step)
-        self.frozen = frozenset(
-            tensor for lane in self.at_step if lane.rule.role == "freeze" for tensor in lane.tensors
-        )
-        self.hooked = _tensors((*self.in_backward, *self.after))
-        self.edited = frozenset(
-            tensor for lane in self.at_step if lane.rule.role == "edit" for tensor in lane.tensors
-        )
+        self.frozen = frozenset(_tensors(ln for ln in self.at_step if ln.rule.role == "freeze"))
+        self.edited = frozenset(_tensors(ln for ln in self.at_step if ln.rule.role == "edit"))
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -100,36 +82,68 @@ def _tensors(lanes: Iterable[Lane]) -> tuple[int, ...]:
     return tuple(sorted({tensor for lane in lanes for tensor in lane.tensors}))
 
 
-class Lanes:
-    """The lanes of one clock, whether due or not."""
+class _OfClock:
+    """The rules of one clock, whether due or not."""
 
-    def __init__(
-        self,
-        in_backward: list[Lane],
-        after: list[Lane],
-        at_step: list[Lane],
-        in_update: list[Lane],
-    ) -> None:
-        self._moments = (in_backward, after, at_step, in_update)
+    def __init__(self, *moments: list[Lane]) -> None:
+        self.moments = moments
         # Most rules act in every step, and need not be asked.
-        self._scheduled = [
-            lane.rule.steps
-            for some in self._moments[:3]
-            for lane in some
-            if not lane.rule.steps.always
+        self._schedules = [
+            lane.rule.steps for lanes in moments for lane in lanes if not lane.rule.steps.always
         ]
         self._known: dict[tuple[bool, ...], Agenda] = {}
 
-    def lane(self, rule: str) -> Lane:
-        """Return the lane of a rule."""
-        return next(lane for some in self._moments for lane in some if lane.rule.id == rule)
-
     def due(self, step: int) -> Agenda:
-        """Return what is due in a step."""
-        key = tuple([schedule.due(step) for schedule in self._scheduled])
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = Agenda(
-                *([lane for lane in some if lane.rule.steps.due(step)] for some in self._moments)
+        key = tuple([schedule.due(step) for schedule in self._schedules])
+        agenda = self._known.get(key)
+        if agenda is None:
+            agenda = self._known[key] = Agenda(
+                *([lane for lane in lanes if lane.rule.steps.due(step)] for lanes in self.moments)
             )
-        return found
+        return agenda
+
+
+class Agendas:
+    """The rules on parameters, divided by the clock that each parameter goes by."""
+
+    def __init__(self, program: Program, clocks: Clocks) -> None:
+        self._program = program
+        self._clocks = clocks
+        in_backward: dict[str, tuple[Rule, list[int]]] = {}
+        for tensor, rules in program.per_tensor.items():
+            for rule in rules:
+                in_backward.setdefault(rule.id, (rule, []))[1].append(tensor)
+        self._moments: tuple[tuple[Stage, ...], ...] = (
+            tuple(Stage(rule, tuple(tensors)) for rule, tensors in in_backward.values()),
+            program.after_backward,
+            program.at_step,
+        )
+        self._of: dict[Clock, _OfClock] = {}
+        self._division = -1  # as of which division into clocks
+
+    def due(self, clock: Clock) -> Agenda:
+        """Return what is due in the step that a clock is in."""
+        return self._of_clock(clock).due(clock.step)
+
+    def lane(self, rule: str, clock: Clock) -> Lane:
+        """Return the part of a rule that goes by a clock, due or not."""
+        lanes = (lane for lanes in self._of_clock(clock).moments for lane in lanes)
+        return next(lane for lane in lanes if lane.rule.id == rule)
+
+    def _of_clock(self, clock: Clock) -> _OfClock:
+        if self._division != self._clocks.version:
+            self._division = self._clocks.version
+            self._of.clear()
+        if clock not in self._of:
+            self._of[clock] = _OfClock(*([*self._parts(stages, clock)] for stages in self._moments))
+        return self._of[clock]
+
+    def _parts(self, stages: Iterable[Stage], clock: Clock) -> Iterator[Lane]:
+        for stage in stages:
+            tensors = tuple(tensor for tensor in stage.tensors if self._clocks[tensor] is clock)
+            if tensors:
+                rule = stage.rule
+                names = tuple(self._program.names[tensor] for tensor in tensors)
+                stats: tuple[str, ...] = getattr(rule, "stats", ())
+                keys = {stat: Key(rule.id, stat, rule.point, names) for stat in stats}
+                yield Lane(rule, clock, tensors, keys)

@@ -19,7 +19,7 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import GradSurgeonError, did_you_mean
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.planning import Plan, bind, from_model
+from gradsurgeon.planning import Plan
 from gradsurgeon.runtime.captures import CaptureKey
 from gradsurgeon.runtime.clock import Clocks
 from gradsurgeon.runtime.compiled import Compiled
@@ -63,11 +63,10 @@ class Attachment:
         start_step: int,
         writer: RunWriter | None = None,
         scaler: GradScaler | None = None,
-        optimize: bool = True,
         outside: bool = False,
         provisional: bool = False,
     ) -> None:
-        program = compile_plan(plan, optimize=optimize)
+        program = compile_plan(plan)
         rules = plan.rules.rules
         self.plan = plan
         self._records = Records()
@@ -87,24 +86,14 @@ class Attachment:
             mode=mode,
             rules=tuple(rules),
             outside=outside,
-            provisional=provisional,
             scaling=Scaling(scaler),
-            edits={
-                rule.id: rule.compile() for rule in (*rules, *program.merged) if rule.role == "edit"
-            },
         )
         if scaler is not None and scaler.is_enabled():
             refuse_scaling(program)
         for rule, text in plan.elsewhere.items():
             journal.emit("notice", text, rule=rule, step=start_step)
         self._compiled = Compiled(program, journal, model)
-        self._engine = Engine(
-            model,
-            self._state,
-            plan,
-            lambda now: bind(plan.rules, from_model(now), alone=False),
-            optimizers,
-        )
+        self._engine = Engine(model, self._state, plan, optimizers, provisional=provisional)
         recorder.late = self._engine.settle
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
@@ -129,7 +118,7 @@ class Attachment:
         if not self._removed:
             self._removed = True
             self._state.flags.close()
-            self._engine.say_what_changed()
+            self._engine.model.compare(closing=True)
             for rule, due in self._state.journal.never_fired():
                 text = f"{self._engine.why_never(due=due)} until the end"
                 self._state.journal.emit("never-fired", text, rule=rule, step=self.step)
@@ -145,7 +134,7 @@ class Attachment:
     def model_gone(self) -> None:
         """Let go of everything that belonged to the model, and say so where it has not lived at all."""
         if not self._removed:
-            if self._state.provisional:
+            if self._engine.manual.provisional:
                 self._state.recorder.discard()
             self._let_go()
             if self._is_temporary():
@@ -340,15 +329,15 @@ class Attachment:
 
     def knows(self, module: nn.Module) -> bool:
         """Tell whether a module is part of the model, as it was looked at last."""
-        return self._engine.knows(module)
+        return self._engine.model.knows(module)
 
     def model_changed(self) -> None:
         """Find parameters and modules again, before a forward pass."""
-        self._engine.model_changed()
+        self._engine.model.before_forward()
 
     def swapped(self, tensors: Sequence[Tensor]) -> None:
         """Take notice of tensors whose contents were exchanged."""
-        self._engine.swapped(tensors)
+        self._engine.model.swapped(tensors)
 
     def meet(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that is about to step."""

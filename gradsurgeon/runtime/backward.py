@@ -16,11 +16,10 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _numbers, _statistics, _torch
 from gradsurgeon.actions import Rule
-from gradsurgeon.compiler import Piece
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.compiled import in_backward
-from gradsurgeon.runtime.deciding import changes_of_each
+from gradsurgeon.runtime.deciding import changes
 from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.scaling import in_true_units, unscaled
 from gradsurgeon.runtime.shortening import Shortening
@@ -83,13 +82,13 @@ class PassHook(Hook):
 
 
 class TensorHook(Hook):
-    """Tensor hook: what is run for the rules at `backward` on one parameter."""
+    """Tensor hook: the rules at `backward` on one parameter, in file order."""
 
     def __init__(
-        self, state: State, passes: Passes, tensor: int, label: str, pieces: tuple[Piece, ...]
+        self, state: State, passes: Passes, tensor: int, label: str, rules: tuple[Rule, ...]
     ) -> None:
         super().__init__(state, passes, tensor, label)
-        self._pieces = pieces
+        self._rules = rules
 
     @in_backward
     def __call__(self, grad: Tensor | None) -> Tensor | None:
@@ -100,7 +99,7 @@ class TensorHook(Hook):
             return None
         state, passes = live
         clock = state.clocks[self._tensor]
-        due = [piece for piece in self._pieces if piece.rule.steps.due(clock.step)]
+        due = [rule for rule in self._rules if rule.steps.due(clock.step)]
         param = state.targets.param(self._tensor)
         if not due or param is None:
             return None
@@ -110,18 +109,14 @@ class TensorHook(Hook):
             return None
         check_capture(state)
         self._note_sum(state, passes, param, due)
-        if state.scaling.scale is not None:
-            # A rule lets elements pass that are not finite, whatever made them so.
-            due = [one for piece in due for one in piece.apart]
         out = grad
-        for piece in due:
-            out = self._one(state, passes, piece, out)
-            if piece.rule.role != "capture":
-                for rule in piece.parts:
-                    state.journal.fired(rule.id, clock.step)
+        for rule in due:
+            out = self._act(state, passes, rule, out)
+            if rule.role != "capture":
+                state.journal.fired(rule.id, clock.step)
         return None if out is grad or state.mode == "observe" else out
 
-    def _note_sum(self, state: State, passes: Passes, param: Tensor, due: Sequence[Piece]) -> None:
+    def _note_sum(self, state: State, passes: Passes, param: Tensor, due: Sequence[Rule]) -> None:
         """Note whether this pass adds to a gradient that is there already, where that matters.
 
         Scripts that zero in place keep the tensor, so that its elements have to be asked; one tensor for
@@ -129,16 +124,15 @@ class TensorHook(Hook):
         """
         if param.grad is None or _torch.is_capturing() or not state.clocks[self._tensor].passes:
             return
-        bounds = [rule.id for piece in due for rule in piece.parts if not rule.linear]
+        bounds = [rule.id for rule in due if not rule.linear]
         added_to = passes.current().added_to
         if not added_to and any(not state.journal.said("accumulation", rule) for rule in bounds):
             with torch.no_grad():
                 added_to[self._tensor] = (_dist.local(param.grad) != 0).any()
 
-    def _one(self, state: State, passes: Passes, piece: Piece, grad: Tensor) -> Tensor:
-        rule = piece.rule
+    def _act(self, state: State, passes: Passes, rule: Rule, grad: Tensor) -> Tensor:
         if rule.role == "edit":
-            return self._edit(state, piece, grad)
+            return self._edit(state, rule, grad)
         if rule.role == "capture":
             name, step = state.program.names[self._tensor], state.clocks[self._tensor].step
             true = _dist.whole(unscaled(grad, state.scaling.scale))
@@ -150,28 +144,24 @@ class TensorHook(Hook):
         passes.current().logged.setdefault(rule.id, {})[self._tensor] = found
         return grad
 
-    def _edit(self, state: State, piece: Piece, grad: Tensor) -> Tensor:
-        for rule in piece.parts:
-            check_layout(rule, grad, state.program.names[self._tensor])
-            if _dist.is_partial(grad) and not rule.linear:
-                raise GradSurgeonError(_pending(rule, state.program.names[self._tensor]))
+    def _edit(self, state: State, rule: Rule, grad: Tensor) -> Tensor:
+        check_layout(rule, grad, state.program.names[self._tensor])
+        if _dist.is_partial(grad) and not rule.linear:
+            raise GradSurgeonError(_pending(rule, state.program.names[self._tensor]))
+        edit = state.edits[rule.id]
         scale = state.scaling.scale
         part = _dist.local(grad)
-        by_norm = state.edits[piece.rule.id].by_norm
-        if by_norm is not None:
-            shortening = Shortening(by_norm, part, scale)
-            shortening.tell(state, piece.rule.id, state.clocks[self._tensor].step)
+        if edit.by_norm is not None:
+            shortening = Shortening(edit.by_norm, part, scale)
+            shortening.tell(state, rule.id, state.clocks[self._tensor].step)
             out = shortening.of(part)
             return _dist.like(out, grad) if _dist.is_sharded(grad) else out
         with torch.no_grad():
-            true = unscaled(part, scale)
-            changed = changes_of_each([state.edits[rule.id] for rule in piece.parts], true)
-            for rule, flag in zip(piece.parts, changed, strict=True):
-                state.journal.altered(rule.id, flag)
-        if all(flag is False for flag in changed):
+            changed = changes(edit, unscaled(part, scale))
+            state.journal.altered(rule.id, changed)
+        if changed is False:
             return grad
-        apply = in_true_units(state.edits[piece.rule.id].apply, scale)
-        out = _numbers.on_values(apply, part)
+        out = _numbers.on_values(in_true_units(edit.apply, scale), part)
         return _dist.like(out, grad) if _dist.is_sharded(grad) else out
 
 

@@ -7,17 +7,20 @@ the remedy: a session that bound itself anew would do what nobody has read in a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from gradsurgeon import _dist
 from gradsurgeon.errors import printable
 from gradsurgeon.events import EventKind
-from gradsurgeon.planning import Plan, from_model, named_modules, slots
+from gradsurgeon.planning import Plan, bind, from_model, named_modules, slots
 from gradsurgeon.planning.matching import Names, examples
 from gradsurgeon.runtime.arming import Arming
+from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.modules import ModuleHooks
+from gradsurgeon.runtime.notices import some_of
 from gradsurgeon.runtime.state import State
 
 # A walk over the model is too much for every step. The first one comes when a rule that has not fired
@@ -27,12 +30,14 @@ _FIRST_LOOK = 3
 Place = tuple[dict[str, Any], str]
 
 
-class Changes:
+class ModelChanges:
     """Compares the model with the plan, whenever there is reason to, and now and then.
+
+    Hooks that got lost are noticed once per step, brought back, and said.
 
     Args:
         model: reached weakly.
-        state: what the parts share.
+        state: what rules may use while they act.
         plan: what the rules were bound to.
         arming: the hooks on parameters.
         hooks: the hooks on modules.
@@ -61,19 +66,68 @@ class Changes:
         self._modules = set(map(id, model.modules()))
         # The step at which the modules were last known to carry their hooks.
         self._looked = state.clocks.latest - 1
+        self._arrived: set[int] = set()
+        self._swapped: list[int] = []
 
-    def stepped(self) -> None:
-        """Count a step, and look where it is time to."""
+    def check(self) -> None:
+        """Raise where the rules cannot act on the model as it is now.
+
+        Raises:
+            BindError: naming the rules.
+        """
+        if (model := self._model()) is not None:
+            bind(self._plan.rules, from_model(model), alone=False)
+
+    def arrived(self, tensors: Sequence[int]) -> None:
+        """Note that the hooks of some tensors were called."""
+        self._arrived.update(tensors)
+
+    def unowned(self) -> list[int]:
+        """Return the tensors that get gradients and that no optimizer owns which has stepped so far."""
+        return [tensor for tensor in self._state.clocks.common.tensors if tensor in self._arrived]
+
+    def swapped(self, params: Sequence[Tensor]) -> None:
+        """Take notice of parameters whose content was swapped: no hook on them is called any more."""
+        for param in params:
+            if (tensor := self._arming.revive(param)) is not None:
+                self._swapped.append(tensor)
+
+    def after_step(self, clock: Clock) -> None:
+        """Look after the hooks on the tensors of a clock; a step of it is over."""
         self._steps += 1
         if self._steps >= self._next:
             self._next = 2 * self._steps
-            self.look()
+            self.compare()
+        self._tell_swapped()
+        self.rearm()
+        silent = set(clock.tensors) - self._arrived
+        self._arrived.difference_update(clock.tensors)
+        missing = self._arming.missing(sorted(silent))
+        for tensor in missing:
+            self._arming.rearm(tensor)
+        text = "has lost its hooks, which somebody has taken off: they were put on anew"
+        self._say_of_each("hook-rearmed", missing, lambda name: f"{name} {text}")
+
+    def before_forward(self) -> None:
+        """Put hooks on what has been exchanged, before a forward pass goes through it."""
+        params = self._state.targets.params()
+        # Between its passes a sharded model has other parameters than when it steps.
+        if not any(param is not None and _dist.is_sharded(param) for param in params):
+            self.compare(at_once=True)
+            self.rearm()
+            self._tell_swapped()
+
+    def find_again(self) -> None:
+        """Find the parameters of the plan, where there is reason to believe that they moved."""
+        if self._model() is not None:
+            self.compare()
+            self.rearm()
 
     def knows(self, module: nn.Module) -> bool:
         """Tell whether a module is part of the model, as it was looked at last."""
         return id(module) in self._modules
 
-    def look(self, *, closing: bool = False, at_once: bool = False) -> None:
+    def compare(self, *, closing: bool = False, at_once: bool = False) -> None:
         """Find the parameters and modules of the plan in the model as it is now.
 
         Args:
@@ -107,7 +161,59 @@ class Changes:
         steps = f"step {now}" if missed >= now else f"steps {missed} to {now}"
         return f"its rules act on the new one from now on, and may have missed {steps}"
 
-    def why_gone(self, tensor: int) -> str:
+    def _tell_swapped(self) -> None:
+        """Say whose hooks were installed anew."""
+        tensors, self._swapped = sorted(set(self._swapped)), []
+        text = "got another content by a conversion, which takes no hooks along: they were installed anew"
+        self._say_of_each("hook-rearmed", tensors, lambda name: f"{name} {text}")
+
+    def rearm(self) -> list[int]:
+        """Put hooks on the parameters that have taken the place of those that carried them.
+
+        Returns:
+            The tensors whose parameter was replaced or is gone.
+
+        Raises:
+            BindError: a rule cannot act on what took the place.
+        """
+        if not self._arming.replaced():
+            return []
+        self.compare()  # they may have moved
+        replaced = self._arming.replaced()
+        params = [self._state.targets.param(tensor) for tensor in replaced]
+        if any(one is not None and _dist.is_sharded(one) for one in params):
+            self.check()
+        there = [tensor for tensor in replaced if self._arming.rearm(tensor)]
+        text = "was replaced by another parameter: its hooks were put on the new one"
+        self._say_of_each("hook-rearmed", there, lambda name: f"{name} {text}")
+        gone = {tensor: self._why_gone(tensor) for tensor in replaced if tensor not in there}
+        self._lost(gone)
+        return replaced
+
+    def _say_of_each(
+        self, kind: EventKind, tensors: Sequence[int], text: Callable[[str], str]
+    ) -> None:
+        """Note an event for every tensor, and warn once for all: a conversion concerns many."""
+        if not tensors:
+            return
+        names = [self._state.program.names[tensor] for tensor in tensors]
+        for name in names:
+            step = self._state.clocks.latest
+            self._state.journal.emit(kind, text(printable(name)), step=step, name=name)
+        self._state.journal.warn(
+            text(f"{some_of(names)}: each" if len(names) > 1 else some_of(names))
+        )
+
+    def _lost(self, gone: Mapping[int, str]) -> None:
+        for tensor, text in gone.items():
+            name, step = self._state.program.names[tensor], self._state.clocks.latest
+            self._state.journal.emit("hook-lost", text, step=step, name=name)
+        if gone:
+            others = [self._state.program.names[tensor] for tensor in list(gone)[1:]]
+            more = f"; so it is with {some_of(others)}" if others else ""
+            self._state.journal.warn(next(iter(gone.values())) + more)
+
+    def _why_gone(self, tensor: int) -> str:
         """Return what has become of a parameter that is no longer there under its name."""
         name = printable(self._state.program.names[tensor])
         if tensor in self._tied:

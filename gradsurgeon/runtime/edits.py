@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -16,7 +15,7 @@ from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.agenda import Lane
 from gradsurgeon.runtime.backward import check_layout
 from gradsurgeon.runtime.clock import Clock
-from gradsurgeon.runtime.deciding import can_decide, changes_of_each, decide_each
+from gradsurgeon.runtime.deciding import can_decide, changes, decide
 from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.look import keep
 from gradsurgeon.runtime.shortening import LEFT_ALONE
@@ -28,8 +27,9 @@ class StepEdits:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        # Gradients that were edited as final ones at the end of a pass, before an optimizer turned up.
-        self._spared: dict[int, weakref.ref[Tensor]] = {}
+        # The tensors whose gradients were edited as final ones at the end of a pass, before an optimizer
+        # turned up that is about to consume them.
+        self._spared: set[int] = set()
         # What the edits of the last step have made of a few elements, to be found again in the next one
         # where the script updates twice from one gradient.
         self._left: dict[Clock, _Left] = {}
@@ -48,23 +48,23 @@ class StepEdits:
         """
         state = self._state
         agenda = state.agenda(clock)
-        edited = self._unspared(agenda.edited, finals) if acting else frozenset()
+        edited = agenda.edited - self._spared if acting else frozenset()
+        self._spared.difference_update(clock.tensors)
         suspicious: set[int] = set()
         with torch.no_grad():
             finals.unscale(edited)
             left = self._recognize(clock, finals, edited)
             try:
-                for lane in agenda.in_update:
+                for lane in agenda.at_step:
                     having = finals.having(lane.tensors)
                     if lane.rule.role == "edit":
                         having = [tensor for tensor in having if tensor in edited]
                     if having:
                         self._one(lane, finals, having)
-                        for rule in lane.parts:
-                            if rule.role != "capture":  # counts by itself
-                                state.journal.fired(rule.id, clock.step, len(having))
-                            if rule.may_overflow and state.mode == "act":
-                                suspicious.update(having)
+                        if lane.rule.role != "capture":  # counts by itself
+                            state.journal.fired(lane.rule.id, clock.step, len(having))
+                        if lane.rule.may_overflow and state.mode == "act":
+                            suspicious.update(having)
             finally:
                 if left is not None:
                     self._left[clock] = left.with_after(finals[left.tensor])
@@ -97,18 +97,11 @@ class StepEdits:
 
     def arrived(self, tensors: Iterable[int]) -> None:
         """Note that gradients have got something that no rule at the step has seen."""
-        for tensor in tensors:
-            self._spared.pop(tensor, None)
+        self._spared.difference_update(tensors)
 
-    def spare(self, edited: dict[int, weakref.ref[Tensor]]) -> None:
+    def spare(self, edited: Iterable[int]) -> None:
         """Leave gradients alone in the next update that have been edited for it already."""
         self._spared.update(edited)
-
-    def _unspared(self, tensors: frozenset[int], finals: Finals) -> frozenset[int]:
-        """Return the tensors whose gradient is not one that has been edited for this update."""
-        spared = {i: self._spared.pop(i) for i in tensors.intersection(self._spared)}
-        same = {i for i, grad in spared.items() if i in finals and finals[i] is grad()}
-        return tensors - same
 
     def _one(self, lane: Lane, finals: Finals, tensors: Sequence[int]) -> None:
         state, rule = self._state, lane.rule
@@ -120,36 +113,35 @@ class StepEdits:
             state.journal.altered(rule.id, len(tensors))
         else:
             edit = state.edits[rule.id]
-            for part in lane.parts:
-                if not part.keeps_zero:
-                    for tensor in tensors:
-                        check_layout(part, finals[tensor], state.program.names[tensor])
+            if not rule.keeps_zero:
+                for tensor in tensors:
+                    check_layout(rule, finals[tensor], state.program.names[tensor])
             if edit.by_norm is not None:
                 self._by_norm(lane, edit.by_norm, finals, tensors)
             else:
                 self._elementwise(lane, edit, finals, tensors)
 
     def _elementwise(self, lane: Lane, edit: Edit, finals: Finals, tensors: Sequence[int]) -> None:
-        journal = self._state.journal
-        each = [self._state.edits[rule.id] for rule in lane.parts]
+        journal, rule = self._state.journal, lane.rule
         parts = {tensor: _dist.local(finals[tensor]) for tensor in tensors}
-        known = [t for t, part in parts.items() if all(can_decide(one, part) for one in each)]
-        answers = decide_each(each, [parts[tensor] for tensor in known], finals.ranges(known))
-        for rule, own in zip(lane.parts, answers, strict=True):
-            journal.altered(rule.id, sum(own))
-        biting = [tensor for tensor, *own in zip(known, *answers, strict=True) if any(own)]
+        known = [tensor for tensor, part in parts.items() if can_decide(edit, part)]
+        ranges = _numbers.ranges([parts[tensor] for tensor in known])
+        biting = [
+            tensor
+            for tensor, ends in zip(known, ranges, strict=True)
+            if decide(edit, parts[tensor], ends)
+        ]
+        journal.altered(rule.id, len(biting))
         unknown = parts.keys() - set(known)
         blind = [tensor for tensor in tensors if tensor in unknown]
         for tensor in blind:
-            for rule, flag in zip(lane.parts, changes_of_each(each, parts[tensor]), strict=True):
-                journal.altered(rule.id, flag)
+            journal.altered(rule.id, changes(edit, parts[tensor]))
         # Whether a gradient has changed must be the same on all ranks that share it: one that measured
         # it again would wait for the others. So all write, be it for nothing.
         bitten = set(biting)
         for_all = [t for t in known if t not in bitten and _dist.is_sharded(finals[t])]
         written = biting + for_all + blind
         _apply(edit, [_dist.local(grad) for grad in finals.writable(written)])
-        finals.wrote(edit, biting)
 
     def _by_norm(self, lane: Lane, edit: ByNorm, finals: Finals, tensors: Sequence[int]) -> None:
         state, rule = self._state, lane.rule
@@ -169,7 +161,6 @@ class StepEdits:
         if not _torch.is_host(factors):
             journal.altered(rule.id, (factors.expand(len(tensors)) < 1.0).sum())
             self._shorten(finals.writable(tensors), factors)
-            finals.shortened(tensors)
             return
         values = factors.tolist()
         if not min(values) < 1.0:
@@ -182,7 +173,6 @@ class StepEdits:
         journal.altered(rule.id, len(biting))
         own = [tensor for tensor, _ in biting]
         self._shorten(finals.writable(own), [factor for _, factor in biting])
-        finals.shortened(own)
 
     @staticmethod
     def _shorten(grads: Sequence[Tensor], factors: Tensor | Sequence[float]) -> None:

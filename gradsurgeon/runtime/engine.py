@@ -1,40 +1,34 @@
-"""The moving parts of a session, wired: what calls what when a pass ends or a step begins."""
+"""The controller of a session: what is done when a pass ends or a step begins, and in which order."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradsurgeon import _dist
 from gradsurgeon.compiler import Program
 from gradsurgeon.planning import ROOT, Plan, named_modules
 from gradsurgeon.runtime.agreement import Agreement
 from gradsurgeon.runtime.arming import Arming
-from gradsurgeon.runtime.changes import Changes
+from gradsurgeon.runtime.changes import ModelChanges
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.edits import StepEdits
 from gradsurgeon.runtime.final import Finals
 from gradsurgeon.runtime.look import after_pass
 from gradsurgeon.runtime.manual import Manual, how_to_tick
 from gradsurgeon.runtime.modules import ModuleHooks
-from gradsurgeon.runtime.notices import (
-    count_passes,
-    tell_of_no_pass,
-    tell_of_unowned,
-)
+from gradsurgeon.runtime.notices import count_passes, tell_of_no_pass, tell_of_unowned
 from gradsurgeon.runtime.optimizers import why_not_met
-from gradsurgeon.runtime.passes import Pass, Passes
+from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.scaling import refuse_scaling
 from gradsurgeon.runtime.silence import notice_silence
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.stepping import Steps
+from gradsurgeon.runtime.training_events import Pass, Step
 from gradsurgeon.runtime.trap import Traps
-from gradsurgeon.runtime.update import Update
-from gradsurgeon.runtime.upkeep import Upkeep
 from gradsurgeon.runtime.verdict import Verdict
 
 # By then the optimizers of most scripts have stepped; others are looked for.
@@ -42,15 +36,15 @@ _SETTLED = 3
 
 
 class Engine:
-    """Runs the program of a session: hooks on, passes and steps as they come, hooks off.
+    """Puts the hooks of a session on and off, and receives the events of training in between.
 
     Args:
         model: reached weakly.
-        state: what the parts share.
+        state: what the rules may use while they act.
         plan: what the program was made of.
-        rebind: binds the rules to the model as it is now, and raises where they cannot act.
         optimizers: those the caller has named, ``None`` to look for them, empty where weights are
             updated by hand.
+        provisional: whether an optimizer is going to update the model is not known yet.
     """
 
     def __init__(
@@ -58,42 +52,27 @@ class Engine:
         model: nn.Module,
         state: State,
         plan: Plan,
-        rebind: Callable[[nn.Module], object],
         optimizers: Sequence[Optimizer] | None,
+        *,
+        provisional: bool,
     ) -> None:
         self._model = weakref.ref(model)
-        self._rebind = rebind
         self._state = state
         self._agreement = Agreement(state)
         self._traps = Traps(state, self._agreement)
         self._edits = StepEdits(state)
-        self._passes = Passes(
-            self._backward_ended,
-            waits=lambda: self.steps.owned or self._optimizers_known(),
-            begins=self._pass_begins,
-            scaling=state.scaling,
-        )
-        self.steps = Steps(
-            state,
-            judge=lambda update: self._judge(update.clock, update),
-            finished=self._finished,
-            first_owner=self._optimizer_appeared,
-            new_params=self._look_at_model,
-            scaled_away=self._scaled_away,
-            recheck=self._check,
-            gone=lambda: self._arming.keep_all(),  # noqa: PLW0108 # made below
-        )
+        self._passes = Passes(self, state.scaling)
         declared = optimizers is not None and not optimizers
-        self.manual = Manual(state, self._judge, self._finished, declared=declared)
-        self._arming = Arming(state, self._passes)
+        self.manual = Manual(state, self, declared=declared, provisional=provisional)
+        self._arming = Arming(state, self._passes, self.manual)
         self.sites = Sites(state, self._passes, self._clock_of)
         self._module_hooks = ModuleHooks(self.sites)
-        self._changes = Changes(model, state, plan, self._arming, self._module_hooks)
-        self._upkeep = Upkeep(state, self._arming, self._changes, self._check)
-        self._clock_places = _first_params(state.program)
+        self.model = ModelChanges(model, state, plan, self._arming, self._module_hooks)
+        self.steps = Steps(state, self, self.model)
+        self._first_params = _first_params(state.program)
         self._search_on = optimizers is None
         # Whether backward passes came and no update has followed yet.
-        self.unstepped = False
+        self._unstepped = False
         self._steps = 0
         # The tensors that had a gradient before the hooks went on.
         self._early: set[int] = set()
@@ -120,10 +99,6 @@ class Engine:
         self._module_hooks.detach()
         self._module_hooks.attach(named_modules(self._model()))
 
-    def settle(self) -> None:
-        """Note what the device has decided so far. Waits for it where there is something."""
-        self._traps.settle()
-
     def detach(self) -> None:
         """Take all hooks off."""
         self.steps.close()
@@ -132,44 +107,170 @@ class Engine:
         self._state.targets.forget()
         self._state.paused = True
 
-    def _clock_of(self, module: str) -> Clock:
-        """Return the clock of the optimizer that owns a module: that of its first parameter."""
-        place = self._clock_places.get(module, self._clock_places.get(ROOT))
-        return self._state.clocks.common if place is None else self._state.clocks[place]
+    def settle(self) -> None:
+        """Note what the device has decided so far. Waits for it where there is something."""
+        self._traps.settle()
 
-    def _backward_ended(self, done: Pass) -> None:
+    def backward_started(self) -> None:
+        """Take notice of a backward pass.
+
+        Raises:
+            GradSurgeonError: the ranks may take different numbers of steps.
+            BindError: a rule cannot act under loss scaling.
+        """
+        self.steps.end_failed()
+        self._state.ranks.look_around()
+        if self._state.scaling.scale is not None and not self._state.paused:
+            refuse_scaling(self._state.program)
+
+    def backward_finished(self, done: Pass) -> None:
+        """Measure what a backward pass has left, and take the step of scripts that update by hand."""
+        state = self._state
         self._agreement.gather(done.order, update=False)
-        if self._state.paused:
+        if state.paused:
             if self._agreement.is_missed(done.order, update=False):
-                with self._state.muted():
-                    after_pass(self._state, done)
+                after_pass(state.silent(), done)
             return
-        self.unstepped |= bool(done.order)
-        self._early.clear()
-        self._upkeep.arrived(done.order)
-        self._edits.arrived(done.order)
-        self._state.flags.passed()
+        self._arrived(done)
         self.manual.look_back(done)
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
         with self.manual.step_of(done):
-            for clock, look in after_pass(self._state, done).items():
+            for clock, look in after_pass(state, done).items():
                 self._traps.saw(clock, look)
-        count_passes(self._state, done)
-        if by_hand and not self.manual.active:
+        count_passes(state, done)
+        if by_hand:
+            self._step_by_hand(done)
+
+    def step_starting(self, step: Step) -> Verdict:
+        """Do what is due right before an update: the trap decides, then rules at the step edit."""
+        state, clock = self._state, step.clock
+        if step.inside:
+            if state.paused:
+                return Verdict()
+            # By the end of the pass the script has cleared this gradient.
+            having, _ = state.targets.grads(clock.tensors)
+            after_pass(state, Pass(order=having, scale=state.scaling.scale))
+        else:
+            self._passes.settle(step.scale)
+            if self._is_idle(clock):
+                return Verdict()
+            self._agreement.gather(clock.tensors, update=True)
+            if self._agreement.rests(clock.tensors):
+                return self._rest(step)
+            self._catch_up(step)
+        agenda = state.agenda(clock)
+        finals = Finals(state, {*agenda.trapped, *agenda.stepped}, step.scale)
+        # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
+        verdict = self._traps.defer(clock, finals) if step.flaggable else None
+        if verdict is not None:
+            self._edits.run(clock, finals, step.scale, acting=verdict.error is None)
+            return verdict
+        verdict = self._traps.decide(clock, finals)
+        stopped = verdict.skip or verdict.error is not None
+        suspicious = self._edits.run(clock, finals, step.scale, acting=not stopped)
+        # By the rules alone, which are those of all ranks: they decide together.
+        if not stopped and agenda.traps and any(lane.rule.may_overflow for lane in agenda.at_step):
+            verdict = self._traps.decide_edited(clock, suspicious)
+        if state.mode == "act":
+            verdict.frozen = tuple(sorted(agenda.frozen))
+        return verdict
+
+    def step_finished(self, step: Step, *, took_place: bool) -> None:
+        """Count an attempted update, and look after what it showed."""
+        clock, state = step.clock, self._state
+        if took_place and not state.paused:
+            notice_silence(state, clock, self._clock_of, owned=self.steps.owned)
+            if not step.inside:  # the hooks on this very gradient may still be running
+                self.model.after_step(clock)
+        self._traps.done(clock)
+        if not step.inside:
+            state.scaling.stepped()
+        self.sites.missed(clock)
+        clock.tick()
+        self._unstepped = False
+        self._steps += 1
+        if self._steps == _SETTLED and self.steps.owned and not state.paused:
+            self._tell_of_unowned()
+        state.recorder.end_step()
+        self._lead_common(clock)
+
+    def step_skipped_by_scaler(self, clock: Clock, scale: Tensor) -> None:
+        """Count an update that a scaler has skipped for overflow.
+
+        Raises:
+            NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
+        """
+        try:
+            self._passes.settle(None)
+            self._traps.scaled_away(clock, scale)
+        finally:
+            self._state.flags.forget(clock)
+            # No rule at the step point could fire in a step that did not take place.
+            self.step_finished(Step(clock), took_place=False)
+
+    def expects_update(self) -> bool:
+        """Tell whether some optimizer updates the model; it may have been made after `apply`."""
+        if self.steps.owned:
+            return True
+        if self._search_on:
+            model = self._model()
+            if model is not None and self.steps.search(model.parameters()):
+                self._search_on = False
+        return not self._search_on
+
+    def optimizer_found(self) -> None:
+        """Let the first optimizer count: the last pass may have been taken for a step by hand."""
+        if self.manual.withdraw():
+            self._edits.spare(self.manual.edited())
+
+    def scaler_stepped(self, optimizer: Optimizer, begun: int) -> None:
+        """Find out whether a scaler has skipped the step of an optimizer.
+
+        Args:
+            optimizer: the one that the scaler was to step.
+            begun: how many steps it had begun before.
+        """
+        owner, scale = self.steps.meet(optimizer), self._state.scaling.stepping(optimizer)
+        if owner is not None and owner.begun == begun and scale is not None:
+            self.step_skipped_by_scaler(owner.clock, scale)
+
+    def why_never(self, *, due: bool) -> str:
+        """Return why a rule has never fired by the time the session ends."""
+        if due:
+            return "was due and never fired"
+        if self._unstepped:
+            return "never fired: gradients came, but no optimizer that owns them ever stepped"
+        if not self._steps:
+            return "never fired: no gradient reached a parameter, and nothing was updated"
+        return "was never due"
+
+    def _clock_of(self, module: str) -> Clock:
+        """Return the clock of the optimizer that owns a module: that of its first parameter."""
+        tensor = self._first_params.get(module, self._first_params.get(ROOT))
+        return self._state.clocks.common if tensor is None else self._state.clocks[tensor]
+
+    def _arrived(self, done: Pass) -> None:
+        self._unstepped |= bool(done.order)
+        self._early.clear()
+        self.model.arrived(done.order)
+        self._edits.arrived(done.order)
+        self._state.flags.passed()
+
+    def _is_by_hand(self) -> bool:
+        return self.manual.active or not self.expects_update()
+
+    def _step_by_hand(self, done: Pass) -> None:
+        if not self.manual.active:
             self.manual.begin(done)
             edited = self.manual.edited()
             # Without edits one guard is enough to tell a micro-batch from a step.
             self._arming.guard(dict.fromkeys(edited or done.order[:1], bool(edited)))
-        if by_hand:
-            try:
-                self.manual.after(done)
-            finally:
-                if done.continued:
-                    self._traps.done(self._state.clocks.common)
-
-    def _is_by_hand(self) -> bool:
-        return self.manual.active or not (self.steps.owned or self._optimizers_known())
+        try:
+            self.manual.after(done)
+        finally:
+            if done.continued:
+                self._traps.done(self._state.clocks.common)
 
     def _feeds_a_parameter(self, done: Pass) -> bool:
         """Tell whether an update can follow a pass; of one by hand, say once that it cannot."""
@@ -189,156 +290,51 @@ class Engine:
             journal.once("no parameter", text, step=self._state.clocks.latest)
         return False
 
-    def _check(self) -> None:
-        """Raise where the rules cannot act on the model as it is now."""
-        if (model := self._model()) is not None:
-            self._rebind(model)
-
-    def _optimizers_known(self) -> bool:
-        """Tell whether some optimizer updates the model; it may have been made after `apply`."""
-        if self._search_on:
-            model = self._model()
-            if model is not None and self.steps.search(model.parameters()):
-                self._search_on = False
-        return not self._search_on
-
-    def _optimizer_appeared(self) -> None:
-        """Take back a step that was counted for want of an optimizer, which now takes it."""
-        edited = self.manual.withdraw()
-        self._edits.spare(edited)
-
-    def _judge(self, clock: Clock, update: Update | None = None) -> Verdict:
-        """Do what is due right before an update.
-
-        Args:
-            clock: of the update.
-            update: the call of the optimizer; ``None`` where weights are updated by hand.
-        """
-        state = self._state
-        scale = None if update is None else update.scale
-        if update is not None and update.inside:
-            if state.paused:
-                return Verdict()
-            # By the end of the pass the script has cleared this gradient.
-            having, _ = state.targets.grads(clock.tensors)
-            after_pass(state, Pass(order=having, scale=state.scaling.scale))
-        else:
-            self._passes.settle(scale)
-            if self._is_idle(clock):
-                return Verdict()
-            self._agreement.gather(clock.tensors, update=True)
-            if self._agreement.rests(clock.tensors):
-                return self._rest(clock, scale)
-            self._catch_up(clock, scale)
-        agenda = state.agenda(clock)
-        finals = Finals(state, {*agenda.trapped, *agenda.stepped}, scale)
-        # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
-        if update is not None and update.flaggable:
-            deferred = self._traps.defer(clock, finals)
-            if deferred is not None:
-                self._edits.run(clock, finals, scale, acting=deferred.error is None)
-                return deferred
-        verdict = self._traps.decide(clock, finals)
-        stopped = verdict.skip or verdict.error is not None
-        suspicious = self._edits.run(clock, finals, scale, acting=not stopped)
-        # By the rules alone, which are those of all ranks: they decide together.
-        if not stopped and agenda.traps and any(lane.rule.may_overflow for lane in agenda.at_step):
-            verdict = self._traps.decide_edited(clock, suspicious)
-        if state.mode == "act":
-            verdict.frozen = tuple(sorted(agenda.frozen))
-        return verdict
-
-    def _rest(self, clock: Clock, scale: Tensor | None) -> Verdict:
+    def _rest(self, step: Step) -> Verdict:
         """Do nothing, but keep no other rank waiting."""
+        clock = step.clock
         if self._agreement.is_missed(clock.tensors, update=True):
-            agenda = self._state.agenda(clock)
-            finals = Finals(self._state, {*agenda.trapped, *agenda.stepped}, scale)
-            with self._state.muted():
-                Traps(self._state, self._agreement).measure(clock, finals)
-                self._edits.run(clock, finals, scale, acting=False)
+            silent, agenda = self._state.silent(), self._state.agenda(clock)
+            finals = Finals(silent, {*agenda.trapped, *agenda.stepped}, step.scale)
+            Traps(silent, self._agreement).measure(clock, finals)
+            StepEdits(silent).run(clock, finals, step.scale, acting=False)
         return self._traps.rest(clock)
 
     def _is_idle(self, clock: Clock) -> bool:
-        """Tell whether nothing is due for a clock, whose hooks are off then."""
+        """Tell whether nothing is due for a clock, by the rules alone: so it is on all ranks."""
         program = self._state.program
         if program.modules or program.tags or clock is self._state.clocks.common:
             return False
         return not self._state.agenda(clock).lanes
 
-    def _catch_up(self, clock: Clock, scale: Tensor | None) -> None:
+    def _catch_up(self, step: Step) -> None:
         """Look at gradients that came before the hooks; say where none came through them.
 
         Sharding a model after `apply` replaces all of its parameters; and a session can begin between
         a backward pass and the update that it feeds.
         """
+        clock = step.clock
         if clock.passes or self.manual.active:
             return
         early, self._early = self._early, set()
         having, _ = self._state.targets.grads(clock.tensors)
-        late = early.union(self._upkeep.rearm())
+        late = early.union(self.model.rearm())
         if not late.isdisjoint(having):
             # A fused optimizer gets them with the scale, any other without.
-            for owner, look in after_pass(self._state, Pass(order=having, scale=scale)).items():
+            done = Pass(order=having, scale=step.scale)
+            for owner, look in after_pass(self._state, done).items():
                 self._traps.saw(owner, look)
-        elif having and self._arming.on(clock):
+        elif having:
             tell_of_no_pass(self._state, clock, having)
 
-    def _pass_begins(self) -> None:
-        """Take notice of a backward pass.
-
-        Raises:
-            GradSurgeonError: the ranks may take different numbers of steps.
-            BindError: a rule cannot act under loss scaling.
-        """
-        self.steps.end_failed()
-        self._state.ranks.look_around()
-        if self._state.scaling.scale is not None and not self._state.paused:
-            refuse_scaling(self._state.program)
-
-    def scaler_stepped(self, optimizer: Optimizer, begun: int) -> None:
-        """Count the step of an optimizer that its scaler has skipped for overflow.
-
-        Args:
-            optimizer: the one that the scaler was to step.
-            begun: how many steps it had begun before.
-        """
-        owner, scale = self.steps.meet(optimizer), self._state.scaling.stepping(optimizer)
-        if owner is not None and owner.begun == begun and scale is not None:
-            self._scaled_away(owner.clock, scale)
-
-    def _scaled_away(self, clock: Clock, scale: Tensor) -> None:
-        try:
-            self._passes.settle(None)
-            self._traps.scaled_away(clock, scale)
-        finally:
-            self._state.flags.forget(clock)
-            # No rule at the step point could fire in a step that did not take place.
-            self._finished(clock, took_place=False)
-
-    def _finished(self, clock: Clock, *, took_place: bool = True, inside: bool = False) -> None:
-        """Count an attempted update, and look after what it showed."""
-        if took_place and not self._state.paused:
-            notice_silence(self._state, clock, self._clock_of, owned=self.steps.owned)
-            if not inside:  # the hooks on this very gradient may still be running
-                self._upkeep.look(clock, idle=self._is_idle(clock))
-        self._traps.done(clock)
-        if not inside:
-            self._state.scaling.stepped()
-        self.sites.missed(clock)
-        clock.tick()
-        if clock is not self._state.clocks.common and not inside:
-            self._arming.keep(clock, self._state.agenda(clock).hooked)
-        self.unstepped = False
-        self._steps += 1
-        if self._steps == _SETTLED and self.steps.owned and not self._state.paused:
-            self._tell_of_unowned()
-        self._state.recorder.end_step()
-        common = self._state.clocks.common
+    def _lead_common(self, clock: Clock) -> None:
+        """Let what no optimizer owns go by the optimizer that is furthest."""
+        clocks = self._state.clocks
+        common = clocks.common
         if clock is common:
             # An optimizer that takes over from a hand-written update goes on with its count.
-            self._state.clocks.start = clock.step
+            clocks.start = clock.step
         elif common.step < clock.step:
-            # What no optimizer owns goes by the one that is furthest.
             if not self._state.paused:
                 notice_silence(self._state, common, self._clock_of, owned=self.steps.owned)
             self._traps.done(common)
@@ -346,45 +342,10 @@ class Engine:
 
     def _tell_of_unowned(self) -> None:
         """Say what no optimizer updates, after a last search for one that has not stepped yet."""
-        params = [self._state.targets.param(tensor) for tensor in self._upkeep.unowned()]
+        params = [self._state.targets.param(tensor) for tensor in self.model.unowned()]
         if params:
             self.steps.search(param for param in params if param is not None)
-            tell_of_unowned(self._state, self._upkeep.unowned())
-
-    def why_never(self, *, due: bool) -> str:
-        """Return why a rule has never fired by the time the session ends."""
-        if due:
-            return "was due and never fired"
-        if self.unstepped:
-            return "never fired: gradients came, but no optimizer that owns them ever stepped"
-        if not self._steps:
-            return "never fired: no gradient reached a parameter, and nothing was updated"
-        return "was never due"
-
-    def _look_at_model(self) -> None:
-        """Find the parameters of the program again, where there is reason to believe they moved."""
-        if self._model() is not None:
-            self._upkeep.find_again()
-
-    def knows(self, module: nn.Module) -> bool:
-        """Tell whether a module is part of the model, as it was looked at last."""
-        return self._changes.knows(module)
-
-    def model_changed(self) -> None:
-        """Put hooks on what has been exchanged, before a forward pass goes through it."""
-        params = self._state.targets.params()
-        # Between its passes a sharded model has other parameters than when it steps.
-        if not any(param is not None and _dist.is_sharded(param) for param in params):
-            self._upkeep.find_again(at_once=True)
-            self._upkeep.tell_swapped()
-
-    def swapped(self, tensors: Sequence[Tensor]) -> None:
-        """Take notice of tensors whose contents were exchanged."""
-        self._upkeep.swapped(tensors)
-
-    def say_what_changed(self) -> None:
-        """Note what of the model went unnoticed until the session ends."""
-        self._changes.look(closing=True)
+            tell_of_unowned(self._state, self.model.unowned())
 
 
 def _first_params(program: Program) -> dict[str, int]:

@@ -9,15 +9,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers, _torch
-from gradsurgeon.actions import Edit
+from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime import measure
-from gradsurgeon.runtime.deciding import after
 from gradsurgeon.runtime.measure import Norms, pick
 from gradsurgeon.runtime.scaling import unscaled
 from gradsurgeon.runtime.state import State
-
-Range = tuple[float, float]
 
 
 class Finals:
@@ -38,7 +34,6 @@ class Finals:
         self._edited: set[int] = set()
         # Those that belong to this parameter alone, so that they may be written.
         self._ours: set[int] = set()
-        self._ranges: dict[int, Range] = {}
         self._scaled: dict[int, Tensor] = {}
         self._aliased: set[int] | None = None
         self._twice: set[int] | None = None
@@ -143,33 +138,6 @@ class Finals:
             if known.issuperset(tensors):
                 return pick(self._handed_over, tensors)
         return pick(measure.norms(tensors, self.of(tensors), order), tensors)
-
-    def shortened(self, tensors: Sequence[int]) -> None:
-        """Note that gradients were multiplied: their ranges are not what they were."""
-        for tensor in tensors:
-            self._ranges.pop(tensor, None)
-
-    def ranges(self, tensors: Sequence[int]) -> list[Range]:
-        """Return the smallest and the largest element of some gradients on the host."""
-        unknown = [tensor for tensor in tensors if tensor not in self._ranges]
-        if unknown:
-            found = _numbers.ranges([_dist.local(grad) for grad in self.of(unknown)])
-            self._ranges.update(zip(unknown, found, strict=True))
-        return [self._ranges[tensor] for tensor in tensors]
-
-    def wrote(self, edit: Edit, tensors: Sequence[int]) -> None:
-        """Keep track of the ranges of gradients that an edit has written."""
-        kinds: dict[torch.dtype, list[int]] = {}
-        for tensor in tensors:
-            if tensor in self._ranges:
-                kinds.setdefault(self._now[tensor].dtype, []).append(tensor)
-        for kind, own in kinds.items():
-            if edit.decided is None:
-                for tensor in own:
-                    del self._ranges[tensor]
-            else:
-                found = after(edit, [self._ranges[tensor] for tensor in own], kind)
-                self._ranges.update(zip(own, found, strict=True))
 
 
 def _is_shared(grad: Tensor) -> bool:

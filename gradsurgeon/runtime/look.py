@@ -12,9 +12,9 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.agenda import Agenda, Lane
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.measure import Count, Norms, counts, norms, pick, statistics, suspects
-from gradsurgeon.runtime.passes import Pass
 from gradsurgeon.runtime.scaling import unscaled
 from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.training_events import Pass
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -13,10 +13,10 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientError
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.backward import Hook
-from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import in_backward
-from gradsurgeon.runtime.passes import Pass, Passes
+from gradsurgeon.runtime.passes import Passes
 from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.training_events import Pass, Step, TrainingEvents
 from gradsurgeon.runtime.verdict import Verdict
 
 _NOTICE = (
@@ -39,16 +39,17 @@ class GuardHook(Hook):
     """Tensor hook that looks, before a gradient is accumulated, whether one is there already."""
 
     def __init__(
-        self, state: State, passes: Passes, tensor: int, label: str, *, edited: bool
+        self, state: State, passes: Passes, manual: Manual, tensor: int, label: str, *, edited: bool
     ) -> None:
         super().__init__(state, passes, tensor, label)
+        self._manual = weakref.ref(manual)
         self._edited = edited
 
     @in_backward
     def __call__(self, _grad: Tensor | None) -> None:
         """Note what the gradient holds that this pass is about to add to."""
-        live = self._live()
-        if live is None:
+        live, manual = self._live(), self._manual()
+        if live is None or manual is None:
             return
         state, passes = live
         param = state.targets.param(self._tensor)
@@ -67,19 +68,9 @@ class GuardHook(Hook):
         if _torch.is_host(held):
             if not bool(held):
                 return
-            if self._edited and state.mode == "act" and not state.provisional:
-                raise GradSurgeonError(compounding(state, state.program.names[self._tensor]))
+            if self._edited and not manual.provisional:
+                manual.refuse_to_compound([self._tensor])
         passes.current().onto.append((self._tensor, self._edited, held))
-
-
-def compounding(state: State, name: str) -> str:
-    """Return the message on a second pass onto gradients that were edited as final ones."""
-    return (
-        f"a second backward pass reached {name} while its gradient of the pass before, which a rule at "
-        "`step` has already edited, was still there: the edit would compound. No torch optimizer owns "
-        "the parameters, so every backward pass counts as a step. If the script accumulates, "
-        f"{_declare(state)} right before each update; if it does not, clear the gradients after the update"
-    )
 
 
 def _declare(state: State) -> str:
@@ -92,33 +83,31 @@ def _declare(state: State) -> str:
 
 
 class Manual:
-    """Counts the steps of a hand-written update, by backward passes or by `tick()`."""
+    """Counts the steps of a hand-written update, by backward passes or by `tick()`.
+
+    Args:
+        state: what rules may use while they act.
+        events: told of the steps.
+        declared: the script marks its steps, a backward pass is never one.
+        provisional: an optimizer may turn up after these backward passes: what an update by hand would
+            have to be told or refused waits until one is seen.
+    """
 
     def __init__(
-        self,
-        state: State,
-        judge: Callable[[Clock], Verdict],
-        finished: Callable[[Clock], None],
-        *,
-        declared: bool,
+        self, state: State, events: TrainingEvents, *, declared: bool, provisional: bool
     ) -> None:
         self._state = state
-        self._judge = judge
-        self._finished = finished
-        # Declared: the script marks its steps, a backward pass is never one.
-        self._declared = declared
+        self._events = events
+        self.declared = declared
+        self.provisional = provisional
+        self.active = declared
+        # The last pass has been counted as a step, and judged so.
         self._counted = False
         self._last = Verdict()
-        # The gradients that were edited at the end of the last pass.
-        self._edited: dict[int, weakref.ref[Tensor]] = {}
-        self.active = declared
+        # The tensors that a pass has reached while their gradients, edited as final ones, were still there.
+        self._compounded: list[int] = []
         self._began = state.clocks.common.step
         self._full = set(state.targets.grads(range(len(state.targets)))[0])
-
-    @property
-    def declared(self) -> bool:
-        """Whether the script marks its steps."""
-        return self._declared
 
     def look_back(self, done: Pass) -> None:
         """Find out whether a pass went on with an earlier one. Reads each device once.
@@ -127,21 +116,30 @@ class Manual:
             GradSurgeonError: it was added to gradients that were edited as final ones.
         """
         held = measure.read([flag for _, _, flag in done.onto])
-        onto = [
-            (tensor, edited)
-            for (tensor, edited, _), any_ in zip(done.onto, held, strict=True)
-            if any_
-        ]
-        compounded = [tensor for tensor, edited in onto if edited and self._state.mode == "act"]
-        if self._state.provisional:
+        onto = [entry for entry, any_ in zip(done.onto, held, strict=True) if any_]
+        compounded = [tensor for tensor, edited, _ in onto if edited]
+        if self.provisional:
             # Nothing has been updated since, so that this pass takes the place of the one before.
-            if compounded:
-                self._state.compounded = self._state.program.names[compounded[0]]
+            self._compounded = compounded or self._compounded
             return
         done.continued |= bool(onto)
-        if compounded:
-            name = self._state.program.names[compounded[0]]
-            raise GradSurgeonError(compounding(self._state, name))
+        self.refuse_to_compound(compounded)
+
+    def refuse_to_compound(self, tensors: Sequence[int]) -> None:
+        """Refuse a second pass onto gradients that were edited as final ones.
+
+        Raises:
+            GradSurgeonError: naming the first of them.
+        """
+        if tensors and self._state.mode == "act":
+            name = self._state.program.names[tensors[0]]
+            raise GradSurgeonError(
+                f"a second backward pass reached {name} while its gradient of the pass before, which a rule "
+                "at `step` has already edited, was still there: the edit would compound. No torch optimizer "
+                "owns the parameters, so every backward pass counts as a step. If the script accumulates, "
+                f"{_declare(self._state)} right before each update; if it does not, clear the gradients "
+                "after the update"
+            )
 
     def edited(self) -> list[int]:
         """Return the tensors that a rule at `step` edits: a second pass onto them would compound."""
@@ -150,20 +148,17 @@ class Manual:
     def begin(self, done: Pass) -> None:
         """Go over to hand-written updates, after the first pass that no optimizer has claimed."""
         self.active = True
-        full = self._full & set(done.order)
-        compounded = full & set(self.edited())
-        if compounded and self._state.mode == "act":
-            self._state.compounded = self._state.program.names[min(compounded)]
-        if self._state.provisional:
-            return
         # No guard was there for this pass; gradients from before `apply` stand for it.
-        done.continued = bool(full)
-        self._announce()
+        full = self._full.intersection(done.order)
+        self._compounded = sorted(full.intersection(self.edited())) or self._compounded
+        if not self.provisional:
+            done.continued = bool(full)
+            self._announce()
 
     def again(self) -> None:
         """Take back the step that the last pass was counted as: nothing was updated after it."""
-        self._state.compounded = ""
-        if self._counted and not self._declared:
+        self._compounded = []
+        if self._counted and not self.declared:
             self._counted = False
             clocks = self._state.clocks
             clocks.common.step -= 1
@@ -176,30 +171,25 @@ class Manual:
             BindError: a rule needs an optimizer.
             GradSurgeonError: gradients were edited and added to before that update.
         """
-        self._state.provisional = False
+        self.provisional = False
         if self.active:
             self._announce()
 
     def _announce(self) -> None:
         """Tell what updates by hand come to, and refuse what cannot act on them."""
         self._refuse_freezes()
-        text = _NOTICE.format(tick=how_to_tick(self._state))
-        self._state.journal.once("manual", text, step=self._state.clocks.latest)
+        journal, step = self._state.journal, self._state.clocks.latest
+        journal.once("manual", _NOTICE.format(tick=how_to_tick(self._state)), step=step)
         for stage in self._state.program.traps:
             if getattr(stage.rule, "then", "") == "skip-step":
                 text = (
                     "`then: skip-step` cannot hide gradients from an update written by hand: it will "
                     "raise instead"
-                    + (
-                        ""
-                        if self._state.outside
-                        else ", unless the script asks session.tick() whether to update"
-                    )
                 )
-                step = self._state.clocks.latest
-                self._state.journal.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
-        if self._state.compounded:
-            raise GradSurgeonError(compounding(self._state, self._state.compounded))
+                if not self._state.outside:
+                    text += ", unless the script asks session.tick() whether to update"
+                journal.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
+        self.refuse_to_compound(self._compounded)
 
     def _refuse_freezes(self) -> None:
         for stage in self._state.program.freezes:
@@ -214,7 +204,7 @@ class Manual:
     def step_of(self, done: Pass) -> Iterator[None]:
         """Let a pass that went on with an earlier one belong to the step that has been counted."""
         clock = self._state.clocks.common
-        back = int(done.continued and self._counted and not self._declared)
+        back = int(done.continued and self._counted and not self.declared)
         clock.step -= back
         try:
             yield
@@ -227,16 +217,14 @@ class Manual:
         Raises:
             NonFiniteGradientError: a trap stops the update.
         """
-        if self._declared:
+        if self.declared:
             return
-        clock = self._state.clocks.common
+        step = Step(self._state.clocks.common)
         with self.step_of(done):
-            step, verdict = clock.step, self._judge(clock)
+            number, verdict = step.clock.step, self._events.step_starting(step)
         if not done.continued:
             self._counted = True
-            edited = zip(*self._state.targets.grads(self.edited()), strict=True)
-            self._edited = {tensor: weakref.ref(grad) for tensor, grad in edited}
-            self._finished(clock)
+            self._events.step_finished(step, took_place=True)
         self._last = verdict
         if verdict.error is not None:
             raise verdict.error
@@ -245,33 +233,33 @@ class Manual:
                 f"{word.text}\n(`then: skip-step` cannot hide gradients from an update written by "
                 f"hand: {_declare(self._state)}, and update only where that is true)",
                 rule=word.rule,
-                step=step,
+                step=number,
                 rank=word.rank,
                 name=word.name,
             )
 
-    def withdraw(self) -> dict[int, weakref.ref[Tensor]]:
+    def withdraw(self) -> bool:
         """Leave the counting to an optimizer that has turned up after all.
 
         What was counted stays counted: who has steps of both kinds must find no number twice.
 
         Returns:
-            The gradients that were edited at the end of the pass that it is about to consume.
+            Whether the last pass was counted as a step, so that its gradients are edited already.
         """
-        clocks = self._state.clocks
-        if self._state.provisional:
-            self._state.provisional = False
+        counted, clock = self._counted and not self.declared, self._state.clocks.common
+        if self.provisional:
+            self.provisional = False
             self.again()
-        elif self.active and self._counted and not self._declared:
-            counted = clocks.common.step - self._began
+        elif self.active and counted:
+            steps = clock.step - self._began
             text = (
                 "an optimizer owns the parameters from now on; the backward passes before it were counted "
-                f"as {counted} step{'s' if counted > 1 else ''}, which stay counted; make it before the first "
+                f"as {steps} step{'s' if steps > 1 else ''}, which stay counted; make it before the first "
                 "backward pass, or name it: apply(..., optimizer=)"
             )
-            self._state.journal.once("late optimizer", text, step=clocks.common.step)
+            self._state.journal.once("late optimizer", text, step=clock.step)
         self.active = False
-        return self._edited
+        return counted
 
     def tick(self) -> bool:
         """Mark one update, right before the script does it by hand.
@@ -283,14 +271,14 @@ class Manual:
             NonFiniteGradientError: a trap stops the update.
         """
         self._refuse_freezes()
-        first, self._declared, self.active = not self._declared, True, True
+        first, self.declared, self.active = not self.declared, True, True
         if first and self._counted:
             # The pass before this first tick has been counted and judged; from now on only ticks are.
             verdict = self._last
         else:
-            clock = self._state.clocks.common
-            verdict = self._judge(clock)
-            self._finished(clock)
+            step = Step(self._state.clocks.common)
+            verdict = self._events.step_starting(step)
+            self._events.step_finished(step, took_place=True)
         if verdict.error is not None:
             raise verdict.error
         return not verdict.skip

@@ -13,8 +13,8 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.measure import Norms, read
-from gradsurgeon.runtime.passes import Pass
 from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.training_events import Pass
 
 _PASSES = (
     "bounds the contribution of each backward pass, and several feed one update: their sum can "
@@ -129,7 +129,7 @@ def some_of(names: Sequence[str]) -> str:
 
 def _has_bounds(state: State, topic: str) -> bool:
     """Tell whether there is a bound on contributions that nothing has been said of."""
-    rules = (stage.rule for stage in state.stages.values() if stage.rule.point == "backward")
+    rules = (rule for rules in state.program.per_tensor.values() for rule in rules)
     return any(not rule.linear and not state.journal.said(topic, rule.id) for rule in rules)
 
 

@@ -7,10 +7,9 @@ nothing is known to be running.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import count, pairwise
+from itertools import count
 
 from torch import Tensor
 
@@ -19,55 +18,12 @@ from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.scaling import Scaling
 from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.training_events import Pass, TrainingEvents
 
 # A backward pass that raised never ends, so its entry stays; more than this many are forgotten.
 _MOST_OPEN = 16
 # The task of no pass at all: -1 is what torch says where none is running.
 NONE = -2
-
-
-@dataclass(slots=True)
-class Pass:
-    """One backward pass: the tensors in the order in which they received their gradients."""
-
-    order: list[int] = field(default_factory=list)
-    # Where in ``order`` it went on after another pass had got something, and when. By this, passes
-    # inside one another are put into one order.
-    runs: list[tuple[int, int]] = field(default_factory=list)
-    logged: dict[str, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
-    # Norms of what this rank alone has contributed, where an average over ranks is about to follow.
-    own: dict[int, Tensor] = field(default_factory=dict)
-    # What a `GradScaler` has multiplied its gradients by.
-    scale: Tensor | None = None
-    # It began on gradients that were there before: one more micro-batch of the same step.
-    continued: bool = False
-    # Gradients that were there before it, where that matters: the tensor, whether it was edited as a final
-    # one, and whether it held anything but zeros.
-    onto: list[tuple[int, bool, Tensor]] = field(default_factory=list)
-    # Whether gradients held something before it, of tensors with a bound on what one pass contributes.
-    added_to: dict[int, Tensor] = field(default_factory=dict)
-    # What it has yet to reach; known only where the engine does not tell when it is through.
-    awaited: set[int] | None = None
-
-    def followed_by(self, other: Pass) -> Pass:
-        """Return both as one pass."""
-        for rule, rows in other.logged.items():
-            self.logged.setdefault(rule, {}).update(rows)
-        scale = self.scale if other.scale is None else other.scale
-        both = Pass(logged=self.logged, own={**self.own, **other.own}, scale=scale)
-        for time, tensors in sorted([*self._pieces(), *other._pieces()]):
-            both.runs.append((time, len(both.order)))
-            both.order += tensors
-        both.continued = self.continued or other.continued
-        both.onto = [*self.onto, *other.onto]
-        both.added_to = {**self.added_to, **other.added_to}
-        return both
-
-    def _pieces(self) -> Iterator[tuple[int, list[int]]]:
-        # Where no parameter got anything there are none: a hook on a module may have opened the pass.
-        starts = [*(start for _, start in self.runs), len(self.order)]
-        for (time, _), (start, stop) in zip(self.runs, pairwise(starts), strict=True):
-            yield time, self.order[start:stop]
 
 
 @dataclass(slots=True)
@@ -85,19 +41,9 @@ class Arrivals:
 class Passes:
     """Opens a `Pass` at its first gradient and hands it over when the backward pass has ended."""
 
-    def __init__(
-        self,
-        finished: Callable[[Pass], None],
-        *,
-        waits: Callable[[], bool],
-        begins: Callable[[], None],
-        scaling: Scaling,
-    ) -> None:
-        self._finished = finished
+    def __init__(self, events: TrainingEvents, scaling: Scaling) -> None:
+        self._events = events
         self._scaling = scaling
-        # Whether what ended inside another pass may wait for that one, or for the update.
-        self._waits = waits
-        self._begins = begins
         self.arrivals = Arrivals()
         # Passes that ended inside another one, by the thread that both run in.
         self._inner: dict[int, Pass] = {}
@@ -114,7 +60,7 @@ class Passes:
         if running is None:
             if self._early[0] == task:
                 return self._early[1]
-            self._begins()
+            self._events.backward_started()
             while len(self._open) >= _MOST_OPEN:
                 self._open.pop(next(iter(self._open)), None)
             fresh = Pass(scale=self._scaling.scale)
@@ -174,10 +120,10 @@ class Passes:
         if inner is not None:
             running = inner.followed_by(running)
         # One that has begun around it is handed over at its own end; else only an update can tell.
-        if _torch.is_nested() and (self._open or self._waits()):
+        if _torch.is_nested() and (self._open or self._events.expects_update()):
             self._inner[thread] = running
         else:
-            self._finished(running)
+            self._events.backward_finished(running)
 
     def settle(self, scale: Tensor | None) -> None:
         """Hand over what ended inside a pass that had nothing of its own to hand over.
@@ -188,4 +134,4 @@ class Passes:
         while self._inner:
             _, inner = self._inner.popitem()
             inner.scale = scale
-            self._finished(inner)
+            self._events.backward_finished(inner)

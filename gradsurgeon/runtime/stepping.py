@@ -20,12 +20,13 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.capture import check_capture
+from gradsurgeon.runtime.changes import ModelChanges
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.compiled import at_update
 from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.training_events import Step, TrainingEvents
 from gradsurgeon.runtime.trap import SCALER_SKIP
 from gradsurgeon.runtime.update import Arguments, Update
-from gradsurgeon.runtime.verdict import Verdict
 
 
 @dataclass(slots=True)
@@ -44,30 +45,18 @@ class Owner:
 
 
 class Steps:
-    """The step point of one session, over all optimizers that own its parameters."""
+    """The optimizers that own parameters of one session, and each of their steps.
 
-    def __init__(
-        self,
-        state: State,
-        *,
-        judge: Callable[[Update], Verdict],
-        finished: Callable[..., None],
-        first_owner: Callable[[], None],
-        new_params: Callable[[], None],
-        scaled_away: Callable[[Clock, Tensor], None],
-        recheck: Callable[[], None],
-        gone: Callable[[], None],
-    ) -> None:
+    Args:
+        state: what rules may use while they act.
+        events: told of the steps.
+        model: where parameters are found again that an optimizer holds and nobody knows.
+    """
+
+    def __init__(self, state: State, events: TrainingEvents, model: ModelChanges) -> None:
         self._state = state
-        self._judge = judge
-        self._finished = finished
-        self._first_owner = first_owner
-        self._new_params = new_params
-        self._scaled_away = scaled_away
-        # Raises where the rules cannot act on what has become of the model.
-        self._recheck = recheck
-        # An optimizer has been collected: somebody else may update its parameters from now on.
-        self._gone = gone
+        self._events = events
+        self._model = model
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
         self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
             weakref.WeakKeyDictionary()
@@ -116,16 +105,12 @@ class Steps:
                 return None
             self._check(optimizer, tensors)
             if not self._owners:
-                self._first_owner()
+                self._events.optimizer_found()
             owner = Owner(Clock(self._state.clocks.start), self._hooks_on(optimizer), identity)
-            weakref.finalize(optimizer, _call, weakref.WeakMethod(self._left)).atexit = False
             self._owners[optimizer] = owner
         owner.identity, owner.tensors, owner.version = identity, tuple(tensors), -1
         self._claim(owner)
         return owner
-
-    def _left(self) -> None:
-        self._gone()
 
     def _hooks_on(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
         return (
@@ -148,11 +133,11 @@ class Steps:
     def _held(self, params: list[Tensor]) -> list[int]:
         """Return the tensors of the session that are among the parameters of an optimizer."""
         if any(_dist.is_flattened(param) for param in params):
-            self._recheck()
+            self._model.check()
         tensors = self._state.targets.owned(params)
         if len(tensors) < len(params):
             # Of another model, or of this one, but unknown.
-            self._new_params()
+            self._model.find_again()
             tensors = self._state.targets.owned(params)
         return tensors
 
@@ -302,9 +287,9 @@ class Steps:
         if overflow is not None and scaler is not None:
             if not _torch.is_host(overflow) and not self._needs_to_know(update.clock):
                 # The optimizer asks the flag itself, on the device.
-                text = SCALER_SKIP.format(step=update.clock.step)
-                step = update.clock.step
-                self._state.journal.later(overflow, text, step=step, kind="scaler-skip")
+                number = update.clock.step
+                text = SCALER_SKIP.format(step=number)
+                self._state.journal.later(overflow, text, step=number, kind="scaler-skip")
             elif bool(overflow):
                 update.overflowed = scaler
                 return
@@ -317,7 +302,8 @@ class Steps:
             and bool(self._state.program.traps)
             and optimizers.obeys_flag(optimizer)
         )
-        verdict = self._judge(update)
+        step = Step(update.clock, update.scale, inside=update.inside, flaggable=update.flaggable)
+        verdict = self._events.step_starting(step)
         update.judged = True
         if verdict.error is not None:
             self._undo(optimizer, update)
@@ -365,11 +351,7 @@ class Steps:
         self._running.pop(update.key, None)
         update.end()
         if update.overflowed is not None:
-            self._scaled_away(update.clock, update.overflowed)
+            self._events.step_skipped_by_scaler(update.clock, update.overflowed)
         else:
-            self._finished(update.clock, took_place=took_place, inside=update.inside)
-
-
-def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    if (found := method()) is not None:
-        found()
+            step = Step(update.clock, inside=update.inside)
+            self._events.step_finished(step, took_place=took_place)

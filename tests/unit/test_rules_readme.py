@@ -18,9 +18,7 @@ import gradsurgeon
 from gradsurgeon import packs, schema, source
 from gradsurgeon.cli.explain import reference
 from gradsurgeon.cli.schema import document_schema
-from gradsurgeon.compiler import listing
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning import Manifest, Param
 
 FOLDER = Path(__file__).parents[2] / "rules"
 README, SCHEMA = FOLDER / "README.md", FOLDER / "rules.schema.json"
@@ -45,7 +43,6 @@ def generated() -> dict[Path, str]:
     import setups
 
     guide = with_example("the change", the_change(), with_example("the comment", comment(), GUIDE))
-    guide = with_example("the programs", programs(), guide)
     return {
         README: f"{guide}{MARK}\n{reference()}{SETUPS}{setups.table(setups.collected())}",
         SCHEMA: json.dumps(document_schema(), indent=2, ensure_ascii=False) + "\n",
@@ -71,17 +68,6 @@ def comment() -> str:
     command = "diff old.yaml new.yaml --params params.json --format markdown"
     assert f"`gradsurgeon {command}`" in GUIDE
     return (EXAMPLE / "expected.md").read_text(encoding="utf-8")
-
-
-def programs() -> str:
-    """Return the end of the plan of the rules that run as one, on a model with two layers."""
-    layers = {"fc1.weight": (3, 2), "fc1.bias": (3,), "fc2.weight": (2, 3), "fc2.bias": (2,)}
-    params = [
-        Param(name, (), shape, "float32", True, ("Linear",)) for name, shape in layers.items()
-    ]
-    model = Manifest("Net", tuple(params))
-    text = next(text for text in blocks(GUIDE) if "# together.yaml" in text)
-    return f"```text\n{listing(gradsurgeon.plan(model, gradsurgeon.load(text)))}\n```\n"
 
 
 def blocks(text: str) -> list[str]:
