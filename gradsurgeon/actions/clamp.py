@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import Edit
 from gradsurgeon.actions._fields import Flaw, is_number
+from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 
-class Clamp(Rule):
+class Clamp(EditRule):
     """Bound every element of a gradient.
 
     ## What it does

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gradsurgeon.actions._base import ByNorm, Edit, Example, Rule
-from gradsurgeon.actions._fields import Flaw, flawed, found, is_number
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import ByNorm, Edit
+from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
+from gradsurgeon.actions._kinds import EditRule
 from gradsurgeon.source import looks_like
 
 if TYPE_CHECKING:
@@ -22,11 +24,11 @@ def _norm_type(value: object) -> object:
         return value
     hint = looks_like(value) if isinstance(value, str) else ""
     hint = hint if "number" in hint else "write 2, 1 or inf"
-    message = f"expected a number or the word inf, found {found(value)}"
+    message = f"expected a number or the word inf, found {described(value)}"
     raise flawed(Flaw("", message, hint, check="wrong-type"))
 
 
-class ClipNorm(Rule):
+class ClipNorm(EditRule):
     """Shorten a gradient that is longer than a bound, keeping its direction.
 
     ## What it does

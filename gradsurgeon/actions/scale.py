@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import Edit
+from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 _TINY_HALF, _MAX_HALF = 2.0**-14, 65504.0
 
 
-class Scale(Rule):
+class Scale(EditRule):
     """Multiply a gradient by a constant.
 
     ## What it does

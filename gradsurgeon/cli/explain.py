@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, written
+from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, known_actions, written
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.schema import rule_schema
 from gradsurgeon.errors import did_you_mean, printable
@@ -45,21 +45,23 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.action
     checks = severities()
     if name is None:
-        width = max(map(len, (*ACTIONS, *checks)))
-        for action, rule in ACTIONS.items():
+        width = max(map(len, (*known_actions, *checks)))
+        for action, rule in known_actions.items():
             print(f"{action.ljust(width)}  {_summary(rule)}")
         for check in sorted(checks):
             print(f"{check.ljust(width)}  {_check_summary(check)}")
         return 0
-    if name in ACTIONS:
-        print("\n".join(page(ACTIONS[name])))
+    if name in known_actions:
+        print("\n".join(page(known_actions[name])))
     elif name in checks:
         print("\n".join(check_page(name)))
     else:
-        hint = did_you_mean(name, (*ACTIONS, *checks))
+        hint = did_you_mean(name, (*known_actions, *checks))
         near = hint.split("`")[1] if hint else ""
-        kind = ("action" if near in ACTIONS else "check") if near else "action or check"
-        hint = hint or f"known: {', '.join(ACTIONS)}; without a name the checks are listed, too"
+        kind = ("action" if near in known_actions else "check") if near else "action or check"
+        hint = (
+            hint or f"known: {', '.join(known_actions)}; without a name the checks are listed, too"
+        )
         return fail(f"unknown {kind} `{printable(name[:60])}` ({hint})")
     return 0
 
@@ -96,8 +98,8 @@ def page(rule: type[Rule]) -> Iterator[str]:
     for heading, text in _sections(rule):
         yield from _section(heading, _paragraphs(text))
     branch = rule_schema(rule)
-    if own := _keys(rule, shared=False):
-        yield from _section("Options", _table(branch, own))
+    if options := _keys(rule, shared=False):
+        yield from _section("Options", _table(branch, options))
     if not rule.takes_at:
         yield from ("", f"  It takes no `at`: {rule.no_at_reason()}.")
     yield from _section("Options of every rule", _table(branch, _keys(rule, shared=True)))
@@ -117,8 +119,8 @@ def reference() -> str:
             paragraphs = (" ".join(one.split()) for one in text.strip().split("\n\n"))
             lines += ["", f"**{heading}.** " + "\n\n".join(paragraphs)]
         lines += ["", _acts_on(rule)]
-        if own := _keys(rule, shared=False):
-            lines += ["", *_markdown_table(_rows(rule_schema(rule), own))]
+        if options := _keys(rule, shared=False):
+            lines += ["", *_markdown_table(_rows(rule_schema(rule), options))]
         lines += ["", "```yaml", "version: 1", "rules:"]
         lines += [f"  {line}" if line else "" for line in _examples(rule)]
         lines += ["```"]
@@ -150,7 +152,6 @@ def _checks_reference() -> Iterator[str]:
 
 
 def _acts_on(rule: type[Rule]) -> str:
-    """Return what an action acts on, and at which points."""
     targets = ", ".join(f"`{kind}`" for kind in rule.targets)
     if not rule.takes_at:
         return f"Acts on {targets}. It takes no `at`: {rule.no_at_reason()}."
@@ -200,7 +201,6 @@ def _width() -> int:
 
 
 def _rows(branch: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, type, default and meaning of options."""
     for key in keys:
         info = branch["properties"][key]
         yield key, _type(info), _default(branch, key), _meaning(info)
@@ -219,7 +219,6 @@ def _table(branch: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
 
 
 def _type(info: Mapping[str, Any]) -> str:
-    """Return the type of an option in words."""
     if "const" in info:
         return str(info["const"])
     if "enum" in info:
@@ -292,7 +291,6 @@ def _numbers(values: Sequence[float]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as a rule file spells it."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_yaml, value))}]"
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The model that ``--model`` names: the only part of reviews that imports torch and runs user code."""
+"""What ``--model`` and ``--import`` name: the only part of reviews that runs code of the user."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ def build(spec: str) -> Any:
     """
     with _stdout_kept_clean():
         return _model(spec)
+
+
+def import_module(name: str) -> Any:
+    """Import a module of the user; the current folder is searched as well.
+
+    Raises:
+        ModelError: it cannot be imported.
+    """
+    with _stdout_kept_clean():
+        return _imported(name)
 
 
 @contextmanager
@@ -68,18 +78,22 @@ def _target(spec: str) -> Any:
     if not name or not path:
         example = "write MODULE:NAME, such as train.net:build"
         raise ModelError(f"`--model {printable(spec)}` names no model: {example}")
-    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 # an entry of sys.path is a text
-        sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
-        what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
-        raise ModelError(_because(what, error)) from None
+    found = _imported(name)
     for step in path.split("."):
         if not hasattr(found, step):
             raise ModelError(f"`{printable(name)}` has no `{printable(path)}`")
         found = getattr(found, step)
     return found
+
+
+def _imported(name: str) -> Any:
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 # an entry of sys.path is a text
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
+        what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
+        raise ModelError(_because(what, error)) from None
 
 
 def _built(torch: Any, spec: str, build: Any) -> Any:

@@ -11,7 +11,7 @@ from math import gcd
 from gradsurgeon.actions import MOMENTS, Rule, Steps
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT, Manifest
-from gradsurgeon.planning.matching import Names
+from gradsurgeon.planning.matching import NameIndex
 from gradsurgeon.review.effects import Effects, Matcher
 from gradsurgeon.review.globs import Prover
 from gradsurgeon.schema import Inspection, RuleSet
@@ -95,12 +95,12 @@ class Case:
         return None if self._manifest is None else Effects(self._whole, Matcher(self._manifest))
 
     @cached_property
-    def _names(self) -> dict[str, Names]:
+    def _names(self) -> dict[str, NameIndex]:
         if self._manifest is None:
             return {}
         return {
-            "params": Names("parameter", self._manifest.params),
-            "modules": Names("module", self._manifest.modules),
+            "params": NameIndex("parameter", self._manifest.params),
+            "modules": NameIndex("module", self._manifest.modules),
         }
 
     def hits(self, rule: Rule, text: str) -> list[str] | None:

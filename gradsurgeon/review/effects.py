@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from gradsurgeon.actions import MOMENTS, Rule
-from gradsurgeon.planning import Manifest, Names, Thing, is_for, obstacles, undecided
+from gradsurgeon.planning import Manifest, NameIndex, Thing, is_for, obstacles, undecided
 from gradsurgeon.schema import RuleSet
 
 # What stands between a gradient and the weight; the others look on.
@@ -49,8 +49,8 @@ class Matcher:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self._names = {
-            "params": Names("parameter", manifest.params),
-            "modules": Names("module", manifest.modules),
+            "params": NameIndex("parameter", manifest.params),
+            "modules": NameIndex("module", manifest.modules),
         }
         self._sizes = {param.name: param.numel for param in manifest.params}
         self._known: dict[object, Match] = {}

@@ -74,7 +74,6 @@ class Agenda:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """All of them, one for each rule."""
         return (*self.in_backward, *self.after, *self.at_step)
 
 

@@ -30,7 +30,6 @@ class Arming:
         self._guards: dict[int, bool] = {}
 
     def arm(self) -> None:
-        """Put hooks on all tensors of the program; on failure none stays."""
         with ExitStack() as undo:
             undo.callback(self.disarm)
             for tensor in self._armed:
@@ -65,7 +64,6 @@ class Arming:
         return self._state.targets.param(tensor) is not None
 
     def again(self) -> None:
-        """Take all hooks off and put them on anew: they now come after all others."""
         for tensor in self._armed:
             self.rearm(tensor)
 
@@ -105,7 +103,6 @@ class Arming:
         return None
 
     def disarm(self) -> None:
-        """Take all hooks off."""
         for handles in self._handles.values():
             for handle in handles:
                 handle.remove()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon.actions import Rule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import GradSurgeonError, did_you_mean
 from gradsurgeon.events import Event, RuleStatus
@@ -71,12 +68,7 @@ class Attachment:
         self.plan = plan
         self._records = Records()
         journal = Journal(rules, [len(plan.of(rule.id)) for rule in rules])
-        recorder = Recorder(self._records, writer, journal.status)
-        journal.sink = recorder.event
-        if writer is None:
-            self._records.on_drop = journal.records_dropped
-        else:
-            writer.on_failure = partial(journal.emit, "notice", warn=True)
+        recorder = Recorder(self._records, writer, journal)
         self._state = State(
             program=program,
             targets=Targets(model, program.names),
@@ -93,8 +85,8 @@ class Attachment:
         for rule, text in plan.elsewhere.items():
             journal.emit("notice", text, rule=rule, step=start_step)
         self._compiled = Compiled(program, journal, model)
-        self._engine = Engine(model, self._state, plan, optimizers, provisional=provisional)
-        recorder.late = self._engine.settle
+        self.engine = Engine(model, self._state, plan, optimizers, provisional=provisional)
+        recorder.late = self.engine.settle
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
         }
@@ -104,12 +96,12 @@ class Attachment:
 
     def attach(self, removed: Callable[[], None]) -> None:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
-        self._engine.attach()
+        self.engine.attach()
         try:
             self._compiled.attach(self.step)
         except BaseException:
             self._compiled.detach(None)
-            self._engine.detach()
+            self.engine.detach()
             raise
         self._when_removed = removed
 
@@ -118,9 +110,9 @@ class Attachment:
         if not self._removed:
             self._removed = True
             self._state.flags.close()
-            self._engine.model.compare(closing=True)
+            self.engine.model.compare(closing=True)
             for rule, due in self._state.journal.never_fired():
-                text = f"{self._engine.why_never(due=due)} until the end"
+                text = f"{self.engine.why_never(due=due)} until the end"
                 self._state.journal.emit("never-fired", text, rule=rule, step=self.step)
             self._compiled.detach(self.step)
             self._close()
@@ -134,7 +126,7 @@ class Attachment:
     def model_gone(self) -> None:
         """Let go of everything that belonged to the model, and say so where it has not lived at all."""
         if not self._removed:
-            if self._engine.manual.provisional:
+            if self.engine.manual.provisional:
                 self._state.recorder.discard()
             self._let_go()
             if self._is_temporary():
@@ -151,7 +143,7 @@ class Attachment:
 
     def _close(self) -> None:
         self._settle()
-        self._engine.detach()
+        self.engine.detach()
         self._state.recorder.flush()
         self._state.recorder.close()
         if self._when_removed is not None:
@@ -159,17 +151,14 @@ class Attachment:
 
     @property
     def removed(self) -> bool:
-        """Whether `remove()` has been called, or the model is gone."""
         return self._removed
 
     @property
     def mode(self) -> Mode:
-        """Whether the rules edit or only observe."""
         return self._state.mode
 
     @property
     def paused(self) -> bool:
-        """Whether no rule acts for now."""
         return self._state.paused
 
     def pause(self) -> None:
@@ -183,7 +172,6 @@ class Attachment:
 
     @property
     def start_step(self) -> int:
-        """The number of the first update."""
         return self._state.clocks.start
 
     @property
@@ -201,12 +189,12 @@ class Attachment:
             NonFiniteGradientError: a trap stops the update.
             GradSurgeonError: a torch optimizer owns the parameters; its steps count by themselves.
         """
-        if self._engine.steps.owned:
+        if self.engine.steps.owned:
             raise GradSurgeonError(
                 "tick() marks updates that are written by hand, but a torch optimizer owns the "
                 "parameters and its steps are counted by themselves: remove the call"
             )
-        return self._removed or self._engine.manual.tick()
+        return self._removed or self.engine.manual.tick()
 
     def name_model(self, title: str) -> None:
         """Let messages of traps say which model they are about: there are several."""
@@ -214,7 +202,7 @@ class Attachment:
 
     def again(self) -> None:
         """Let the next backward pass take the place of the last: nothing was updated in between."""
-        self._engine.manual.again()
+        self.engine.manual.again()
 
     def confirm(self) -> None:
         """Take notice that weights are updated by hand, where that was not certain.
@@ -222,17 +210,12 @@ class Attachment:
         Raises:
             GradSurgeonError: the rules cannot act on such updates, or not on these.
         """
-        self._engine.manual.confirm()
+        self.engine.manual.confirm()
 
     @property
     def events(self) -> list[Event]:
-        """What happened so far, oldest first. Waits for the device."""
-        self._settle()
-        return list(self._state.journal.events)
-
-    @property
-    def events_so_far(self) -> list[Event]:
-        """The events that are known already, without asking the device for more."""
+        """What happened so far, oldest first, without waiting for what a device has not told yet."""
+        self._settle(wait=False)
         return list(self._state.journal.events)
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
@@ -241,13 +224,12 @@ class Attachment:
         Args:
             wait: for the device. Otherwise what it has counted is a moment old.
         """
-        if wait:
-            self._settle()
+        self.engine.settle(wait=wait)
         return self._state.journal.status(wait=wait)
 
-    def _settle(self) -> None:
-        self._engine.settle()
-        self._state.journal.settle()
+    def _settle(self, *, wait: bool = True) -> None:
+        self.engine.settle(wait=wait)
+        self._state.journal.settle(wait=wait)
 
     @property
     def records(self) -> Records:
@@ -272,15 +254,6 @@ class Attachment:
             hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
             raise KeyError(f"no capture rule {rule!r}; {hint}")
         return self._state.captures.of(rule)
-
-    @property
-    def tag_rules(self) -> tuple[Rule, ...]:
-        """The rules on tensors that the script tags."""
-        return self._state.program.tags
-
-    def tag(self, tensor: Tensor, name: str) -> Tensor:
-        """Run the rules on tags on a tensor that the script has tagged."""
-        return self._engine.sites.tag(tensor, name)
 
     def lookup(self) -> Lookup:
         """Return the records by name or alias. Waits for the device."""
@@ -314,45 +287,6 @@ class Attachment:
         due = (one for one in range(last - 1, step, -1) if schedule.due(one))
         return len(list(islice(due, 3)))
 
-    def scaler_scales(self, scaler: GradScaler, losses: Sequence[Tensor]) -> None:
-        """Take notice of losses that a scaler has scaled."""
-        self._state.scaling.scaled(scaler, losses)
-
-    @contextmanager
-    def scaler_steps(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
-        """Take notice of a scaler that steps an optimizer, or decides not to."""
-        begun = self._engine.steps.begun(optimizer)
-        with self._state.scaling.steps(scaler, optimizer) as news:
-            yield
-            if news and not self.removed:
-                self._engine.scaler_stepped(optimizer, begun)
-
-    def knows(self, module: nn.Module) -> bool:
-        """Tell whether a module is part of the model, as it was looked at last."""
-        return self._engine.model.knows(module)
-
-    def model_changed(self) -> None:
-        """Find parameters and modules again, before a forward pass."""
-        self._engine.model.before_forward()
-
-    def swapped(self, tensors: Sequence[Tensor]) -> None:
-        """Take notice of tensors whose contents were exchanged."""
-        self._engine.model.swapped(tensors)
-
     def meet(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that is about to step."""
-        self._engine.steps.meet(optimizer)
-
-    def go_last(self) -> None:
-        """Let the rules act after those of a session that came later."""
-        self._engine.go_last()
-
-    def newest_hook(self, optimizer: Optimizer) -> int:
-        """Return the number of the newest hook on an optimizer, -1 where there is none."""
-        return self._engine.steps.newest_hook(optimizer)
-
-    def step_after(self, others: Sequence[Attachment], optimizer: Optimizer) -> None:
-        """Let the rules at the step of an optimizer act after those of other sessions."""
-        own = self.newest_hook(optimizer)
-        if own >= 0 and any(other.newest_hook(optimizer) > own for other in others):
-            self._engine.steps.go_last(optimizer)
+        self.engine.steps.meet(optimizer)

@@ -58,11 +58,9 @@ class PassHook(Hook):
 
     @property
     def tensor(self) -> int:
-        """The index of the parameter."""
         return self._tensor
 
     def belongs_to(self, state: State) -> bool:
-        """Tell whether it is a hook of this session."""
         return self._state() is state
 
     @in_backward

@@ -16,7 +16,7 @@ from gradsurgeon import _dist
 from gradsurgeon.errors import printable
 from gradsurgeon.events import EventKind
 from gradsurgeon.planning import Plan, bind, from_model, named_modules, slots
-from gradsurgeon.planning.matching import Names, examples
+from gradsurgeon.planning.matching import NameIndex, examples
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.modules import ModuleHooks
@@ -79,7 +79,6 @@ class ModelChanges:
             bind(self._plan.rules, from_model(model), alone=False)
 
     def arrived(self, tensors: Sequence[int]) -> None:
-        """Note that the hooks of some tensors were called."""
         self._arrived.update(tensors)
 
     def unowned(self) -> list[int]:
@@ -162,7 +161,6 @@ class ModelChanges:
         return f"its rules act on the new one from now on, and may have missed {steps}"
 
     def _tell_swapped(self) -> None:
-        """Say whose hooks were installed anew."""
         tensors, self._swapped = sorted(set(self._swapped)), []
         text = "got another content by a conversion, which takes no hooks along: they were installed anew"
         self._say_of_each("hook-rearmed", tensors, lambda name: f"{name} {text}")
@@ -296,8 +294,8 @@ class ModelChanges:
             return
         manifest = from_model(model)
         found = {
-            "params": Names("parameter", manifest.params),
-            "modules": Names("module", manifest.modules),
+            "params": NameIndex("parameter", manifest.params),
+            "modules": NameIndex("module", manifest.modules),
         }
         for rule in self._plan.rules.rules:
             if rule.target in found and new[rule.target] and self._plan.of(rule.id):

@@ -16,7 +16,6 @@ class Clock:
     passes: int = 0
 
     def tick(self) -> None:
-        """Count one attempted update."""
         self.step += 1
         self.passes = 0
 
@@ -46,7 +45,6 @@ class Clocks:
 
     @property
     def latest(self) -> int:
-        """The largest clock."""
         return max((clock.step for clock in self._of), default=self.common.step)
 
     def claim(self, tensors: Iterable[int], clock: Clock | None = None) -> Clock:

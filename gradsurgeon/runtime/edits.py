@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -27,9 +28,9 @@ class StepEdits:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        # The tensors whose gradients were edited as final ones at the end of a pass, before an optimizer
-        # turned up that is about to consume them.
-        self._spared: set[int] = set()
+        # Gradients that were edited as final ones at the end of a pass, before an optimizer turned up
+        # that is about to consume them, unless the script assigns others.
+        self._spared: dict[int, weakref.ref[Tensor]] = {}
         # What the edits of the last step have made of a few elements, to be found again in the next one
         # where the script updates twice from one gradient.
         self._left: dict[Clock, _Left] = {}
@@ -48,8 +49,9 @@ class StepEdits:
         """
         state = self._state
         agenda = state.agenda(clock)
-        edited = agenda.edited - self._spared if acting else frozenset()
-        self._spared.difference_update(clock.tensors)
+        spared = {i: self._spared.pop(i) for i in agenda.edited.intersection(self._spared)}
+        same = {i for i, grad in spared.items() if i in finals and finals[i] is grad()}
+        edited = agenda.edited - same if acting else frozenset()
         suspicious: set[int] = set()
         with torch.no_grad():
             finals.unscale(edited)
@@ -97,9 +99,10 @@ class StepEdits:
 
     def arrived(self, tensors: Iterable[int]) -> None:
         """Note that gradients have got something that no rule at the step has seen."""
-        self._spared.difference_update(tensors)
+        for tensor in tensors:
+            self._spared.pop(tensor, None)
 
-    def spare(self, edited: Iterable[int]) -> None:
+    def spare(self, edited: Mapping[int, weakref.ref[Tensor]]) -> None:
         """Leave gradients alone in the next update that have been edited for it already."""
         self._spared.update(edited)
 

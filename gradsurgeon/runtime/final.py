@@ -45,11 +45,9 @@ class Finals:
         return self._now[tensor]
 
     def having(self, tensors: Iterable[int]) -> list[int]:
-        """Return the tensors that have a gradient."""
         return [tensor for tensor in tensors if tensor in self._now]
 
     def of(self, tensors: Iterable[int]) -> list[Tensor]:
-        """Return the gradients of some tensors."""
         return list(map(self._now.__getitem__, tensors))
 
     def norms_handed_over(self, tensors: Sequence[int]) -> Norms:

@@ -104,6 +104,8 @@ class Manual:
         # The last pass has been counted as a step, and judged so.
         self._counted = False
         self._last = Verdict()
+        # The gradients that were edited at its end.
+        self._edited: dict[int, weakref.ref[Tensor]] = {}
         # The tensors that a pass has reached while their gradients, edited as final ones, were still there.
         self._compounded: list[int] = []
         self._began = state.clocks.common.step
@@ -224,6 +226,8 @@ class Manual:
             number, verdict = step.clock.step, self._events.step_starting(step)
         if not done.continued:
             self._counted = True
+            edited = zip(*self._state.targets.grads(self.edited()), strict=True)
+            self._edited = {tensor: weakref.ref(grad) for tensor, grad in edited}
             self._events.step_finished(step, took_place=True)
         self._last = verdict
         if verdict.error is not None:
@@ -238,19 +242,19 @@ class Manual:
                 name=word.name,
             )
 
-    def withdraw(self) -> bool:
+    def withdraw(self) -> dict[int, weakref.ref[Tensor]]:
         """Leave the counting to an optimizer that has turned up after all.
 
         What was counted stays counted: who has steps of both kinds must find no number twice.
 
         Returns:
-            Whether the last pass was counted as a step, so that its gradients are edited already.
+            The gradients that were edited at the end of the pass that it is about to consume.
         """
-        counted, clock = self._counted and not self.declared, self._state.clocks.common
+        clock = self._state.clocks.common
         if self.provisional:
             self.provisional = False
             self.again()
-        elif self.active and counted:
+        elif self.active and self._counted and not self.declared:
             steps = clock.step - self._began
             text = (
                 "an optimizer owns the parameters from now on; the backward passes before it were counted "
@@ -259,7 +263,7 @@ class Manual:
             )
             self._state.journal.once("late optimizer", text, step=clock.step)
         self.active = False
-        return counted
+        return self._edited
 
     def tick(self) -> bool:
         """Mark one update, right before the script does it by hand.

@@ -45,7 +45,6 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that an optimizer holds, over all groups."""
     # Wrappers that skip the constructor of their base may have no groups of their own.
     groups = getattr(optimizer, "param_groups", ())
     return [param for group in groups for param in group["params"]]
@@ -117,7 +116,6 @@ def snapshot(optimizer: Optimizer) -> Snapshot:
 
 
 def restore(optimizer: Optimizer, kept: Snapshot) -> None:
-    """Put back the weights and the state that `snapshot` has copied."""
     weights, state = kept
     with torch.no_grad():
         for param, value in weights:

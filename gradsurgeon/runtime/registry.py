@@ -25,6 +25,7 @@ from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.compiled import at_update, on_site
+from gradsurgeon.runtime.engine import Engine
 from gradsurgeon.runtime.scaling import watched
 
 # Values are strong: a session lives as long as its model, even if the caller drops it.
@@ -41,7 +42,6 @@ _on_tags: list[str] = []
 
 
 def find(model: nn.Module) -> Attachment | None:
-    """Return the session of a model, if there is one that was not removed."""
     session = _sessions.get(model)
     return None if session is None or session.removed else session
 
@@ -91,7 +91,7 @@ def enter(model: nn.Module, session: Attachment, *, beside: bool = False) -> Non
         old.remove()
     sessions[model] = session
     if not beside and (other := _beside.get(model)) is not None and not other.removed:
-        other.go_last()
+        other.engine.go_last()
     _count_tags()
     if not _watching:
         stack = ExitStack()
@@ -117,13 +117,13 @@ _torch.compile_apart(tag, allowed=False)
 
 @on_site
 def _show(tensor: Tensor, name: str) -> Tensor:
-    for session in _live():
-        tensor = session.tag(tensor, name)
+    for engine in _engines():
+        tensor = engine.tensor_hooks.tag(tensor, name)
     return tensor
 
 
 def _count_tags() -> None:
-    _on_tags[:] = [rule.id for one in _live() for rule in one.tag_rules]
+    _on_tags[:] = [rule.id for engine in _engines() for rule in engine.tag_rules]
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
@@ -150,25 +150,26 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     script's own that were there before.
     """
     del args, kwargs
-    for session in _live():
-        session.meet(optimizer)
+    for engine in _engines():
+        engine.steps.meet(optimizer)
     if _beside and _sessions:
-        for session in list(_beside.values()):
-            session.step_after(list(_sessions.values()), optimizer)
+        others = [other.engine for other in list(_sessions.values())]
+        for beside in list(_beside.values()):
+            beside.engine.step_after(others, optimizer)
 
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
     """Let conversions exchange the contents of tensors, which takes their hooks away."""
     original(first, second)
-    for session in _live():
-        session.swapped((first, second))
+    for engine in _engines():
+        engine.model.swapped((first, second))
 
 
 @on_site
 def _on_registration(module: nn.Module, name: str, value: object) -> None:
     """Look for exchanged parameters and layers before the next forward pass goes through them."""
     del name, value
-    if not _before_forward and any(session.knows(module) for session in _live()):
+    if not _before_forward and any(engine.model.knows(module) for engine in _engines()):
         _before_forward.append(register_module_forward_pre_hook(_look_at_models))
 
 
@@ -176,27 +177,27 @@ def _on_registration(module: nn.Module, name: str, value: object) -> None:
 def _look_at_models(*_: object) -> None:
     while _before_forward:
         _before_forward.pop().remove()
-    for session in _live():
-        session.model_changed()
+    for engine in _engines():
+        engine.model.before_forward()
 
 
 @at_update
 def _on_scale(scaler: GradScaler, losses: Sequence[Tensor]) -> None:
-    for session in _live():
-        session.scaler_scales(scaler, losses)
+    for engine in _engines():
+        engine.losses_scaled(scaler, losses)
 
 
 @contextmanager
 def _around_scaler_step(scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
     with ExitStack() as stack:
-        for session in _live():
-            stack.enter_context(session.scaler_steps(scaler, optimizer))
+        for engine in _engines():
+            stack.enter_context(engine.scaler_step(scaler, optimizer))
         yield
 
 
-def _live() -> list[Attachment]:
+def _engines() -> list[Engine]:
     return [
-        session
+        session.engine
         for sessions in (_sessions, _beside)
         for session in list(sessions.values())
         if not session.removed

@@ -67,7 +67,6 @@ class Steps:
 
     @property
     def owned(self) -> bool:
-        """Whether any optimizer is known to own parameters of the session."""
         return len(self._owners) > 0
 
     def search(self, model_params: Iterable[Tensor]) -> bool:
@@ -119,12 +118,10 @@ class Steps:
         )
 
     def newest_hook(self, optimizer: Optimizer) -> int:
-        """Return the number of the newest hook on an optimizer, -1 where there is none."""
         owner = self._owners.get(optimizer)
         return -1 if owner is None else max(handle.id for handle in owner.handles)
 
     def go_last(self, optimizer: Optimizer) -> None:
-        """Take the hooks on an optimizer off and put them on anew, after all others."""
         if (owner := self._owners.get(optimizer)) is not None:
             for handle in owner.handles:
                 handle.remove()
@@ -206,12 +203,10 @@ class Steps:
             owner.version = clocks.version
 
     def begun(self, optimizer: Optimizer) -> int:
-        """Return how many steps an optimizer has begun."""
         owner = self._owners.get(_torch.stepping(optimizer) or optimizer)
         return 0 if owner is None else owner.begun
 
     def close(self) -> None:
-        """Take all hooks off the optimizers and give hidden gradients back."""
         for update in list(self._running.values()):
             update.end()
         self._running.clear()
