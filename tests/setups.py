@@ -126,10 +126,11 @@ def table(cells: list[Cell]) -> str:
         lines.append(f"| {setup} | {' | '.join(row)} |")
     lines.append("")
     lines += [f"{number}. {note}" for note, number in notes.items()]
-    lines += ["", "Every cell is backed by tests:", ""]
+    lines += ["", "<details>", "<summary>The tests that back each row</summary>", ""]
     for setup in SETUPS:
         tests = dict.fromkeys(cell.test for cell in cells if cell.setup == setup)
         lines.append(f"* {setup}: {', '.join(f'`{test}`' for test in tests)}")
+    lines += ["", "</details>"]
     return "\n".join(lines) + "\n"
 
 
