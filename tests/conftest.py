@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
+import forks
 import pytest
 from ranks import FINAL_WEIGHTS
 
@@ -32,6 +33,12 @@ def _measured() -> str | None:
     # What makes Python measure coverage from its start. Where torch is imported it takes half as long
     # again, and hundreds of processes run through the same few files.
     return os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _forks() -> Iterator[None]:
+    yield
+    forks.stop()
 
 
 @pytest.fixture(autouse=True, scope="module")
