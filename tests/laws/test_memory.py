@@ -103,6 +103,7 @@ def _a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 ALL = LOG + TRAP + CLIP + CLAMP
 
 
+@pytest.mark.slow
 def test_nothing_stays_from_one_step_to_the_next() -> None:
     # More than the 64 rows that wait together.
     run = Run(LOG.replace("}", ", stats: [l2, linf]}") + TRAP + CLIP + CLAMP, STEPS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from gradsurgeon.planning import Plan
 from gradsurgeon.runtime import Session, deciding
 from gradsurgeon.runtime.state import Mode
 
-SETTINGS = settings(derandomize=True, deadline=None, max_examples=120)
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=examples(120))
 STEPS = 3
 SHAPES: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
     "plain": (torch.float32, (3,)),

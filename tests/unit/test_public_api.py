@@ -6,6 +6,8 @@ import inspect
 import subprocess
 import sys
 
+import pytest
+
 import gradsurgeon
 
 NAMES = [
@@ -46,6 +48,7 @@ def test_the_reports_are_there_right_after_the_import() -> None:
     assert done.stdout.split() == ["True", "False"]
 
 
+@pytest.mark.slow
 def test_functions_stay_functions_whatever_is_imported() -> None:
     code = (
         "import gradsurgeon, importlib, pkgutil\n"
