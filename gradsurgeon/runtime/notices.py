@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from gradsurgeon import _torch
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.measure import Norms, read
@@ -59,7 +59,7 @@ def tell_of_no_pass(state: State, clock: Clock, having: Sequence[int]) -> None:
     agenda = state.agenda(clock)
     with_gradient = set(having)
     for lane in (*agenda.in_backward, *agenda.after):
-        if lane.rule.role != "trap" and not with_gradient.isdisjoint(lane.tensors):
+        if not isinstance(lane.rule, TrapRule) and not with_gradient.isdisjoint(lane.tensors):
             text = _PAST_HOOKS.format(
                 does=_DOES.get(lane.rule.role, "acts on"), point=lane.rule.point
             )
@@ -138,11 +138,11 @@ def _averaged(state: State, done: Pass) -> Iterator[int]:
 
 def _on_parts(rule: Rule) -> str:
     """Return what to say of a rule that acted on parts of the gradient of one pass."""
-    if rule.role == "edit":
+    if isinstance(rule, EditRule):
         return (
             "" if rule.linear else _REENTRANT.format(does=_BOUNDS_PARTS, point="step", to="bound")
         )
-    records = ", and records one of them" if rule.role == "observe" else ""
+    records = ", and records one of them" if isinstance(rule, ObserverRule) else ""
     return _REENTRANT.format(does=_SEES_PARTS + records, point="accumulated", to="see")
 
 

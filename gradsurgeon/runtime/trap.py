@@ -17,7 +17,7 @@ from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.agenda import Lane
 from gradsurgeon.runtime.agreement import Agreement
-from gradsurgeon.runtime.border import Border, finding_of_flags
+from gradsurgeon.runtime.border import Border, finding_of_flags, finding_of_values
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.deferred import EVERY, Case, can_defer, judge
 from gradsurgeon.runtime.evidence import Evidence, uncounted
@@ -79,7 +79,8 @@ class Traps:
         if (error := self._late_error_due(wait=True)) is not None:
             return self._conclude(clock, [], error=error)
         self._histories[clock].scaler_skips = 0
-        return self._conclude(clock, [*self._of_params(clock, finals), *self._of_sites(clock)])
+        trips = [*self._of_params(clock, finals), *self._of_thresholds(clock, finals)]
+        return self._conclude(clock, [*trips, *self._of_sites(clock)])
 
     def decide_edited(self, clock: Clock, edited: set[int]) -> Verdict:
         """Judge gradients once more that rules at `step` may have made non-finite."""
@@ -101,6 +102,7 @@ class Traps:
     def measure(self, clock: Clock, finals: Finals) -> None:
         """Take part in what other ranks measure, and make nothing of it."""
         self._of_params(clock, finals)
+        self._of_thresholds(clock, finals)
 
     def rest(self, clock: Clock) -> Verdict:
         """Judge nothing, and do what other ranks have decided, who may wait for this one."""
@@ -132,7 +134,7 @@ class Traps:
         """Leave the decision to the device and report later; ``None`` where the host has to decide."""
         state, agenda = self._state, self._state.agenda(clock)
         # Whether to skip may be for other ranks to say as well.
-        if not agenda.traps or self._agreement.may_meet(clock):
+        if not agenda.traps or agenda.thresholds or self._agreement.may_meet(clock):
             return None
         tensors = finals.having(agenda.trapped)
         grads, looks = finals.of(tensors), tuple(self._looks[clock])
@@ -178,6 +180,24 @@ class Traps:
         for lane in fired:
             self._state.journal.fired(lane.rule.id, clock.step)
         return fired
+
+    def _of_thresholds(self, clock: Clock, finals: Finals) -> list[Trip]:
+        """Judge by any statistic. Reads the device once per rule, and again only for a report."""
+        state, history, trips = self._state, self._histories[clock], []
+        for lane in state.agenda(clock).thresholds:
+            tensors, decision = finals.having(lane.tensors), lane.decision
+            if not tensors or decision is None:
+                continue
+            state.journal.fired(lane.rule.id, clock.step)
+            values = finals.statistics(decision.statistic, tensors)
+            tripped = decision.trips(values).tolist()
+            if any(tripped):
+                names = [state.program.names[tensor] for tensor in tensors]
+                finding = finding_of_values(decision.statistic, names, values.tolist(), tripped)
+                trips.append(history.trip(lane.rule, clock.step, finding))
+            else:
+                history.clear(lane.rule)
+        return trips
 
     def _of_sites(self, clock: Clock) -> list[Trip]:
         by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 
+from gradsurgeon.actions import EditRule
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext, listed
 
@@ -55,7 +56,7 @@ class ObservedOrder(Check):
                 and context.overlap(other, rule)
             )
             if later:
-                what = "changes gradients" if rule.role == "edit" else "sees gradients"
+                what = "changes gradients" if isinstance(rule, EditRule) else "sees gradients"
                 message = f"it {what} at `{rule.point}`, before {listed(later)}, which stand{'s' * (len(later) == 1)} above it"
                 hint = "put it above, or choose another `at`"
                 key = context.given_key(rule, "at", "action")
