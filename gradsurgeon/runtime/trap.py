@@ -106,9 +106,12 @@ class Traps:
         """Judge nothing, and do what other ranks have decided, who may wait for this one."""
         return self._conclude(clock, [])
 
-    def settle(self) -> None:
-        """Report what devices have decided. Waits for them."""
-        self._deferred.settle()
+    def settle(self, *, wait: bool = True) -> None:
+        """Report what devices have decided; without waiting, as far as they have told."""
+        if wait:
+            self._deferred.settle()
+        else:
+            self._deferred.send()
 
     def scaled_away(self, clock: Clock, scale: Tensor) -> None:
         """Note a step that a scaler has skipped, and tell an overflow from a NaN that never ends.
@@ -129,7 +132,7 @@ class Traps:
         """Leave the decision to the device and report later; ``None`` where the host has to decide."""
         state, agenda = self._state, self._state.agenda(clock)
         # Whether to skip may be for other ranks to say as well.
-        if not agenda.traps or self._agreement.may_meet(clock):
+        if not agenda.traps or self._agreement.common(clock):
             return None
         tensors = finals.having(agenda.trapped)
         grads, looks = finals.of(tensors), tuple(self._looks[clock])
@@ -295,10 +298,8 @@ class Traps:
         return Word(rank, rule, finding.name, text)
 
     def _late_error_due(self, *, wait: bool = False) -> NonFiniteGradientError | None:
-        if wait:
-            self._deferred.settle()
-        elif self._deferred_steps % EVERY == 0:
-            self._deferred.send()
+        if wait or self._deferred_steps % EVERY == 0:
+            self.settle(wait=wait)
         self._deferred.collect()
         error, self._late_error = self._late_error, None
         return error
