@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, FreezeRule, Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime import ranks, rollcall
 from gradsurgeon.runtime.clock import Clock
@@ -161,7 +161,7 @@ class Agreement:
         rules = [
             rule.model_dump_json()
             for rule in self._state.rules
-            if _decides(rule) or rule.role in _CHANGING or (shared and rule.target == "params")
+            if _decides(rule) or isinstance(rule, _CHANGING) or (shared and rule.target == "params")
         ]
         return hashlib.sha256("\n".join([self._state.mode, *rules]).encode()).hexdigest()
 
@@ -178,7 +178,7 @@ class Agreement:
         self._state.journal.once("alone in a step" if unreduced else "alone", text, step=clock.step)
 
 
-_CHANGING = ("edit", "freeze")
+_CHANGING = (EditRule, FreezeRule)
 
 
 def _decides(rule: Rule) -> bool:
@@ -190,7 +190,7 @@ def _edits_updates(rule: Rule) -> bool:
 
     What a rule changes before gradients are averaged, all ranks get.
     """
-    return rule.role in _CHANGING and rule.target == "params" and rule.point == "step"
+    return isinstance(rule, _CHANGING) and rule.target == "params" and rule.point == "step"
 
 
 def _lacking(roll: Roll, mine: Answer) -> str:

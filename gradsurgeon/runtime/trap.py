@@ -52,7 +52,7 @@ class Traps:
         # What was seen after each backward pass of the current step.
         self._looks: defaultdict[Clock, list[Look]] = defaultdict(list)
         # The steps that devices have decided on, and how many there have been.
-        self._deferred: Ring[Case] = Ring(self._report_deferred, rows=EVERY)
+        self._deferred: Ring[Case] = Ring(self._report_deferred)
         self._deferred_steps = 0
         # What one of them has led to, and a later step has to raise.
         self._late_error: NonFiniteGradientError | None = None
@@ -79,7 +79,9 @@ class Traps:
         if (error := self._late_error_due(wait=True)) is not None:
             return self._conclude(clock, [], error=error)
         self._histories[clock].scaler_skips = 0
-        return self._conclude(clock, [*self._of_params(clock, finals), *self._of_sites(clock)])
+        return self._conclude(
+            clock, [*self._judge_gradients(clock, finals), *self._judge_activations(clock)]
+        )
 
     def decide_edited(self, clock: Clock, edited: set[int]) -> Verdict:
         """Judge gradients once more that rules at `step` may have made non-finite."""
@@ -100,14 +102,14 @@ class Traps:
 
     def measure(self, clock: Clock, finals: Finals) -> None:
         """Take part in what other ranks measure, and make nothing of it."""
-        self._of_params(clock, finals)
+        self._judge_gradients(clock, finals)
 
     def rest(self, clock: Clock) -> Verdict:
         """Judge nothing, and do what other ranks have decided, who may wait for this one."""
         return self._conclude(clock, [])
 
     def settle(self, *, wait: bool = True) -> None:
-        """Report what devices have decided; without waiting, as far as they have told."""
+        """Report what devices have decided; without waiting, what they have told so far."""
         if wait:
             self._deferred.settle()
         else:
@@ -123,7 +125,7 @@ class Traps:
         Raises:
             NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
         """
-        trips = [] if self._state.paused else self._of_scaler(clock, scale)
+        trips = [] if self._state.paused else self._judge_skip_of_scaler(clock, scale)
         verdict = self._conclude(clock, trips, floor=OVERFLOWED)
         if verdict.error is not None:
             raise verdict.error
@@ -147,7 +149,7 @@ class Traps:
         self._deferred_steps += 1
         return Verdict(flag=flag)
 
-    def _of_params(self, clock: Clock, finals: Finals) -> list[Trip]:
+    def _judge_gradients(self, clock: Clock, finals: Finals) -> list[Trip]:
         state, agenda = self._state, self._state.agenda(clock)
         tensors = finals.having(agenda.trapped)
         if not tensors:
@@ -179,7 +181,7 @@ class Traps:
             self._state.journal.fired(lane.rule.id, clock.step)
         return fired
 
-    def _of_sites(self, clock: Clock) -> list[Trip]:
+    def _judge_activations(self, clock: Clock) -> list[Trip]:
         by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
         for flag, count in self._state.flags.take(clock, self._state.clocks.common):
             by_rule[flag.rule.id].append((flag, count))
@@ -192,7 +194,7 @@ class Traps:
                 history.clear(rule)
         return trips
 
-    def _of_scaler(self, clock: Clock, scale: Tensor) -> list[Trip]:
+    def _judge_skip_of_scaler(self, clock: Clock, scale: Tensor) -> list[Trip]:
         """Judge a step that a scaler has skipped: an overflow ends, a NaN does not."""
         state, history = self._state, self._histories[clock]
         history.scaler_skips += 1

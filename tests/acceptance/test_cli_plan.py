@@ -188,7 +188,7 @@ class TestPlan:
             "plan", "astray.yaml", "--model", "net:build", "--format", "json", cwd=here
         )
         assert (done.returncode, done.stdout) == (1, "")
-        assert 'astray.yaml:3:10: rule norms: no parameter of the model matches "head.*"' in (
+        assert 'astray.yaml:3:43: rule norms: no parameter of the model matches "head.*"' in (
             done.stderr
         )
 

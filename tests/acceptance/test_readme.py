@@ -71,7 +71,7 @@ def test_a_pattern_that_matches_nothing(newcomer: Path) -> None:
     done = run("train.py", cwd=newcomer)
     assert done.returncode == 1
     assert (
-        'rules.yaml:3:9: rule keep-bias: no parameter of the model matches "fc3.*"' in done.stderr
+        'rules.yaml:5:13: rule keep-bias: no parameter of the model matches "fc3.*"' in done.stderr
     )
 
 

@@ -124,7 +124,7 @@ def test_patterns_match_what_the_table_says(row: list[str]) -> None:
 @pytest.mark.parametrize("row", table("written | found"), ids=lambda row: row[0])
 def test_mistakes_are_found_as_the_table_says(row: list[str]) -> None:
     written = row[0].strip("`").replace(r"\|", "|")
-    _, problems = schema.check(source.parse(f"version: 1\nrules:\n  - {written}\n"))
+    problems = schema.inspect(source.parse(f"version: 1\nrules:\n  - {written}\n")).problems
     assert len(problems) == 1
     assert row[1] in problems[0].concise()
 
@@ -142,14 +142,14 @@ def test_every_action_is_in_the_reference() -> None:
 
 
 def test_every_check_is_in_the_reference() -> None:
-    from gradsurgeon.review import catalogue
     from gradsurgeon.review.checks import CHECKS
+    from gradsurgeon.review.reading_checks import READING_CHECKS
 
     reference = TEXT.partition(MARK)[2]
     found = re.findall(r"^#### `(.*)` \((.*)\)$", reference, re.MULTILINE)
     assert found == [(name, check.severity) for name, check in CHECKS.items()]
     table = reference.partition("### Checks of reading")[2].partition("\n\n## ")[0]
-    assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(catalogue.CHECKS)
+    assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(READING_CHECKS)
 
 
 def test_the_table_of_points_is_that_of_the_code() -> None:
