@@ -108,7 +108,7 @@ class Agreement:
         due = any(rule.steps.due(clock.step) for rule in self._deciding)
         if not due or _dist.world() == 1:
             return alone
-        common = self._common(clock)
+        common = self.common(clock)
         if not common:
             self._mention_none(clock)
         groups = self._with_rules(common)
@@ -119,10 +119,8 @@ class Agreement:
             return replace(alone, groups=groups)
         return Meeting(worst, source, ranks.who(guilty, groups), groups)
 
-    def may_meet(self, clock: Clock) -> bool:
-        return bool(self._common(clock))
-
-    def _common(self, clock: Clock) -> _dist.Groups:
+    def common(self, clock: Clock) -> _dist.Groups:
+        """Return the groups whose ranks all have a part in an update, with a session or without."""
         known = self._state.ranks
         groups = (*known.sharing(clock.tensors), *known.reducing(clock.tensors))
         return tuple(dict.fromkeys(groups))
