@@ -70,15 +70,13 @@ class Ring(Generic[Item]):
             while len(self._under_way) > _FEWEST_UNDER_WAY and self._bytes() > _MOST_BYTES:
                 self._hand_over()
 
-    def collect(self) -> bool:
-        """Hand over what has arrived, without waiting; tell whether there was anything."""
+    def collect(self) -> None:
+        """Hand over what has arrived, without waiting."""
         if _torch.is_capturing():
-            return False
+            return
         with self._lock:
-            before = len(self._under_way)
             while self._under_way and self._under_way[0].arrived():
                 self._hand_over()
-            return len(self._under_way) < before
 
     def settle(self) -> None:
         """Hand everything over. Waits for the device where something is there."""
