@@ -205,7 +205,6 @@ class Journal:
         self.emit("notice", message, rule=rule, step=step, warn=warn)
 
     def records_dropped(self, step: int) -> None:
-        """Note that records in memory have begun to make room."""
         text = (
             "records in memory have reached their bound: from here on the oldest make room for new ones; "
             "a run directory (record=) keeps all of them"

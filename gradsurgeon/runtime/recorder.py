@@ -149,8 +149,6 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What the numbers of one row are."""
-
     key: Key
     step: int
     columns: Sequence[int]

@@ -43,7 +43,6 @@ class Ring(Generic[Item]):
 
     @property
     def under_way(self) -> bool:
-        """Whether something has been sent and not been handed over."""
         return bool(self._under_way)
 
     def put(self, item: Item, values: Tensor, *, slot: Hashable = None) -> None:
@@ -95,8 +94,6 @@ class Ring(Generic[Item]):
 
 
 class _Transfer(Generic[Item]):
-    """Items whose numbers travel together."""
-
     def __init__(self, rows: Sequence[tuple[Item, Tensor]]) -> None:
         self._rows = rows
         self.bytes = sum(values.nbytes for _, values in rows)
