@@ -12,6 +12,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from gradsurgeon import report
+    from gradsurgeon.actions import (
+        CaptureRule,
+        Decision,
+        Edit,
+        EditRule,
+        Example,
+        FreezeRule,
+        Observer,
+        ObserverRule,
+        TrapRule,
+    )
     from gradsurgeon.actions.capture import Capture
     from gradsurgeon.actions.clamp import Clamp
     from gradsurgeon.actions.clip_norm import ClipNorm
@@ -37,16 +48,23 @@ if TYPE_CHECKING:
     from gradsurgeon.report import Report
     from gradsurgeon.runtime import Session
     from gradsurgeon.schema import RuleSet
+    from gradsurgeon.statistics import Statistic, add_statistic
     from gradsurgeon.store.run import Run
 
 __all__ = [
     "BindError",
     "Binding",
     "Capture",
+    "CaptureRule",
     "Clamp",
     "ClipNorm",
+    "Decision",
+    "Edit",
+    "EditRule",
     "Event",
+    "Example",
     "Freeze",
+    "FreezeRule",
     "GradSurgeonError",
     "GradSurgeonWarning",
     "Manifest",
@@ -55,6 +73,8 @@ __all__ = [
     "NanTrap",
     "NonFiniteGradientError",
     "NormLog",
+    "Observer",
+    "ObserverRule",
     "Plan",
     "RecordError",
     "Report",
@@ -65,7 +85,10 @@ __all__ = [
     "Sanitize",
     "Scale",
     "Session",
+    "Statistic",
+    "TrapRule",
     "Zero",
+    "add_statistic",
     "apply",
     "load",
     "open_run",
@@ -77,6 +100,17 @@ __all__ = [
 
 # Modules are imported when a name of theirs is first asked for.
 _NAMES = {
+    "actions": (
+        "CaptureRule",
+        "Decision",
+        "Edit",
+        "EditRule",
+        "Example",
+        "FreezeRule",
+        "Observer",
+        "ObserverRule",
+        "TrapRule",
+    ),
     "actions.capture": ("Capture",),
     "actions.clamp": ("Clamp",),
     "actions.clip_norm": ("ClipNorm",),
@@ -102,6 +136,7 @@ _NAMES = {
     "report": ("Report",),
     "runtime": ("Session",),
     "schema": ("RuleSet",),
+    "statistics": ("Statistic", "add_statistic"),
     "store.run": ("Run",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

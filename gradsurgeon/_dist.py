@@ -7,6 +7,7 @@ parts and puts the results together with `reduce`.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -151,6 +152,39 @@ def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
         reduced = reduced.to(_reducible_on(group, reduced.device))
         torch.distributed.all_reduce(reduced, op=kind, group=group)
     return reduced.to(values.device)
+
+
+def sums(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
+    """Return the sums of what the ranks have of each gradient; plain gradients keep what they have.
+
+    Args:
+        grads: the gradients.
+        parts: what this rank has, a row for each gradient.
+    """
+    return _merged(grads, parts, "sum")
+
+
+def maxima(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
+    """Return the largest of what the ranks have of each gradient, as `sums` does; NaN stays NaN."""
+    # Whether a backend's maximum keeps NaN is nowhere promised.
+    is_nan = parts.isnan()
+    both = torch.stack(
+        [parts.nan_to_num(-math.inf, math.inf, -math.inf), is_nan.to(parts.dtype)], 1
+    )
+    merged = _merged(grads, both, "max")
+    return torch.where(merged[:, 1] > 0, torch.full_like(merged[:, 0], math.nan), merged[:, 0])
+
+
+def _merged(grads: Sequence[Tensor], parts: Tensor, op: Op) -> Tensor:
+    places_of: dict[Groups, list[int]] = {}
+    for place, grad in enumerate(grads):
+        if groups := spread(grad):
+            places_of.setdefault(groups, []).append(place)
+    merged = parts.clone()
+    for groups, places in places_of.items():
+        index = torch.tensor(places, device=parts.device)
+        merged[index] = reduce(parts[index], groups, op)
+    return merged
 
 
 def _reducible_on(group: Any, wanted: torch.device) -> torch.device:

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import Edit
+from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._strictness import Stricter
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 _TINY_HALF, _MAX_HALF = 2.0**-14, 65504.0
 
 
-class Scale(Rule):
+class Scale(EditRule):
     """Multiply a gradient by a constant.
 
     ## What it does
@@ -45,7 +48,16 @@ class Scale(Rule):
     )
 
     action: Literal["scale"] = "scale"
-    factor: Annotated[float, Field(description="What every element is multiplied by.")]
+    factor: Annotated[
+        float,
+        Field(description="What every element is multiplied by."),
+        Stricter(
+            lambda factor: -abs(factor),
+            "gradients get smaller",
+            "gradients get larger",
+            lambda before, after: "the sign turns around" if before * after < 0 else "",
+        ),
+    ]
 
     @property
     def may_overflow(self) -> bool:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import Edit
+from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 
-class Zero(Rule):
+class Zero(EditRule):
     """Set a gradient to zero.
 
     ## What it does

@@ -16,7 +16,7 @@ from gradsurgeon import _dist
 from gradsurgeon.errors import printable
 from gradsurgeon.events import EventKind
 from gradsurgeon.planning import Plan, bind, from_model, named_modules, slots
-from gradsurgeon.planning.matching import Names, examples
+from gradsurgeon.planning.matching import NameIndex, examples
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.modules import ModuleHooks
@@ -294,8 +294,8 @@ class ModelChanges:
             return
         manifest = from_model(model)
         found = {
-            "params": Names("parameter", manifest.params),
-            "modules": Names("module", manifest.modules),
+            "params": NameIndex("parameter", manifest.params),
+            "modules": NameIndex("module", manifest.modules),
         }
         for rule in self._plan.rules.rules:
             if rule.target in found and new[rule.target] and self._plan.of(rule.id):

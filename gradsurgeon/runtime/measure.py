@@ -72,35 +72,9 @@ def _by_device(
 def _norms(grads: Sequence[Tensor], order: float) -> Tensor:
     found = _numbers.norms([_dist.local(grad) for grad in grads], order)
     if math.isinf(order):
-        return _maximum(grads, found)
+        return _dist.maxima(grads, found)
     # Powers of float32 norms do not overflow in float64.
-    return _sum(grads, found.double() ** order).pow(1.0 / order).float()
-
-
-def _sum(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
-    """Add up what the ranks have found of each gradient; plain ones keep what they have."""
-    return _merged(grads, parts, "sum")
-
-
-def _maximum(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
-    """Take the largest of what the ranks have found of each gradient; NaN stays NaN."""
-    # Whether a backend's maximum keeps NaN is nowhere promised.
-    bad = parts.isnan()
-    both = torch.stack([parts.nan_to_num(-math.inf, math.inf, -math.inf), bad.to(parts.dtype)], 1)
-    found = _merged(grads, both, "max")
-    return torch.where(found[:, 1] > 0, torch.full_like(found[:, 0], math.nan), found[:, 0])
-
-
-def _merged(grads: Sequence[Tensor], parts: Tensor, op: _dist.Op) -> Tensor:
-    together: dict[_dist.Groups, list[int]] = {}
-    for place, grad in enumerate(grads):
-        if groups := _dist.spread(grad):
-            together.setdefault(groups, []).append(place)
-    out = parts.clone()
-    for groups, places in together.items():
-        index = torch.tensor(places, device=parts.device)
-        out[index] = _dist.reduce(parts[index], groups, op)
-    return out
+    return _dist.sums(grads, found.double() ** order).pow(1.0 / order).float()
 
 
 def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
@@ -110,42 +84,7 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
     """
     if len({grad.device for grad in grads}) > 1:
         return torch.cat([statistics(stat, [grad]).cpu() for grad in grads])
-    with torch.no_grad():
-        if not any(_dist.is_sharded(grad) for grad in grads):
-            return _statistics.statistics(stat, grads)
-        grads = [_dist.settled(grad) for grad in grads]
-        return _of_shards(stat, grads, [_dist.local(grad) for grad in grads]).float()
-
-
-def _of_shards(stat: str, grads: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-    if stat == "l2":
-        return _norms(grads, 2.0)
-    if stat in ("linf", "max"):
-        return _maximum(grads, _each(stat, parts, empty=-math.inf if stat == "max" else 0.0))
-    if stat == "min":
-        return -_maximum(grads, -_each(stat, parts, empty=math.inf))
-    if stat not in ("mean", "std"):
-        return _sum(grads, _each(stat, parts, empty=0.0))
-    counts = [grad.numel() for grad in grads]
-    sizes = torch.tensor(counts, dtype=torch.float64, device=parts[0].device)
-    mean = _sum(grads, torch.stack([part.double().sum() for part in parts])) / sizes
-    if stat == "mean":
-        return mean
-    # Two passes: the difference of the mean square and the squared mean cancels.
-    spread = [(part.double() - one).square().sum() for part, one in zip(parts, mean, strict=True)]
-    return (_sum(grads, torch.stack(spread)) / sizes).sqrt()
-
-
-def _each(stat: str, parts: Sequence[Tensor], *, empty: float) -> Tensor:
-    """Return a statistic of every part, and what changes nothing for a part without elements."""
-    return torch.stack(
-        [
-            _statistics.statistic(stat, part)
-            if part.numel()
-            else torch.full((), empty, device=part.device)
-            for part in parts
-        ]
-    ).double()
+    return _statistics.statistics(stat, grads)
 
 
 def counts(grads: Mapping[int, Tensor]) -> dict[int, Count]:
@@ -169,7 +108,7 @@ def _sharded_counts(grads: Mapping[int, Tensor]) -> dict[int, Count]:
         row = torch.zeros(_dist.world(), 2, dtype=torch.int64, device=part.device)
         row[_dist.rank(), 0], row[_dist.rank(), 1] = part.isnan().sum(), part.isinf().sum()
         rows.append(row)
-    table = _merged(list(grads.values()), torch.stack(rows), "sum").tolist()
+    table = _dist.sums(list(grads.values()), torch.stack(rows)).tolist()
     by_tensor = {}
     for tensor, row in zip(grads, table, strict=True):
         nans, infs = map(sum, zip(*row, strict=True))

@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from gradsurgeon.actions import Edit, Rule
+from gradsurgeon.actions import Edit, EditRule, Rule
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.agenda import Agenda, Agendas, Lane
@@ -61,7 +61,7 @@ class State:
     _agendas: Agendas = field(init=False)
 
     def __post_init__(self) -> None:
-        self.edits = {rule.id: rule.compile() for rule in self.rules if rule.role == "edit"}
+        self.edits = {rule.id: rule.compile() for rule in self.rules if isinstance(rule, EditRule)}
         self.captures = Captures(self.journal)
         self.flags = Flags(self.journal)
         self.ranks = Ranks(self.targets.params)

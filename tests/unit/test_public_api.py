@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import gradsurgeon
@@ -16,10 +17,16 @@ NAMES = [
     "BindError",
     "Binding",
     "Capture",
+    "CaptureRule",
     "Clamp",
     "ClipNorm",
+    "Decision",
+    "Edit",
+    "EditRule",
     "Event",
+    "Example",
     "Freeze",
+    "FreezeRule",
     "GradSurgeonError",
     "GradSurgeonWarning",
     "Manifest",
@@ -28,6 +35,8 @@ NAMES = [
     "NanTrap",
     "NonFiniteGradientError",
     "NormLog",
+    "Observer",
+    "ObserverRule",
     "Plan",
     "RecordError",
     "Report",
@@ -38,7 +47,10 @@ NAMES = [
     "Sanitize",
     "Scale",
     "Session",
+    "Statistic",
+    "TrapRule",
     "Zero",
+    "add_statistic",
     "apply",
     "load",
     "open_run",
@@ -74,6 +86,7 @@ def test_the_reports_are_there_right_after_the_import() -> None:
     assert done.stdout.split() == ["True", "False"]
 
 
+@pytest.mark.slow
 def test_functions_stay_functions_whatever_is_imported() -> None:
     code = (
         "import gradsurgeon, importlib, pkgutil\n"
