@@ -41,9 +41,7 @@ class _Call(NamedTuple):
     ) -> dict[Path, Tensor]:
         """Run rules on the tensors of a structure; return those to be exchanged, by path.
 
-        Args:
-            structure: what the module takes or returns.
-            path_of: maps the path that a rule names to one in the structure.
+        ``path_of`` maps the path that a rule names to one in the structure.
         """
         exchanged: dict[Path, Tensor] = {}
         done: dict[tuple[int, tuple[str, ...]], Tensor] = {}
@@ -54,21 +52,23 @@ class _Call(NamedTuple):
         for path, tensor in tensors_in(structure):
             due = Due(*(tuple(self._matching(path, rules, named)) for rules in self.due))
             rules = tuple(rule.id for rule, _ in (*due.values, *due.grads))
+            if not rules:
+                continue
             # One tensor in several places, as query, key and value, is acted on once.
             key = (id(tensor), rules)
-            if rules and key not in done:
+            if key not in done:
                 done[key] = self._replace(due=due).act(tensor)
-            if rules and done[key] is not tensor:
+            if done[key] is not tensor:
                 exchanged[path] = done[key]
         return exchanged
 
     def _resolved(self, structure: Any, rule: Rule, path: Path) -> Path | None:
-        found = resolve(structure, path)
-        if found is None:
+        resolved = resolve(structure, path)
+        if resolved is None:
             text = f"{self.owner} has no {rule.ref}: its {rule.ref.side} is {describe(structure)}"
             named = NamedRule(rule, self.owner)
             self.tensor_hooks.sites.warn("path", text, [named], self.owner)
-        return found
+        return resolved
 
     def _matching(
         self, path: Path, rules: Sequence[NamedRule], named: Mapping[str, Path | None]

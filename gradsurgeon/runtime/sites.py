@@ -115,13 +115,10 @@ class Sites:
             self._edited.setdefault(tensor, set()).add(rule.id)
 
     def _edit(self, rule: Rule, tensor: Tensor, step: int | None, scale: Tensor | None) -> Tensor:
-        """Return an edited tensor.
+        """Return an edited value or gradient.
 
-        Args:
-            rule: an editing one.
-            tensor: a value or a gradient.
-            step: what the edit counts for; ``None`` where it only repeats one that has been counted.
-            scale: what a `GradScaler` has multiplied the tensor by.
+        ``step`` is what the edit counts for, ``None`` where it repeats one that has been counted, and
+        ``scale`` what a `GradScaler` has multiplied the tensor by.
         """
         edit, journal = self.state.edits[rule.id], self.state.journal
         if step is not None:

@@ -47,11 +47,7 @@ class TensorHooks:
     ) -> Tensor:
         """Run rules on a tensor, and have them run on its gradient; return the tensor to go on with.
 
-        Args:
-            due: the rules.
-            tensor: of any shape and dtype.
-            owner: the module whose clock counts.
-            needs_view: tells whether the gradient of a view is meant, because others use the tensor too.
+        ``needs_view`` tells whether the gradient of a view is meant, because others use the tensor too.
         """
         out = self.sites.on_value(due.values, tensor, owner)
         if due.grads and out.requires_grad and torch.is_grad_enabled():

@@ -25,13 +25,7 @@ class Due(NamedTuple):
 
 
 class Timetable:
-    """Which of the rules at one place act in a step: asked in every call, worked out once per step.
-
-    Args:
-        rules: in file order.
-        owner: the module whose clock counts; the root for what has no module.
-        name: what the rules call the tensor.
-    """
+    """Which of the rules at one place act in a step: asked in every call, worked out once per step."""
 
     def __init__(self, rules: Sequence[Rule], owner: str, name: str) -> None:
         self.owner = owner
@@ -61,17 +55,13 @@ class ModuleClocks:
     """The clock of each module: that of the optimizer which owns its first parameter.
 
     It can become known as late as after the forward pass, so that whoever needs it asks anew.
-
-    Args:
-        clocks: of the parameters.
-        names: of the parameters.
     """
 
-    def __init__(self, clocks: Clocks, names: Sequence[str]) -> None:
+    def __init__(self, clocks: Clocks, param_names: Sequence[str]) -> None:
         self._clocks = clocks
         # Per module that holds parameters, the index of the first of them.
         self._first_params: dict[str, int] = {}
-        for index, name in enumerate(names):
+        for index, name in enumerate(param_names):
             self._first_params.setdefault(ROOT, index)
             parts = name.split(".")
             for depth in range(1, len(parts)):

@@ -16,7 +16,7 @@ class Above(Options):
     beta: float = 0.97
 
 
-class Dampen(Rule):
+class Dampen(EditRule):
     """An action that the package does not know: what it says of its options is all there is."""
 
     action: Literal["dampen"] = "dampen"
