@@ -20,7 +20,16 @@ from gradsurgeon._expressions import Expression, PatternError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Pattern", "PatternError", "compile_pattern", "nearest", "select", "suggest"]
+__all__ = [
+    "Pattern",
+    "PatternError",
+    "compile_pattern",
+    "contains",
+    "disjoint",
+    "nearest",
+    "select",
+    "suggest",
+]
 
 _MAX_TEXT = 500
 _TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
@@ -96,6 +105,24 @@ def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
         # No bytecode runs per name: 10,000 names are searched in a few milliseconds.
         found.update(itertools.compress(itertools.count(), map(pattern.regex.fullmatch, names)))
     return sorted(found)
+
+
+def contains(wide: str, narrow: str) -> bool:
+    """Tell whether it is certain that ``wide`` matches every name that ``narrow`` matches.
+
+    It is certain of equal patterns, of ``*``, and of a ``narrow`` without wildcards, which is one name.
+    """
+    if wide in (narrow, "*"):
+        return True
+    return compile_pattern(narrow).is_literal and compile_pattern(wide).matches(narrow)
+
+
+def disjoint(first: str, second: str) -> bool:
+    """Tell whether it is certain that no name matches both, as one of them is a name itself."""
+    for literal, pattern in ((first, second), (second, first)):
+        if compile_pattern(literal).is_literal:
+            return not compile_pattern(pattern).matches(literal)
+    return False
 
 
 def _glob_parts(text: str) -> Iterator[_Options]:

@@ -94,11 +94,11 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     if modules := getattr(arguments, "modules", ()):
-        from gradsurgeon.review import building  # noqa: PLC0415 # the others do not need it
+        from gradsurgeon.review import model_loading  # noqa: PLC0415 # the others do not need it
 
         try:
             for module in modules:
-                building.import_module(module)
+                model_loading.import_module(module)
         except ModelError as error:
             return fail(str(error))
     return int(import_module(f"gradsurgeon.cli.{arguments.command}").run(arguments))

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from gradsurgeon.errors import GradSurgeonError, Problem, RuleFileError, printable
 from gradsurgeon.review import checks
-from gradsurgeon.review.catalogue import CHECKS, About
+from gradsurgeon.review.reading_checks import READING_CHECKS, CheckInfo
 from gradsurgeon.schema import VERSION
 
 FORMATS = ("full", "concise", "json", "github", "sarif")
@@ -137,13 +137,13 @@ def _told(problem: Problem) -> str:
     return f"{problem.message} ({problem.hint})" if problem.hint else problem.message
 
 
-def listed() -> dict[str, About]:
+def listed() -> dict[str, CheckInfo]:
     """Return what every check of lint means: of reading a file, and of what its rules mean."""
     pages = {name: inspect.cleandoc(type(one).__doc__ or "") for name, one in checks.CHECKS.items()}
     return {
-        **CHECKS,
+        **READING_CHECKS,
         **{
-            name: About(
+            name: CheckInfo(
                 page.partition("\n")[0],
                 " ".join(page.partition("\n")[2].split()) or page,
                 checks.CHECKS[name].severity,
@@ -192,13 +192,13 @@ def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
     yield json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
 
 
-def _unlisted(problem: Problem) -> About:
+def _unlisted(problem: Problem) -> CheckInfo:
     """Return what can be said of a check that has no entry here."""
     words = problem.check.replace("-", " ")
-    return About(f"{words.capitalize()}.", f"`gradsurgeon explain {problem.check}`", "warning")
+    return CheckInfo(f"{words.capitalize()}.", f"`gradsurgeon explain {problem.check}`", "warning")
 
 
-def _rule(check: str, about: About) -> dict[str, object]:
+def _rule(check: str, about: CheckInfo) -> dict[str, object]:
     return {
         "id": check,
         "shortDescription": {"text": _message(about.summary)},

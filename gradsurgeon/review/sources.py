@@ -6,7 +6,7 @@ import re
 
 from gradsurgeon import planning, schema, source
 from gradsurgeon.planning import Manifest, manifest_file
-from gradsurgeon.review import building
+from gradsurgeon.review import model_loading
 from gradsurgeon.review.git_tree import GitTree, unreadable
 from gradsurgeon.schema import Files, RuleSet
 
@@ -28,7 +28,7 @@ def manifest_of(params: str | None = None, model: str | None = None) -> Manifest
     if params is not None and model is None:
         return manifest_file.read(params)
     if model is not None and params is None:
-        return planning.from_model(building.build(model))
+        return planning.from_model(model_loading.load_model(model))
     raise ValueError("either a file with names or a model is needed, and not both")
 
 

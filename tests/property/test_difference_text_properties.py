@@ -200,11 +200,11 @@ class TestSize:
             assert not re.match(r"\|-|\| \||\| Tensors|<|> \[|The rules of each", line)
 
     def test_what_stops_training_comes_first_and_stays(self, found: Difference) -> None:
-        assert found.findings[0].kind == "no-match"
+        assert found.warnings[0].kind == "no-match"
         assert "> - `none` matches nothing" in markdown.render(found, limit=2_000)
 
     def test_many_pairs_of_rules_are_counted(self, found: Difference) -> None:
-        pairs = sum(one.kind == "overlap" for one in found.findings)
+        pairs = sum(one.kind == "overlap" for one in found.warnings)
         assert pairs > 100
         for written in (markdown.render(found), text.render(found)):
             assert f"{pairs - 10} other pairs of rules now change tensors together" in written

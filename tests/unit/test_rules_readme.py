@@ -142,14 +142,14 @@ def test_every_action_is_in_the_reference() -> None:
 
 
 def test_every_check_is_in_the_reference() -> None:
-    from gradsurgeon.review import catalogue
     from gradsurgeon.review.checks import CHECKS
+    from gradsurgeon.review.reading_checks import READING_CHECKS
 
     reference = TEXT.partition(MARK)[2]
     found = re.findall(r"^#### `(.*)` \((.*)\)$", reference, re.MULTILINE)
     assert found == [(name, check.severity) for name, check in CHECKS.items()]
     table = reference.partition("### Checks of reading")[2].partition("\n\n## ")[0]
-    assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(catalogue.CHECKS)
+    assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(READING_CHECKS)
 
 
 def test_the_table_of_points_is_that_of_the_code() -> None:

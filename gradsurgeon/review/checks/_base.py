@@ -14,26 +14,18 @@ from typing import ClassVar
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case
+from gradsurgeon.review.lint_context import LintContext
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that a check has found.
-
-    Attributes:
-        rule: the rule it is shown at.
-        at: the option, as a path such as ``("steps", "every")``; one that stands in the file.
-        message: what was found, and why it is doubtful.
-        hint: what to do.
-        others: the other rules that it is about.
-    """
-
-    rule: Rule
-    at: tuple[str | int, ...]
+    rule: Rule  # that it is shown at
+    at: tuple[
+        str | int, ...
+    ]  # the option, such as ``("steps", "every")``; one that stands in the file
     message: str
     hint: str
-    others: tuple[Rule, ...] = ()
+    others: tuple[Rule, ...] = ()  # that it is about as well
 
 
 class Check(ABC):
@@ -60,5 +52,5 @@ class Check(ABC):
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(self).__name__).lower()
 
     @abstractmethod
-    def find(self, case: Case) -> Iterator[Finding]:
+    def find(self, context: LintContext) -> Iterator[Finding]:
         """Yield what it finds."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradsurgeon.actions import Rule
-from gradsurgeon.review.case import Case
+from gradsurgeon.review.lint_context import LintContext
 
 
 def patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -15,11 +15,11 @@ def patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
             yield (key, index), text
 
 
-def moot(case: Case, rule: Rule, by: Rule) -> str:
+def moot(context: LintContext, rule: Rule, by: Rule) -> str:
     """Return why an edit has no effect beside another rule; empty where it has one, or may have."""
-    if rule is by or by.action not in ("zero", "freeze") or not case.covers(by, rule):
+    if rule is by or by.action not in ("zero", "freeze") or not context.covers(by, rule):
         return ""
-    first = case.acts_before(by, rule)
+    first = context.acts_before(by, rule)
     if by.action == "freeze":
         if rule.role == "edit" or (rule.role == "freeze" and first):
             return f"does nothing: `{by.id}` keeps the optimizer off these parameters"

@@ -1,13 +1,7 @@
-"""The check `observed-order`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case, listed
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext, listed
 
 _PAIRS = ({"edit", "observe"}, {"edit", "capture"})
 
@@ -28,8 +22,8 @@ class ObservedOrder(Check):
     is right, and the order in the file does not matter.
     """
 
-    severity: ClassVar[Severity] = "note"
-    GOOD: ClassVar[str] = """
+    severity = "note"
+    GOOD = """
 - id: clipped
   action: clip-norm
   params: "*"
@@ -40,7 +34,7 @@ class ObservedOrder(Check):
   params: "*"
   at: step
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: clipped
   action: clip-norm
   params: "*"
@@ -51,15 +45,14 @@ class ObservedOrder(Check):
   params: "*"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield each rule that comes before one above it, where one edits and one records."""
-        for rule, before in case.pairs():
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule, before in context.pairs():
             met = tuple(
                 one
                 for one in before
                 if {one.role, rule.role} in _PAIRS
-                and case.acts_before(rule, one)
-                and case.overlap(one, rule)
+                and context.acts_before(rule, one)
+                and context.overlap(one, rule)
             )
             if not met:
                 continue
@@ -67,4 +60,4 @@ class ObservedOrder(Check):
             what = "changes gradients" if rule.role == "edit" else "sees gradients"
             message = f"it {what} at `{rule.point}`, before {ids}, which stand{'s' * (len(met) == 1)} above it"
             hint = "put it above, or choose another `at`"
-            yield Finding(rule, (case.written(rule, "at", "action"),), message, hint, met)
+            yield Finding(rule, (context.given_key(rule, "at", "action"),), message, hint, met)

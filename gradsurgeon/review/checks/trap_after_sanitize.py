@@ -1,12 +1,7 @@
-"""The check `trap-after-sanitize`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.review.case import Case, listed
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext, listed
 
 
 class TrapAfterSanitize(Check):
@@ -24,7 +19,7 @@ class TrapAfterSanitize(Check):
     there was something to replace, put a `norm-log` with `stats: [nonfinite]` and `at: backward` above.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: known-culprit
   action: sanitize
   params: "mask.weight"
@@ -33,7 +28,7 @@ class TrapAfterSanitize(Check):
   action: nan-trap
   params: "*"
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: clean
   action: sanitize
   params: "*"
@@ -43,14 +38,15 @@ class TrapAfterSanitize(Check):
   params: "*"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield each trap that cannot trip."""
-        cleaners = [one for one in case.compared if one.action in ("sanitize", "zero")]
-        for rule in case.compared:
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        cleaners = [one for one in context.compared if one.action in ("sanitize", "zero")]
+        for rule in context.compared:
             if rule.role != "trap":
                 continue
             met = tuple(
-                one for one in cleaners if case.acts_before(one, rule) and case.covers(one, rule)
+                one
+                for one in cleaners
+                if context.acts_before(one, rule) and context.covers(one, rule)
             )
             if met:
                 ids = listed([one.id for one in met])

@@ -13,7 +13,7 @@ from typing import Any
 from gradsurgeon.errors import ModelError, printable
 
 
-def build(spec: str) -> Any:
+def load_model(spec: str) -> Any:
     """Return the module that ``pkg.mod:name`` names, built on the meta device where that works.
 
     Raises:
