@@ -72,6 +72,9 @@ def _same_start() -> Iterator[None]:
         for session in list(registry._sessions.values()):
             session._state.journal.never_fired = list  # type: ignore[method-assign]
             session.remove()
+    if "torch._dynamo.convert_frame" in sys.modules:
+        # What one test has compiled, rules on modules would drop in the next one, with a warning.
+        cast("Any", sys.modules["torch._dynamo"]).reset()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

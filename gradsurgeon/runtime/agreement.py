@@ -11,19 +11,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import Rule
-from gradsurgeon.actions.nan_trap import NanTrap
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime import ranks, rollcall
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.ranks import Word
 from gradsurgeon.runtime.rollcall import Answer, Roll
 from gradsurgeon.runtime.state import State
-
-FINE, OVERFLOWED, SKIP, RAISE = range(4)
+from gradsurgeon.runtime.verdict import FINE, then_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +40,21 @@ class Meeting:
     guilty: tuple[int, ...] = ()
     groups: _dist.Groups = ()
 
-    def hear(self, word: Word | None) -> Word:
+    def hear(self, word: Word) -> Word:
         """Return on all ranks what the first of the worst off has to say. A collective."""
-        return ranks.hear(word, self.source, self.groups)
+        heard: Word = _dist.broadcast(word, self.source, self.groups)
+        return heard
 
 
 class Agreement:
-    """What a session has to do with those of other ranks.
-
-    Args:
-        state: what the parts of the session share.
-    """
+    """What a session has to do with those of other ranks."""
 
     def __init__(self, state: State) -> None:
         self._state = state
-        acting = state.mode == "act"
-        self._deciding = [rule for rule in state.rules if acting and _decides(rule)]
-        self._edits = acting and any(map(_edits_updates, state.rules))
-        self._drifts = self._edits or (acting and any(map(_skips, state.rules)))
+        acting = state.rules if state.mode == "act" else ()
+        self._deciding = [rule for rule in acting if _decides(rule)]
+        self._edits = any(map(_edits_updates, acting))
+        self._drifts = self._edits or any(then_of(rule) == "skip-step" for rule in acting)
         # What is divided over ranks can be measured by all of them together only.
         self._measures = any(rule.target == "params" for rule in state.rules)
         # By the name of a group: whether all of its ranks have the session's rules.
@@ -69,30 +64,20 @@ class Agreement:
     def gather(self, tensors: Sequence[int], *, update: bool) -> None:
         """Find the other ranks, before the first measure or update that they take together.
 
-        Args:
-            tensors: what a pass has reached, or what an optimizer holds.
-            update: it is an update that is about to come.
-
         Raises:
             GradSurgeonError: they do not have the rules, and this one cannot go on without.
         """
-        own = self._state.ranks
         if self._measures:
-            self._found(own.sharing(tensors))
+            self._with_rules(self._state.ranks.sharing(tensors))
         if update and (self._deciding or self._drifts):
-            self._found(own.reducing(tensors))
+            self._with_rules(self._state.ranks.reducing(tensors))
 
     def is_missed(self, tensors: Sequence[int], *, update: bool) -> bool:
-        """Tell whether other ranks cannot measure what is divided over all without this paused one.
-
-        Args:
-            tensors: as of `gather`.
-            update: it is an update that is about to come, where all rest if one does that has to edit.
-        """
-        state = self._state
-        if not (state.paused and self._measures) or (update and self._edits):
+        """Tell whether other ranks cannot measure what is divided over all without this paused one."""
+        # Before an update all rest if one does that has to edit.
+        if not (self._state.paused and self._measures) or (update and self._edits):
             return False
-        return bool(self._found(state.ranks.sharing(tensors)))
+        return bool(self._with_rules(self._state.ranks.sharing(tensors)))
 
     def rests(self, tensors: Sequence[int]) -> bool:
         """Tell whether the rules are to rest in a step.
@@ -101,7 +86,7 @@ class Agreement:
         none. A collective there.
         """
         state = self._state
-        groups = self._found(state.ranks.sharing(tensors)) if self._edits else ()
+        groups = self._with_rules(state.ranks.sharing(tensors)) if self._edits else ()
         if not groups:
             return state.paused
         resting, rank = ranks.worst(int(state.paused), groups)
@@ -116,22 +101,18 @@ class Agreement:
     def meet(self, clock: Clock, severity: int, *, guilty: bool) -> Meeting:
         """Let all ranks learn how the worst off of them is. A collective where they meet.
 
-        Args:
-            clock: of the optimizer that is about to step.
-            severity: of what this rank has seen.
-            guilty: whether what this rank contributed to an average was not finite.
+        A rank is guilty that contributed what is not finite to an average.
         """
         alone = Meeting(severity, _dist.rank(), (_dist.rank(),) if guilty else ())
         # Not by what a rule has matched: ranks may have different parts of the model.
         due = any(rule.steps.due(clock.step) for rule in self._deciding)
         if not due or _dist.world() == 1:
             return alone
-        own = self._state.ranks
-        common = (*own.sharing(clock.tensors), *own.reducing(clock.tensors))
-        groups = self._found(tuple(dict.fromkeys(common)))
+        common = self._common(clock)
+        if not common:
+            self._mention_none(clock)
+        groups = self._with_rules(common)
         if not groups:
-            if not common:
-                self._mention_none(clock)
             return alone
         worst, source = ranks.worst(severity, groups)
         if worst == FINE:
@@ -139,11 +120,14 @@ class Agreement:
         return Meeting(worst, source, ranks.who(guilty, groups), groups)
 
     def may_meet(self, clock: Clock) -> bool:
-        """Tell whether what becomes of an update can be for other ranks to say."""
-        own = self._state.ranks
-        return bool(own.sharing(clock.tensors) or own.reducing(clock.tensors))
+        return bool(self._common(clock))
 
-    def _found(self, groups: _dist.Groups) -> _dist.Groups:
+    def _common(self, clock: Clock) -> _dist.Groups:
+        known = self._state.ranks
+        groups = (*known.sharing(clock.tensors), *known.reducing(clock.tensors))
+        return tuple(dict.fromkeys(groups))
+
+    def _with_rules(self, groups: _dist.Groups) -> _dist.Groups:
         """Return those of some groups of which all ranks have the rules; ask where it is not known."""
         if self._refused:
             raise GradSurgeonError(self._refused)
@@ -159,26 +143,23 @@ class Agreement:
             # The host may have run ahead of what the ranks do together, by more than the limit.
             _dist.settle(device)
         shared = self._measures and group in state.ranks.sharing(range(len(params)))
-        own = Answer(self._fingerprint(shared=shared), state.clocks.latest, self._drifts)
-        roll = rollcall.call(group, state.ranks.shapes(group), own)
-        if not (roll.absent or roll.others(own)):
+        mine = Answer(self._fingerprint(shared=shared), state.clocks.latest, self._drifts)
+        roll = rollcall.call(group, state.ranks.shapes(group), mine)
+        if not (roll.absent or roll.others(mine)):
             return True
+        lacking = _lacking(roll, mine)
         if shared or roll.drifts:
-            self._refused = f"{_who(roll, own)}; {_SHARED if shared else _DRIFTING}"
+            self._refused = f"{lacking}; {_SHARED if shared else _DRIFTING}"
             raise GradSurgeonError(self._refused)
         text = (
-            f"{_who(roll, own)}: this rank decides alone, and where it stops the others wait for it; "
+            f"{lacking}: this rank decides alone, and where it stops the others wait for it; "
             "apply the same rules on all ranks"
         )
         state.journal.emit("notice", text, step=state.clocks.latest, warn=True)
         return False
 
     def _fingerprint(self, *, shared: bool) -> str:
-        """Return what tells the rules that act, and how, from others.
-
-        Args:
-            shared: whether all rules that measure have to be the same on all ranks as well.
-        """
+        """Return what tells the rules that all ranks must have, and the mode, from others."""
         rules = [
             rule.model_dump_json()
             for rule in self._state.rules
@@ -187,31 +168,23 @@ class Agreement:
         return hashlib.sha256("\n".join([self._state.mode, *rules]).encode()).hexdigest()
 
     def _mention_none(self, clock: Clock) -> None:
-        """Say once why a rank decides alone."""
-        state = self._state
-        common = state.ranks.reducing(clock.tensors, any_pass=True)
-        if common:
+        unreduced = self._state.ranks.reducing(clock.tensors, any_pass=True)
+        if unreduced:
             why = "the last backward pass before this update reduced nothing over ranks (`no_sync`)"
         else:
             why = (
                 "the ranks have no process group in common for these parameters (no "
                 "DistributedDataParallel around them, and they are not sharded)"
             )
-        topic = "alone in a step" if common else "alone"
         text = f"{why}: each rank decides alone whether to stop or to skip it"
-        state.journal.once(topic, text, step=clock.step)
+        self._state.journal.once("alone in a step" if unreduced else "alone", text, step=clock.step)
 
 
 _CHANGING = ("edit", "freeze")
 
 
 def _decides(rule: Rule) -> bool:
-    """Tell whether a rule can stop or skip an update."""
-    return rule.role == "trap" and cast("NanTrap", rule).then != "warn"
-
-
-def _skips(rule: Rule) -> bool:
-    return rule.role == "trap" and cast("NanTrap", rule).then == "skip-step"
+    return then_of(rule) in ("raise", "skip-step")
 
 
 def _edits_updates(rule: Rule) -> bool:
@@ -222,23 +195,18 @@ def _edits_updates(rule: Rule) -> bool:
     return rule.role in _CHANGING and rule.target == "params" and rule.point == "step"
 
 
-def _who(roll: Roll, own: Answer) -> str:
-    """Say which ranks lack the rules."""
+def _lacking(roll: Roll, mine: Answer) -> str:
     me = _dist.rank()
-    absent, others = roll.absent, roll.others(own)
-    if me in absent:
+    if me in roll.absent:
         rest = _dist.named([rank for rank in roll.wanted if rank != me])
         return f"rank {me} has come with its rules after {rest} had begun to train without it"
-    found = []
-    if absent:
-        verb = "has" if len(absent) == 1 else "have"
-        found.append(
-            f"{_dist.named(absent)} {verb} no rules (nothing heard within {rollcall.LIMIT:g} s)"
-        )
-    if others:
-        verb = "has" if len(others) == 1 else "have"
-        found.append(f"{_dist.named(others)} {verb} other rules, mode or step than rank {me}")
-    return " and ".join(found)
+    parts = []
+    if roll.absent:
+        limit = f"nothing heard within {rollcall.LIMIT:g} s"
+        parts.append(f"{_dist.having(roll.absent)} no rules ({limit})")
+    if others := roll.others(mine):
+        parts.append(f"{_dist.having(others)} other rules, mode or step than rank {me}")
+    return " and ".join(parts)
 
 
 _SHARED = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import CodeType, FrameType
@@ -69,12 +68,7 @@ class Attachment:
         self.plan = plan
         self._records = Records()
         journal = Journal(rules, [len(plan.of(rule.id)) for rule in rules])
-        recorder = Recorder(self._records, writer, journal.status)
-        journal.sink = recorder.event
-        if writer is None:
-            self._records.on_drop = journal.records_dropped
-        else:
-            writer.on_failure = partial(journal.emit, "notice", warn=True)
+        recorder = Recorder(self._records, writer, journal)
         self._state = State(
             program=program,
             targets=Targets(model, program.names),
@@ -220,13 +214,8 @@ class Attachment:
 
     @property
     def events(self) -> list[Event]:
-        """What happened so far, oldest first. Waits for the device."""
-        self._settle()
-        return list(self._state.journal.events)
-
-    @property
-    def events_so_far(self) -> list[Event]:
-        """The events that are known already, without asking the device for more."""
+        """What happened so far, oldest first, without waiting for what a device has not told yet."""
+        self._settle(wait=False)
         return list(self._state.journal.events)
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
@@ -235,13 +224,12 @@ class Attachment:
         Args:
             wait: for the device. Otherwise what it has counted is a moment old.
         """
-        if wait:
-            self._settle()
+        self.engine.settle(wait=wait)
         return self._state.journal.status(wait=wait)
 
-    def _settle(self) -> None:
-        self.engine.settle()
-        self._state.journal.settle()
+    def _settle(self, *, wait: bool = True) -> None:
+        self.engine.settle(wait=wait)
+        self._state.journal.settle(wait=wait)
 
     @property
     def records(self) -> Records:

@@ -1,28 +1,43 @@
-"""The border between gradients that are finite and those that are not, as a person reads it."""
+"""What a trap reports of tensors that are not finite, as a person reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradsurgeon import _dist
 from gradsurgeon.errors import printable
+from gradsurgeon.runtime.flags import Flag
 from gradsurgeon.runtime.measure import Count
 
 _SHOWN = 12
+_PARTS = "a part is where a rank keeps its share of the sum: any rank may have added it"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a trap has to say: the first culprit, the first line, the lines after the outcome.
+    """The report of a trap, without what becomes of the step.
 
-    ``ranks`` are those that the culprit came from, where that is known.
+    Attributes:
+        name: the first tensor that is not finite.
+        head: the first line.
+        lines: those after the line on what becomes of the step.
+        ranks: where the first tensor became non-finite; empty where that is not known.
+        reduced: whether ranks make the tensors together, so that another one can be the cause.
     """
 
     name: str
     head: str
     lines: list[str]
     ranks: tuple[int, ...] = ()
+    reduced: bool = True
+
+    def caused_by(self, ranks: tuple[int, ...]) -> Finding:
+        """Return the same with the ranks that contributed what is not finite, if they are known."""
+        if not (ranks and self.reduced):
+            return self
+        cause = f"{_dist.named(ranks)} contributed what is not finite"
+        return replace(self, head=f"{self.head}; {cause}", ranks=ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,49 +49,29 @@ class Border:
         order: the tensors, as backward delivered them.
         bad: those that are not finite.
         norms: of them, as far as they are known.
-        ranks: those that contributed what is not finite to an average; empty where that is not known.
     """
 
     moment: str
     order: tuple[int, ...]
     bad: dict[int, Count]
     norms: dict[int, float]
-    ranks: tuple[int, ...] = ()
 
-    @property
-    def first(self) -> int:
-        """The place in ``order`` of the first that is not finite."""
-        return next(place for place, tensor in enumerate(self.order) if tensor in self.bad)
-
-    @property
-    def origin(self) -> tuple[int, ...]:
-        """The ranks that the first one came from."""
-        return self.ranks or self.bad[self.order[self.first]].ranks
-
-    def finding(self, names: Sequence[str], why: str = "") -> Finding:
-        """Return what there is to say.
-
-        Args:
-            names: of all tensors.
-            why: what the first line begins with.
-        """
+    def finding(self, names: Sequence[str]) -> Finding:
         head = f"{len(self.bad)} of {len(self.order)} gradients are not finite {self.moment}"
-        if self.ranks:
-            head += f"; {_dist.named(self.ranks)} contributed what is not finite"
-        name = names[self.order[self.first]]
-        return Finding(name, why + head, self._lines(names), self.origin)
-
-    def _lines(self, names: Sequence[str]) -> list[str]:
-        """Return the border line by line, and what to make of it."""
-        width = max(len(printable(names[tensor])) for tensor in self.order)
-        rows = [self._row(tensor, printable(names[tensor]).ljust(width)) for tensor in self.order]
-        head = "in the order in which backward produced them:"
-        lines = [head, *window(rows, self.first), self._advice(names)]
-        if self.bad[self.order[self.first]].ranks:
-            lines.append(
-                "a part is where a rank keeps its share of the sum: any rank may have added it"
-            )
-        return lines
+        labels = [printable(names[tensor]) for tensor in self.order]
+        first = next(place for place, tensor in enumerate(self.order) if tensor in self.bad)
+        culprit = self.order[first]
+        width = max(map(len, labels))
+        rows = [
+            self._row(tensor, label.ljust(width))
+            for tensor, label in zip(self.order, labels, strict=True)
+        ]
+        lines = ["in the order in which backward produced them:", *_window(rows, first)]
+        lines.append(self._advice(labels, first))
+        ranks = self.bad[culprit].ranks
+        if ranks:
+            lines.append(_PARTS)
+        return Finding(names[culprit], head, lines, ranks)
 
     def _row(self, tensor: int, label: str) -> str:
         bad = self.bad.get(tensor)
@@ -89,22 +84,40 @@ class Border:
         plural = "s" if bad.number > 1 else ""
         return f"  > {bad.kind:<6}  {label}  {bad.number:,} element{plural}{part}"
 
-    def _advice(self, names: Sequence[str]) -> str:
-        culprit = printable(names[self.order[self.first]])
-        if self.first == 0:
-            first = f"{culprit} is the first that backward reached and already non-finite"
-            if len(self.bad) < len(self.order):
-                return f"{first}: look at the loss and at what comes after this layer in the forward pass"
-            # What is not finite anywhere in the forward pass reaches the loss, and so every gradient.
+    def _advice(self, labels: Sequence[str], first: int) -> str:
+        culprit = labels[first]
+        if first > 0:
             return (
-                f"{first}, as is all that came after it: look at the inputs of the model, at its weights, "
-                "and at the loss, any of which can be what is not finite"
+                f"the border lies between {labels[first - 1]} (still finite) and {culprit} "
+                "(first that is not)"
             )
-        last = printable(names[self.order[self.first - 1]])
-        return f"the border lies between {last} (still finite) and {culprit} (first that is not)"
+        reached = f"{culprit} is the first that backward reached and already non-finite"
+        if len(self.bad) < len(self.order):
+            return f"{reached}: look at the loss and at what comes after this layer in the forward pass"
+        # What is not finite anywhere in the forward pass reaches the loss, and so every gradient.
+        return (
+            f"{reached}, as is all that came after it: look at the inputs of the model, at its weights, "
+            "and at the loss, any of which can be what is not finite"
+        )
 
 
-def window(rows: list[str], first: int) -> list[str]:
+def finding_of_flags(flags: Sequence[tuple[Flag, int]]) -> Finding:
+    """Return the report on module tensors and tags: flags in order, with non-finite elements counted."""
+    bad = [place for place, (_, count) in enumerate(flags) if count]
+    rows = [
+        f"  > non-finite  the {flag.what} of {printable(flag.name)}  {count:,} elements"
+        if count
+        else f"    finite      the {flag.what} of {printable(flag.name)}"
+        for flag, count in flags
+    ]
+    first = flags[bad[0]][0]
+    head = f"{len(bad)} of {len(flags)} tensors are not finite"
+    last = f"the first that is not finite is the {first.what} of {printable(first.name)}"
+    lines = ["in the order in which they came:", *_window(rows, bad[0]), last]
+    return Finding(first.name, head, lines, reduced=False)
+
+
+def _window(rows: list[str], first: int) -> list[str]:
     """Return the rows around the first bad one; what is left out is counted."""
     if len(rows) <= _SHOWN:
         return rows

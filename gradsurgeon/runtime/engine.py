@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon.actions import Rule
-from gradsurgeon.compiler import Program
-from gradsurgeon.planning import ROOT, Plan, named_modules
+from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.agreement import Agreement
 from gradsurgeon.runtime.arming import Arming
 from gradsurgeon.runtime.changes import ModelChanges
@@ -30,6 +30,8 @@ from gradsurgeon.runtime.silence import notice_silence
 from gradsurgeon.runtime.sites import Sites
 from gradsurgeon.runtime.state import State
 from gradsurgeon.runtime.stepping import Steps
+from gradsurgeon.runtime.tensor_hooks import TensorHooks
+from gradsurgeon.runtime.timetable import ModuleClocks
 from gradsurgeon.runtime.training_events import Pass, Step
 from gradsurgeon.runtime.trap import Traps
 from gradsurgeon.runtime.verdict import Verdict
@@ -68,11 +70,11 @@ class Engine:
         declared = optimizers is not None and not optimizers
         self.manual = Manual(state, self, declared=declared, provisional=provisional)
         self._arming = Arming(state, self._passes, self.manual)
-        self.sites = Sites(state, self._passes, self._clock_of)
-        self._module_hooks = ModuleHooks(self.sites)
+        self._module_clocks = ModuleClocks(state.clocks, state.program.names)
+        self.tensor_hooks = TensorHooks(Sites(state, self._passes, self._module_clocks))
+        self._module_hooks = ModuleHooks(state.program.modules, self.tensor_hooks)
         self.model = ModelChanges(model, state, plan, self._arming, self._module_hooks)
         self.steps = Steps(state, self, self.model)
-        self._first_params = _first_params(state.program)
         self._search_on = optimizers is None
         # Whether backward passes came and no update has followed yet.
         self._unstepped = False
@@ -88,7 +90,7 @@ class Engine:
         try:
             self._early = set(self._state.targets.grads(range(len(self._state.targets)))[0])
             self._arming.arm()
-            self._module_hooks.attach(named_modules(self._model()))
+            self._module_hooks.refresh(named_modules(self._model()))
             for optimizer in self._given:
                 if self.steps.meet(optimizer) is None:
                     self._state.journal.emit("notice", why_not_met(optimizer), warn=True)
@@ -102,7 +104,7 @@ class Engine:
         """Put the hooks on anew, so that they come after those of another session."""
         self._arming.again()
         self._module_hooks.detach()
-        self._module_hooks.attach(named_modules(self._model()))
+        self._module_hooks.refresh(named_modules(self._model()))
 
     def detach(self) -> None:
         self.attached = False
@@ -112,9 +114,9 @@ class Engine:
         self._state.targets.forget()
         self._state.paused = True
 
-    def settle(self) -> None:
+    def settle(self, *, wait: bool = True) -> None:
         """Note what the device has decided so far. Waits for it where there is something."""
-        self._traps.settle()
+        self._traps.settle(wait=wait)
 
     def backward_started(self) -> None:
         """Take notice of a backward pass.
@@ -167,31 +169,27 @@ class Engine:
         agenda = state.agenda(clock)
         finals = Finals(state, {*agenda.trapped, *agenda.stepped}, step.scale)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
-        verdict = self._traps.defer(clock, finals) if step.flaggable else None
-        if verdict is not None:
-            self._edits.run(clock, finals, step.scale, acting=verdict.error is None)
-            return verdict
-        verdict = self._traps.decide(clock, finals)
+        verdict = self._traps.decide(clock, finals, flaggable=step.flaggable)
         stopped = verdict.skip or verdict.error is not None
         suspicious = self._edits.run(clock, finals, step.scale, acting=not stopped)
         # By the rules alone, which are those of all ranks: they decide together.
         if not stopped and agenda.traps and any(lane.rule.may_overflow for lane in agenda.at_step):
             verdict = self._traps.decide_edited(clock, suspicious)
         if state.mode == "act":
-            verdict.frozen = tuple(sorted(agenda.frozen))
+            verdict = replace(verdict, frozen=tuple(sorted(agenda.frozen)))
         return verdict
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
         """Count an attempted update, and look after what it showed."""
         clock, state = step.clock, self._state
         if took_place and not state.paused:
-            notice_silence(state, clock, self._clock_of, owned=self.steps.owned)
+            notice_silence(state, clock, self._module_clocks.of, owned=self.steps.owned)
             if not step.inside:  # the hooks on this very gradient may still be running
                 self.model.after_step(clock)
         self._traps.done(clock)
         if not step.inside:
             state.scaling.stepped()
-        self.sites.missed(clock)
+        self.tensor_hooks.missed(clock)
         clock.tick()
         self._unstepped = False
         self._steps += 1
@@ -261,11 +259,6 @@ class Engine:
         if not self._steps:
             return "never fired: no gradient reached a parameter, and nothing was updated"
         return "was never due"
-
-    def _clock_of(self, module: str) -> Clock:
-        """Return the clock of the optimizer that owns a module: that of its first parameter."""
-        tensor = self._first_params.get(module, self._first_params.get(ROOT))
-        return self._state.clocks.common if tensor is None else self._state.clocks[tensor]
 
     def _arrived(self, done: Pass) -> None:
         self._unstepped |= bool(done.order)
@@ -353,7 +346,7 @@ class Engine:
             clocks.start = clock.step
         elif common.step < clock.step:
             if not self._state.paused:
-                notice_silence(self._state, common, self._clock_of, owned=self.steps.owned)
+                notice_silence(self._state, common, self._module_clocks.of, owned=self.steps.owned)
             self._traps.done(common)
             common.step = clock.step
 
@@ -363,14 +356,3 @@ class Engine:
         if params:
             self.steps.search(param for param in params if param is not None)
             tell_of_unowned(self._state, self.model.unowned())
-
-
-def _first_params(program: Program) -> dict[str, int]:
-    """Return, per module that holds parameters, the index of the first of them."""
-    places: dict[str, int] = {}
-    for index, name in enumerate(program.names):
-        places.setdefault(ROOT, index)
-        parts = name.split(".")
-        for depth in range(1, len(parts)):
-            places.setdefault(".".join(parts[:depth]), index)
-    return places

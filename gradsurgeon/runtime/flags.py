@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,10 @@ class Flag:
     waits: bool = False
 
     @property
+    def key(self) -> tuple[str, str]:
+        return self.rule.id, self.name
+
+    @property
     def can_feed(self) -> bool:
         """Whether a backward pass can still come back to the tensor."""
         return self.waits or (self.graph is not None and self.graph() is not None)
@@ -68,14 +72,9 @@ class Flags:
         return last is not None and (last.fed or last.waits or last.graph is not None)
 
     def add(self, flag: Flag, *, again: bool = False) -> None:
-        """Note a flag.
-
-        Args:
-            flag: of one tensor.
-            again: a forward pass is run again inside a backward pass.
-        """
+        """Note a flag, ``again`` where a forward pass is run again inside a backward pass."""
         if not again:
-            self._last[flag.rule.id, flag.name] = flag
+            self._last[flag.key] = flag
         if len(self._flags) >= self._most:
             self._compact()
         self._flags.append(flag)
@@ -85,19 +84,14 @@ class Flags:
 
         None that an update has to answer for is lost: a model may have more modules than `_MOST`.
         """
-        lost = [flag for flag in self._flags if not flag.fed and not flag.can_feed]
-        self._drop(lost)
+        self._mention(_counted(flag for flag in self._flags if not (flag.fed or flag.can_feed)))
         kept: list[Flag] = []
         first: dict[tuple[str, str, torch.device], Flag] = {}
         for flag in self._flags:
-            if flag.fed:
-                key = (flag.rule.id, flag.name, flag.count.device)
-                one = first.setdefault(key, flag)
-                if one is flag:
-                    kept.append(flag)
-                else:
-                    one.count = one.count + flag.count
-            elif flag.can_feed:
+            same = first.setdefault((*flag.key, flag.count.device), flag) if flag.fed else flag
+            if same is not flag:
+                same.count = same.count + flag.count
+            elif flag.fed or flag.can_feed:
                 kept.append(flag)
         self._flags = kept
         self._most = max(_MOST, 2 * len(kept))
@@ -105,44 +99,37 @@ class Flags:
     def take(self, clock: Clock, common: Clock) -> list[tuple[Flag, int]]:
         """Return the flags that an update of ``clock`` has to answer for, with their counts.
 
-        Reads the device once. Those of forwards that fed no update are dropped; where one of them was
-        non-finite, that is an event.
-
-        Args:
-            clock: of the optimizer.
-            common: of modules that no optimizer owns, such as a backbone that is left out: whichever
-                update comes next answers for them.
+        Those of the ``common`` clock belong to modules that no optimizer owns, such as a backbone that is
+        left out: whichever update comes next answers for them. Those of forwards that fed no update are
+        dropped; where one of them was non-finite, that is an event. Reads the device once.
         """
-        mine = [flag for flag in self._flags if flag.clock() in (clock, common)]
+        counted = _counted(flag for flag in self._flags if flag.clock() in (clock, common))
         self._flags = [flag for flag in self._flags if flag.clock() not in (clock, common)]
-        counts = read([flag.count for flag in mine])
-        counted = list(zip(mine, counts, strict=True))
-        fed = [(flag, count) for flag, count in counted if flag.fed]
-        told = {(flag.rule.id, flag.name) for flag, count in fed if count}
-        self._mention(
-            [(f, c) for f, c in counted if not f.fed and c and (f.rule.id, f.name) not in told]
-        )
         self._last.clear()
+        fed = [(flag, count) for flag, count in counted if flag.fed]
+        trapped = {flag.key for flag, count in fed if count}
+        self._mention((f, c) for f, c in counted if not f.fed and f.key not in trapped)
         return fed
 
     def forget(self, clock: Clock) -> None:
-        """Forget the flags of a step that did not take place."""
         self._flags = [flag for flag in self._flags if flag.clock() is not clock]
 
     def close(self) -> None:
         """Drop what no update has answered for."""
-        self._drop(self._flags)
+        self._mention(_counted(self._flags))
         self._flags = []
 
-    def _drop(self, flags: list[Flag]) -> None:
-        counts = read([flag.count for flag in flags])
-        self._mention([(f, c) for f, c in zip(flags, counts, strict=True) if c])
-
-    def _mention(self, dropped: list[tuple[Flag, int]]) -> None:
+    def _mention(self, dropped: Iterable[tuple[Flag, int]]) -> None:
         for flag, count in dropped:
-            text = (
-                f"the {flag.what} of {flag.name} had {count:,} non-finite element"
-                f"{'s' if count > 1 else ''} in a forward that fed no update: no trap"
-            )
-            step = flag.clock().step
-            self._journal.emit("notice", text, rule=flag.rule.id, step=step, name=flag.name)
+            if count:
+                text = (
+                    f"the {flag.what} of {flag.name} had {count:,} non-finite element"
+                    f"{'s' if count > 1 else ''} in a forward that fed no update: no trap"
+                )
+                rule, step = flag.rule.id, flag.clock().step
+                self._journal.emit("notice", text, rule=rule, step=step, name=flag.name)
+
+
+def _counted(flags: Iterable[Flag]) -> list[tuple[Flag, int]]:
+    flags = list(flags)
+    return list(zip(flags, read([flag.count for flag in flags]), strict=True))

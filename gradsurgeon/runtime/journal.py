@@ -1,10 +1,10 @@
-"""What a session has to tell: events, and what each rule has done.
+"""The event log: what happened, and what each rule has done.
 
-Each thing is said once, in one of three ways:
+Each event is told once, in one of three ways:
 
 * as an exception, where a trap stops the training;
-* as a `GradSurgeonWarning`, where the one who called should change something: a rule that never fired,
-  a hook that got lost, a set-up that cannot honour a rule, and a trap with ``then: warn``;
+* as a `GradSurgeonWarning`, where the caller should change something: a rule that never fired, a hook
+  that got lost, a set-up that cannot honour a rule, and a trap with ``then: warn``;
 * to the logger ``gradsurgeon``: a trap that lets the training go on and a skipped step at WARNING,
   which Python prints to stderr where nobody has configured logging; all else at INFO.
 
@@ -22,6 +22,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import RLock
 
@@ -46,11 +47,10 @@ _REPEATED = {
     "scaler-skip": ("scaler-skip", logging.INFO),
 }
 _MINUTE = 60.0
-# One step can pass without a gradient for innocent reasons, three in a row are worth a word.
+# One step can pass without a gradient for innocent reasons; three in a row are worth a warning.
 _QUIET_STEPS = 3
-# Flags wait on the device until so many of them are worth one look.
-_DOUBTS = 256
-
+# Flags wait on the device until so many of them are worth a transfer.
+_FLAGS_PER_TRANSFER = 256
 
 _NOT_THE_SCRIPT = (
     *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
@@ -71,21 +71,26 @@ def _level_of_the_script() -> int:
 
 @dataclass(slots=True)
 class Tally:
-    """What one rule has done.
-
-    ``altered`` counts on the device, to be read when asked for; ``known`` what the host knows anyway.
-    """
+    """What one rule has done; ``counters`` hold what devices have altered and the host does not know."""
 
     matched: int
     fired: int = 0
+    altered: int = 0
+    counters: dict[torch.device, Tensor] = field(default_factory=dict)
     last_step: int | None = None
     quiet: int = 0
     due: bool = False
-    altered: dict[torch.device, Tensor] = field(default_factory=dict)
-    # The counts of `altered` as they were a moment ago.
-    arrived: dict[torch.device, int] = field(default_factory=dict)
-    known: int = 0
     warnings: list[str] = field(default_factory=list)
+
+    def status(self) -> RuleStatus:
+        """Return it as users see it."""
+        return RuleStatus(
+            matched=self.matched,
+            fired=self.fired,
+            changed=self.altered / self.fired if self.fired else 0.0,
+            last_step=self.last_step,
+            warnings=tuple(self.warnings),
+        )
 
 
 @dataclass(slots=True)
@@ -98,29 +103,17 @@ class _Repeated:
 
 
 class Journal:
-    """Events in order, and one tally per rule. Several threads may write to it.
+    """Events in order, and one tally per rule. Several threads may write to it."""
 
-    Args:
-        rules: every rule, in file order.
-        matched: how many tensors each matches.
-        sink: told of each event that is noted.
-    """
-
-    def __init__(
-        self,
-        rules: Sequence[Rule],
-        matched: Sequence[int],
-        *,
-        sink: Callable[[Event], None] | None = None,
-    ) -> None:
+    def __init__(self, rules: Sequence[Rule], matched: Sequence[int]) -> None:
         self.events: list[Event] = []
-        self.sink = sink
+        # Is called with each event that is noted.
+        self.sink: Callable[[Event], None] | None = None
         self._tallies = {rule.id: Tally(count) for rule, count in zip(rules, matched, strict=True)}
         self._said: set[tuple[str, str]] = set()
         self._repeated: dict[tuple[str, str], _Repeated] = {}
         self._innocent = 0
-        self._doubts: Ring[tuple[EventKind, str, str, int]] = Ring(self._answer, rows=_DOUBTS)
-        self._counts: Ring[tuple[Tally, torch.device]] = Ring(self._counted, rows=len(rules) or 1)
+        self._flags: Ring[Callable[[int], None]] = Ring(self._read)
         # Never held while something else is called: the recorder has a lock of its own, and calls back.
         self._lock = RLock()
 
@@ -135,16 +128,9 @@ class Journal:
         warn: bool = False,
         raised: bool = False,
     ) -> None:
-        """Note an event, and tell of it.
+        """Note an event, and tell of it: by a warning, where the caller ought to see it at once.
 
-        Args:
-            kind: what sort of thing it is.
-            message: what happened; its first line stands for itself.
-            rule: the rule concerned.
-            step: the clock concerned.
-            name: the tensor concerned.
-            warn: warn the caller, who ought to see it at once.
-            raised: an exception is about to tell it.
+        The first line of the message stands for itself. ``raised``: an exception is about to tell it.
         """
         self._note(Event(kind, rule, step, _dist.rank(), name, message))
         text, level = message, logging.INFO
@@ -163,16 +149,16 @@ class Journal:
         """Return what to tell of something that happens again and again, empty for nothing."""
         now = time.monotonic()
         with self._lock:
-            seen = self._repeated.setdefault(topic, _Repeated())
-            if seen.step == step:
-                return ""  # in other words
-            seen.step = step
-            seen.times += 1
-            times = seen.times
-            round_number = times == 10 ** (len(str(times)) - 1)
-            if not round_number and now - seen.told < _MINUTE:
+            repeated = self._repeated.setdefault(topic, _Repeated())
+            if repeated.step == step:
+                return ""  # The same has been told in other words.
+            repeated.step = step
+            repeated.times += 1
+            times = repeated.times
+            is_power_of_ten = times == 10 ** (len(str(times)) - 1)
+            if not is_power_of_ten and now - repeated.told < _MINUTE:
                 return ""
-            seen.told = now
+            repeated.told = now
         if times == 1:
             return message
         return f"{'; '.join(message.split(chr(10))[:2])} ({times:,} times so far)"
@@ -200,15 +186,15 @@ class Journal:
             self.once("events", text, step=event.step)
 
     def _make_room(self) -> None:
-        """Let go of a tenth of the events: repetitions first, those of what is innocent before others."""
-        seen: set[tuple[str, str, str]] = set()
+        """Drop a tenth of the events: repetitions first, innocent ones before others."""
+        kinds: set[tuple[str, str, str]] = set()
         ranked = []
-        for place, event in enumerate(self.events):
-            what = (event.kind, event.rule, event.name)
-            ranked.append((what not in seen, event.kind not in _INNOCENT, place))
-            seen.add(what)
-        gone = {place for _, _, place in sorted(ranked)[: _MOST_EVENTS // 10]}
-        self.events = [event for place, event in enumerate(self.events) if place not in gone]
+        for position, event in enumerate(self.events):
+            kind = (event.kind, event.rule, event.name)
+            ranked.append((kind not in kinds, event.kind not in _INNOCENT, position))
+            kinds.add(kind)
+        dropped = {position for _, _, position in sorted(ranked)[: _MOST_EVENTS // 10]}
+        self.events = [event for i, event in enumerate(self.events) if i not in dropped]
 
     def once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
@@ -236,29 +222,6 @@ class Journal:
         """Tell whether a rule has fired."""
         return bool(self._tallies[rule].fired)
 
-    def later(
-        self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
-    ) -> None:
-        """Note an event if ``flag`` is set, which is read at once only where that waits for nothing."""
-        if _torch.is_capturing():
-            return  # The flag has no value yet, and belongs to the graph.
-        if _torch.is_host(flag):
-            self._answer([((kind, message, rule, step), flag)])
-            return
-        self._doubts.put((kind, message, rule, step), flag)
-        if len(self._doubts) >= _DOUBTS:
-            self._doubts.send()
-            self._doubts.collect()
-
-    def settle(self) -> None:
-        """Read the flags that wait. Waits for the device."""
-        self._doubts.settle()
-
-    def _answer(self, doubts: Sequence[tuple[tuple[EventKind, str, str, int], Tensor]]) -> None:
-        for (kind, message, rule, step), flag in doubts:
-            if bool(flag):
-                self.emit(kind, message, rule=rule, step=step)
-
     def fired(self, rule: str, step: int, count: int = 1) -> None:
         """Count firings of a rule."""
         tally = self._tallies[rule]
@@ -266,23 +229,61 @@ class Journal:
             tally.fired += count
             tally.last_step = step
 
-    def altered(self, rule: str, flag: Tensor | int) -> None:
-        """Count firings that altered something, without reading a flag."""
+    def altered(self, rule: str, count: Tensor | int) -> None:
+        """Count firings that altered something, on a device without reading it."""
         tally = self._tallies[rule]
-        if not isinstance(flag, Tensor):
-            with self._lock:
-                tally.known += flag
-            return
+        if not isinstance(count, Tensor) or _torch.is_host(count):
+            self._add(tally, int(count))
+        elif not _torch.is_capturing():  # Every replay would begin to count from zero.
+            with self._lock, torch.no_grad():
+                if (counter := tally.counters.get(count.device)) is None:
+                    # What is made in inference mode, where validation may come first, is no use outside.
+                    with torch.inference_mode(mode=False):
+                        counter = torch.zeros((), dtype=torch.int64, device=count.device)
+                    tally.counters[count.device] = counter
+                counter.add_(count)
+
+    def _add(self, tally: Tally, count: int) -> None:
+        with self._lock:
+            tally.altered += count
+
+    def later(
+        self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
+    ) -> None:
+        """Note an event if ``flag`` is set, once that can be read without waiting."""
         if _torch.is_capturing():
-            return  # Every replay would begin to count from zero.
-        with self._lock, torch.no_grad():
-            counter = tally.altered.get(flag.device)
-            if counter is None:
-                # What is made in inference mode, where validation may come first, is no use outside.
-                with torch.inference_mode(mode=False):
-                    counter = torch.zeros((), dtype=torch.int64, device=flag.device)
-                tally.altered[flag.device] = counter
-            counter.add_(flag)
+            return  # The flag has no value yet, and belongs to the graph.
+
+        def note(_: int) -> None:
+            self.emit(kind, message, rule=rule, step=step)
+
+        if _torch.is_host(flag):
+            self._read([(note, flag)])
+            return
+        self._flags.put(note, flag)
+        if len(self._flags) >= _FLAGS_PER_TRANSFER:
+            self._flags.send()
+
+    @staticmethod
+    def _read(arrived: Sequence[tuple[Callable[[int], None], Tensor]]) -> None:
+        for act, values in arrived:
+            if count := int(values):
+                act(count)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Note what devices know. Without waiting, what they have told so far; the rest comes later."""
+        if _torch.is_capturing():
+            return  # What is on the device has no value then.
+        # Counters travel with the flags, and begin anew.
+        for tally in self._tallies.values():
+            with self._lock:
+                counters, tally.counters = tally.counters, {}
+            for counter in counters.values():
+                self._flags.put(partial(self._add, tally), counter)
+        if wait:
+            self._flags.settle()
+        else:
+            self._flags.send()
 
     def passed(self, rule: str, step: int, cause: Callable[[], str]) -> None:
         """Note that a step in which a rule was due is over; say so where it never fires."""
@@ -301,51 +302,11 @@ class Journal:
         return [(rule, tally.due) for rule, tally in tallies if tally.matched and not tally.fired]
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
-        """Return what each rule has done.
-
-        Args:
-            wait: for devices. Otherwise what they have counted is a moment old.
-        """
-        if wait:
-            self.settle()
-        else:
-            self._refresh()
-        found: dict[str, RuleStatus] = {}
-        for rule, tally in self._tallies.items():
-            counts = map(int, tally.altered.values()) if wait else tally.arrived.values()
-            altered = tally.known + sum(counts)
-            found[rule] = RuleStatus(
-                matched=tally.matched,
-                fired=tally.fired,
-                changed=altered / tally.fired if tally.fired else 0.0,
-                last_step=tally.last_step,
-                warnings=tuple(tally.warnings),
-            )
-        return found
-
-    def _refresh(self) -> None:
-        """Let flags and counters travel to the host, and take what has arrived."""
-        if _torch.is_capturing():
-            return  # Nothing can be read until the graph is complete.
-        self._doubts.send()
-        self._doubts.collect()
-        self._counts.collect()
-        if self._counts.under_way:
-            return
-        for tally in self._tallies.values():
-            for device, counter in list(tally.altered.items()):
-                if _torch.is_host(counter):
-                    tally.arrived[device] = int(counter)
-                else:
-                    self._counts.put((tally, device), counter)
-        self._counts.send()
-
-    @staticmethod
-    def _counted(found: Sequence[tuple[tuple[Tally, torch.device], Tensor]]) -> None:
-        for (tally, device), count in found:
-            tally.arrived[device] = int(count)
+        """Return what each rule has done. Without waiting, what devices have counted is a moment old."""
+        self.settle(wait=wait)
+        return {rule: tally.status() for rule, tally in self._tallies.items()}
 
 
 def _with_rule(message: str, rule: str) -> str:
-    """Return a message that names its rule; that of a trap, which is raised as well, does so itself."""
+    # The message of a trap, which is raised as well, names the rule by itself.
     return message if not rule or f"rule {rule}" in message else f"rule {rule}: {message}"

@@ -10,106 +10,93 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.actions import Rule, spelled
 from gradsurgeon.compiler import ModuleProgram
 from gradsurgeon.runtime.compiled import on_site
-from gradsurgeon.runtime.sites import Sites, is_numeric
 from gradsurgeon.runtime.structure import Path, describe, resolve, tensors_in, with_tensors
-from gradsurgeon.runtime.timetable import Due, Timetable
+from gradsurgeon.runtime.tensor_hooks import TensorHooks
+from gradsurgeon.runtime.timetable import Due, NamedRule, Timetable
+
+
+class _Call(NamedTuple):
+    """One call of a module, and what the rules on what it takes, or returns, have to do in it."""
+
+    tensor_hooks: TensorHooks
+    owner: str
+    due: Due
+    # Whether the gradient of a view is meant, because others use the tensor too.
+    needs_view: Callable[[Tensor], bool]
+
+    def act(self, tensor: Tensor) -> Tensor:
+        return self.tensor_hooks.act(self.due, tensor, self.owner, self.needs_view)
+
+    def exchanged(
+        self, structure: Any, path_of: Callable[[Path], Path] = lambda path: path
+    ) -> dict[Path, Tensor]:
+        """Run rules on the tensors of a structure; return those to be exchanged, by path.
+
+        Args:
+            structure: what the module takes or returns.
+            path_of: maps the path that a rule names to one in the structure.
+        """
+        exchanged: dict[Path, Tensor] = {}
+        done: dict[tuple[int, tuple[str, ...]], Tensor] = {}
+        named = {
+            rule.id: self._resolved(structure, rule, path_of(rule.ref.path))
+            for rule, _ in (*self.due.values, *self.due.grads)
+        }
+        for path, tensor in tensors_in(structure):
+            due = Due(*(tuple(self._matching(path, rules, named)) for rules in self.due))
+            rules = tuple(rule.id for rule, _ in (*due.values, *due.grads))
+            # One tensor in several places, as query, key and value, is acted on once.
+            key = (id(tensor), rules)
+            if rules and key not in done:
+                done[key] = self._replace(due=due).act(tensor)
+            if rules and done[key] is not tensor:
+                exchanged[path] = done[key]
+        return exchanged
+
+    def _resolved(self, structure: Any, rule: Rule, path: Path) -> Path | None:
+        found = resolve(structure, path)
+        if found is None:
+            text = f"{self.owner} has no {rule.ref}: its {rule.ref.side} is {describe(structure)}"
+            named = NamedRule(rule, self.owner)
+            self.tensor_hooks.sites.warn("path", text, [named], self.owner)
+        return found
+
+    def _matching(
+        self, path: Path, rules: Sequence[NamedRule], named: Mapping[str, Path | None]
+    ) -> Iterator[NamedRule]:
+        for rule, _ in rules:
+            start = named[rule.id]
+            if start is not None and path[: len(start)] == start:
+                # A rule that names one tensor by path gives it the name of the module.
+                yield NamedRule(rule, f"{self.owner}{spelled(path[len(start) :])}")
 
 
 class ModuleHook:
     """A hook on a module that reaches its session weakly."""
 
-    def __init__(self, sites: Sites, name: str, rules: Sequence[Rule]) -> None:
-        self._sites = weakref.ref(sites)
-        self._owner = name
-        self._timetable = Timetable(rules, name)
+    def __init__(self, tensor_hooks: TensorHooks, name: str, rules: Sequence[Rule]) -> None:
+        self._tensor_hooks = weakref.ref(tensor_hooks)
+        self._timetable = Timetable(rules, name, name)
         # Where a module takes or returns one tensor, and no rule names a part, all is known ahead.
         self._whole = not any(rule.ref.path for rule in rules)
-        self._names = dict.fromkeys((rule.id for rule in rules), name)
 
-    def _due(self, module: nn.Module) -> tuple[Sites, Due] | None:
-        """Return what there is to do, ``None`` if nothing."""
-        sites = self._sites()
-        if sites is None or sites.state.paused:
+    def _begin(self, module: nn.Module, needs_view: Callable[[Tensor], bool]) -> _Call | None:
+        """Return what the rules have to do now, ``None`` where all of them rest."""
+        tensor_hooks = self._tensor_hooks()
+        if tensor_hooks is None:
             return None
-        due = self._timetable.due(sites.state, sites.clock_of, training=module.training)
-        return None if due is None else (sites, due)
-
-    def _act(
-        self,
-        sites: Sites,
-        due: Due,
-        structure: Any,
-        *,
-        paths: Callable[[Path], Path],
-        view: Callable[[Tensor], bool],
-    ) -> dict[Path, Tensor]:
-        """Run rules on the tensors of a structure; return those to be exchanged, by path."""
-        exchanged: dict[Path, Tensor] = {}
-        done: dict[tuple[int, tuple[str, ...]], Tensor] = {}
-        rules = (*due.values, *due.grads)
-        chosen = {rule.id: self._chosen(sites, rule, structure, paths) for rule in rules}
-        for path, tensor in tensors_in(structure):
-            values, grads = (
-                tuple(rule for rule in some if _lies_in(path, chosen[rule.id])) for some in due
-            )
-            if not values and not grads:
-                continue
-            # One tensor in several places, as query, key and value, is acted on once.
-            key = (id(tensor), tuple(rule.id for rule in (*values, *grads)))
-            if key not in done:
-                # A rule that names one tensor by path gives it the name of the module.
-                names = {
-                    rule.id: self._name(structure, path, chosen[rule.id] or ())
-                    for rule in (*values, *grads)
-                }
-                done[key] = self._one(sites, Due(values, grads), names, tensor, view)
-            if done[key] is not tensor:
-                exchanged[path] = done[key]
-        return exchanged
-
-    def _one(
-        self,
-        sites: Sites,
-        due: Due,
-        names: Mapping[str, str],
-        tensor: Tensor,
-        view: Callable[[Tensor], bool],
-    ) -> Tensor:
-        out = sites.value(due.values, names, tensor, self._owner)
-        if due.grads and is_numeric(out) and out.requires_grad and torch.is_grad_enabled():
-            if out is tensor and view(tensor):
-                out = tensor.view_as(tensor)
-            sites.gradient(due.grads, names, out, self._owner)
-        return out
-
-    def _chosen(
-        self,
-        sites: Sites,
-        rule: Rule,
-        structure: Any,
-        paths: Callable[[Path], Path],
-    ) -> Path | None:
-        wanted = paths(rule.ref.path)
-        found = resolve(structure, wanted)
-        if found is None:
-            text = f"{self._owner} has no {rule.ref}: its {rule.ref.side} is {describe(structure)}"
-            step = sites.clock_of(self._owner).step
-            sites.state.journal.once("path", text, rule=rule.id, step=step, warn=True)
-        return found
-
-    def _name(self, structure: Any, path: Path, chosen: Path) -> str:
-        del structure
-        return f"{self._owner}{spelled(path[len(chosen) :])}"
+        due = tensor_hooks.due(self._timetable, training=module.training)
+        owner = self._timetable.owner
+        return None if due is None else _Call(tensor_hooks, owner, due, needs_view)
 
 
 class InputHook(ModuleHook):
@@ -120,25 +107,17 @@ class InputHook(ModuleHook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Return the arguments with exchanged tensors, ``None`` to leave them as they are."""
-        if (found := self._due(module)) is None:
+        # On a view, an operation in place would leave the hook on a tensor that no longer counts.
+        in_place = getattr(module, "inplace", False) is True
+        call = self._begin(module, lambda _: not in_place)
+        if call is None:
             return None
-        sites, due = found
-
-        def view(_: Tensor) -> bool:
-            # On a view, an operation in place would leave the hook on a tensor that no longer counts.
-            return getattr(module, "inplace", False) is not True
-
         if self._whole and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-            one = self._one(sites, due, self._names, args[0], view)
-            return None if one is args[0] else ((one,), kwargs)
+            out = call.act(args[0])
+            return None if out is args[0] else ((out,), kwargs)
         arguments = _Arguments(module, args, kwargs)
-        new = self._act(sites, due, arguments.named, paths=arguments.path, view=view)
-        return arguments.exchange(new) if new else None
-
-    def _name(self, structure: Any, path: Path, chosen: Path) -> str:
-        if not chosen and len(list(tensors_in(structure))) == 1:
-            return self._owner
-        return super()._name(structure, path, chosen)
+        exchanged = call.exchanged(arguments.named, arguments.path)
+        return arguments.exchange(exchanged) if exchanged else None
 
 
 class OutputHook(ModuleHook):
@@ -149,20 +128,20 @@ class OutputHook(ModuleHook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Return the output with exchanged tensors, ``None`` to leave it as it is."""
-        if (found := self._due(module)) is None:
-            return None
-        sites, due = found
 
-        def view(tensor: Tensor) -> bool:
+        def needs_view(tensor: Tensor) -> bool:
             # A module may return its input, or a parameter. What others make of it must be told from
             # its output, and a hook on a leaf would stay there.
-            return tensor.is_leaf or any(one is tensor for _, one in tensors_in((args, kwargs)))
+            return tensor.is_leaf or any(taken is tensor for _, taken in tensors_in((args, kwargs)))
 
+        call = self._begin(module, needs_view)
+        if call is None:
+            return None
         if self._whole and isinstance(output, Tensor):
-            one = self._one(sites, due, self._names, output, view)
-            return None if one is output else one
-        new = self._act(sites, due, output, paths=lambda path: path, view=view)
-        return with_tensors(output, new) if new else None
+            out = call.act(output)
+            return None if out is output else out
+        exchanged = call.exchanged(output)
+        return with_tensors(output, exchanged) if exchanged else None
 
 
 class _Arguments:
@@ -177,7 +156,9 @@ class _Arguments:
     def path(self, path: Path) -> Path:
         """Return a path with its first step as it stands in this call."""
         if not path:
-            return path
+            # A tensor that is the only one goes by the name of the module.
+            paths = [path for path, _ in tensors_in(self.named)]
+            return paths[0] if len(paths) == 1 else ()
         first = path[0]
         if isinstance(first, str) and first not in self._kwargs and first in self._names:
             index = self._names.index(first)
@@ -200,12 +181,8 @@ def _positional(kind: type[nn.Module], count: int) -> list[str]:
     except (TypeError, ValueError):
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [one.name for one in parameters if one.kind in kinds]
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
     return names if len(names) >= count else []
-
-
-def _lies_in(path: Path, chosen: Path | None) -> bool:
-    return chosen is not None and path[: len(chosen)] == chosen
 
 
 class _Copied:
@@ -230,16 +207,15 @@ class _Copied:
 
 def _tables(handle: RemovableHandle) -> list[OrderedDict[int, Any]]:
     """Return the tables of a module in which a hook has entries."""
-    found = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
-    return [table for table in found if table is not None]
+    tables = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
+    return [table for table in tables if table is not None]
 
 
-def _leave_behind(handle: RemovableHandle) -> RemovableHandle:
+def _leave_behind(handle: RemovableHandle) -> None:
     """Keep a hook out of the copies of its module."""
     for table in _tables(handle):
         copied = vars(table).setdefault("__reduce__", _Copied(table))
         copied.ours.add(handle.id)
-    return handle
 
 
 def _take_off(handle: RemovableHandle) -> None:
@@ -256,18 +232,10 @@ def _take_off(handle: RemovableHandle) -> None:
 class ModuleHooks:
     """The hooks of one session on the modules of its model."""
 
-    def __init__(self, sites: Sites) -> None:
-        self._sites = sites
-        self._on: dict[str, tuple[weakref.ref[nn.Module], list[RemovableHandle]]] = {}
-
-    def attach(self, modules: Mapping[str, nn.Module]) -> None:
-        """Put the hooks of the program on modules by name; on failure none stays."""
-        try:
-            for program in self._sites.state.program.modules:
-                self._put(program, modules[program.name])
-        except BaseException:
-            self.detach()
-            raise
+    def __init__(self, programs: Sequence[ModuleProgram], tensor_hooks: TensorHooks) -> None:
+        self._programs = programs
+        self._tensor_hooks = tensor_hooks
+        self._hooked: dict[str, tuple[weakref.ref[nn.Module], list[RemovableHandle]]] = {}
 
     def refresh(self, modules: Mapping[str, nn.Module]) -> list[tuple[str, bool]]:
         """Put the hooks on the modules that now stand under the names.
@@ -275,36 +243,36 @@ class ModuleHooks:
         Returns:
             The names of those that were exchanged, and whether there is one in their place.
         """
-        found = []
-        for program in self._sites.state.program.modules:
+        exchanged = []
+        for program in self._programs:
             module = modules.get(program.name)
-            hooked = self._on.get(program.name)
+            hooked = self._hooked.get(program.name)
             if (None if hooked is None else hooked[0]()) is not module:
                 self._take_off(program.name)
                 if module is not None:
                     self._put(program, module)
-                found.append((program.name, module is not None))
-        return found
+                exchanged.append((program.name, module is not None))
+        return exchanged
 
     def detach(self) -> None:
         """Take all hooks off."""
-        for name in list(self._on):
+        for name in list(self._hooked):
             self._take_off(name)
-        self._sites.let_go()
+        self._tensor_hooks.let_go()
 
     def _put(self, program: ModuleProgram, module: nn.Module) -> None:
         handles: list[RemovableHandle] = []
-        self._on[program.name] = (weakref.ref(module), handles)
+        self._hooked[program.name] = (weakref.ref(module), handles)
         if program.on_input:
-            before = InputHook(self._sites, program.name, program.on_input)
-            handle = module.register_forward_pre_hook(before, with_kwargs=True)
-            handles.append(_leave_behind(handle))
+            before = InputHook(self._tensor_hooks, program.name, program.on_input)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         if program.on_output:
-            after = OutputHook(self._sites, program.name, program.on_output)
-            handle = module.register_forward_hook(after, with_kwargs=True)
-            handles.append(_leave_behind(handle))
+            after = OutputHook(self._tensor_hooks, program.name, program.on_output)
+            handles.append(module.register_forward_hook(after, with_kwargs=True))
+        for handle in handles:
+            _leave_behind(handle)
 
     def _take_off(self, name: str) -> None:
-        _, handles = self._on.pop(name, (None, []))
+        _, handles = self._hooked.pop(name, (None, []))
         for handle in handles:
             _take_off(handle)

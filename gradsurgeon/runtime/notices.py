@@ -26,8 +26,10 @@ _RANKS = (
 )
 _REENTRANT = (
     "{does}: backward passes ran inside one another, as checkpoint(use_reentrant=True) makes them, and "
-    "more than one of them reached {name}; use `use_reentrant=False`, or {remedy}"
+    "more than one of them reached {{name}}; use `use_reentrant=False`, or `at: {point}` to {to} the sum"
 )
+_BOUNDS_PARTS = "bounds parts of a gradient, and their sum can exceed the bound"
+_SEES_PARTS = "sees parts of a gradient, never their sum"
 
 
 def count_passes(state: State, done: Pass) -> None:
@@ -39,12 +41,13 @@ def count_passes(state: State, done: Pass) -> None:
         return
     if done.added_to and any(read(list(done.added_to.values()))):
         several = (tensor for tensor in done.order if state.clocks[tensor].passes > 1)
-        _say(state, "accumulation", several, lambda rule, _: "" if rule.linear else _PASSES)
-    if state.ranks.averaging and _has_bounds(state, "ranks"):
-        _say(state, "ranks", _averaged(state, done), lambda rule, _: "" if rule.linear else _RANKS)
+        _say(state, "accumulation", several, lambda rule: "" if rule.linear else _PASSES)
+    if state.ranks.averaging:
+        _say(state, "ranks", _averaged(state, done), lambda rule: "" if rule.linear else _RANKS)
     # Passes inside one another have been put together, piece by piece.
     if len(done.runs) > 1:
-        _say(state, "reentrant", _repeated(done), _on_parts)
+        several = (tensor for tensor, times in Counter(done.order).items() if times > 1)
+        _say(state, "reentrant", several, _on_parts)
 
 
 def tell_of_no_pass(state: State, clock: Clock, having: Sequence[int]) -> None:
@@ -127,46 +130,32 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
-def _has_bounds(state: State, topic: str) -> bool:
-    """Tell whether there is a bound on contributions that nothing has been said of."""
-    rules = (rule for rules in state.program.per_tensor.values() for rule in rules)
-    return any(not rule.linear and not state.journal.said(topic, rule.id) for rule in rules)
-
-
 def _averaged(state: State, done: Pass) -> Iterator[int]:
     """Yield the tensors whose gradients of a pass are averaged over ranks."""
     averaged = state.ranks.averaged()
     yield from (tensor for tensor in done.order if id(state.targets.param(tensor)) in averaged)
 
 
-def _repeated(done: Pass) -> list[int]:
-    """Return the tensors that received several gradients in one pass."""
-    return [tensor for tensor, times in Counter(done.order).items() if times > 1]
-
-
-def _on_parts(rule: Rule, name: str) -> str:
+def _on_parts(rule: Rule) -> str:
     """Return what to say of a rule that acted on parts of the gradient of one pass."""
     if rule.role == "edit":
-        does = (
-            "" if rule.linear else "bounds parts of a gradient, and their sum can exceed the bound"
+        return (
+            "" if rule.linear else _REENTRANT.format(does=_BOUNDS_PARTS, point="step", to="bound")
         )
-        remedy = "`at: step` to bound the sum"
-    else:
-        does = "sees parts of a gradient, never their sum"
-        if rule.role == "observe":
-            does += ", and records one of them"
-        remedy = "`at: accumulated` to see the sum"
-    return does and _REENTRANT.format(does=does, name=name, remedy=remedy)
+    records = ", and records one of them" if rule.role == "observe" else ""
+    return _REENTRANT.format(does=_SEES_PARTS + records, point="accumulated", to="see")
 
 
-def _say(
-    state: State, topic: str, tensors: Iterable[int], text: Callable[[Rule, str], str]
-) -> None:
-    """Warn once of each rule that acts on some of the tensors and that there is a text for."""
+def _say(state: State, topic: str, tensors: Iterable[int], text: Callable[[Rule], str]) -> None:
+    """Warn once of each rule at `backward` that acts on some of the tensors and that there is a text for."""
+    rules = {rule.id: rule for own in state.program.per_tensor.values() for rule in own}
+    unsaid = (rule for rule in rules.values() if not state.journal.said(topic, rule.id))
+    texts = {rule.id: said for rule in unsaid if (said := text(rule))}
+    if not texts:
+        return
     for tensor in tensors:
         step = state.clocks[tensor].step
         for rule in state.program.per_tensor.get(tensor, ()):
-            if not state.journal.said(topic, rule.id) and rule.steps.due(step):
-                said = text(rule, state.program.names[tensor])
-                if said:
-                    state.journal.once(topic, said, rule=rule.id, step=step, warn=True)
+            if rule.id in texts and rule.steps.due(step):
+                said = texts.pop(rule.id).replace("{name}", state.program.names[tensor])
+                state.journal.once(topic, said, rule=rule.id, step=step, warn=True)

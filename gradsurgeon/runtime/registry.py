@@ -118,7 +118,7 @@ _torch.compile_apart(tag, allowed=False)
 @on_site
 def _show(tensor: Tensor, name: str) -> Tensor:
     for engine in _engines():
-        tensor = engine.sites.tag(tensor, name)
+        tensor = engine.tensor_hooks.tag(tensor, name)
     return tensor
 
 

@@ -52,38 +52,31 @@ class Roll:
 
     @property
     def absent(self) -> list[int]:
-        """The ranks that have no session, or whose session came too late."""
         return [rank for rank in self.wanted if rank not in self.answers]
 
-    def others(self, own: Answer) -> list[int]:
+    def others(self, mine: Answer) -> list[int]:
         """Return the ranks that have other rules than this one, or count otherwise."""
-        return [
-            rank
-            for rank, one in self.answers.items()
-            if (one.plan, one.step) != (own.plan, own.step)
-        ]
+        expected = (mine.plan, mine.step)
+        return [rank for rank, a in self.answers.items() if (a.plan, a.step) != expected]
 
     @property
     def drifts(self) -> bool:
         """Whether some rank has rules that all ranks must have."""
-        return any(one.drifts for one in self.answers.values())
+        return any(answer.drifts for answer in self.answers.values())
 
 
-def call(group: Any, shapes: Sequence[tuple[int, ...]], own: Answer) -> Roll:
+def call(group: Any, shapes: Sequence[tuple[int, ...]], mine: Answer) -> Roll:
     """Find the sessions of the other ranks of a group; wait for them for a limited time.
 
-    Args:
-        group: all of whose ranks are about to make the same update.
-        shapes: what tells the model from others that these ranks train.
-        own: what this rank says.
+    The shapes tell the model from others that these ranks train.
     """
     kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
     topic = f"gradsurgeon/roll/{group.group_name}/{kind}"
     late: Roll | None = None
     while True:
-        place = f"{topic}/{_met[topic]}"
+        prefix = f"{topic}/{_met[topic]}"
         _met[topic] += 1
-        roll = _answer(place, _dist.members(group), own, again=late is not None)
+        roll = _answer(prefix, _dist.members(group), mine, again=late is not None)
         if _dist.rank() in roll.answers:
             return roll
         if not roll.answers and late is not None:
@@ -94,25 +87,20 @@ def call(group: Any, shapes: Sequence[tuple[int, ...]], own: Answer) -> Roll:
         late = roll if roll.answers else late
 
 
-def _answer(place: str, wanted: Sequence[int], own: Answer, *, again: bool) -> Roll:
-    """Answer to one roll; return it once it is closed, be it by this rank.
-
-    Args:
-        place: of the roll in the store.
-        wanted: who ought to answer.
-        own: what this rank says.
-        again: it has come too late to another one, and leaves no trace where it is alone here as well.
-    """
+def _answer(prefix: str, wanted: Sequence[int], mine: Answer, *, again: bool) -> Roll:
+    """Answer to the roll under a prefix of the store; return it once it is closed, be it by this rank."""
     store = _dist.store()
-    store.set(f"{place}/{_dist.rank()}", json.dumps(asdict(own)))
-    keys = {rank: f"{place}/{rank}" for rank in wanted}
-    missing = wait_for(store, keys, until=f"{place}/closed")
+    store.set(f"{prefix}/{_dist.rank()}", json.dumps(asdict(mine)))
+    keys = {rank: f"{prefix}/{rank}" for rank in wanted}
+    missing = wait_for(store, keys, until=f"{prefix}/closed")
     here = [rank for rank in wanted if rank not in missing]
     if again and here == [_dist.rank()]:
+        # It has come too late to another one, and leaves no trace where it is alone here as well.
         here = []
-    closed = store.compare_set(f"{place}/closed", "", json.dumps(here))
-    answers = {rank: Answer(**json.loads(store.get(keys[rank]))) for rank in json.loads(closed)}
-    return Roll(tuple(wanted), answers)
+    closed = json.loads(store.compare_set(f"{prefix}/closed", "", json.dumps(here)))
+    return Roll(
+        tuple(wanted), {rank: Answer(**json.loads(store.get(keys[rank]))) for rank in closed}
+    )
 
 
 def wait_for(store: Any, keys: Mapping[int, str], until: str = "") -> list[int]:

@@ -72,7 +72,10 @@ class Session:
 
     @property
     def events(self) -> list[Event]:
-        """What happened so far, oldest first. Waits for the device."""
+        """What happened so far, oldest first.
+
+        Waits for nothing: what a device has not told yet comes later. `status()` waits for it.
+        """
         return self._attachment.events
 
     def status(self) -> dict[str, RuleStatus]:
@@ -171,7 +174,7 @@ class Session:
         ]
         events = [
             (event.step, event.kind, event.rule, event.message.partition("\n")[0])
-            for event in self._attachment.events_so_far[-_EVENTS_SHOWN:]
+            for event in self._attachment.events[-_EVENTS_SHOWN:]
         ]
         shown = [f"<p>{'<br>'.join(map(_html, lines))}</p>"]
         shown.append(_table(("rule", "action", "matched", "fired", "changed", "last step"), rows))
@@ -195,7 +198,7 @@ class Session:
         return ", ".join(words)
 
     def _last_trap(self) -> str:
-        traps = [event for event in self._attachment.events_so_far if event.kind == "trap"]
+        traps = [event for event in self._attachment.events if event.kind == "trap"]
         if not traps:
             return "no trap has tripped"
         last = traps[-1]

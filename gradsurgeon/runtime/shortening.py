@@ -20,37 +20,31 @@ class Shortening:
         by_norm: what the norm decides.
         tensor: of any shape and layout; autograd may hand it to others as well.
         scale: what a `GradScaler` has multiplied it by.
-
-    Attributes:
-        changed: whether the tensor becomes shorter; on a device a 0-dim bool tensor, unread.
     """
 
     def __init__(self, by_norm: ByNorm, tensor: Tensor, scale: Tensor | None = None) -> None:
         with torch.no_grad():
             self._norm = _numbers.norm(unscaled(tensor, scale), by_norm.order)
-            self._factor = by_norm.factor(self._norm)
-        on_host = _torch.is_host(self._factor)
-        self._number = float(self._factor) if on_host else None
-        self.changed: bool | Tensor = self._factor < 1.0
-        if self._number is not None:
-            self.changed = self._number < 1.0
+            factor = by_norm.factor(self._norm)
+        # On a device it stays unread.
+        self._factor: float | Tensor = float(factor) if _torch.is_host(factor) else factor
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the shortened tensor; what is left alone is itself."""
-        if self.changed is False:
+        if isinstance(self._factor, float) and not self._factor < 1.0:
             return tensor
         return _numbers.on_values(self._times, tensor)
 
     def _times(self, values: Tensor) -> Tensor:
-        if self._number is not None:
-            return values * self._number
+        if isinstance(self._factor, float):
+            return values * self._factor
         # Half precision would round the factor, and two 0-dim tensors take the wider dtype.
         wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
         return (wide * self._factor).to(values.dtype)
 
     def tell(self, state: State, rule: str, step: int) -> None:
         """Count the change, and note where a tensor was left alone because it could only do harm."""
-        state.journal.altered(rule, self.changed)
-        if self._number is None or self._number == 1.0:
+        state.journal.altered(rule, self._factor < 1.0)
+        if not isinstance(self._factor, float) or self._factor == 1.0:
             spoilt = self._norm.isfinite().logical_not_()
             state.journal.later(spoilt, LEFT_ALONE, rule=rule, step=step)

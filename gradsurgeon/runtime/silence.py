@@ -13,7 +13,7 @@ from gradsurgeon.runtime.state import State
 def notice_silence(
     state: State, clock: Clock, clock_of: Callable[[str], Clock], *, owned: bool
 ) -> None:
-    """Note which rules were due in a step that is over; those that never fire are said.
+    """Note which rules were due in a step that is over, and warn of those that never fire.
 
     Args:
         state: what the parts of a session share.
@@ -30,13 +30,12 @@ def notice_silence(
 
 
 def _why_silent(state: State, tensors: Sequence[int], *, owned: bool) -> str:
-    params = [state.targets.param(tensor) for tensor in tensors]
-    there = [param for param in params if param is not None]
-    if not there:
+    params = [param for tensor in tensors if (param := state.targets.param(tensor)) is not None]
+    if not params:
         return "the parameters it matched are gone from the model"
-    if not any(param.requires_grad for param in there):
+    if not any(param.requires_grad for param in params):
         return "no parameter it matched has requires_grad"
-    if all(param.grad is None for param in there):
+    if all(param.grad is None for param in params):
         return "no gradient reached any parameter it matched"
     if owned and state.clocks[tensors[0]] is state.clocks.common:
         return "no optimizer that steps owns any parameter it matched"

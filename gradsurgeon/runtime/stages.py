@@ -17,12 +17,12 @@ from gradsurgeon.schema import RuleSet
 
 Names = dict[str, list[str]]
 
-# What this rank has matched so far, by the rules: a script may apply the same ones to several models.
+# The names that this rank has matched so far, by the rules: a script may apply the same ones to several
+# models.
 _matched: dict[str, Names] = {}
 
 
 def has_others() -> bool:
-    """Tell whether there are other ranks, that may have a part of the model of their own."""
     return _dist.world() > 1
 
 
@@ -42,55 +42,52 @@ def lacking(
     models = {title: plan.manifest for title, plan in plans.items()}
     if not has_others():
         return shortfalls(rules, models), {}
-    own = _told(rules, plans)
+    mine = _publish(rules, plans)
     asked = [
         rule
         for rule in rules.rules
         if rule.expect or shortfalls(_only(rules, rule.id), models)
         if not (alone and rule.model)
-        or any(is_for(str(rule.model), one) for one in models.values())
+        or any(is_for(str(rule.model), manifest) for manifest in models.values())
     ]
     if not asked:
         return [], {}
-    everybody, absent = _hear(rules.sha256)
+    matched, absent = _hear(rules.sha256)
     errors: list[str] = []
     notes: dict[str, str] = {}
     for rule in asked:
-        having = [rank for rank, names in everybody.items() if names.get(rule.id)]
-        count = len({name for names in everybody.values() for name in names.get(rule.id, ())})
+        having = [rank for rank, names in matched.items() if names.get(rule.id)]
+        count = len({name for names in matched.values() for name in names.get(rule.id, ())})
         enough = bool(having) or rule.optional
-        if enough and (rule.expect is None or rule.expect.params == count):
-            if having and not own.get(rule.id):
-                notes[rule.id] = f"matches nothing on rank {_dist.rank()}; {_ranks(having)} it"
-            continue
-        errors += _texts(rules, rule.id, models, count=count, absent=absent)
+        if not enough or (rule.expect is not None and rule.expect.params != count):
+            errors += _texts(rules, rule.id, models, count=count, absent=absent)
+        elif having and not mine.get(rule.id):
+            here = f"matches nothing on rank {_dist.rank()}"
+            notes[rule.id] = f"{here}; {_dist.having(having)} it"
     return errors, notes
 
 
-def _told(rules: RuleSet, plans: Mapping[str, Plan]) -> Names:
-    """Tell the other ranks what the rules match here; return it."""
-    own = _matched.setdefault(rules.sha256, {})
+def _publish(rules: RuleSet, plans: Mapping[str, Plan]) -> Names:
+    mine = _matched.setdefault(rules.sha256, {})
     for plan in plans.values():
         for rule in rules.rules:
             names = [binding.name for binding in plan.of(rule.id)]
             # How many there are is asked of few rules; of the others one name is enough.
-            known = {*own.get(rule.id, ()), *(names if rule.expect else names[:1])}
-            own[rule.id] = sorted(known)
-    _dist.store().set(f"{_topic(rules.sha256)}/{_dist.rank()}", json.dumps(own))
-    return own
+            mine[rule.id] = sorted({*mine.get(rule.id, ()), *(names if rule.expect else names[:1])})
+    _dist.store().set(_key(rules.sha256, _dist.rank()), json.dumps(mine))
+    return mine
 
 
 def _hear(rules: str) -> tuple[dict[int, Names], list[int]]:
-    """Return what the ranks have told, and those that have told nothing."""
+    """Return what the ranks have published, and those that have published nothing."""
     store = _dist.store()
-    keys = {rank: f"{_topic(rules)}/{rank}" for rank in range(_dist.world())}
+    keys = {rank: _key(rules, rank) for rank in range(_dist.world())}
     absent = rollcall.wait_for(store, keys)
-    there = [rank for rank in keys if rank not in absent]
-    return {rank: json.loads(store.get(keys[rank])) for rank in there}, absent
+    return {r: json.loads(store.get(key)) for r, key in keys.items() if r not in absent}, absent
 
 
-def _topic(rules: str) -> str:
-    return f"gradsurgeon/matched/{rules}"
+def _key(rules: str, rank: int) -> str:
+    return f"gradsurgeon/matched/{rules}/{rank}"
 
 
 def _only(rules: RuleSet, rule_id: str) -> RuleSet:
@@ -107,13 +104,9 @@ def _texts(
 ) -> list[str]:
     """Return what is wrong with a rule, as seen from here, and what the other ranks have of it."""
     silent = ", ".join(map(str, absent))
-    told = f"; nothing heard of rank {silent} within {rollcall.LIMIT:g} s" if absent else ""
-    others = f" (on all ranks together: {count}{told})"
-    here = shortfalls(_only(rules, rule_id), models)
-    place = f"{rules.place(rule_id)}: rule {rule_id}: "
-    here = here or [f"{place}matches another number of parameters than `expect` says"]
-    return [text + others for text in here]
-
-
-def _ranks(numbers: Sequence[int]) -> str:
-    return f"{_dist.named(numbers)} {'have' if len(numbers) > 1 else 'has'}"
+    unheard = f"; nothing heard of rank {silent} within {rollcall.LIMIT:g} s" if absent else ""
+    texts = shortfalls(_only(rules, rule_id), models)
+    if not texts:
+        place = f"{rules.place(rule_id)}: rule {rule_id}: "
+        texts = [f"{place}matches another number of parameters than `expect` says"]
+    return [f"{text} (on all ranks together: {count}{unheard})" for text in texts]

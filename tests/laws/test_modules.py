@@ -830,9 +830,9 @@ def test_no_full_backward_hooks() -> None:
 # --- what must not pile up, and what must not get lost --------------------------------------------
 
 
-def notes() -> int:
+def hooks_on_tensors() -> int:
     gc.collect()
-    return sum(type(one).__name__ == "Arrival" for one in gc.get_objects())
+    return sum(type(one).__name__ == "GradHook" for one in gc.get_objects())
 
 
 def test_forwards_that_no_backward_follows_leave_nothing() -> None:
@@ -840,11 +840,11 @@ def test_forwards_that_no_backward_follows_leave_nothing() -> None:
     x = data(0, 5, 4)
     with gradsurgeon.apply(model, rules(scale("*", "output.grad"))):
         kept = [model(x) for _ in range(20)]
-        assert notes() >= 20
+        assert hooks_on_tensors() >= 20
         del kept
-        assert notes() == 0
+        assert hooks_on_tensors() == 0
         run(model)
-        assert notes() == 0
+        assert hooks_on_tensors() == 0
 
 
 def test_an_output_written_in_place_is_told_of_at_the_step_of_its_own_optimizer() -> None:

@@ -33,8 +33,7 @@ class Parts:
         self.writer = RunWriter(path, meta=meta())
         self.journal = Journal(rules, [2])
         self.records = Records()
-        self.recorder = Recorder(self.records, writer=self.writer, statuses=self.journal.status)
-        self.journal.sink = self.recorder.event
+        self.recorder = Recorder(self.records, writer=self.writer, journal=self.journal)
         self.writer.on_failure = self.failed
 
     def failed(self, message: str) -> None:
