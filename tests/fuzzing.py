@@ -48,7 +48,7 @@ def answered(file: pathlib.Path) -> list[Problem]:
         with within(SECONDS):
             problems = written(file)
     for problem in problems:
-        assert problem.check in formats.listed()
+        assert problem.check in formats.all_checks()
         shown = problem.full().replace("\n", "")
         # Controls, overrides of direction, surrogates, line separators: what shows something else.
         assert not {unicodedata.category(char) for char in shown} & HIDDEN, shown

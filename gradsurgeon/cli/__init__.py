@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_nowhere() -> bool:
-    """Tell whether the working directory is gone, such as the scratch folder of a job."""
+    """Return whether the working directory is gone, such as the scratch folder of a job."""
     try:
         os.getcwd()  # noqa: PTH109 # only whether it can be told
     except FileNotFoundError:

@@ -11,7 +11,7 @@ __all__ = ["lint"]
 
 
 def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
-    """Return all problems of a file and its includes, that it cannot be read included.
+    """Return all problems of a file and its includes; that it cannot be read is one of them.
 
     Args:
         path: a rule file.

@@ -45,7 +45,7 @@ class DiffWarning:
 def warnings(
     pairs: RulePairs, chains: Sequence[ChainChange], lost: Sequence[str]
 ) -> Iterator[DiffWarning]:
-    """Yield the warnings, the worst first. What was so before is none."""
+    """Yield the warnings, the worst first. What was just as wrong before is left out."""
     before, after = pairs.before, pairs.after
     unmatched = 0
     for rule in after.rules:
@@ -108,7 +108,7 @@ def _overlaps(pairs: RulePairs) -> Iterator[DiffWarning]:
 
 
 def _new_overlaps(pairs: RulePairs) -> Iterator[tuple[str, str]]:
-    """Yield, once and the upper one first, the ids of two rules where one newly changes what the other does.
+    """Yield, once each and the upper rule first, the ids of two rules that newly change the same tensors.
 
     Tensors that go through the same rules are looked at together, and of their rules only those that are
     new there, each with all the others: what was together before is not looked at pair by pair.
@@ -131,7 +131,7 @@ def _new_overlaps(pairs: RulePairs) -> Iterator[tuple[str, str]]:
 
 
 def _edit_same_tensors(first: Rule, second: Rule) -> bool:
-    """Tell whether two rules would change the same tensors, did they match the same names."""
+    """Tell whether two rules would change the same tensors if they matched the same names."""
     return (
         first.role == second.role == "edit"
         and first.target == second.target
@@ -142,7 +142,7 @@ def _edit_same_tensors(first: Rule, second: Rule) -> bool:
 def _is_reordered(
     before: tuple[str, ...], after: tuple[str, ...], new_ids: Mapping[str, str]
 ) -> bool:
-    """Tell whether the rules that a tensor keeps take effect in another order."""
+    """Tell whether the rules that a tensor keeps now take effect in another order."""
     there = set(after)
     kept = [new_ids[rule] for rule in before if new_ids.get(rule) in there]
     both = set(kept)

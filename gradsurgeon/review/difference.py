@@ -35,7 +35,7 @@ class RuleChange:
 
     @property
     def renamed(self) -> bool:
-        """Whether it is on both sides under different ids."""
+        """Whether the rule is on both sides, under different ids."""
         return self.old_id not in ("", self.id)
 
 
@@ -63,7 +63,7 @@ class Difference:
 
     @property
     def order_changed(self) -> bool:
-        """Whether rules on both sides stand in another order."""
+        """Whether the rules that are on both sides stand in another order."""
         return self.order_before != self.order_after
 
     @cached_property

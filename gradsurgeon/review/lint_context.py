@@ -19,7 +19,7 @@ MAX_COMPARED = 400
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is asked of a rule once per other rule."""
+    """What is asked of a rule for every other rule, so it is worked out once."""
 
     tensor: tuple[str, str]
     when: tuple[int, int]  # moment, then position in the file
@@ -57,17 +57,17 @@ class LintContext:
         self.compared = self.rules[: sum(total <= MAX_COMPARED for total in accumulate(sizes))]
 
     def pairs(self) -> Iterator[tuple[Rule, list[Rule]]]:
-        """Yield each rule with those before it in the file, the nearest last."""
+        """Yield each rule with the rules above it in the file, in file order."""
         for index, rule in enumerate(self.compared):
             yield rule, list(self.compared[:index])
 
     def given_key(self, rule: Rule, *keys: str) -> str:
-        """Return the first of the keys that stands in the file; the last where none does."""
+        """Return the first of these options that the rule gives in its file; the last where it gives none."""
         options = self._inspected.options(rule.id)
         return next((key for key in keys if key in options), keys[-1])
 
     def floats(self, rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        """Yield path and text of every number of a rule that is not a whole one."""
+        """Yield the path and the text of every number in a rule that is not a whole one."""
         queue: list[tuple[tuple[str | int, ...], object]] = [((), self._inspected.options(rule.id))]
         for path, value in queue:
             if isinstance(value, dict):
@@ -86,7 +86,7 @@ class LintContext:
         return None if hits is None else list(hits)
 
     def canonical_hits(self, rule: Rule, pattern: str) -> set[str]:
-        """Return the first names of what a pattern matches by any name, where names are known."""
+        """Return the canonical names of what a pattern matches by any alias; empty where names are not known."""
         hits = self.matched.matcher.hits(rule, pattern) if self.matched else None
         return {thing.name for thing in (hits or {}).values()}
 
@@ -97,7 +97,7 @@ class LintContext:
         return self.matched.matches[rule.id].members
 
     def never_matches(self, rule: Rule, pattern: str) -> bool:
-        """Tell whether it is certain that a pattern meets none of the patterns of a rule."""
+        """Tell whether it is certain that a pattern matches nothing that the patterns of a rule match."""
         patterns = self._facts[rule.id].patterns
         if len(rule.exclude) + len(patterns) > MAX_COMPARED:
             return False
@@ -106,11 +106,11 @@ class LintContext:
     # -- two rules ----------------------------------------------------------------------------
 
     def acts_before(self, first: Rule, second: Rule) -> bool:
-        """Tell whether a rule takes effect before another: by moment, then by file order."""
+        """Tell whether ``first`` takes effect before ``second``: by moment, then by file order."""
         return self._facts[first.id].when < self._facts[second.id].when
 
     def overlap(self, first: Rule, second: Rule) -> bool:
-        """Tell whether it is certain that two rules meet on a tensor in some step.
+        """Tell whether it is certain that two rules act on one tensor in one step.
 
         Without names it is certain where what a pattern of one matches is matched by the other.
         """
@@ -134,7 +134,7 @@ class LintContext:
         return any(self._selects_all_of(wide, narrow, text) for text in texts)
 
     def covers(self, wide: Rule, narrow: Rule) -> bool:
-        """Tell whether it is certain that a rule acts on all that another acts on, whenever it does."""
+        """Tell whether it is certain that ``wide`` acts on all that ``narrow`` acts on, in every step of it."""
         if self._facts[wide.id].tensor != self._facts[narrow.id].tensor:
             return False
         if wide.when not in (None, narrow.when) or not includes(wide.steps, narrow.steps):
@@ -149,7 +149,7 @@ class LintContext:
         return all(self._selects_all_of(wide, narrow, text) for text in texts)
 
     def _selects_all_of(self, wide: Rule, narrow: Rule, text: str) -> bool:
-        """Tell whether ``wide`` selects all that ``narrow`` selects by one of its patterns."""
+        """Tell whether ``wide`` selects all that ``narrow`` selects by ``text``, one of its patterns."""
         facts, narrow_facts = self._facts[wide.id], self._facts[narrow.id]
         if not any(_contains(wide, pattern, text) for pattern in facts.patterns):
             return False
@@ -172,9 +172,9 @@ def _contains(rule: Rule, wide: str, narrow: str) -> bool:
     return contains(wide, narrow)
 
 
-def listed(ids: Sequence[str]) -> str:
-    """Return ids for a message: the first few, and how many more."""
-    shown = [f"`{rule[:60]}`" for rule in ids[:3]]
-    if len(ids) > len(shown):
-        shown.append(f"{len(ids) - len(shown)} more")
+def listed(rules: Sequence[Rule]) -> str:
+    """Return the ids of the first few rules for a message, and how many more there are."""
+    shown = [f"`{rule.id[:60]}`" for rule in rules[:3]]
+    if len(rules) > len(shown):
+        shown.append(f"{len(rules) - len(shown)} more")
     return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

@@ -17,7 +17,7 @@ _MAX_PROBLEMS = 200
 
 
 def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[Problem]:
-    """Return the problems of reading a file and those of its rules, in order, less the suppressed.
+    """Return the problems of reading a file and of its rules, in file order, without the suppressed ones.
 
     Args:
         inspected: a rule file; where it has errors, its rules are not looked at.
@@ -45,7 +45,6 @@ def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[
 
 
 def severities() -> dict[str, str]:
-    """Return the severity of every check."""
     return {name: check.severity for name, check in (READING_CHECKS | CHECKS).items()}
 
 
@@ -77,7 +76,7 @@ def _problems_of_rules(inspected: Inspection, manifest: Manifest | None) -> Iter
 
 
 def _place(inspected: Inspection, finding: Finding, *, always: bool) -> Place | None:
-    """Return where to show a finding; ``None`` where it concerns a pack alone.
+    """Return where to show a finding; ``None`` where it is about rules of one pack only.
 
     Nobody can change a pack: what it does beside other rules is shown at the entry that includes it,
     and so is, ``always``, what makes it unusable for a model.

@@ -27,18 +27,18 @@ _LEGEND = (
 
 
 def render(difference: Difference, *, limit: int = LIMIT) -> str:
-    """Return a difference as Markdown of at most ``limit`` characters that ends with a line feed."""
+    """Return a difference as Markdown of at most ``limit`` characters, ending with a line feed."""
     return _within(_lines(difference), limit)
 
 
 def marker(file: str) -> str:
-    """Return the hidden line by which a program finds the comment on a file again."""
+    """Return a hidden line by which a program finds its comment on a file again."""
     shown = quote(file, safe="/._-:~", errors="backslashreplace").replace("--", "-%2D")
     return f"<!-- gradsurgeon:diff {shown} -->"
 
 
 def code(text: str) -> str:
-    """Return a user's text as code, in a table and out of it."""
+    """Return a user's text as code, safe inside and outside of a table."""
     shown = printable(text)
     shown = f"{shown[:_WIDEST]}…" if len(shown) > _WIDEST else shown
     # A bar ends a cell even in code, a backtick ends code, blanks at its ends are lost, a tag means
@@ -49,8 +49,8 @@ def code(text: str) -> str:
     return f"<code>{inner}</code>"
 
 
-def _words(words: Phrase) -> str:
-    return "".join(code(one.text) if isinstance(one, Code) else one for one in words)
+def _rendered(phrase: Phrase) -> str:
+    return "".join(code(piece.text) if isinstance(piece, Code) else piece for piece in phrase)
 
 
 def _lines(difference: Difference) -> Iterator[str]:
@@ -64,11 +64,11 @@ def _lines(difference: Difference) -> Iterator[str]:
     yield ""
     if difference.warnings:
         yield "> [!WARNING]"
-        for words in phrases.warnings(difference, _ARROW):
-            yield f"> - {_capital(_words(words))}"
+        for phrase in phrases.warnings(difference, _ARROW):
+            yield f"> - {_capital(_rendered(phrase))}"
         yield ""
     if difference.order_changed:
-        yield f"Note: {_words(phrases.order(difference, _ARROW))}."
+        yield f"Note: {_rendered(phrases.order(difference, _ARROW))}."
         yield ""
     for note in manifest.notes:
         yield f"Note: {code(note)}"
@@ -86,16 +86,16 @@ def _rules(difference: Difference) -> Iterator[str]:
     yield "| | Rule | Action | Parameters | Elements | What is different |"
     yield "|---|---|---|---:|---:|---|"
     for change in difference.added:
-        yield _row("+", change, ["new", *map(_words, phrases.options(change.options))])
+        yield _row("+", change, ["new", *map(_rendered, phrases.options(change.options))])
     for change in difference.removed:
-        cells = [_words(words) for words in phrases.options(change.options)]
+        cells = [_rendered(phrase) for phrase in phrases.options(change.options)]
         yield _row("-", change, ["removed; it was", *cells])
     for change in (*difference.changed, *difference.renamed):
         was = [f"renamed from {code(change.old_id)}"] if change.renamed else []
-        cells = [_words(phrases.option(field, _ARROW)) for field in change.options]
+        cells = [_rendered(phrases.option(field, _ARROW)) for field in change.options]
         yield _row("~", change, [*was, *cells])
     if same := difference.unchanged:
-        yield f"| = | {_words(phrases.unchanged(same))} | | | | nothing |"
+        yield f"| = | {_rendered(phrases.unchanged(same))} | | | | nothing |"
     yield ""
     yield _LEGEND
     yield ""
@@ -119,14 +119,14 @@ def _chains(chains: tuple[ChainChange, ...]) -> Iterator[str]:
     yield "| Tensors | Before | Now |"
     yield "|---|---|---|"
     for (before, after), names in phrases.grouped(chains):
-        sides = [_words(phrases.chain(side, _ARROW)) for side in (before, after)]
-        yield f"| {_words(phrases.names(names))} | {sides[0]} | {sides[1]} |"
+        sides = [_rendered(phrases.chain(side, _ARROW)) for side in (before, after)]
+        yield f"| {_rendered(phrases.names(names))} | {sides[0]} | {sides[1]} |"
     yield ""
     yield "</details>"
 
 
 def _within(lines: Iterator[str], limit: int) -> str:
-    """Return as many whole lines as fit; what is open then is closed, and a note says what is missing."""
+    """Return as many whole lines as fit, close what they leave open, and say what is missing."""
     every = list(lines)
     if sum(len(line) + 1 for line in every) <= limit:
         return "\n".join(every).rstrip("\n") + "\n"
@@ -147,7 +147,7 @@ def _is_content(line: str) -> bool:
 
 
 def _cut(left: Sequence[str]) -> str:
-    """Return what stands at the end of a comment from which some lines are left out."""
+    """Return the note at the end of a comment that says which lines were left out."""
     body = [line for line in left if line.startswith(("> - ", "| ")) and _is_content(line)]
     warnings = sum(line.startswith("> ") for line in body)
     rules = sum(line.startswith(("| + |", "| - |", "| ~ |")) for line in body)

@@ -35,12 +35,12 @@ class Match:
 
     @property
     def decided(self) -> bool:
-        """Whether what is matched can be counted."""
+        """Whether the number of matches is known and means something."""
         return self.is_for and not self.undecided
 
 
 class Matcher:
-    """The names of a model, matched once per distinct selection."""
+    """Matches rules with the names of a model, once per distinct selection."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -104,12 +104,12 @@ class MatchedRules:
 
     @cached_property
     def covered(self) -> frozenset[str]:
-        """The parameters that any rule acts on."""
+        """NameIndex of the parameters that any rule acts on."""
         return frozenset().union(*(self._params_of(rule) for rule in self.rules.values()))
 
     @cached_property
     def protected(self) -> frozenset[str]:
-        """The parameters whose gradients a rule edits, traps or keeps from the optimizer."""
+        """NameIndex of the parameters whose gradients a rule edits, traps or keeps from the optimizer."""
         protecting = [rule for rule in self.rules.values() if rule.role in PROTECTING]
         return frozenset().union(*map(self._params_of, protecting))
 
@@ -117,7 +117,7 @@ class MatchedRules:
         return self.matches[rule.id].members if rule.target == "params" else frozenset()
 
     def has_no_match(self, rule_id: str) -> bool:
-        """Tell whether a rule matches nothing although it must."""
+        """Tell whether a rule matches nothing although it is not optional."""
         rule, match = self.rules[rule_id], self.matches[rule_id]
         return match.decided and not match.names and not rule.optional
 

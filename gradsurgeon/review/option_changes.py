@@ -13,14 +13,12 @@ from gradsurgeon.review.matched_rules import PROTECTING
 from gradsurgeon.review.schedules import includes, last_step
 
 SELECTION = ("params", "modules", "tensors", "exclude", "where", "model")
-# Their absence means something else than their default written out.
+# Not given, these are shown as such: what that means is not their default, but depends on the rule.
 _NEVER_FILLED_IN = ("at", "tensor", "steps")
 
 
 @dataclass(frozen=True, slots=True)
 class OptionChange:
-    """One option that differs."""
-
     name: str  # with dots into mappings: ``where.ndim``
     before: Any  # the value as a rule file has it, ``None`` where it is not given
     after: Any
@@ -39,7 +37,7 @@ class OptionChange:
 
 
 def given_options(rule: Rule) -> dict[str, Any]:
-    """Return the options of a rule that are not at their defaults, as plain values.
+    """Return the options of a rule that differ from their defaults, as plain values.
 
     Defaults that depend on the rule are filled in, so that writing them out is no difference: ``at``
     and ``tensor`` are always there where they mean something.
@@ -69,7 +67,7 @@ def _plain(options: Options) -> dict[str, Any]:
 
 
 def comparable_options(rule: Rule) -> dict[str, Hashable]:
-    """Return the options of a rule in a form that is equal exactly where none of them differs."""
+    """Return the options of a rule in a form that is equal for two rules exactly if no option differs."""
     options: dict[str, Hashable] = {}
     for name, value in given_options(rule).items():
         if isinstance(value, list):
@@ -84,7 +82,7 @@ def comparable_options(rule: Rule) -> dict[str, Hashable]:
 
 
 def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
-    """Return the options that differ, in the order in which rules have them; ids are left aside."""
+    """Return the options that differ, in the order in which rules have them. Ids do not count."""
     before, after = given_options(old), given_options(new)
     changes = []
     for name in dict.fromkeys((*before, *after)):
@@ -97,7 +95,7 @@ def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
 
 
 def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an option; a default that means something counts as given."""
+    """Return the value of an option, its default where the rule does not give it."""
     info = _field(rule, name)
     if name in options or info is None or info.is_required() or name in _NEVER_FILLED_IN:
         return options.get(name)
@@ -136,7 +134,7 @@ def _judge_steps(before: Steps, after: Steps) -> tuple[Direction, str]:
 
 
 def _field(rule: Rule, name: str) -> FieldInfo | None:
-    """Return the field of an option; ``None`` where a rule has none, or not the mapping around it."""
+    """Return the field of an option, ``None`` where the rule has no such field or mapping."""
     options: Any = rule
     *mappings, key = name.split(".")
     for mapping in mappings:

@@ -40,7 +40,7 @@ Ids = tuple[str, ...]
 
 
 def short(number: int) -> str:
-    """Return a number of elements: ``70.5 M``."""
+    """Return a number of elements in short: ``70.5 M``."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -48,7 +48,7 @@ def short(number: int) -> str:
 
 
 def from_to(before: str, after: str, arrow: str) -> str:
-    """Return ``48 -> 24``, or what did not change."""
+    """Return ``48 -> 24``, or just ``48`` if nothing changed."""
     return before if before == after else f"{before} {arrow} {after}"
 
 
@@ -91,7 +91,7 @@ def _names(names: tuple[str, ...]) -> Phrase:
 
 
 def chain(ids: Sequence[str], arrow: str) -> Phrase:
-    """Return rules in order of effect."""
+    """Return the rules of a chain, in order of effect."""
     pieces = _joined(ids[:_MAX_CHAIN], f" {arrow} ")
     if (more := len(ids) - _MAX_CHAIN) > 0:
         pieces.append(f" {arrow} {more} more")
@@ -113,7 +113,7 @@ def _joined(ids: Sequence[str], separator: str) -> list[str | Code]:
 
 
 def warnings(difference: Difference, arrow: str) -> Iterator[Phrase]:
-    """Yield the warnings; of many pairs of rules that overlap the first, and how many there are."""
+    """Yield the warnings. Of many pairs of rules that overlap, only the first are written out."""
     overlaps = [warning for warning in difference.warnings if warning.kind == "overlap"]
     left_out = {warning.rules for warning in overlaps[_MAX_OVERLAPS:]}
     over = any(warning.kind == "more-overlaps" for warning in difference.warnings)
@@ -166,7 +166,7 @@ def _other_order(warning: DiffWarning, difference: Difference, arrow: str) -> Ph
 
 
 def order(difference: Difference, arrow: str) -> Phrase:
-    """Return how the order in the file changed: the stretch that differs."""
+    """Return how the order in the file changed, from the first rule that moved to the last."""
     before, after = difference.order_before, difference.order_after
     start = len(list(takewhile(lambda both: both[0] == both[1], zip(before, after, strict=True))))
     tails = zip(reversed(before), reversed(after), strict=True)
@@ -178,7 +178,7 @@ def order(difference: Difference, arrow: str) -> Phrase:
 
 
 def binds(change: RuleChange, arrow: str) -> tuple[str, str]:
-    """Return how much a rule matches before and after: number of things, and of elements."""
+    """Return how many things, and how many elements, a rule matches before and after."""
     things = from_to(f"{len(change.before):,}", f"{len(change.after):,}", arrow)
     if change.target != "params":
         return f"{things} {NOUNS[change.target]}s", ""
@@ -186,7 +186,7 @@ def binds(change: RuleChange, arrow: str) -> tuple[str, str]:
 
 
 def option(change: OptionChange, arrow: str) -> Phrase:
-    """Return one option that differs, with what that means."""
+    """Return an option that differs, with the meaning of the change."""
     absent = "always" if change.name in {"steps", "optional"} else "not given"
     texts = (_spelled(change.name, value) for value in (change.before, change.after))
     before, after = (Code(text) if text else absent for text in texts)
@@ -195,7 +195,7 @@ def option(change: OptionChange, arrow: str) -> Phrase:
 
 
 def options(changes: Sequence[OptionChange]) -> Iterator[Phrase]:
-    """Yield the options of a rule that has no counterpart."""
+    """Yield the options of a rule that was added or removed."""
     for change in changes:
         value = change.after if change.before is None else change.before
         yield (Code(change.name), ": ", Code(_spelled(change.name, value)))
@@ -215,7 +215,7 @@ def _spelled(name: str, value: Any) -> str:
 
 
 def grouped(chains: Sequence[ChainChange]) -> list[tuple[tuple[Ids, Ids], list[str]]]:
-    """Return the tensors that went from one chain to another, for each such pair."""
+    """Return the names of tensors by the change of their chain."""
     groups: dict[tuple[Ids, Ids], list[str]] = {}
     for change in chains:
         groups.setdefault((change.before, change.after), []).append(change.name)

@@ -30,7 +30,7 @@ class RulePairs:
     old_ids: Mapping[str, str]
 
     def option_changes(self, old: str, new: str) -> tuple[OptionChange, ...]:
-        """Return what differs between two rules, or all that a rule gives which has no partner."""
+        """Return the options that differ, or all options of a rule that was added or removed."""
         if old and new:
             return changed_options(self.before.rules[old], self.after.rules[new])
         rule = self.after.rules[new] if new else self.before.rules[old]
@@ -41,7 +41,7 @@ class RulePairs:
 
 
 def pair_rules(before: MatchedRules, after: MatchedRules) -> RulePairs:
-    """Return which rules are the same, under one id or under two.
+    """Return which rule of the new file is which of the old one, under the same id or another.
 
     A rule under another id was most likely renamed where it is the same otherwise; or where what it acts
     on stayed, or what it does stayed and most of what it acts on, too. The last is looked for among so
@@ -57,7 +57,7 @@ def pair_rules(before: MatchedRules, after: MatchedRules) -> RulePairs:
 
 
 class _Traits(NamedTuple):
-    """What a rule is recognised by: the first two of these, or all."""
+    """What a rule is recognised by under another id: by all of these, or by the first two."""
 
     kind: Hashable
     selection: Hashable
@@ -74,7 +74,7 @@ def _traits(rule: Rule) -> _Traits:
 def _pair_equal(
     gone: dict[str, _Traits], come: dict[str, _Traits], traits: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the old and the new id of rules whose first traits are equal, and take them out."""
+    """Yield old and new id of rules whose first traits are equal, and remove them from both sides."""
     same: dict[tuple[Hashable, ...], list[str]] = {}
     for new in reversed(come):
         same.setdefault(come[new][:traits], []).append(new)
@@ -87,7 +87,7 @@ def _pair_equal(
 def _pair_similar(
     gone: dict[str, _Traits], come: dict[str, _Traits], before: MatchedRules, after: MatchedRules
 ) -> Iterator[tuple[str, str]]:
-    """Yield the old and the new id of rules that do the same to mostly the same tensors."""
+    """Yield old and new id of rules that do the same to mostly the same tensors."""
     left = _MAX_COMPARISONS
     for old, traits in gone.items():
         first = before.matches[old].members

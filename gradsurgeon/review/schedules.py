@@ -8,7 +8,7 @@ from gradsurgeon.actions import Steps
 
 
 def last_step(steps: Steps) -> int | None:
-    """Return the last step in which a rule acts; ``None`` where there is none."""
+    """Return the last step in which a rule acts; ``None`` if it never stops."""
     return None if steps.to is None else steps.to - 1 - (steps.to - 1 - steps.from_) % steps.every
 
 

@@ -44,7 +44,7 @@ def rules_at(spec: str) -> RuleSet:
 
 
 def open_rules(spec: str) -> tuple[source.Document, Files]:
-    """Return a rule file, and the files among which its includes are.
+    """Return a rule file, and where the files are that it includes.
 
     Raises:
         RuleFileError: it cannot be read.
@@ -61,7 +61,7 @@ def open_rules(spec: str) -> tuple[source.Document, Files]:
 
 
 def split(spec: str) -> tuple[str | None, str]:
-    """Return the commit and the path that a text names; no commit for a file of the disk.
+    """Return the commit and the path in a text; the commit is ``None`` for a file on disk.
 
     A colon always means a commit, whatever files there are: otherwise a branch could add a file of
     that name, and be compared with it instead of with the commit. ``./a:b.yaml`` is a file, as no name

@@ -32,7 +32,7 @@ class Suppression:
 
 
 class Suppressions:
-    """All suppressions of some files."""
+    """The suppressions in some files."""
 
     def __init__(self, sources: Sequence[Located]) -> None:
         self._by_check: dict[tuple[str, str], list[Suppression]] = {}
@@ -43,7 +43,7 @@ class Suppressions:
                     self._by_check.setdefault(key, []).append(suppression)
 
     def take(self, problem: Problem) -> bool:
-        """Tell whether a problem is suppressed, and remember by what."""
+        """Tell whether a comment suppresses a problem, and mark that comment as used."""
         if problem.severity == "error":
             return False
         suppressed = False
@@ -54,7 +54,7 @@ class Suppressions:
         return suppressed
 
     def unused(self, severities: Mapping[str, str], *, checked: bool) -> Iterator[Problem]:
-        """Yield a problem for each name that suppresses nothing.
+        """Yield a problem for each name in a comment that suppresses nothing.
 
         Args:
             severities: of every check that there is.
@@ -70,7 +70,7 @@ class Suppressions:
 def _why_useless(
     check: str, severities: Mapping[str, str], *, unused: bool
 ) -> tuple[str, str] | None:
-    """Return message and hint on what is wrong with a suppression, if anything is."""
+    """Return message and hint about a suppression that suppresses nothing; ``None`` if it is fine."""
     shown = check[:60]
     if not check:
         return "the comment names no check", "write `# gradsurgeon: ignore[check-id]`"
@@ -107,7 +107,7 @@ def _read(source: Located) -> Iterator[Suppression]:
 
 
 def _names(comment: re.Match[str]) -> Iterator[tuple[int, str]]:
-    """Yield column and text of every name between the brackets; one empty name where there is none."""
+    """Yield column and text of each name in the brackets; one empty name if there is none."""
     if comment[1] is None or not comment[1].strip(" ,\t"):
         yield comment.start(), ""
         return
@@ -116,7 +116,7 @@ def _names(comment: re.Match[str]) -> Iterator[tuple[int, str]]:
 
 
 def _lines_below(lines: Sequence[str]) -> list[int]:
-    """Return, for each line, the next one that is no comment: a comment of its own counts for that."""
+    """Return, for each line, the next line that is not just a comment."""
     below = [0, *range(2, len(lines) + 2)]
     for number in range(len(lines) - 1, 0, -1):
         if lines[number].lstrip().startswith("#"):
@@ -133,7 +133,7 @@ def _comment_start(line: str, scalars: Sequence[tuple[int, int]]) -> int | None:
 
 
 def _quoted_scalars(source: Located) -> _Spans:
-    """Return where quoted and block scalars stand: a `#` in these begins no comment."""
+    """Return where quoted and block scalars stand: a `#` inside one begins no comment."""
     spans: _Spans = {}
     for token in yaml.scan(source.text.removeprefix("\ufeff"), Loader=_LOADER):
         if isinstance(token, yaml.ScalarToken) and token.style:
@@ -147,7 +147,7 @@ def _quoted_scalars(source: Located) -> _Spans:
 
 
 def _lines_of_rules(source: Located) -> dict[int, tuple[int, int]]:
-    """Return the first and the last line of each rule by the line of its id."""
+    """Return the first and the last line of each rule, by the line of its id."""
     data: Any = source.data
     entries = data.get("rules") if isinstance(data, dict) else None
     if not isinstance(entries, list):

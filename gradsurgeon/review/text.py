@@ -16,7 +16,7 @@ _CHAINS = 20
 
 
 def render(difference: Difference) -> str:
-    """Return a difference as text that ends without a line feed."""
+    """Return a difference as text without a line feed at its end."""
     return "\n".join(_lines(difference))
 
 
@@ -31,10 +31,10 @@ def _lines(difference: Difference) -> Iterator[str]:
     yield phrases.summary(difference)
     if difference.warnings:
         yield ""
-        for words in phrases.warnings(difference, _ARROW):
-            yield f"warning: {_plain(words)}"
+        for phrase in phrases.warnings(difference, _ARROW):
+            yield f"warning: {_rendered(phrase)}"
     if difference.order_changed:
-        yield f"note: {_plain(phrases.order(difference, _ARROW))}"
+        yield f"note: {_rendered(phrases.order(difference, _ARROW))}"
     for note in manifest.notes:
         yield f"note: {_shown(note)}"
     if not difference.in_effect:
@@ -56,10 +56,10 @@ def _rules(difference: Difference) -> Iterator[str]:
                 yield f"      renamed from {change.old_id}"
             both = change.old_id and sign == "~"
             every = (phrases.option(field, _ARROW) for field in change.options)
-            for words in every if both else phrases.options(change.options):
-                yield f"      {_plain(words)}"
+            for phrase in every if both else phrases.options(change.options):
+                yield f"      {_rendered(phrase)}"
     if difference.unchanged:
-        yield f"= {_plain(phrases.unchanged(difference.unchanged))}"
+        yield f"= {_rendered(phrases.unchanged(difference.unchanged))}"
 
 
 def _head(change: RuleChange) -> str:
@@ -75,15 +75,15 @@ def _chains(chains: tuple[ChainChange, ...]) -> Iterator[str]:
     yield f"tensors under other rules than before, in order of effect: {len(chains):,}"
     groups = phrases.grouped(chains)
     for (before, after), names in groups[:_CHAINS]:
-        yield f"  {_plain(phrases.names(names))}"
-        yield f"      before: {_plain(phrases.chain(before, _ARROW))}"
-        yield f"      now:    {_plain(phrases.chain(after, _ARROW))}"
+        yield f"  {_rendered(phrases.names(names))}"
+        yield f"      before: {_rendered(phrases.chain(before, _ARROW))}"
+        yield f"      now:    {_rendered(phrases.chain(after, _ARROW))}"
     if (more := len(groups) - _CHAINS) > 0:
         yield f"  and {count(more, 'other pair')} of chains: `--format json` has all"
 
 
-def _plain(words: Phrase) -> str:
-    return "".join(_shown(one.text) if isinstance(one, Code) else one for one in words)
+def _rendered(phrase: Phrase) -> str:
+    return "".join(_shown(piece.text) if isinstance(piece, Code) else piece for piece in phrase)
 
 
 def _shown(text: str) -> str:

@@ -42,7 +42,7 @@ class BrokenExpect(Check):
         for rule in context.rules:
             if rule.expect is not None and context.matched.breaks_expect(rule.id):
                 things = context.matched.matches[rule.id].things
-                found = f"matched {len(things)}{examples(things)}"
-                message = f"expected {rule.expect.params} parameters, {found}"
+                matched = f"matched {len(things)}{examples(things)}"
+                message = f"expected {rule.expect.params} parameters, {matched}"
                 hint = "correct the pattern or the `expect`"
                 yield Finding(rule, ("expect", "params"), message, hint)

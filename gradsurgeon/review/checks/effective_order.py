@@ -1,8 +1,7 @@
 from collections.abc import Iterator
 
-from gradsurgeon.actions import Rule
 from gradsurgeon.review.checks._base import Check, Finding
-from gradsurgeon.review.checks._shared import moot
+from gradsurgeon.review.checks._shared import one_is_moot
 from gradsurgeon.review.lint_context import LintContext, listed
 
 
@@ -46,21 +45,19 @@ class EffectiveOrder(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, before in context.pairs():
+        for rule, above in context.pairs():
             if rule.role != "edit":
                 continue
-            met = tuple(
-                one for one in before if one.role == "edit" and _swapped(context, one, rule)
+            later = tuple(
+                other
+                for other in above
+                if other.role == "edit"
+                and context.acts_before(rule, other)
+                and context.overlap(other, rule)
+                and not one_is_moot(context, rule, other)
             )
-            if met:
-                ids = listed([one.id for one in met])
-                stand = f"which stand{'s' * (len(met) == 1)} above it"
-                message = f"it acts at `{rule.point}`, before {ids}, {stand}"
+            if later:
+                message = f"it acts at `{rule.point}`, before {listed(later)}, which stand{'s' * (len(later) == 1)} above it"
                 hint = "put them in the order in which they act, or choose another `at`"
-                yield Finding(rule, (context.given_key(rule, "at", "action"),), message, hint, met)
-
-
-def _swapped(context: LintContext, one: Rule, rule: Rule) -> bool:
-    if not context.acts_before(rule, one) or not context.overlap(one, rule):
-        return False
-    return not moot(context, rule, one) and not moot(context, one, rule)
+                key = context.given_key(rule, "at", "action")
+                yield Finding(rule, (key,), message, hint, later)

@@ -46,18 +46,17 @@ class ObservedOrder(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, before in context.pairs():
-            met = tuple(
-                one
-                for one in before
-                if {one.role, rule.role} in _PAIRS
-                and context.acts_before(rule, one)
-                and context.overlap(one, rule)
+        for rule, above in context.pairs():
+            later = tuple(
+                other
+                for other in above
+                if {other.role, rule.role} in _PAIRS
+                and context.acts_before(rule, other)
+                and context.overlap(other, rule)
             )
-            if not met:
-                continue
-            ids = listed([one.id for one in met])
-            what = "changes gradients" if rule.role == "edit" else "sees gradients"
-            message = f"it {what} at `{rule.point}`, before {ids}, which stand{'s' * (len(met) == 1)} above it"
-            hint = "put it above, or choose another `at`"
-            yield Finding(rule, (context.given_key(rule, "at", "action"),), message, hint, met)
+            if later:
+                what = "changes gradients" if rule.role == "edit" else "sees gradients"
+                message = f"it {what} at `{rule.point}`, before {listed(later)}, which stand{'s' * (len(later) == 1)} above it"
+                hint = "put it above, or choose another `at`"
+                key = context.given_key(rule, "at", "action")
+                yield Finding(rule, (key,), message, hint, later)

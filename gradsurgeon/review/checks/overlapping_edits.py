@@ -1,8 +1,7 @@
 from collections.abc import Iterator
 
-from gradsurgeon.actions import Rule
 from gradsurgeon.review.checks._base import Check, Finding
-from gradsurgeon.review.checks._shared import moot
+from gradsurgeon.review.checks._shared import one_is_moot
 from gradsurgeon.review.lint_context import LintContext, listed
 
 
@@ -48,17 +47,18 @@ class OverlappingEdits(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, before in context.pairs():
+        for rule, above in context.pairs():
             if rule.role != "edit":
                 continue
-            met = tuple(one for one in before if one.role == "edit" and _meets(context, one, rule))
-            if met:
-                ids = listed([one.id for one in met])
-                message = f"it changes tensors that {ids} change{'s' * (len(met) == 1)} as well"
+            others = tuple(
+                other
+                for other in above
+                if other.role == "edit"
+                and not one_is_moot(context, rule, other)
+                and context.overlap(other, rule)
+            )
+            if others:
+                change = f"change{'s' * (len(others) == 1)}"
+                message = f"it changes tensors that {listed(others)} {change} as well"
                 hint = "both apply, one after the other: if one is enough, use `exclude`"
-                yield Finding(rule, (rule.target,), message, hint, met)
-
-
-def _meets(context: LintContext, one: Rule, rule: Rule) -> bool:
-    without_effect = moot(context, rule, one) or moot(context, one, rule)
-    return not without_effect and context.overlap(one, rule)
+                yield Finding(rule, (rule.target,), message, hint, others)

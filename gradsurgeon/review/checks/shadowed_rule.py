@@ -44,8 +44,8 @@ class ShadowedRule(Check):
 
     def find(self, context: LintContext) -> Iterator[Finding]:
         for rule in context.compared:
-            found = ((moot(context, rule, by), by) for by in context.compared)
-            message, by = next((one for one in found if one[0]), ("", rule))
-            if message:
-                hint = "remove one of the two, or give them other names or `steps`"
-                yield Finding(rule, ("id",), f"`{rule.id}` {message}", hint, (by,))
+            for other in context.compared:
+                if reason := moot(context, rule, other):
+                    hint = "remove one of the two, or give them other names or `steps`"
+                    yield Finding(rule, ("id",), f"`{rule.id}` {reason}", hint, (other,))
+                    break

@@ -39,19 +39,15 @@ class TrapAfterSanitize(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        cleaners = [one for one in context.compared if one.action in ("sanitize", "zero")]
-        for rule in context.compared:
-            if rule.role != "trap":
-                continue
-            met = tuple(
-                one
-                for one in cleaners
-                if context.acts_before(one, rule) and context.covers(one, rule)
+        cleaners = [rule for rule in context.compared if rule.action in ("sanitize", "zero")]
+        for trap in (rule for rule in context.compared if rule.role == "trap"):
+            before = tuple(
+                rule
+                for rule in cleaners
+                if context.acts_before(rule, trap) and context.covers(rule, trap)
             )
-            if met:
-                ids = listed([one.id for one in met])
-                message = (
-                    f"the trap never sees a NaN: {ids} replace{'s' * (len(met) == 1)} it before"
-                )
+            if before:
+                replace = f"replace{'s' * (len(before) == 1)}"
+                message = f"the trap never sees a NaN: {listed(before)} {replace} it before"
                 hint = "narrow that rule down, or remove the trap"
-                yield Finding(rule, ("action",), message, hint, met)
+                yield Finding(trap, ("action",), message, hint, before)

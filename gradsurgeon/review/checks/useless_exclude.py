@@ -47,11 +47,11 @@ class UselessExclude(Check):
 
 
 def _nothing(context: LintContext, rule: Rule, text: str) -> str:
-    """Return why an exclude takes nothing out; empty where it does, or may."""
+    """Return why an exclude leaves nothing out; empty if it does, or may."""
     hits = context.hits(rule, text)
     if hits is None:
         name = f"`{text[:60]}` matches no name that the patterns of the rule can match"
         return name if context.never_matches(rule, text) else ""
     owners = context.canonical_hits(rule, text)
-    wanted = {name for one in rule.patterns for name in context.canonical_hits(rule, one.text)}
+    wanted = {name for p in rule.patterns for name in context.canonical_hits(rule, p.text)}
     return "" if owners & wanted else f"`{text[:60]}` takes nothing out of the match"
