@@ -92,7 +92,7 @@ def _rules(difference: Difference) -> Iterator[str]:
         yield _row("-", change, ["removed; it was", *cells])
     for change in (*difference.changed, *difference.renamed):
         was = [f"renamed from {code(change.old_id)}"] if change.renamed else []
-        cells = [_rendered(phrases.option(field, _ARROW)) for field in change.options]
+        cells = [_rendered(phrases.option(option, _ARROW)) for option in change.options]
         yield _row("~", change, [*was, *cells])
     if same := difference.unchanged:
         yield f"| = | {_rendered(phrases.unchanged(same))} | | | | nothing |"

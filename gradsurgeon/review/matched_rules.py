@@ -104,12 +104,12 @@ class MatchedRules:
 
     @cached_property
     def covered(self) -> frozenset[str]:
-        """NameIndex of the parameters that any rule acts on."""
+        """Names of the parameters that any rule acts on."""
         return frozenset().union(*(self._params_of(rule) for rule in self.rules.values()))
 
     @cached_property
     def protected(self) -> frozenset[str]:
-        """NameIndex of the parameters whose gradients a rule edits, traps or keeps from the optimizer."""
+        """Names of the parameters whose gradients a rule edits, traps or keeps from the optimizer."""
         protecting = [rule for rule in self.rules.values() if rule.role in PROTECTING]
         return frozenset().union(*map(self._params_of, protecting))
 

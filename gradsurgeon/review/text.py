@@ -54,9 +54,10 @@ def _rules(difference: Difference) -> Iterator[str]:
             yield f"{sign} {_head(change)}"
             if change.renamed:
                 yield f"      renamed from {change.old_id}"
-            both = change.old_id and sign == "~"
-            every = (phrases.option(field, _ARROW) for field in change.options)
-            for phrase in every if both else phrases.options(change.options):
+            lines = phrases.options(change.options)
+            if sign == "~":
+                lines = (phrases.option(option, _ARROW) for option in change.options)
+            for phrase in lines:
                 yield f"      {_rendered(phrase)}"
     if difference.unchanged:
         yield f"= {_rendered(phrases.unchanged(difference.unchanged))}"

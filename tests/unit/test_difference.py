@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 import pathlib
 import re
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import pytest
 
 import gradsurgeon
 from gradsurgeon import planning
-from gradsurgeon._name_ranges import fold_names
-from gradsurgeon.actions import FreezeRule, Options, Stricter, known_actions
 from gradsurgeon.planning import Manifest, Module, Param
 from gradsurgeon.review import markdown, sources, text
 from gradsurgeon.review.difference import Difference, compare
-from gradsurgeon.review.option_changes import changed_options
 from gradsurgeon.schema import RuleSet
 
 CASES = pathlib.Path(__file__).parents[1] / "cases" / "review"
@@ -165,49 +161,6 @@ def test_thresholds(old: Any, new: Any, word: str) -> None:
     assert [option.direction for one in found.changed for option in one.options] == (
         [word] if word != "same steps" else []
     )
-
-
-class Above(Options):
-    sigmas: Annotated[float, Stricter(operator.neg, "bites sooner", "bites later")] = 2.5
-    beta: float = 0.97
-
-
-class Dampen(FreezeRule):
-    """An action that the package does not know: what it says of its options is all there is."""
-
-    action: Literal["dampen"] = "dampen"
-    strength: Annotated[float, Stricter(operator.pos)]
-    above: Above = Above()
-    kinds: tuple[str, ...] = ()
-
-
-del known_actions["dampen"]  # tests of messages list the actions
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ({"strength": 2.0}, {"strength": 3.0}, [("strength", "tightened", "")]),
-        ({"strength": 2.0}, {"strength": 1.0}, [("strength", "loosened", "")]),
-        ({"above": {"sigmas": 2.0}}, {"above": {}}, [("above.sigmas", "loosened", "bites later")]),
-        (
-            {"above": {"sigmas": 2.0}},
-            {"above": {"sigmas": 4.0, "beta": 0.5}},
-            [("above.sigmas", "loosened", "bites later"), ("above.beta", "changed", "")],
-        ),
-        ({"kinds": ("a", "b")}, {"kinds": ("b", "a")}, []),
-        ({"kinds": ("a",)}, {"kinds": ("b",)}, [("kinds", "changed", "")]),
-    ],
-)
-def test_options_say_themselves_which_value_is_stricter(
-    old: Any, new: Any, expected: list[tuple[str, str, str]]
-) -> None:
-    rules = [
-        Dampen.model_validate({"id": "it", "params": "*", "strength": 2.0, **options})
-        for options in (old, new)
-    ]
-    found = [(one.name, one.direction, one.meaning) for one in changed_options(*rules)]
-    assert found == expected
 
 
 class TestNames:
@@ -494,28 +447,6 @@ def test_the_documented_json() -> None:
 
 
 # --- how it is written ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("names", "folded"),
-    [
-        ([], {}),
-        (["head"], {"head": 1}),
-        ([f"h.{at}.w" for at in range(12)], {"h.{0..11}.w": 12}),
-        (["h.0.w", "h.2.w", "h.3.w"], {"h.{0,2,3}.w": 3}),
-        (["h.7.w", "h.1.w"], {"h.{1,7}.w": 2}),
-        ([f"h.{a}.{b}" for a in range(3) for b in range(4)], {"h.{0..2}.{0..3}": 12}),
-        (["h.0.1", "h.1.0"], {"h.0.1": 1, "h.1.0": 1}),
-        (["h.0.0", "h.0.1", "h.1.0"], {"h.{0..1}.0": 2, "h.0.1": 1}),
-        (["h.1", "h.01"], {"h.{1,01}": 2}),
-        (["h." + "9" * 5000], {"h." + "9" * 5000: 1}),
-        ([f"h.{at}" for at in range(0, 40, 2)], {"h.{0,2,4,6,8,10,...}": 20}),
-    ],
-)
-def test_fold_names(names: list[str], folded: dict[str, int]) -> None:
-    found = fold_names(names)
-    assert {text: len(members) for text, members in found.items()} == folded
-    assert sorted(name for members in found.values() for name in members) == sorted(names)
 
 
 @pytest.fixture
