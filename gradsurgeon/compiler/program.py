@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.planning import ROOT, Plan
 
 
@@ -65,7 +65,7 @@ class Program:
     @property
     def traps(self) -> tuple[Stage, ...]:
         """The stages that can stop an update for the gradient of a parameter."""
-        return tuple(stage for stage in self.after_backward if stage.rule.role == "trap")
+        return tuple(stage for stage in self.after_backward if isinstance(stage.rule, TrapRule))
 
     @property
     def site_rules(self) -> list[tuple[Rule, str]]:
@@ -79,12 +79,12 @@ class Program:
     @property
     def freezes(self) -> tuple[Stage, ...]:
         """The stages that keep an optimizer off a parameter."""
-        return tuple(stage for stage in self.at_step if stage.rule.role == "freeze")
+        return tuple(stage for stage in self.at_step if isinstance(stage.rule, FreezeRule))
 
     @property
     def step_edits(self) -> tuple[Stage, ...]:
         """The stages that change final gradients."""
-        return tuple(stage for stage in self.at_step if stage.rule.role == "edit")
+        return tuple(stage for stage in self.at_step if isinstance(stage.rule, EditRule))
 
 
 def compile_plan(plan: Plan) -> Program:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from gradsurgeon.actions import MOMENTS, Rule
+from gradsurgeon.actions import MOMENTS, EditRule, Rule
 from gradsurgeon.review.matched_rules import ChainChange
 from gradsurgeon.review.rule_pairs import RulePairs
 
@@ -118,8 +118,10 @@ def _new_overlaps(pairs: RulePairs) -> Iterator[tuple[str, str]]:
     chains = ((before.chains.get(name, ()), chain) for name, chain in after.chains.items())
     seen = set()
     for old, new in dict.fromkeys(chains):
-        known = {pairs.new_ids.get(rule) for rule in old if before.rules[rule].role == "edit"}
-        edits = [rule for rule in new if after.rules[rule].role == "edit"]
+        known = {
+            pairs.new_ids.get(rule) for rule in old if isinstance(before.rules[rule], EditRule)
+        }
+        edits = [rule for rule in new if isinstance(after.rules[rule], EditRule)]
         edits.sort(key=position.__getitem__)
         for other in (rule for rule in edits if rule not in known):
             for rule in edits:
@@ -133,7 +135,8 @@ def _new_overlaps(pairs: RulePairs) -> Iterator[tuple[str, str]]:
 def _edit_same_tensors(first: Rule, second: Rule) -> bool:
     """Tell whether two rules would change the same tensors if they matched the same names."""
     return (
-        first.role == second.role == "edit"
+        isinstance(first, EditRule)
+        and isinstance(second, EditRule)
         and first.target == second.target
         and (first.target == "params" or first.tensor == second.tensor)
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, FreezeRule, Rule
 from gradsurgeon.review.lint_context import LintContext
 
 
@@ -25,10 +25,10 @@ def moot(context: LintContext, rule: Rule, by: Rule) -> str:
         return ""
     first = context.acts_before(by, rule)
     if by.action == "freeze":
-        if rule.role == "edit" or (rule.role == "freeze" and first):
+        if isinstance(rule, EditRule) or (isinstance(rule, FreezeRule) and first):
             return f"does nothing: `{by.id}` keeps the optimizer off these parameters"
         return ""
-    if rule.role != "edit":
+    if not isinstance(rule, EditRule):
         return ""
     if first:
         return (

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 
+from gradsurgeon.actions import EditRule
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.checks._shared import one_is_moot
 from gradsurgeon.review.lint_context import LintContext, listed
@@ -46,12 +47,12 @@ class EffectiveOrder(Check):
 
     def find(self, context: LintContext) -> Iterator[Finding]:
         for rule, above in context.pairs():
-            if rule.role != "edit":
+            if not isinstance(rule, EditRule):
                 continue
             later = tuple(
                 other
                 for other in above
-                if other.role == "edit"
+                if isinstance(other, EditRule)
                 and context.acts_before(rule, other)
                 and context.overlap(other, rule)
                 and not one_is_moot(context, rule, other)

@@ -1,9 +1,10 @@
 from collections.abc import Iterator
 
+from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext, listed
 
-_PAIRS = ({"edit", "observe"}, {"edit", "capture"})
+_OBSERVING = ObserverRule | CaptureRule
 
 
 class ObservedOrder(Check):
@@ -50,13 +51,18 @@ class ObservedOrder(Check):
             later = tuple(
                 other
                 for other in above
-                if {other.role, rule.role} in _PAIRS
+                if _edit_and_observation(other, rule)
                 and context.acts_before(rule, other)
                 and context.overlap(other, rule)
             )
             if later:
-                what = "changes gradients" if rule.role == "edit" else "sees gradients"
+                what = "changes gradients" if isinstance(rule, EditRule) else "sees gradients"
                 message = f"it {what} at `{rule.point}`, before {listed(later)}, which stand{'s' * (len(later) == 1)} above it"
                 hint = "put it above, or choose another `at`"
                 key = context.given_key(rule, "at", "action")
                 yield Finding(rule, (key,), message, hint, later)
+
+
+def _edit_and_observation(first: Rule, second: Rule) -> bool:
+    edits = [isinstance(rule, EditRule) for rule in (first, second)]
+    return edits.count(True) == 1 and any(isinstance(rule, _OBSERVING) for rule in (first, second))

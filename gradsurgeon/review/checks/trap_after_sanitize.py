@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 
+from gradsurgeon.actions import TrapRule
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext, listed
 
@@ -40,7 +41,7 @@ class TrapAfterSanitize(Check):
 
     def find(self, context: LintContext) -> Iterator[Finding]:
         cleaners = [rule for rule in context.compared if rule.action in ("sanitize", "zero")]
-        for trap in (rule for rule in context.compared if rule.role == "trap"):
+        for trap in (rule for rule in context.compared if isinstance(rule, TrapRule)):
             before = tuple(
                 rule
                 for rule in cleaners
