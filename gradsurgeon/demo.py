@@ -19,7 +19,7 @@ import gradsurgeon
 from gradsurgeon import packs, report
 from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
 
-_INSTALL = "the demo needs: pip install 'gradsurgeon[dev]'"
+_INSTALL = "the demo needs: pip install 'gradsurgeon[demo]'"
 try:
     import torch
     from torch import Tensor, nn

@@ -107,7 +107,7 @@ def page(rule: type[Rule]) -> Iterator[str]:
 
 
 def reference() -> str:
-    """Return the pages of all actions as Markdown, as `rules/README.md` holds them."""
+    """Return the pages of all actions as Markdown, as `rules/reference.md` holds them."""
     rules = list(ACTIONS.values())
     shared = list(dict.fromkeys(key for rule in rules for key in _keys(rule, shared=True)))
     widest = {key: next(r for r in rules if key in _keys(r, shared=True)) for key in shared}

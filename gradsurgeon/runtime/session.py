@@ -22,9 +22,9 @@ _EVENTS_SHOWN = 5
 class Session:
     """Rules acting on one model, until `remove()` or the end of the ``with`` block.
 
-    Made by `gradsurgeon.apply`. The rules stay on the model for as long as it lives, even if nobody
-    keeps the session. It belongs to this very model: where a session is kept as an attribute of its
-    model, copies of the model and what is loaded from files have ``None`` there.
+    `gradsurgeon.apply` makes it. The rules stay on the model as long as the model lives, even if nobody
+    keeps the session. If a session is an attribute of its model, copies of the model and models loaded
+    from a file have ``None`` in its place.
     """
 
     def __init__(self, attachment: Attachment) -> None:
@@ -43,7 +43,7 @@ class Session:
         self._attachment.remove()
 
     def pause(self) -> None:
-        """Let no rule act until `resume()`; the steps go on being counted."""
+        """Let no rule act until `resume()`. Steps are still counted."""
         self._attachment.pause()
 
     def resume(self) -> None:
@@ -54,19 +54,19 @@ class Session:
     def step(self) -> int:
         """The number of the next update, counted from ``start_step``, skipped updates included.
 
-        Where several optimizers update the model, it is the number of the one that is furthest.
+        If several optimizers update the model, this is the largest of their numbers.
         """
         return self._attachment.step
 
     def tick(self) -> bool:
-        """Mark one update of a script without torch optimizer, right before it happens.
+        """Mark one update of a script without a torch optimizer, right before it happens.
 
         Returns:
-            Whether to update: ``False`` where a trap with ``then: skip-step`` tripped.
+            Whether to update: ``False`` if a trap with ``then: skip-step`` tripped.
 
         Raises:
             NonFiniteGradientError: a trap stops the update.
-            GradSurgeonError: a torch optimizer owns the parameters; its steps count by themselves.
+            GradSurgeonError: a torch optimizer owns the parameters, so its steps are counted already.
         """
         return self._attachment.tick()
 
@@ -103,12 +103,12 @@ class Session:
         Args:
             name: canonical name or alias.
             stat: the statistic.
-            rule: id of the `norm-log` rule; needed where several recorded it.
+            rule: id of the `norm-log` rule; needed if several recorded it.
 
         Raises:
-            KeyError: no such name; the nearest names are given.
-            RecordError: nothing recorded, or by several rules, or nothing in the last three steps in
-                which there should have been.
+            KeyError: there is no such name; the error suggests the nearest ones.
+            RecordError: nothing was recorded, or by several rules, or nothing in the last three steps in
+                which the rule was due.
         """
         return self._attachment.lookup().latest(name, stat, rule=rule)
 
@@ -120,14 +120,14 @@ class Session:
         Args:
             name: canonical name or alias.
             stat: the statistic.
-            rule: id of the `norm-log` rule; needed where several recorded it.
+            rule: id of the `norm-log` rule; needed if several recorded it.
 
         Returns:
-            Oldest first; nothing where no value has come yet.
+            Oldest first; an empty list if no value has come yet.
 
         Raises:
-            KeyError: no such name; the nearest names are given.
-            RecordError: recorded by no rule, or by several.
+            KeyError: there is no such name; the error suggests the nearest ones.
+            RecordError: no rule records it, or several do.
         """
         return self._attachment.lookup().history(name, stat, rule=rule)
 

@@ -17,7 +17,7 @@ from gradsurgeon.actions._target import parse_tensor, target_flaws
 from gradsurgeon.review.checks import CHECKS
 from gradsurgeon.review.reading_checks import READING_CHECKS
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
 
 class TestExplain:

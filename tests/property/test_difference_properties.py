@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -105,6 +106,7 @@ def load(rules: list[dict[str, Any]]) -> RuleSet:
     return gradsurgeon.load({"version": 1, "rules": rules})
 
 
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_a_file_written_in_another_way_is_no_difference(data: st.DataObject) -> None:
     rules = data.draw(rule_lists())
@@ -121,7 +123,7 @@ def both(found: Difference) -> set[tuple[str, str]]:
     return {(one.old_id, one.id) for one in (*found.changed, *found.renamed)}
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(rule_lists(), rule_lists())
 def test_the_way_back_is_a_mirror_image(before: Any, after: Any) -> None:
     old, new = load(before), load(after)
@@ -139,6 +141,7 @@ def test_the_way_back_is_a_mirror_image(before: Any, after: Any) -> None:
     assert words == {(o.name, turned[o.direction]) for one in back.changed for o in one.options}
 
 
+@settings(max_examples=examples(100))
 @given(rule_lists(), rule_lists())
 def test_chains_are_those_of_the_plan(before: Any, after: Any) -> None:
     for rules in (before, after):  # or they would not bind
@@ -156,7 +159,7 @@ def test_chains_are_those_of_the_plan(before: Any, after: Any) -> None:
         assert tuple(renamed.get(one, one) for one in first) == second
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(bodies, bodies)
 def test_rules_look_the_same_exactly_where_no_field_differs(one: Any, other: Any) -> None:
     (first, second) = load([{"id": "a", **one}, {"id": "b", **other}]).rules
@@ -165,6 +168,7 @@ def test_rules_look_the_same_exactly_where_no_field_differs(one: Any, other: Any
     )
 
 
+@settings(max_examples=examples(100))
 @given(rule_lists(), rule_lists())
 def test_it_can_always_be_written(before: Any, after: Any) -> None:
     found = compare(load(before), load(after), MANIFEST)
