@@ -9,6 +9,8 @@ from itertools import pairwise
 _NUMBER = re.compile(r"(?<![0-9])([0-9]{1,18})(?![0-9])")
 _MAX_PIECES = 6  # of a list of numbers with gaps
 
+_Row = tuple[tuple[str, ...], ...]  # for each place of a number, all numbers that stand there
+
 
 def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
     """Return texts that stand for all names, each with the names that it stands for.
@@ -18,8 +20,8 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
     >>> fold_names(["h.0.w", "h.1.w", "h.2.w", "h.1.b"])
     {'h.{0..2}.w': ['h.0.w', 'h.1.w', 'h.2.w'], 'h.1.b': ['h.1.b']}
     """
-    # By the texts between the numbers; then, for each place of a number, all numbers that stand there.
-    groups: dict[tuple[str, ...], dict[tuple[tuple[str, ...], ...], list[str]]] = {}
+    # By the texts between the numbers.
+    groups: dict[tuple[str, ...], dict[_Row, list[str]]] = {}
     for name in names:
         parts = _NUMBER.split(name)
         numbers = tuple((number,) for number in parts[1::2])
@@ -34,12 +36,10 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
     return folded
 
 
-def _merge(
-    rows: dict[tuple[tuple[str, ...], ...], list[str]], columns: int
-) -> dict[tuple[tuple[str, ...], ...], list[str]]:
+def _merge(rows: dict[_Row, list[str]], columns: int) -> dict[_Row, list[str]]:
     """Merge rows that differ in one column only, column by column."""
     for column in range(columns):
-        alike: dict[tuple[tuple[str, ...], ...], list[tuple[tuple[str, ...], ...]]] = {}
+        alike: dict[_Row, list[_Row]] = {}
         for row in rows:
             alike.setdefault((*row[:column], *row[column + 1 :]), []).append(row)
         rows = {

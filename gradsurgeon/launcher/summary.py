@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from gradsurgeon.actions import EditRule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.launcher.attached_model import AttachedModel
@@ -31,7 +32,7 @@ def write_header(model: AttachedModel, rules: RuleSet, optimizers: Sequence[str]
     for rule in rules.rules:
         bound = model.plan.of(rule.id)
         what = count(len(bound), NOUNS[rule.target]) if bound else "nothing in this model"
-        when = "before each update" if rule.role == "trap" else f"at {rule.point}"
+        when = "before each update" if isinstance(rule, TrapRule) else f"at {rule.point}"
         rows.append((printable(rule.id), rule.action, when, what))
     lines = [first, *grid(rows)]
     of_rules = [
@@ -69,7 +70,7 @@ def write_summary(model: AttachedModel) -> None:
         if not model.plan.of(rule.id):
             continue
         status = statuses[rule.id]
-        changed = f"changed {status.changed:.0%}" if rule.role == "edit" else ""
+        changed = f"changed {status.changed:.0%}" if isinstance(rule, EditRule) else ""
         last = "" if status.last_step is None else f"last at step {status.last_step}"
         rows.append((printable(rule.id), rule.action, f"fired {status.fired:,}", changed, last))
     lines += grid(rows)

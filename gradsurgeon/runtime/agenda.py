@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import Decision, EditRule, FreezeRule, Rule
 from gradsurgeon.compiler import Program, Stage
 from gradsurgeon.runtime.clock import Clock, Clocks
 from gradsurgeon.store import Key
 
+# The statistic of `nan-trap`, which norms that are taken anyway tell of.
+NONFINITE = "nonfinite"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lane:
-    """The tensors of one rule that go by one clock, and the series that it fills for them."""
+    """The tensors of one rule that go by one clock, the series that it fills, and what it decides by."""
 
     rule: Rule
     clock: Clock
     tensors: tuple[int, ...]
     keys: dict[str, Key]
+    decision: Decision | None = None
 
     def columns(self, tensors: Sequence[int]) -> Sequence[int]:
         """Return the columns of a record that some of the tensors have, which come in its order."""
@@ -38,6 +42,9 @@ class Agenda:
         watched: the tensors of ``after``, ascending.
         trapped: those of them that a trap watches, ascending.
         normed: those of them whose norm after backward somebody reads, ascending.
+        traps: those of ``after`` that decide by what is not finite.
+        thresholds: those that decide by another statistic.
+        judged: the tensors of both, ascending.
         stepped: the tensors of ``at_step``, ascending.
         edited: the tensors that an edit at the step may write.
         frozen: the tensors that are hidden from the optimizer.
@@ -49,8 +56,10 @@ class Agenda:
         "edited",
         "frozen",
         "in_backward",
+        "judged",
         "normed",
         "stepped",
+        "thresholds",
         "trapped",
         "traps",
         "watched",
@@ -62,15 +71,22 @@ class Agenda:
         self.in_backward = tuple(in_backward)
         self.after = tuple(after)
         self.at_step = tuple(at_step)
-        self.traps = tuple(lane for lane in self.after if lane.rule.role == "trap")
+        deciding = [(lane, lane.decision) for lane in self.after if lane.decision is not None]
+        self.traps = tuple(lane for lane, decision in deciding if decision.statistic == NONFINITE)
+        self.thresholds = tuple(lane for lane, _ in deciding if lane not in self.traps)
         self.watched = _tensors(self.after)
         self.trapped = _tensors(self.traps)
+        self.judged = _tensors((*self.traps, *self.thresholds))
         self.normed = _tensors(
-            lane for lane in self.after if lane.rule.role == "trap" or "l2" in lane.keys
+            lane for lane in self.after if lane in self.traps or "l2" in lane.keys
         )
         self.stepped = _tensors(self.at_step)
-        self.frozen = frozenset(_tensors(ln for ln in self.at_step if ln.rule.role == "freeze"))
-        self.edited = frozenset(_tensors(ln for ln in self.at_step if ln.rule.role == "edit"))
+        self.frozen = frozenset(
+            _tensors(ln for ln in self.at_step if isinstance(ln.rule, FreezeRule))
+        )
+        self.edited = frozenset(
+            _tensors(ln for ln in self.at_step if isinstance(ln.rule, EditRule))
+        )
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -105,8 +121,9 @@ class _OfClock:
 class Agendas:
     """The rules on parameters, divided by the clock that each parameter goes by."""
 
-    def __init__(self, program: Program, clocks: Clocks) -> None:
+    def __init__(self, program: Program, clocks: Clocks, decisions: Mapping[str, Decision]) -> None:
         self._program = program
+        self._decisions = decisions
         self._clocks = clocks
         in_backward: dict[str, tuple[Rule, list[int]]] = {}
         for tensor, rules in program.per_tensor.items():
@@ -145,4 +162,4 @@ class Agendas:
                 names = tuple(self._program.names[tensor] for tensor in tensors)
                 stats: tuple[str, ...] = getattr(rule, "stats", ())
                 keys = {stat: Key(rule.id, stat, rule.point, names) for stat in stats}
-                yield Lane(rule, clock, tensors, keys)
+                yield Lane(rule, clock, tensors, keys, self._decisions.get(rule.id))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, FreezeRule, Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime import ranks, rollcall
 from gradsurgeon.runtime.clock import Clock
@@ -108,7 +108,7 @@ class Agreement:
         due = any(rule.steps.due(clock.step) for rule in self._deciding)
         if not due or _dist.world() == 1:
             return alone
-        common = self._common(clock)
+        common = self.common(clock)
         if not common:
             self._mention_none(clock)
         groups = self._with_rules(common)
@@ -119,10 +119,8 @@ class Agreement:
             return replace(alone, groups=groups)
         return Meeting(worst, source, ranks.who(guilty, groups), groups)
 
-    def may_meet(self, clock: Clock) -> bool:
-        return bool(self._common(clock))
-
-    def _common(self, clock: Clock) -> _dist.Groups:
+    def common(self, clock: Clock) -> _dist.Groups:
+        """Return the groups whose ranks all have a part in an update, with a session or without."""
         known = self._state.ranks
         groups = (*known.sharing(clock.tensors), *known.reducing(clock.tensors))
         return tuple(dict.fromkeys(groups))
@@ -163,7 +161,7 @@ class Agreement:
         rules = [
             rule.model_dump_json()
             for rule in self._state.rules
-            if _decides(rule) or rule.role in _CHANGING or (shared and rule.target == "params")
+            if _decides(rule) or isinstance(rule, _CHANGING) or (shared and rule.target == "params")
         ]
         return hashlib.sha256("\n".join([self._state.mode, *rules]).encode()).hexdigest()
 
@@ -180,7 +178,7 @@ class Agreement:
         self._state.journal.once("alone in a step" if unreduced else "alone", text, step=clock.step)
 
 
-_CHANGING = ("edit", "freeze")
+_CHANGING = (EditRule, FreezeRule)
 
 
 def _decides(rule: Rule) -> bool:
@@ -192,7 +190,7 @@ def _edits_updates(rule: Rule) -> bool:
 
     What a rule changes before gradients are averaged, all ranks get.
     """
-    return rule.role in _CHANGING and rule.target == "params" and rule.point == "step"
+    return isinstance(rule, _CHANGING) and rule.target == "params" and rule.point == "step"
 
 
 def _lacking(roll: Roll, mine: Answer) -> str:

@@ -79,15 +79,10 @@ class Arming:
         found = []
         for tensor in tensors:
             param = self._state.targets.param(tensor)
-            if param is not None and self._handles.get(tensor) and not self._has_hook(param):
+            handles = self._handles.get(tensor)
+            if param is not None and handles and not _is_on(handles[-1]):
                 found.append(tensor)
         return found
-
-    def _has_hook(self, param: Tensor) -> bool:
-        return any(
-            isinstance(hook, PassHook) and hook.belongs_to(self._state)
-            for hook in _torch.post_accumulate_hooks(param)
-        )
 
     def revive(self, param: Tensor) -> int | None:
         """Install the hooks of a parameter anew, whose content was swapped with that of another tensor.
@@ -147,3 +142,8 @@ class Arming:
         label, edited = f"gradsurgeon:{name}", self._guards[tensor]
         guard = GuardHook(self._state, self._passes, self._manual, tensor, label, edited=edited)
         return _torch.register_hook(param, guard)
+
+
+def _is_on(handle: RemovableHandle) -> bool:
+    table = handle.hooks_dict_ref()
+    return table is not None and handle.id in table

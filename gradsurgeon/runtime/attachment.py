@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import GradSurgeonError, did_you_mean
 from gradsurgeon.events import Event, RuleStatus
@@ -249,7 +250,7 @@ class Attachment:
         Raises:
             KeyError: no `capture` rule has this id.
         """
-        known = [one.id for one in self.plan.rules.rules if one.role == "capture"]
+        known = [one.id for one in self.plan.rules.rules if isinstance(one, CaptureRule)]
         if rule not in known:
             hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
             raise KeyError(f"no capture rule {rule!r}; {hint}")
@@ -268,7 +269,7 @@ class Attachment:
                 frozenset({b.name for b in self.plan.of(rule.id)} | measured.get(rule.id, set())),
             )
             for rule in self.plan.rules.rules
-            if rule.role == "observe"
+            if isinstance(rule, ObserverRule)
         }
         manifest = self.plan.manifest
         things = [*(param.name for param in manifest.params), *(m.name for m in manifest.modules)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers, _statistics, _torch
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import CaptureRule, EditRule, Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.compiled import in_backward
@@ -110,7 +110,7 @@ class TensorHook(Hook):
         out = grad
         for rule in due:
             out = self._act(state, passes, rule, out)
-            if rule.role != "capture":
+            if not isinstance(rule, CaptureRule):
                 state.journal.fired(rule.id, clock.step)
         return None if out is grad or state.mode == "observe" else out
 
@@ -129,9 +129,9 @@ class TensorHook(Hook):
                 added_to[self._tensor] = (_dist.local(param.grad) != 0).any()
 
     def _act(self, state: State, passes: Passes, rule: Rule, grad: Tensor) -> Tensor:
-        if rule.role == "edit":
+        if isinstance(rule, EditRule):
             return self._edit(state, rule, grad)
-        if rule.role == "capture":
+        if isinstance(rule, CaptureRule):
             name, step = state.program.names[self._tensor], state.clocks[self._tensor].step
             true = _dist.whole(unscaled(grad, state.scaling.scale))
             state.captures.keep(rule, name, step, true)

@@ -23,6 +23,7 @@ class Finding:
         head: the first line.
         lines: those after the line on what becomes of the step.
         ranks: where the first tensor became non-finite; empty where that is not known.
+        expect: what an update that goes on all the same has to expect.
         reduced: whether ranks make the tensors together, so that another one can be the cause.
     """
 
@@ -30,6 +31,7 @@ class Finding:
     head: str
     lines: list[str]
     ranks: tuple[int, ...] = ()
+    expect: str = ": expect non-finite weights"
     reduced: bool = True
 
     def caused_by(self, ranks: tuple[int, ...]) -> Finding:
@@ -99,6 +101,21 @@ class Border:
             f"{reached}, as is all that came after it: look at the inputs of the model, at its weights, "
             "and at the loss, any of which can be what is not finite"
         )
+
+
+def finding_of_values(
+    stat: str, names: Sequence[str], values: Sequence[float], tripped: Sequence[bool]
+) -> Finding:
+    """Tell which gradients a trap refuses for a statistic of theirs."""
+    width = max(len(printable(name)) for name in names)
+    rows = [
+        f"  {'> refused' if bad else '  let pass'}  {printable(name).ljust(width)}  {stat} {value:.3g}"
+        for name, value, bad in zip(names, values, tripped, strict=True)
+    ]
+    first = tripped.index(True)
+    head = f"{sum(tripped)} of {len(names)} gradients are refused for their {stat}"
+    lines = ["in the order of the model:", *_window(rows, first)]
+    return Finding(names[first], head, lines, expect="", reduced=False)
 
 
 def finding_of_flags(flags: Sequence[tuple[Flag, int]]) -> Finding:

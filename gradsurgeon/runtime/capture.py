@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradsurgeon import _torch
+from gradsurgeon.actions import EditRule, FreezeRule
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.state import State
@@ -19,7 +20,7 @@ def silenced(program: Program) -> Iterator[tuple[str, str]]:
     """Yield the rules that a replay would silence, each with the reason."""
     for rule in program.rules:
         schedule = rule.steps
-        if rule.role not in ("edit", "freeze"):
+        if not isinstance(rule, EditRule | FreezeRule):
             yield rule.id, f"`{rule.action}` has to look at each step from Python"
         elif (schedule.from_, schedule.to, schedule.every) != (0, None, 1):
             yield rule.id, "its `steps` are decided in Python"

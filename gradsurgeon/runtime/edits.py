@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers, _torch
-from gradsurgeon.actions import ByNorm, Edit
+from gradsurgeon.actions import ByNorm, CaptureRule, Edit, EditRule, FreezeRule, ObserverRule
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.agenda import Lane
 from gradsurgeon.runtime.backward import check_layout
@@ -59,11 +59,11 @@ class StepEdits:
             try:
                 for lane in agenda.at_step:
                     having = finals.having(lane.tensors)
-                    if lane.rule.role == "edit":
+                    if isinstance(lane.rule, EditRule):
                         having = [tensor for tensor in having if tensor in edited]
                     if having:
                         self._one(lane, finals, having)
-                        if lane.rule.role != "capture":  # counts by itself
+                        if not isinstance(lane.rule, CaptureRule):  # counts by itself
                             state.journal.fired(lane.rule.id, clock.step, len(having))
                         if lane.rule.may_overflow and state.mode == "act":
                             suspicious.update(having)
@@ -84,7 +84,7 @@ class StepEdits:
         scaled = {
             tensor: lane.rule.id
             for lane in self._state.agenda(clock).at_step
-            if lane.rule.role == "edit" and lane.rule.linear and self._state.mode == "act"
+            if isinstance(lane.rule, EditRule) and lane.rule.linear and self._state.mode == "act"
             for tensor in lane.tensors
             if tensor in edited and tensor in finals
         }
@@ -108,11 +108,11 @@ class StepEdits:
 
     def _one(self, lane: Lane, finals: Finals, tensors: Sequence[int]) -> None:
         state, rule = self._state, lane.rule
-        if rule.role == "observe":
+        if isinstance(rule, ObserverRule):
             self._log(lane, finals, tensors)
-        elif rule.role == "capture":
+        elif isinstance(rule, CaptureRule):
             keep(state, lane, {tensor: finals[tensor] for tensor in tensors}, None)
-        elif rule.role == "freeze":
+        elif isinstance(rule, FreezeRule):
             state.journal.altered(rule.id, len(tensors))
         else:
             edit = state.edits[rule.id]

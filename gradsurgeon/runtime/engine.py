@@ -167,7 +167,7 @@ class Engine:
                 return self._rest(step)
             self._catch_up(step)
         agenda = state.agenda(clock)
-        finals = Finals(state, {*agenda.trapped, *agenda.stepped}, step.scale)
+        finals = Finals(state, {*agenda.judged, *agenda.stepped}, step.scale)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
         verdict = self._traps.decide(clock, finals, flaggable=step.flaggable)
         stopped = verdict.skip or verdict.error is not None
@@ -305,7 +305,7 @@ class Engine:
         clock = step.clock
         if self._agreement.is_missed(clock.tensors, update=True):
             silent, agenda = self._state.silent(), self._state.agenda(clock)
-            finals = Finals(silent, {*agenda.trapped, *agenda.stepped}, step.scale)
+            finals = Finals(silent, {*agenda.judged, *agenda.stepped}, step.scale)
             Traps(silent, self._agreement).measure(clock, finals)
             StepEdits(silent).run(clock, finals, step.scale, acting=False)
         return self._traps.rest(clock)

@@ -55,6 +55,11 @@ class Finals:
         self._handed_over = measure.norms(tensors, self.of(tensors), scale=self._scale)
         return self._handed_over
 
+    def statistics(self, stat: str, tensors: Sequence[int]) -> Tensor:
+        """Return one statistic of gradients as they are by now. Shape ``[len(tensors)]``, float32."""
+        with torch.no_grad():
+            return measure.statistics(stat, [unscaled(g, self._scale) for g in self.of(tensors)])
+
     def unscale(self, edited: Iterable[int]) -> None:
         """Take the scale of a `GradScaler` off, which a fused optimizer gets its gradients with."""
         if self._scale is None:

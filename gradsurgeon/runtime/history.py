@@ -6,8 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import cast
 
-from gradsurgeon.actions import Rule
-from gradsurgeon.actions.nan_trap import NanTrap
+from gradsurgeon.actions import Rule, TrapRule
 from gradsurgeon.runtime.border import Finding
 from gradsurgeon.runtime.state import Mode
 from gradsurgeon.runtime.verdict import FINE, RAISE, SKIP
@@ -25,7 +24,7 @@ class Trip:
         guilty: whether this rank contributed what is not finite to an average.
     """
 
-    rule: NanTrap
+    rule: TrapRule
     step: int
     in_a_row: int
     finding: Finding
@@ -52,7 +51,7 @@ class Trip:
         return {
             "raise": "stopped before the update: no weight was moved",
             "skip-step": "step skipped: no weight and no optimizer state was touched",
-            "warn": "the update goes on (`then: warn`): expect non-finite weights",
+            "warn": "the update goes on (`then: warn`)" + self.finding.expect,
         }[self.then]
 
     def given_up(self, why: str) -> Trip:
@@ -71,11 +70,11 @@ class TrapHistory:
 
     def trip(self, rule: Rule, step: int, finding: Finding, *, guilty: bool = False) -> Trip:
         self.in_a_row[rule.id] += 1
-        return Trip(cast("NanTrap", rule), step, self.in_a_row[rule.id], finding, guilty)
+        return Trip(cast("TrapRule", rule), step, self.in_a_row[rule.id], finding, guilty)
 
     def clear(self, rule: Rule) -> None:
         self.in_a_row[rule.id] = 0
 
     def is_stuck(self, rule: Rule) -> bool:
         """Tell whether a scaler has skipped as many steps in a row as a trap puts up with."""
-        return self.scaler_skips >= cast("NanTrap", rule).give_up_after
+        return self.scaler_skips >= cast("TrapRule", rule).give_up_after

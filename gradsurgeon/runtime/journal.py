@@ -83,7 +83,6 @@ class Tally:
     warnings: list[str] = field(default_factory=list)
 
     def status(self) -> RuleStatus:
-        """Return it as users see it."""
         return RuleStatus(
             matched=self.matched,
             fired=self.fired,
@@ -164,7 +163,6 @@ class Journal:
         return f"{'; '.join(message.split(chr(10))[:2])} ({times:,} times so far)"
 
     def warn(self, message: str, *, rule: str = "") -> None:
-        """Warn the caller."""
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
@@ -207,7 +205,6 @@ class Journal:
         self.emit("notice", message, rule=rule, step=step, warn=warn)
 
     def records_dropped(self, step: int) -> None:
-        """Note that records in memory have begun to make room."""
         text = (
             "records in memory have reached their bound: from here on the oldest make room for new ones; "
             "a run directory (record=) keeps all of them"
@@ -215,15 +212,12 @@ class Journal:
         self.once("records", text, step=step)
 
     def said(self, topic: str, rule: str = "") -> bool:
-        """Tell whether the topic has come up."""
         return (topic, rule) in self._said
 
     def has_fired(self, rule: str) -> bool:
-        """Tell whether a rule has fired."""
         return bool(self._tallies[rule].fired)
 
     def fired(self, rule: str, step: int, count: int = 1) -> None:
-        """Count firings of a rule."""
         tally = self._tallies[rule]
         with self._lock:
             tally.fired += count

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
+from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.runtime.agenda import Agenda, Lane
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.measure import Count, Norms, counts, norms, pick, statistics, suspects
@@ -58,9 +59,9 @@ def after_pass(state: State, done: Pass) -> dict[Clock, Look]:
         by_tensor = dict(zip(tensors, grads, strict=True))
         look = _look(done, agenda, by_tensor)
         for lane in agenda.after:
-            if lane.rule.role == "observe":
+            if isinstance(lane.rule, ObserverRule):
                 _log(state, lane, look, by_tensor, done.scale)
-            elif lane.rule.role == "capture":
+            elif isinstance(lane.rule, CaptureRule):
                 keep(state, lane, by_tensor, done.scale)
         look.averaged = state.ranks.averaging
         looks[clock] = look

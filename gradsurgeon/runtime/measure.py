@@ -49,24 +49,24 @@ def norms(
         grads = [_dist.settled(grad) for grad in grads]
     measure = _norms if sharded else _numbers.norms
     with torch.no_grad():
-        parts = [(tuple(own), measure(there, order)) for own, there in _by_device(tensors, grads)]
+        parts = [(tuple(part), measure(group, order)) for part, group in _by_device(tensors, grads)]
         if scale is not None:
-            parts = [(own, values / scale.to(values.device)) for own, values in parts]
+            parts = [(part, values / scale.to(values.device)) for part, values in parts]
     return tuple(parts)
 
 
 def _by_device(
     items: Sequence[Item], tensors: Sequence[Tensor]
 ) -> list[tuple[Sequence[Item], Sequence[Tensor]]]:
-    """Part tensors, and what each of them stands for, by device."""
+    """Group tensors, and what each of them stands for, by device."""
     if len({tensor.device for tensor in tensors}) <= 1:
         return [(items, tensors)] if tensors else []
-    parts: dict[torch.device, tuple[list[Item], list[Tensor]]] = {}
+    groups: dict[torch.device, tuple[list[Item], list[Tensor]]] = {}
     for item, tensor in zip(items, tensors, strict=True):
-        own, there = parts.setdefault(tensor.device, ([], []))
-        own.append(item)
-        there.append(tensor)
-    return list(parts.values())
+        part, group = groups.setdefault(tensor.device, ([], []))
+        part.append(item)
+        group.append(tensor)
+    return list(groups.values())
 
 
 def _norms(grads: Sequence[Tensor], order: float) -> Tensor:
@@ -126,9 +126,9 @@ def suspects(norms: Norms) -> list[int]:
 def suspects_of(*several: Norms) -> list[list[int]]:
     """Return the tensors whose norm is not finite, of each. Reads each device once."""
     bad: list[list[int]] = [[] for _ in several]
-    parts = [(found, *part) for found, norms in zip(bad, several, strict=True) for part in norms]
-    for own, there in _by_device(parts, [values for _, _, values in parts]):
-        joined = there[0] if len(there) == 1 else torch.cat(list(there))
+    parts = [(into, *part) for into, norms in zip(bad, several, strict=True) for part in norms]
+    for group, values in _by_device(parts, [values for _, _, values in parts]):
+        joined = values[0] if len(values) == 1 else torch.cat(list(values))
         # Nearly always all are finite, and so is their sum.
         if _torch.is_host(joined) and math.isfinite(joined.sum().item()):
             continue
@@ -137,8 +137,8 @@ def suspects_of(*several: Norms) -> list[list[int]]:
         if math.isfinite(sum(numbers)):
             continue
         rest = iter(numbers)
-        for found, tensors, _ in own:
-            found += [t for t, norm in zip(tensors, rest, strict=False) if not math.isfinite(norm)]
+        for into, tensors, _ in group:
+            into += [t for t, norm in zip(tensors, rest, strict=False) if not math.isfinite(norm)]
     return bad
 
 
@@ -173,6 +173,6 @@ def as_dict(norms: Norms) -> dict[int, float]:
 def read(counts: Sequence[Tensor]) -> list[int]:
     """Return 0-dim counts or flags as numbers: one wait per device."""
     numbers: dict[int, int] = {}
-    for positions, there in _by_device(range(len(counts)), counts):
-        numbers.update(zip(positions, torch.stack(list(there)).tolist(), strict=True))
+    for positions, group in _by_device(range(len(counts)), counts):
+        numbers.update(zip(positions, torch.stack(list(group)).tolist(), strict=True))
     return [numbers[position] for position in range(len(counts))]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from gradsurgeon import _torch
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.measure import Norms, read
@@ -59,7 +59,7 @@ def tell_of_no_pass(state: State, clock: Clock, having: Sequence[int]) -> None:
     agenda = state.agenda(clock)
     with_gradient = set(having)
     for lane in (*agenda.in_backward, *agenda.after):
-        if lane.rule.role != "trap" and not with_gradient.isdisjoint(lane.tensors):
+        if not isinstance(lane.rule, TrapRule) and not with_gradient.isdisjoint(lane.tensors):
             text = _PAST_HOOKS.format(
                 does=_DOES.get(lane.rule.role, "acts on"), point=lane.rule.point
             )
@@ -100,13 +100,13 @@ def tell_of_foreign_scale(state: State, clock: Clock, seen: Norms, now: Norms) -
         seen: the norms after the last backward pass.
         now: those right before the update, of the same tensors.
     """
-    if state.journal.said("scale") or clock.passes != 1 or not (seen and now):
+    if state.journal.said("scale") or clock.passes != 1 or len(seen) != 1 or len(now) != 1:
         return
-    if len(seen) != 1 or len(now) != 1 or seen[0][0] != now[0][0] or not _torch.is_host(now[0][1]):
+    ((tensors, before),), ((tensors_now, after),) = seen, now
+    if tensors != tensors_now or not _torch.is_host(after):
         return
-    before, after = seen[0][1], now[0][1]
-    largest, place = after.max(0)
-    ratio = float(before[place] / largest) if float(largest) > 0 else 0.0
+    largest, index = after.max(0)
+    ratio = float(before[index] / largest) if float(largest) > 0 else 0.0
     if not (math.isfinite(ratio) and ratio >= _LEAST_SCALE):
         return
     scale = 2.0 ** round(math.log2(ratio))
@@ -138,24 +138,25 @@ def _averaged(state: State, done: Pass) -> Iterator[int]:
 
 def _on_parts(rule: Rule) -> str:
     """Return what to say of a rule that acted on parts of the gradient of one pass."""
-    if rule.role == "edit":
+    if isinstance(rule, EditRule):
         return (
             "" if rule.linear else _REENTRANT.format(does=_BOUNDS_PARTS, point="step", to="bound")
         )
-    records = ", and records one of them" if rule.role == "observe" else ""
+    records = ", and records one of them" if isinstance(rule, ObserverRule) else ""
     return _REENTRANT.format(does=_SEES_PARTS + records, point="accumulated", to="see")
 
 
 def _say(state: State, topic: str, tensors: Iterable[int], text: Callable[[Rule], str]) -> None:
     """Warn once of each rule at `backward` that acts on some of the tensors and that there is a text for."""
-    rules = {rule.id: rule for own in state.program.per_tensor.values() for rule in own}
+    per_tensor = state.program.per_tensor
+    rules = {rule.id: rule for rules in per_tensor.values() for rule in rules}
     unsaid = (rule for rule in rules.values() if not state.journal.said(topic, rule.id))
     texts = {rule.id: said for rule in unsaid if (said := text(rule))}
     if not texts:
         return
     for tensor in tensors:
         step = state.clocks[tensor].step
-        for rule in state.program.per_tensor.get(tensor, ()):
+        for rule in per_tensor.get(tensor, ()):
             if rule.id in texts and rule.steps.due(step):
                 said = texts.pop(rule.id).replace("{name}", state.program.names[tensor])
                 state.journal.once(topic, said, rule=rule.id, step=step, warn=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 from gradsurgeon import _live, _torch
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.errors import BindError
 
 # Numbers that an optimizer keeps for itself, with where it keeps them.
@@ -206,8 +206,8 @@ def refuse_inside_backward(rules: Sequence[Rule]) -> None:
 
 
 def _needs(rule: Rule) -> str:
-    if rule.role == "trap":
+    if isinstance(rule, TrapRule):
         return "a trap could still hold back the whole update"
-    if rule.role == "freeze":
+    if isinstance(rule, FreezeRule):
         return "a parameter could be hidden from the optimizer for one step of the model"
     return "all gradients of the rule are there"

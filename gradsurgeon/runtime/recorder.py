@@ -72,25 +72,28 @@ class Recorder:
             key: the series.
             step: the clock of its tensors.
             columns: those that have a value, ascending.
-            values: float32, shape ``[len(columns)]``, on any device.
+            values: shape ``[len(columns)]``, on any device.
             replace: the row takes the place of an earlier one of the same step.
         """
         row = _Row(key, step, columns, replace)
         # By identity: to hash the names of thousands of tensors takes longer than to measure them.
         self._ring.put(row, values, slot=(id(key), step) if replace else None)
-        if self.writer is not None and self.writer.due():
-            self._write()
-        elif len(self._ring) >= _ROWS_PER_FLUSH:
-            self._ring.send()
-        elif self._owed:
-            self._catch_up()
+        self._move(due=self.writer is not None and self.writer.due())
 
     def end_step(self) -> None:
         """Mark the end of a step: what would be more than a second old by the next is written."""
-        if self.writer is not None and self.writer.ends_step():
-            self._write()
+        self._move(due=self.writer is not None and self.writer.ends_step())
+
+    def _move(self, *, due: bool) -> None:
+        if due:
+            self._ring.send()
+            self._commit()
+        elif len(self._ring) >= _ROWS_PER_FLUSH:
+            self._ring.send()
         elif self._owed:
-            self._catch_up()
+            self._ring.collect()
+            if not self._ring.under_way:
+                self._commit()
 
     def event(self, event: Event) -> None:
         """Write an event, and the rows that led to it where it may be the last of this run."""
@@ -124,23 +127,13 @@ class Recorder:
         """Move all rows to the store. Waits for the device."""
         self._ring.settle()
         if self.writer is not None and self.writer.due():
-            self._write()
-
-    def _write(self) -> None:
-        self._ring.send()
-        # What is on its way is a moment late; the second after which it is due again may be long.
-        self._owed = self._ring.under_way
-        self._commit()
-
-    def _catch_up(self) -> None:
-        """Write what was due and has arrived since."""
-        if self._ring.collect():
-            self._owed = self._ring.under_way
             self._commit()
 
     def _commit(self, *, wait: bool = False) -> None:
         if (writer := self._open_writer) is None:
             return
+        # What is on its way is a moment late; the second after which it is due again may be long.
+        self._owed = self._ring.under_way
         if self._journal is not None:
             writer.statuses(self._journal.status(wait=wait))
         writer.commit()
@@ -156,8 +149,6 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What the numbers of one row are."""
-
     key: Key
     step: int
     columns: Sequence[int]

@@ -43,7 +43,6 @@ class Ring(Generic[Item]):
 
     @property
     def under_way(self) -> bool:
-        """Whether something has been sent and not been handed over."""
         return bool(self._under_way)
 
     def put(self, item: Item, values: Tensor, *, slot: Hashable = None) -> None:
@@ -70,15 +69,13 @@ class Ring(Generic[Item]):
             while len(self._under_way) > _FEWEST_UNDER_WAY and self._bytes() > _MOST_BYTES:
                 self._hand_over()
 
-    def collect(self) -> bool:
-        """Hand over what has arrived, without waiting; tell whether there was anything."""
+    def collect(self) -> None:
+        """Hand over what has arrived, without waiting."""
         if _torch.is_capturing():
-            return False
+            return
         with self._lock:
-            before = len(self._under_way)
             while self._under_way and self._under_way[0].arrived():
                 self._hand_over()
-            return len(self._under_way) < before
 
     def settle(self) -> None:
         """Hand everything over. Waits for the device where something is there."""
@@ -97,8 +94,6 @@ class Ring(Generic[Item]):
 
 
 class _Transfer(Generic[Item]):
-    """Items whose numbers travel together."""
-
     def __init__(self, rows: Sequence[tuple[Item, Tensor]]) -> None:
         self._rows = rows
         self.bytes = sum(values.nbytes for _, values in rows)

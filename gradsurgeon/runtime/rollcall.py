@@ -89,28 +89,33 @@ def call(group: Any, shapes: Sequence[tuple[int, ...]], mine: Answer) -> Roll:
 
 def _answer(prefix: str, wanted: Sequence[int], mine: Answer, *, again: bool) -> Roll:
     """Answer to the roll under a prefix of the store; return it once it is closed, be it by this rank."""
-    store = _dist.store()
-    store.set(f"{prefix}/{_dist.rank()}", json.dumps(asdict(mine)))
-    keys = {rank: f"{prefix}/{rank}" for rank in wanted}
-    missing = wait_for(store, keys, until=f"{prefix}/closed")
+    publish(prefix, asdict(mine))
+    missing = wait_for(prefix, wanted, until=f"{prefix}/closed")
     here = [rank for rank in wanted if rank not in missing]
     if again and here == [_dist.rank()]:
         # It has come too late to another one, and leaves no trace where it is alone here as well.
         here = []
-    closed = json.loads(store.compare_set(f"{prefix}/closed", "", json.dumps(here)))
-    return Roll(
-        tuple(wanted), {rank: Answer(**json.loads(store.get(keys[rank]))) for rank in closed}
-    )
+    closed = json.loads(_dist.store().compare_set(f"{prefix}/closed", "", json.dumps(here)))
+    return Roll(tuple(wanted), {rank: Answer(**published(prefix, rank)) for rank in closed})
 
 
-def wait_for(store: Any, keys: Mapping[int, str], until: str = "") -> list[int]:
-    """Return the ranks whose key has not come in time, or before another one has."""
-    end = time.monotonic() + LIMIT
-    missing = list(keys)
+def publish(prefix: str, value: Any) -> None:
+    """Leave a value of this rank in the store."""
+    _dist.store().set(f"{prefix}/{_dist.rank()}", json.dumps(value))
+
+
+def published(prefix: str, rank: int) -> Any:
+    """Return the value that a rank has left in the store."""
+    return json.loads(_dist.store().get(f"{prefix}/{rank}"))
+
+
+def wait_for(prefix: str, ranks: Sequence[int], until: str = "") -> list[int]:
+    """Return the ranks whose value has not come in time, or before the key ``until`` has."""
+    store, end, missing = _dist.store(), time.monotonic() + LIMIT, list(ranks)
     while True:
         over = time.monotonic() > end or (until and store.check([until]))
         # Asked again and again: `wait` of the store writes to stderr when it gives up.
-        missing = [rank for rank in missing if not store.check([keys[rank]])]
+        missing = [rank for rank in missing if not store.check([f"{prefix}/{rank}"])]
         if not missing or over:
             return missing
         time.sleep(_PAUSE)

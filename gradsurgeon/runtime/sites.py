@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _numbers, _statistics, _torch
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.runtime.compiled import in_backward
 from gradsurgeon.runtime.deciding import changes
 from gradsurgeon.runtime.flags import Flag
@@ -58,7 +58,7 @@ class Sites:
         out = tensor
         with self.lock:
             for rule, name in rules:
-                if rule.role == "edit":
+                if isinstance(rule, EditRule):
                     # Ids and masks are values too, but nothing that a bound or a factor is meant for.
                     if is_numeric(out) and not self.has_edited(rule, out):
                         step = None if again else self.clocks.of(owner).step
@@ -66,7 +66,7 @@ class Sites:
                         self.mark_edited(rule, out)
                 elif not again:
                     self._observe(rule, name, out, owner)
-                elif rule.role == "trap" and not self.state.flags.is_known(rule.id, name):
+                elif isinstance(rule, TrapRule) and not self.state.flags.is_known(rule.id, name):
                     self._flag(rule, name, out, owner, again=True)
         return out if self.state.mode == "act" else tensor
 
@@ -79,7 +79,7 @@ class Sites:
             self.passes.current()
             out, scale = grad, self.state.scaling.scale
             for rule, name in rules:
-                if rule.role == "edit":
+                if isinstance(rule, EditRule):
                     out = self._edit(rule, out, self.clocks.of(owner).step, scale)
                 else:
                     self._observe(rule, name, unscaled(out, scale), owner)
@@ -111,7 +111,7 @@ class Sites:
 
     def mark_edited(self, rule: Rule, tensor: Tensor) -> None:
         # Weak references on parameters break the conversion of a model by swapping tensors.
-        if rule.role == "edit" and not isinstance(tensor, nn.Parameter):
+        if isinstance(rule, EditRule) and not isinstance(tensor, nn.Parameter):
             self._edited.setdefault(tensor, set()).add(rule.id)
 
     def _edit(self, rule: Rule, tensor: Tensor, step: int | None, scale: Tensor | None) -> Tensor:
@@ -143,11 +143,11 @@ class Sites:
 
     def _observe(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
         step = self.clocks.of(owner).step
-        if rule.role == "capture":  # counts by itself
+        if isinstance(rule, CaptureRule):  # counts by itself
             with _torch.aside(tensor) as plain:
                 self.state.captures.keep(rule, name, step, plain)
         elif is_numeric(tensor):
-            if rule.role == "observe":
+            if isinstance(rule, ObserverRule):
                 self._record(rule, name, tensor, step)
             else:
                 self._flag(rule, name, tensor, owner)

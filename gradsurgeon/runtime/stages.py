@@ -6,7 +6,6 @@ job, for a limited time: a rank that applies no rules must not be waited for lon
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -52,7 +51,11 @@ def lacking(
     ]
     if not asked:
         return [], {}
-    matched, absent = _hear(rules.sha256)
+    prefix, ranks = _prefix(rules), range(_dist.world())
+    absent = rollcall.wait_for(prefix, ranks)
+    matched: dict[int, Names] = {
+        rank: rollcall.published(prefix, rank) for rank in ranks if rank not in absent
+    }
     errors: list[str] = []
     notes: dict[str, str] = {}
     for rule in asked:
@@ -74,20 +77,12 @@ def _publish(rules: RuleSet, plans: Mapping[str, Plan]) -> Names:
             names = [binding.name for binding in plan.of(rule.id)]
             # How many there are is asked of few rules; of the others one name is enough.
             mine[rule.id] = sorted({*mine.get(rule.id, ()), *(names if rule.expect else names[:1])})
-    _dist.store().set(_key(rules.sha256, _dist.rank()), json.dumps(mine))
+    rollcall.publish(_prefix(rules), mine)
     return mine
 
 
-def _hear(rules: str) -> tuple[dict[int, Names], list[int]]:
-    """Return what the ranks have published, and those that have published nothing."""
-    store = _dist.store()
-    keys = {rank: _key(rules, rank) for rank in range(_dist.world())}
-    absent = rollcall.wait_for(store, keys)
-    return {r: json.loads(store.get(key)) for r, key in keys.items() if r not in absent}, absent
-
-
-def _key(rules: str, rank: int) -> str:
-    return f"gradsurgeon/matched/{rules}/{rank}"
+def _prefix(rules: RuleSet) -> str:
+    return f"gradsurgeon/matched/{rules.sha256}"
 
 
 def _only(rules: RuleSet, rule_id: str) -> RuleSet:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from gradsurgeon.actions import Edit, EditRule, Rule
+from gradsurgeon.actions import Decision, Edit, EditRule, Rule, TrapRule
 from gradsurgeon.compiler import Program
-from gradsurgeon.errors import printable
-from gradsurgeon.runtime.agenda import Agenda, Agendas, Lane
+from gradsurgeon.errors import BindError, printable
+from gradsurgeon.runtime.agenda import NONFINITE, Agenda, Agendas, Lane
 from gradsurgeon.runtime.captures import Captures
 from gradsurgeon.runtime.clock import Clock, Clocks
 from gradsurgeon.runtime.flags import Flags
@@ -58,6 +59,7 @@ class State:
     flags: Flags = field(init=False)
     ranks: Ranks = field(init=False)
     trapped: frozenset[int] = field(init=False)
+    decisions: dict[str, Decision] = field(init=False)
     _agendas: Agendas = field(init=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +68,9 @@ class State:
         self.flags = Flags(self.journal)
         self.ranks = Ranks(self.targets.params)
         self.trapped = frozenset(i for stage in self.program.traps for i in stage.tensors)
-        self._agendas = Agendas(self.program, self.clocks)
+        self.decisions = {r.id: r.compile() for r in self.rules if isinstance(r, TrapRule)}
+        _refuse_thresholds(self.decisions, self.program)
+        self._agendas = Agendas(self.program, self.clocks, self.decisions)
 
     def silent(self) -> Self:
         """Return the same without a memory: other ranks wait for what is measured, nobody here reads it."""
@@ -87,3 +91,21 @@ class State:
     def lane(self, rule: str, clock: Clock) -> Lane:
         """Return the part of a rule that goes by a clock, due or not."""
         return self._agendas.lane(rule, clock)
+
+
+def _refuse_thresholds(decisions: Mapping[str, Decision], program: Program) -> None:
+    """Refuse what can decide on parameters only.
+
+    Raises:
+        BindError: naming the rules.
+    """
+    refused = [r.id for r, _ in program.site_rules if r.id in decisions]
+    refused = [rule for rule in refused if decisions[rule].statistic != NONFINITE]
+    if refused:
+        raise BindError(
+            [
+                f"rule {rule}: a trap on modules and tags can only ask for elements that are not finite, this "
+                f"one asks for `{decisions[rule].statistic}`; use `params`"
+                for rule in refused
+            ]
+        )

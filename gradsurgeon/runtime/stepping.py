@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _torch
+from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, TrapRule
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.capture import check_capture
 from gradsurgeon.runtime.changes import ModelChanges
@@ -190,9 +191,12 @@ class Steps:
             stage.rule
             for stage in stages
             if own & set(stage.tensors)
-            and (stage.rule.role in ("trap", "freeze") or getattr(stage.rule, "per", "") == "rule")
+            and (
+                isinstance(stage.rule, TrapRule | FreezeRule)
+                or getattr(stage.rule, "per", "") == "rule"
+            )
         ]
-        refused += [rule for rule, _ in program.site_rules if rule.role == "trap"]
+        refused += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
         optimizers.refuse_inside_backward(refused)
 
     def _claim(self, owner: Owner) -> None:
@@ -321,7 +325,7 @@ class Steps:
         """Tell whether some rule does another thing in a step that a scaler skips."""
         lanes = self._state.agenda(clock).at_step
         return bool(self._state.program.traps) or any(
-            lane.rule.role in ("observe", "capture") for lane in lanes
+            isinstance(lane.rule, ObserverRule | CaptureRule) for lane in lanes
         )
 
     def _undo(self, optimizer: Optimizer, update: Update) -> None:

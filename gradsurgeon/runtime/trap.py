@@ -17,7 +17,7 @@ from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.agenda import Lane
 from gradsurgeon.runtime.agreement import Agreement
-from gradsurgeon.runtime.border import Border, finding_of_flags
+from gradsurgeon.runtime.border import Border, finding_of_flags, finding_of_values
 from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.deferred import EVERY, Case, can_defer, judge
 from gradsurgeon.runtime.evidence import Evidence, uncounted
@@ -79,7 +79,8 @@ class Traps:
         if (error := self._late_error_due(wait=True)) is not None:
             return self._conclude(clock, [], error=error)
         self._histories[clock].scaler_skips = 0
-        return self._conclude(clock, [*self._of_params(clock, finals), *self._of_sites(clock)])
+        trips = [*self._judge_gradients(clock, finals), *self._judge_thresholds(clock, finals)]
+        return self._conclude(clock, [*trips, *self._judge_activations(clock)])
 
     def decide_edited(self, clock: Clock, edited: set[int]) -> Verdict:
         """Judge gradients once more that rules at `step` may have made non-finite."""
@@ -100,7 +101,8 @@ class Traps:
 
     def measure(self, clock: Clock, finals: Finals) -> None:
         """Take part in what other ranks measure, and make nothing of it."""
-        self._of_params(clock, finals)
+        self._judge_gradients(clock, finals)
+        self._judge_thresholds(clock, finals)
 
     def rest(self, clock: Clock) -> Verdict:
         """Judge nothing, and do what other ranks have decided, who may wait for this one."""
@@ -123,7 +125,7 @@ class Traps:
         Raises:
             NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
         """
-        trips = [] if self._state.paused else self._of_scaler(clock, scale)
+        trips = [] if self._state.paused else self._judge_skip_of_scaler(clock, scale)
         verdict = self._conclude(clock, trips, floor=OVERFLOWED)
         if verdict.error is not None:
             raise verdict.error
@@ -132,7 +134,7 @@ class Traps:
         """Leave the decision to the device and report later; ``None`` where the host has to decide."""
         state, agenda = self._state, self._state.agenda(clock)
         # Whether to skip may be for other ranks to say as well.
-        if not agenda.traps or self._agreement.may_meet(clock):
+        if not agenda.traps or agenda.thresholds or self._agreement.common(clock):
             return None
         tensors = finals.having(agenda.trapped)
         grads, looks = finals.of(tensors), tuple(self._looks[clock])
@@ -147,7 +149,7 @@ class Traps:
         self._deferred_steps += 1
         return Verdict(flag=flag)
 
-    def _of_params(self, clock: Clock, finals: Finals) -> list[Trip]:
+    def _judge_gradients(self, clock: Clock, finals: Finals) -> list[Trip]:
         state, agenda = self._state, self._state.agenda(clock)
         tensors = finals.having(agenda.trapped)
         if not tensors:
@@ -179,7 +181,25 @@ class Traps:
             self._state.journal.fired(lane.rule.id, clock.step)
         return fired
 
-    def _of_sites(self, clock: Clock) -> list[Trip]:
+    def _judge_thresholds(self, clock: Clock, finals: Finals) -> list[Trip]:
+        """Judge by any statistic. Reads the device once per rule, and again only for a report."""
+        state, history, trips = self._state, self._histories[clock], []
+        for lane in state.agenda(clock).thresholds:
+            tensors, decision = finals.having(lane.tensors), lane.decision
+            if not tensors or decision is None:
+                continue
+            state.journal.fired(lane.rule.id, clock.step)
+            values = finals.statistics(decision.statistic, tensors)
+            tripped = decision.trips(values).tolist()
+            if any(tripped):
+                names = [state.program.names[tensor] for tensor in tensors]
+                finding = finding_of_values(decision.statistic, names, values.tolist(), tripped)
+                trips.append(history.trip(lane.rule, clock.step, finding))
+            else:
+                history.clear(lane.rule)
+        return trips
+
+    def _judge_activations(self, clock: Clock) -> list[Trip]:
         by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
         for flag, count in self._state.flags.take(clock, self._state.clocks.common):
             by_rule[flag.rule.id].append((flag, count))
@@ -192,7 +212,7 @@ class Traps:
                 history.clear(rule)
         return trips
 
-    def _of_scaler(self, clock: Clock, scale: Tensor) -> list[Trip]:
+    def _judge_skip_of_scaler(self, clock: Clock, scale: Tensor) -> list[Trip]:
         """Judge a step that a scaler has skipped: an overflow ends, a NaN does not."""
         state, history = self._state, self._histories[clock]
         history.scaler_skips += 1
@@ -298,10 +318,8 @@ class Traps:
         return Word(rank, rule, finding.name, text)
 
     def _late_error_due(self, *, wait: bool = False) -> NonFiniteGradientError | None:
-        if wait:
-            self._deferred.settle()
-        elif self._deferred_steps % EVERY == 0:
-            self._deferred.send()
+        if wait or self._deferred_steps % EVERY == 0:
+            self.settle(wait=wait)
         self._deferred.collect()
         error, self._late_error = self._late_error, None
         return error

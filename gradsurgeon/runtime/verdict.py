@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 from torch import Tensor
 
-from gradsurgeon.actions import Rule
-from gradsurgeon.actions.nan_trap import NanTrap
+from gradsurgeon.actions import Rule, TrapRule
 from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.runtime.ranks import Word
 
@@ -37,4 +35,4 @@ class Verdict:
 
 def then_of(rule: Rule) -> str:
     """Return what a trap does to a step; empty for a rule that decides on none."""
-    return cast("NanTrap", rule).then if rule.role == "trap" else ""
+    return rule.then if isinstance(rule, TrapRule) else ""

@@ -47,7 +47,32 @@ def find() -> dict[str, Any]:
         with gradsurgeon.apply(model, RULES) as session:
             steps(trained, data if kind == "one process" else mine)
             found[kind] = told(session, model)
+        found[kind]["trapped"] = trapped(kind)
     return found
+
+
+def trapped(kind: str) -> dict[str, Any]:
+    """Train under a trap whose limit the gradients of the second step exceed, in which it is due."""
+    model = make()
+    if kind == "FSDP2":
+        model = shard(model)
+    trained = DistributedDataParallel(model) if kind == "DDP" else model
+    batch = data if kind == "one process" else mine
+    rule: dict[str, Any] = {
+        "id": "trap",
+        "action": "size-trap",
+        "params": "*",
+        "limit": 0,
+        "then": "skip-step",
+    }
+    rule["steps"] = {"from": 1, "to": 2}
+    with gradsurgeon.apply(model, rules(rule)) as session:
+        steps(trained, batch)
+        events = [event for event in session.events if event.kind == "trap"]
+    return {
+        "events": [(event.step, event.message.partition("\n")[0]) for event in events],
+        "weights": [whole(param) for param in model.parameters()],
+    }
 
 
 if __name__ == "__main__":

@@ -34,3 +34,13 @@ def test_statistics_are_of_the_whole_gradient(ranks: list[dict[str, Any]], setup
         for key, values in wanted.items():
             assert len(values) == 3
             assert found[key] == pytest.approx(values, rel=1e-4, abs=1e-7), key
+
+
+@pytest.mark.parametrize("setup", ["DDP", "FSDP2"])
+def test_a_trap_by_a_statistic_decides_alike(ranks: list[dict[str, Any]], setup: str) -> None:
+    for rank in ranks:
+        wanted, found = rank["one process"]["trapped"], rank[setup]["trapped"]
+        assert [step for step, _ in wanted["events"]] == [1]
+        assert found["events"] == wanted["events"]
+        for left, right in zip(found["weights"], wanted["weights"], strict=True):
+            assert left == pytest.approx(right, abs=1e-6)

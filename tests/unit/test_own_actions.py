@@ -222,6 +222,54 @@ rules:
         assert isinstance(found, actions.Decision)
         assert found.trips(torch.tensor([0.0, 2.0])).tolist() == [False, True]
 
+    @pytest.mark.parametrize("then", ["skip-step", "raise", "warn"])
+    def test_a_trap_by_another_statistic_decides_before_the_update(self, then: str) -> None:
+        torch.manual_seed(0)
+        model = models.Mlp()
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        rule = {"id": "trap", "action": "size-trap", "params": "fc1.*", "limit": 5.0, "then": then}
+        with gradsurgeon.apply(
+            model, {"version": 1, "rules": [rule]}, optimizer=optimizer
+        ) as session:
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()  # nothing is beyond the limit
+            assert not any(event.kind == "trap" for event in session.events)
+            moved = [param.detach().clone() for param in model.parameters()]
+            assert not torch.equal(moved[0], before[0])
+            assert model.fc1.bias.grad is not None
+            model.fc1.bias.grad[1] = -7.0
+            if then == "raise":
+                with pytest.raises(gradsurgeon.NonFiniteGradientError, match="for their linf"):
+                    optimizer.step()
+            elif then == "warn":
+                with pytest.warns(gradsurgeon.GradSurgeonWarning, match="for their linf"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            (trap,) = (event for event in session.events if event.kind == "trap")
+            assert (trap.step, trap.name) == (1, "fc1.bias")
+            assert "1 of 2 gradients are refused for their linf" in trap.message
+            assert "> refused  fc1.bias    linf 7" in trap.message
+            assert "fc1.weight  linf 1" in trap.message
+            assert "non-finite" not in trap.message
+        after = [param.detach() for param in model.parameters()]
+        assert all(map(torch.equal, after, moved)) == (then != "warn")
+
+    def test_a_trap_by_another_statistic_is_for_parameters(self) -> None:
+        rule = {
+            "id": "trap",
+            "action": "size-trap",
+            "modules": "fc1",
+            "tensor": "output",
+            "limit": 5.0,
+        }
+        with pytest.raises(
+            gradsurgeon.BindError, match=r"rule trap: .*asks for `linf`; use `params`"
+        ):
+            gradsurgeon.apply(models.Mlp(), {"version": 1, "rules": [rule]})
+
 
 class TestRefused:
     """What cannot work is said where it is defined, or where it is bound."""
