@@ -10,7 +10,16 @@ from typing import Any
 import gradsurgeon
 from gradsurgeon.actions import ACTIONS
 
-FUNCTIONS = ("apply", "load", "plan", "remove", "tag", "open_run", "report.summary")
+FUNCTIONS = (
+    "apply",
+    "load",
+    "plan",
+    "remove",
+    "tag",
+    "open_run",
+    "report.summary",
+    "add_statistic",
+)
 CLASSES = (
     "Session",
     "Plan",
@@ -21,6 +30,18 @@ CLASSES = (
     "Run",
     "RuleSet",
     "Manifest",
+)
+OF_OWN_ACTIONS = (
+    "EditRule",
+    "ObserverRule",
+    "TrapRule",
+    "CaptureRule",
+    "FreezeRule",
+    "Edit",
+    "Observer",
+    "Decision",
+    "Example",
+    "Statistic",
 )
 WARNING = "GradSurgeonWarning"
 HEAD = """\
@@ -44,18 +65,56 @@ rules = [
 ]
 ```
 """
+OWN_ACTIONS = """\
+## Actions and statistics of your own
+
+An action is a class derived from one of the five below. It is known as soon as its class is defined, so import its module
+before `apply`. A rule file names it as `action: my_actions:flip`, or `action: flip`. Rule files import nothing: where the
+module is not imported, as on the command line, the rule is an error that names it, and
+`gradsurgeon lint --import my_actions rules.yaml` imports it for those who trust it; so do `plan`, `diff` and `explain`.
+
+```python
+from typing import Literal
+
+import gradsurgeon
+
+
+class Flip(gradsurgeon.EditRule):
+    \"\"\"Turn a gradient around.\"\"\"
+
+    action: Literal["flip"] = "flip"
+    strength: float = 1.0
+
+    def compile(self) -> gradsurgeon.Edit:
+        def flip_(grads):
+            for grad in grads:
+                grad.mul_(-self.strength)
+
+        return gradsurgeon.Edit(
+            lambda grad: grad * -self.strength, flip_, lambda grad: (grad != 0).any()
+        )
+
+
+gradsurgeon.add_statistic(
+    "large", gradsurgeon.Statistic(lambda grad, _: (grad.abs() > 1).sum(), merge="sum")
+)
+```
+
+`norm-log` can now record it: `stats: [large]`.
+"""
 
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([HEAD, *_functions(), *_classes(), *_rules(), *_errors()])
+    return "\n".join([HEAD, *_functions(), *_classes(), *_rules(), *_own_actions(), *_errors()])
 
 
 def exported() -> set[str]:
     """Return every name that the page has a place for."""
     actions = {rule.__name__ for rule in ACTIONS.values()}
     functions = {name.partition(".")[0] for name in FUNCTIONS}
-    return functions | set(CLASSES) | actions | set(errors()) | {WARNING}
+    classes = {*CLASSES, *OF_OWN_ACTIONS}
+    return functions | classes | actions | set(errors()) | {WARNING}
 
 
 def errors() -> list[str]:
@@ -105,6 +164,13 @@ def _rules() -> Iterator[str]:
     for action, rule in ACTIONS.items():
         yield f"| `{rule.__name__}` | [`{action}`](reference.md#{action}) |"
     yield ""
+
+
+def _own_actions() -> Iterator[str]:
+    yield OWN_ACTIONS
+    for name in OF_OWN_ACTIONS:
+        yield f"### `{name}`\n"
+        yield from _text(getattr(gradsurgeon, name))
 
 
 def _errors() -> Iterator[str]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from gradsurgeon.actions import MOMENTS, Rule
+from gradsurgeon.actions import MOMENTS, EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import Manifest, NameIndex, Thing, is_for, obstacles, undecided
 from gradsurgeon.schema import RuleSet
 
 # What stands between a gradient and the weight; the others look on.
-PROTECTING = ("edit", "trap", "freeze")
+PROTECTING = EditRule | TrapRule | FreezeRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,13 @@ class MatchedRules:
 
     @cached_property
     def covered(self) -> frozenset[str]:
-        """NameIndex of the parameters that any rule acts on."""
+        """Names of the parameters that any rule acts on."""
         return frozenset().union(*(self._params_of(rule) for rule in self.rules.values()))
 
     @cached_property
     def protected(self) -> frozenset[str]:
-        """NameIndex of the parameters whose gradients a rule edits, traps or keeps from the optimizer."""
-        protecting = [rule for rule in self.rules.values() if rule.role in PROTECTING]
+        """Names of the parameters whose gradients a rule edits, traps or keeps from the optimizer."""
+        protecting = [rule for rule in self.rules.values() if isinstance(rule, PROTECTING)]
         return frozenset().union(*map(self._params_of, protecting))
 
     def _params_of(self, rule: Rule) -> frozenset[str]:

@@ -117,7 +117,9 @@ def _judge(old: Rule, new: Rule, name: str, before: Any, after: Any) -> tuple[Di
     if old.action != new.action:
         return "changed", ""
     if name == "steps":
-        return _judge_steps(old.steps, new.steps) if old.role in PROTECTING else ("changed", "")
+        return (
+            _judge_steps(old.steps, new.steps) if isinstance(old, PROTECTING) else ("changed", "")
+        )
     info = _field(old, name) or _field(new, name)
     for item in info.metadata if info is not None else ():
         if isinstance(item, Stricter):

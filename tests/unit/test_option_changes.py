@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from gradsurgeon.actions import Options, Rule, Stricter
+from gradsurgeon.actions import FreezeRule, Options, Stricter, known_actions
 from gradsurgeon.review.option_changes import changed_options
 
 
@@ -16,13 +16,16 @@ class Above(Options):
     beta: float = 0.97
 
 
-class Dampen(EditRule):
+class Dampen(FreezeRule):
     """An action that the package does not know: what it says of its options is all there is."""
 
     action: Literal["dampen"] = "dampen"
     strength: Annotated[float, Stricter(operator.pos)]
     above: Above = Above()
     kinds: tuple[str, ...] = ()
+
+
+del known_actions["dampen"]  # tests of messages list the actions
 
 
 @pytest.mark.parametrize(

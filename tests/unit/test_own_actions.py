@@ -171,6 +171,36 @@ class TestTraining:
         recorded = gradsurgeon.open_run(tmp_path / "run")
         assert recorded.latest("fc1.weight", "top") == session.latest("fc1.weight", "top")
 
+    def test_modules_and_tags(self) -> None:
+        rules = """version: 1
+rules:
+  - {id: seen, action: size-log, modules: "0", tensor: output}
+  - {id: turned, action: flip, modules: "1", tensor: output.grad}
+  - {id: turned-again, action: flip, tensors: "hidden"}
+"""
+
+        class Net(torch.nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return gradsurgeon.tag(super().forward(x), "hidden")
+
+        def gradient(*, with_rules: bool) -> torch.Tensor:
+            torch.manual_seed(0)
+            model = Net(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
+            log = 'version: 1\nrules:\n  - {id: log, action: norm-log, params: "*"}\n'
+            session = train(model, rules if with_rules else log)
+            if with_rules:
+                outputs = session.latest("0", "power", rule="seen")
+                assert outputs > 0.0
+                assert session.status()["turned"].fired == 3
+                assert session.status()["turned-again"].fired == 3
+            session.remove()
+            weight = model.get_parameter("0.weight").grad
+            assert weight is not None
+            return weight
+
+        # Twice turned around is where it was.
+        torch.testing.assert_close(gradient(with_rules=True), gradient(with_rules=False))
+
     def test_a_rule_that_is_built_in_python(self, own: Any) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(4, 1, bias=False))
         rule = own.Flip(id="turned", params="*", at="step", strength=3.0)

@@ -1,10 +1,10 @@
 from collections.abc import Iterator
 
-from gradsurgeon.actions import EditRule
+from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext, listed
 
-_PAIRS = ({"edit", "observe"}, {"edit", "capture"})
+_OBSERVING = ObserverRule | CaptureRule
 
 
 class ObservedOrder(Check):
@@ -51,7 +51,7 @@ class ObservedOrder(Check):
             later = tuple(
                 other
                 for other in above
-                if {other.role, rule.role} in _PAIRS
+                if _edit_and_observation(other, rule)
                 and context.acts_before(rule, other)
                 and context.overlap(other, rule)
             )
@@ -61,3 +61,8 @@ class ObservedOrder(Check):
                 hint = "put it above, or choose another `at`"
                 key = context.given_key(rule, "at", "action")
                 yield Finding(rule, (key,), message, hint, later)
+
+
+def _edit_and_observation(first: Rule, second: Rule) -> bool:
+    edits = [isinstance(rule, EditRule) for rule in (first, second)]
+    return edits.count(True) == 1 and any(isinstance(rule, _OBSERVING) for rule in (first, second))
