@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import gradsurgeon
@@ -22,6 +22,9 @@ CLASSES = (
     "RuleSet",
     "Manifest",
 )
+# For actions and statistics of a user's own.
+KINDS = ("EditRule", "ObserverRule", "TrapRule", "CaptureRule", "FreezeRule")
+PARTS = ("Edit", "Observer", "Decision", "Example", "Statistic")
 WARNING = "GradSurgeonWarning"
 HEAD = """\
 # Python API
@@ -46,16 +49,26 @@ rules = [
 """
 
 
+OWN = """\
+## Actions of your own
+
+The [guide](README.md#actions-of-your-own) has an example. An action is a class derived from the kind that fits; what its
+`compile` returns says what the action does.
+"""
+
+
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([HEAD, *_functions(), *_classes(), *_rules(), *_errors()])
+    lines = [HEAD, "## Functions\n", *_functions(FUNCTIONS), "## Classes\n", *_classes(CLASSES)]
+    lines += [*_rules(), OWN, *_functions(["add_statistic"]), *_classes((*KINDS, *PARTS))]
+    return "\n".join([*lines, *_errors()])
 
 
 def exported() -> set[str]:
     """Return every name that the page has a place for."""
     actions = {rule.__name__ for rule in ACTIONS.values()}
-    functions = {name.partition(".")[0] for name in FUNCTIONS}
-    return functions | set(CLASSES) | actions | set(errors()) | {WARNING}
+    functions = {name.partition(".")[0] for name in FUNCTIONS} | {"add_statistic"}
+    return functions | {*CLASSES, *KINDS, *PARTS, *actions, *errors(), WARNING}
 
 
 def errors() -> list[str]:
@@ -64,18 +77,16 @@ def errors() -> list[str]:
     return sorted(found, key=lambda name: (len(getattr(gradsurgeon, name).__mro__), name))
 
 
-def _functions() -> Iterator[str]:
-    yield "## Functions\n"
-    for name in FUNCTIONS:
+def _functions(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
         value: Any = gradsurgeon
         for part in name.split("."):
             value = getattr(value, part)
         yield from _callable(f"### `{name}`", name, value)
 
 
-def _classes() -> Iterator[str]:
-    yield "## Classes\n"
-    for name in CLASSES:
+def _classes(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
         kind = getattr(gradsurgeon, name)
         yield f"### `{name}`\n"
         yield from _text(kind)
