@@ -28,6 +28,7 @@ from gradsurgeon.actions._effects import (
 from gradsurgeon.actions._fields import Flaw, described, steps_of, written
 from gradsurgeon.actions._kinds import CaptureRule, EditRule, FreezeRule, ObserverRule, TrapRule
 from gradsurgeon.actions._options import Expect, Numel, Options, Steps, Where
+from gradsurgeon.actions._strictness import Direction, Stricter
 from gradsurgeon.actions._target import TARGETS, TargetKind, TensorRef, spelled
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "CaptureRule",
     "Copies",
     "Decision",
+    "Direction",
     "Edit",
     "EditRule",
     "Effect",
@@ -56,6 +58,7 @@ __all__ = [
     "Role",
     "Rule",
     "Steps",
+    "Stricter",
     "TargetKind",
     "TensorRef",
     "TrapRule",

@@ -8,6 +8,7 @@ here or there imports torch before a rule is compiled, because linting a rule fi
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pydantic import Field
 from gradsurgeon.actions._effects import Effect
 from gradsurgeon.actions._fields import Flaw, Glob, Patterns, RuleId
 from gradsurgeon.actions._options import Expect, Options, Steps, Where
+from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.actions._target import (
     TARGETS,
     TargetKind,
@@ -91,7 +93,15 @@ class Rule(Options):
     at: Annotated[Point | None, Field(description="The moment at which the rule acts.")] = None
     steps: Annotated[Steps, Field(description="The steps in which the rule acts.")] = Steps()
     expect: Annotated[Expect | None, Field(description="Assertion on what is bound.")] = None
-    optional: Annotated[bool, Field(description="Matching nothing is no error.")] = False
+    optional: Annotated[
+        bool,
+        Field(description="Matching nothing is no error."),
+        Stricter(
+            operator.not_,
+            "matching nothing is an error now",
+            "matching nothing is no error now",
+        ),
+    ] = False
     model: Annotated[
         Glob | None, Field(description="Glob over the class name of the root of the model.")
     ] = None

@@ -5,6 +5,7 @@ What a rule does to training follows from its kind, and in detail from what its 
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -12,6 +13,7 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Point, Role, Rule
 from gradsurgeon.actions._effects import Copies, Decision, Edit, Hidden, Observer, Then
+from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.actions._target import TargetKind
 
 _READING: tuple[Point, ...] = ("accumulated", "backward", "step")
@@ -51,9 +53,15 @@ class TrapRule(Rule):
     points: ClassVar[tuple[Point, ...]] = ("accumulated",)
     takes_at: ClassVar[bool] = False
 
-    then: Annotated[Then, Field(description="What happens to the step.")] = "raise"
+    then: Annotated[
+        Then,
+        Field(description="What happens to the step."),
+        Stricter(("warn", "skip-step", "raise").index),
+    ] = "raise"
     give_up_after: Annotated[
-        int, Field(ge=1, description="Raise after this many trips in a row, whatever `then` says.")
+        int,
+        Field(ge=1, description="Raise after this many trips in a row, whatever `then` says."),
+        Stricter(operator.neg, "stops sooner", "stops later"),
     ] = 10
 
     @abstractmethod

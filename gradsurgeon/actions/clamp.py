@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -13,6 +14,7 @@ from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
 from gradsurgeon.actions._fields import Flaw, is_number
 from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._strictness import Stricter
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -53,8 +55,12 @@ class Clamp(EditRule):
     )
 
     action: Literal["clamp"] = "clamp"
-    min: Annotated[float | None, Field(description="Lower bound of every element.")] = None
-    max: Annotated[float | None, Field(description="Upper bound of every element.")] = None
+    min: Annotated[
+        float | None, Field(description="Lower bound of every element."), Stricter(operator.pos)
+    ] = None
+    max: Annotated[
+        float | None, Field(description="Upper bound of every element."), Stricter(operator.neg)
+    ] = None
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -12,6 +13,7 @@ from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import ByNorm, Edit
 from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
 from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.source import looks_like
 
 if TYPE_CHECKING:
@@ -65,7 +67,9 @@ class ClipNorm(EditRule):
     )
 
     action: Literal["clip-norm"] = "clip-norm"
-    max_norm: Annotated[float, Field(ge=0, description="The longest that is left alone.")]
+    max_norm: Annotated[
+        float, Field(ge=0, description="The longest that is left alone."), Stricter(operator.neg)
+    ]
     norm_type: Annotated[
         float | Literal["inf"],
         BeforeValidator(_norm_type),

@@ -12,6 +12,7 @@ from pydantic import Field
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Edit
 from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._strictness import Stricter
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -47,7 +48,16 @@ class Scale(EditRule):
     )
 
     action: Literal["scale"] = "scale"
-    factor: Annotated[float, Field(description="What every element is multiplied by.")]
+    factor: Annotated[
+        float,
+        Field(description="What every element is multiplied by."),
+        Stricter(
+            lambda factor: -abs(factor),
+            "gradients get smaller",
+            "gradients get larger",
+            lambda before, after: "the sign turns around" if before * after < 0 else "",
+        ),
+    ]
 
     @property
     def may_overflow(self) -> bool:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_nowhere() -> bool:
-    """Tell whether the working directory is gone, such as the scratch folder of a job."""
+    """Return whether the working directory is gone, such as the scratch folder of a job."""
     try:
         os.getcwd()  # noqa: PTH109 # only whether it can be told
     except FileNotFoundError:
@@ -94,11 +94,11 @@ def _dispatch(argv: Sequence[str]) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     if modules := getattr(arguments, "modules", ()):
-        from gradsurgeon.review import building  # noqa: PLC0415 # the others do not need it
+        from gradsurgeon.review import model_loading  # noqa: PLC0415 # the others do not need it
 
         try:
             for module in modules:
-                building.import_module(module)
+                model_loading.import_module(module)
         except ModelError as error:
             return fail(str(error))
     return int(import_module(f"gradsurgeon.cli.{arguments.command}").run(arguments))

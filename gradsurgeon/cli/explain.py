@@ -14,9 +14,9 @@ from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, kno
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.schema import rule_schema
 from gradsurgeon.errors import did_you_mean, printable
-from gradsurgeon.review import catalogue
-from gradsurgeon.review.checking import severities
 from gradsurgeon.review.checks import CHECKS, Check
+from gradsurgeon.review.linter import severities
+from gradsurgeon.review.reading_checks import READING_CHECKS
 
 if TYPE_CHECKING:
     import argparse
@@ -70,7 +70,7 @@ def check_page(name: str) -> Iterator[str]:
     """Yield the lines of the page of a check."""
     yield f"{name} ({severities()[name]}): {_check_summary(name)}"
     if name not in CHECKS:
-        yield from ("", *(f"  {line}" for line in _paragraphs(catalogue.CHECKS[name].help)))
+        yield from ("", *(f"  {line}" for line in _paragraphs(READING_CHECKS[name].help)))
         return
     check = CHECKS[name]
     for heading, text in _sections(type(check)):
@@ -89,7 +89,7 @@ def _both(check: Check, tick: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_summary(name: str) -> str:
-    return _summary(type(CHECKS[name])) if name in CHECKS else catalogue.CHECKS[name].summary
+    return _summary(type(CHECKS[name])) if name in CHECKS else READING_CHECKS[name].summary
 
 
 def page(rule: type[Rule]) -> Iterator[str]:
@@ -146,7 +146,7 @@ def _checks_reference() -> Iterator[str]:
     )
     yield from ("words that other readers take for something else.", "")
     yield from ("| check | severity | finds | what to do |", "|---|---|---|---|")
-    for name, about in catalogue.CHECKS.items():
+    for name, about in READING_CHECKS.items():
         cells = (f"`{name}`", about.severity, about.summary, about.help)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 
+from gradsurgeon._name_ranges import fold_names
 from gradsurgeon.errors import printable
 
 _SHOWN = 6
@@ -30,31 +30,11 @@ def grid(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> 
 
 def abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:
     """Return the names with runs of equal layers folded: ``h.{0..11}.attn.weight``."""
-    folded: dict[str, list[str]] = {}
-    for name in names:
-        folded.setdefault(re.sub(r"\d+", "#", name), []).append(name)
     shown = []
-    for group in folded.values():
-        text = group[0] if len(group) == 1 else _range(group)
-        tied = [alias for name in group for alias in aliases.get(name, ())]
+    for text, members in fold_names(names).items():
+        tied = [alias for name in members for alias in aliases.get(name, ())]
         ellipsis = ", ..." if len(tied) > _TIED_SHOWN else ""
         suffix = f" (tied to {', '.join(tied[:_TIED_SHOWN])}{ellipsis})" if tied else ""
         shown.append(printable(text + suffix))
     more = len(shown) - _SHOWN
     return ", ".join(shown[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
-
-
-def _range(group: Sequence[str]) -> str:
-    """Return one pattern-like text for names that differ in their numbers only."""
-    numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in group]
-    columns = iter(list(zip(*numbers, strict=True)))
-
-    def span(_: re.Match[str]) -> str:
-        values = sorted(set(next(columns)))
-        if len(values) == 1:
-            return str(values[0])
-        whole = values == list(range(values[0], values[-1] + 1))
-        inner = f"{values[0]}..{values[-1]}" if whole else ",".join(map(str, values[:4]))
-        return f"{{{inner}{'' if whole or len(values) <= 4 else ',...'}}}"  # noqa: PLR2004 # as above
-
-    return re.sub(r"\d+", span, group[0])

@@ -26,7 +26,7 @@ from gradsurgeon.runtime.recorder import Recorder
 from gradsurgeon.runtime.scaling import Scaling, refuse_scaling
 from gradsurgeon.runtime.state import Mode, State
 from gradsurgeon.runtime.targets import Targets
-from gradsurgeon.store import Logged, Lookup, Names, Records
+from gradsurgeon.store import Logged, Lookup, RecordedNames, Records
 
 if TYPE_CHECKING:
     from gradsurgeon.store.writer import RunWriter
@@ -273,7 +273,7 @@ class Attachment:
         manifest = self.plan.manifest
         things = [*(param.name for param in manifest.params), *(m.name for m in manifest.modules)]
         more = sorted({name for names in measured.values() for name in names} - set(things))
-        names = Names((*things, *more), self._aliases, logged)
+        names = RecordedNames((*things, *more), self._aliases, logged)
         return Lookup(names, records.series, self._due_since)
 
     def _due_since(self, rule_id: str, name: str, step: int) -> int:

@@ -12,6 +12,8 @@ import sys
 import pytest
 from commands import WITHOUT_TORCH, call, call_here, environment, write_rules
 
+pytestmark = pytest.mark.slow
+
 NET = """
 import os, subprocess, time, torch
 print("printed by the import")

@@ -12,6 +12,8 @@ from bounds import TIMEOUT
 import gradsurgeon
 from gradsurgeon import demo, packs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(demo.__file__).resolve().parent.parent
 
 RULES = """\

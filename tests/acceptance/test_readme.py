@@ -26,6 +26,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_every_rule_file_is_clean(text: str, tmp_path: Path) -> None:
     assert gradsurgeon.load(text).warnings == ()
@@ -41,6 +42,7 @@ def newcomer(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_quickstart_does_what_its_comments_say(newcomer: Path) -> None:
     done = run("train.py", cwd=newcomer)
     assert (done.returncode, done.stderr) == (0, "")
@@ -52,6 +54,7 @@ def test_the_quickstart_does_what_its_comments_say(newcomer: Path) -> None:
     assert "matched=2, fired=200" in status
 
 
+@pytest.mark.slow
 def test_a_broken_rule_reads_as_shown(newcomer: Path) -> None:
     rules = newcomer / "rules.yaml"
     rules.write_text(rules.read_text().replace("params", "parms", 1), encoding="utf-8")
@@ -65,6 +68,7 @@ def test_a_broken_rule_reads_as_shown(newcomer: Path) -> None:
     assert shown in script.stderr
 
 
+@pytest.mark.slow
 def test_a_pattern_that_matches_nothing(newcomer: Path) -> None:
     rules = newcomer / "rules.yaml"
     rules.write_text(rules.read_text().replace("fc*.bias", "fc3.*", 1), encoding="utf-8")
@@ -75,6 +79,7 @@ def test_a_pattern_that_matches_nothing(newcomer: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_launcher_prints_the_header_that_is_shown(newcomer: Path) -> None:
     # The same training, without a word about rules.
     lines, inside = [], False

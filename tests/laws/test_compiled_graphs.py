@@ -89,6 +89,7 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "stated"),
     [
@@ -228,6 +229,7 @@ def test_rules_that_come_after_the_first_call_act_and_say_what_it_costs(way: str
     assert torch.equal(called(data(0, 5, 4)), bare)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [only(PARAMS), only(TAGGED)], ids=["parameters", "tags"])
 def test_compiled_code_stays_where_guards_see_the_rules(rules: dict[str, Any]) -> None:
     model = Net()
@@ -241,6 +243,7 @@ def test_compiled_code_stays_where_guards_see_the_rules(rules: dict[str, Any]) -
     assert torch.equal(compiled(data(0, 5, 4)), bare)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["the model", "in place", "the step function"])
 def test_rules_on_the_model_itself_after_the_first_call_act(way: str) -> None:
     model = Net()
@@ -299,6 +302,7 @@ def test_nothing_is_dropped_where_nothing_was_compiled() -> None:
     assert [event.kind for event in session.events] == ["never-fired"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", ["outer.norm", "*"])
 def test_removed_rules_leave_no_graph_break_behind(modules: str) -> None:
     model = Net()
@@ -328,6 +332,7 @@ class Many(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_many_shapes_do_not_exhaust_the_limit_of_graphs() -> None:
     model = Many()
     compiled: Any = torch.compile(model, backend="eager")
@@ -362,6 +367,7 @@ def test_hooks_of_the_script_run_once_and_in_their_order(order: str) -> None:
     assert all(bool(one.any()) is (order == "before ours") for one in seen)
 
 
+@pytest.mark.slow
 def test_who_compiles_nothing_does_not_pay_for_the_compiler() -> None:
     script = """
 import sys, torch, gradsurgeon

@@ -105,6 +105,7 @@ def _a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 ALL = LOG + TRAP + CLIP + CLAMP
 
 
+@pytest.mark.slow
 def test_nothing_stays_from_one_step_to_the_next() -> None:
     run = Run(LOG.replace("}", ", stats: [l2, linf]}") + TRAP + CLIP + CLAMP, STEPS)
     assert len(set(run.live[2:])) == 1

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 
+import pytest
 import torch
 
 import gradsurgeon
@@ -85,6 +86,7 @@ def test_the_reports_are_there_right_after_the_import() -> None:
     assert done.stdout.split() == ["True", "False"]
 
 
+@pytest.mark.slow
 def test_functions_stay_functions_whatever_is_imported() -> None:
     code = (
         "import gradsurgeon, importlib, pkgutil\n"

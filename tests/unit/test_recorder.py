@@ -154,6 +154,7 @@ raise SystemExit(sys.argv[3])
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_without_remove_leaves_a_whole_run(tmp_path: pathlib.Path) -> None:
     tests = str(pathlib.Path(__file__).parent.parent)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Warnings and log lines of the package, as lines of the launcher; all others, and all filters, are the script's."""
+"""Shows warnings and log lines of the package as lines of the launcher; all others are left to the script."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable
 from gradsurgeon import _dist
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonWarning
-from gradsurgeon.launcher import telling
+from gradsurgeon.launcher.messages import write
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.store.layout import database_name
 
 
-class Warned:
+class WarningLines:
     """Shows the warnings that the filters let through, and what is logged."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._replicas = False
+        self._alike = False
 
     def install(self) -> None:
         """Show them from now on, unless the script shows or records warnings by itself."""
@@ -27,45 +27,41 @@ class Warned:
         # of a warning about a resource where it is replaced.
         Patch(warnings, "_showwarnmsg_impl", self._show)
         # What happens to updates is logged: the first trap or skipped step of a kind at once.
-        logging.getLogger("gradsurgeon").addHandler(_Lines(self._say))
+        logging.getLogger("gradsurgeon").addHandler(_LogLines(self._write))
 
     def _show(
         self, show: Callable[[warnings.WarningMessage], None], warning: warnings.WarningMessage
     ) -> None:
         if issubclass(warning.category, GradSurgeonWarning) and warning.file is None:
-            self._say(str(warning.message))
+            self._write(str(warning.message))
         else:
             show(warning)
 
-    def _say(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         rank = _dist.rank()
         if rank == 0:
-            telling.write([f"gradsurgeon: {text}"], 0)
-        elif not self._alike() or database_name(rank) in text:
-            telling.write([f"gradsurgeon: rank {rank}: {text}"], 0)
+            write([f"gradsurgeon: {text}"], 0)
+        elif not self._ranks_are_alike() or database_name(rank) in text:
+            write([f"gradsurgeon: rank {rank}: {text}"], 0)
 
-    def _alike(self) -> bool:
-        """Tell whether all ranks train the same model, and warn of the same."""
-        if not self._replicas:
-            models = [one.model() for one in self._models.attached]
-            params = [
-                param for model in models if model is not None for param in model.parameters()
-            ]
-            self._replicas = (
+    def _ranks_are_alike(self) -> bool:
+        """Return whether all ranks train the same model, and warn of the same."""
+        if not self._alike:
+            params = [param for model in self._models.attached for param in model.params()]
+            self._alike = (
                 _dist.any_sharded(params)
                 or any(map(_dist.is_flattened, params))
                 or bool(_dist.data_parallel(params))
             )
-        return self._replicas
+        return self._alike
 
 
-class _Lines(logging.Handler):
-    """Says what is logged as a warning, or worse."""
+class _LogLines(logging.Handler):
+    """Writes what is logged as a warning, or worse."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, write_text: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
-        self._say = say
+        self._write_text = write_text
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say one line."""
-        self._say(record.getMessage())
+        self._write_text(record.getMessage())

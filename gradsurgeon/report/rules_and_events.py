@@ -37,15 +37,17 @@ def rule_lines(
     for rule, status in statuses.items():
         info = infos.get(rule, RuleInfo("?"))
         trips = [e for e in events if (e.kind, e.rule) == ("trap", rule)]
-        # A trap only looks, and its trips are counted in the remark.
-        looks = info.role == "trap"
+        # A trap only reads gradients, and its trips are counted in the remark.
+        is_trap = info.role == "trap"
         rows.append(
             (
                 printable(rule),
                 printable(info.action),
                 f"{status.matched:,}",
-                "-" if looks else f"{status.fired:,}",
-                "-" if looks or info.role in _CHANGING_NOTHING else f"{100 * status.changed:.3g}%",
+                "-" if is_trap else f"{status.fired:,}",
+                "-"
+                if is_trap or info.role in _CHANGING_NOTHING
+                else f"{100 * status.changed:.3g}%",
                 "-" if status.last_step is None else str(status.last_step),
                 _remark(info, status, trips),
             )
@@ -68,16 +70,16 @@ def _remark(info: RuleInfo, status: RuleStatus, trips: Sequence[Event]) -> str:
     return "changed nothing" if info.role == "edit" and not status.changed else ""
 
 
-def by_kind(events: Iterable[Event]) -> dict[str, int]:
-    """Return how many events there are of each kind; what all ranks note is one."""
-    noted = Counter((one.kind, one.rule, one.step, one.rank) for one in events)
+def by_kind(events: Iterable[Event]) -> Counter[str]:
+    """Return how many events there are of each kind; what several ranks note of a step counts once."""
+    per_rank = Counter((event.kind, event.rule, event.step, event.rank) for event in events)
     most: dict[tuple[EventKind, str, int], int] = {}
-    for (kind, rule, step, _), number in noted.items():
+    for (kind, rule, step, _), number in per_rank.items():
         most[kind, rule, step] = max(number, most.get((kind, rule, step), 0))
-    found: dict[str, int] = {}
+    kinds: Counter[str] = Counter()
     for (kind, _, _), number in most.items():
-        found[kind] = found.get(kind, 0) + number
-    return found
+        kinds[kind] += number
+    return kinds
 
 
 def event_lines(events: Sequence[Event]) -> Iterator[str]:
@@ -94,11 +96,11 @@ def event_lines(events: Sequence[Event]) -> Iterator[str]:
     # The beginning tells what went wrong first, the end what stopped the run.
     early, late = folded[: _EVENTS // 2], folded[_EVENTS // 2 :]
     left_out = late[: -(_EVENTS // 2)]
-    yield f"events ({sum(by_kind(events).values()):,})"
+    yield f"events ({by_kind(events).total():,})"
     for group in early:
         yield from _entry(group)
     if left_out:
-        yield f"  ... and {sum(sum(by_kind(group).values()) for group in left_out):,} more"
+        yield f"  ... and {sum(by_kind(group).total() for group in left_out):,} more"
     for group in late[len(left_out) :]:
         yield from _entry(group)
 
@@ -111,7 +113,7 @@ def _entry(group: Sequence[Event]) -> Iterator[str]:
     ranks = sorted({event.rank for event in group})
     if ranks != [0]:
         head += f"  rank {', '.join(map(str, ranks))}"
-    (number,) = by_kind(group).values()
+    number = by_kind(group).total()
     if number > 1:
         head += f"  x{number:,}, steps {min(steps)}..{max(steps)}"
     yield head

@@ -13,13 +13,13 @@ from typing import Any
 from gradsurgeon.errors import ModelError, printable
 
 
-def build(spec: str) -> Any:
+def load_model(spec: str) -> Any:
     """Return the module that ``pkg.mod:name`` names, built on the meta device where that works.
 
     Raises:
         ModelError: it cannot be imported or built, or is no module.
     """
-    with _stdout_kept_clean():
+    with _stdout_to_stderr():
         return _model(spec)
 
 
@@ -29,15 +29,15 @@ def import_module(name: str) -> Any:
     Raises:
         ModelError: it cannot be imported.
     """
-    with _stdout_kept_clean():
+    with _stdout_to_stderr():
         return _imported(name)
 
 
 @contextmanager
-def _stdout_kept_clean() -> Iterator[None]:
-    """Send to stderr what the user's code prints, its compiled parts and child processes included."""
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what the user's code prints to stderr, also from compiled parts and child processes."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
     try:
         # Prints, too, or they would come out of the buffer later than the rest.
@@ -45,14 +45,14 @@ def _stdout_kept_clean() -> Iterator[None]:
             yield
     finally:
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _model(spec: str) -> Any:
     torch = _torch()
     target = _target(spec)
-    model = target if isinstance(target, torch.nn.Module) else _built(torch, spec, target)
+    model = target if isinstance(target, torch.nn.Module) else _build(torch, spec, target)
     if not isinstance(model, torch.nn.Module):
         message = f"`{printable(spec)}` must give a torch.nn.Module, it gives"
         raise ModelError(f"{message} a value of the type {type(model).__name__}")
@@ -68,9 +68,9 @@ def _torch() -> Any:
             raise ModelError(
                 f"`--model` needs PyTorch, which is not installed: {install}"
             ) from None
-        raise ModelError(_because("cannot import torch", error)) from None
+        raise ModelError(_failure("cannot import torch", error)) from None
     except (ImportError, OSError) as error:  # a build that does not fit the machine
-        raise ModelError(_because("cannot import torch", error)) from None
+        raise ModelError(_failure("cannot import torch", error)) from None
 
 
 def _target(spec: str) -> Any:
@@ -78,12 +78,12 @@ def _target(spec: str) -> Any:
     if not name or not path:
         example = "write MODULE:NAME, such as train.net:build"
         raise ModelError(f"`--model {printable(spec)}` names no model: {example}")
-    found = _imported(name)
+    target = _imported(name)
     for step in path.split("."):
-        if not hasattr(found, step):
+        if not hasattr(target, step):
             raise ModelError(f"`{printable(name)}` has no `{printable(path)}`")
-        found = getattr(found, step)
-    return found
+        target = getattr(target, step)
+    return target
 
 
 def _imported(name: str) -> Any:
@@ -93,10 +93,10 @@ def _imported(name: str) -> Any:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
         what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
-        raise ModelError(_because(what, error)) from None
+        raise ModelError(_failure(what, error)) from None
 
 
-def _built(torch: Any, spec: str, build: Any) -> Any:
+def _build(torch: Any, spec: str, build: Any) -> Any:
     if not callable(build):
         kind = type(build).__name__
         message = f"`{printable(spec)}` is neither a module nor something that builds one"
@@ -108,15 +108,15 @@ def _built(torch: Any, spec: str, build: Any) -> Any:
         reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
         sys.stderr.write(f"not built on the meta device ({reason}): building it for real\n")
     except SystemExit as error:
-        raise ModelError(_because(f"cannot build `{printable(spec)}`", error)) from None
+        raise ModelError(_failure(f"cannot build `{printable(spec)}`", error)) from None
     try:
         return build()
     except (Exception, SystemExit) as error:  # noqa: BLE001 # as above
-        raise ModelError(_because(f"cannot build `{printable(spec)}`", error)) from None
+        raise ModelError(_failure(f"cannot build `{printable(spec)}`", error)) from None
 
 
-def _because(what: str, error: BaseException) -> str:
-    """Return the reason of a failure in the user's code, with its lines but without ours."""
+def _failure(what: str, error: BaseException) -> str:
+    """Return a message with the traceback of the user's code, without our own frames."""
     trace = error.__traceback__
     while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next

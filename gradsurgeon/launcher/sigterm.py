@@ -1,8 +1,8 @@
-"""SIGTERM ends a launched script as it ends any other, after a last word.
+"""SIGTERM ends a launched script as it ends any other, after its summary.
 
 Python runs a handler in the main thread, between two lines: never, where that thread waits in C for a
-collective that will not come. So the main thread says the last word if it can; where it does not, a second
-thread does, which Python wakes from the signal itself. However long that takes, the process ends.
+collective that will not come. So the main thread finishes if it can; where it does not, a second thread
+does, which Python wakes from the signal itself. However long that takes, the process ends.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from gradsurgeon.launcher.importing import say
+from gradsurgeon.launcher.messages import say
 
 _TURN_SECONDS = 1.0  # for the main thread to begin
-_LIMIT_SECONDS = 2.0  # for the last word
+_LIMIT_SECONDS = 2.0  # for the summary
 
 
-class Termination:
-    """What happens at SIGTERM, where the script leaves that to us."""
+class SigtermHandler:
+    """Finishes at SIGTERM, where the script leaves that to us."""
 
-    def __init__(self, last_word: Callable[[], None]) -> None:
-        self._last_word = last_word
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
         self._turn = threading.Lock()
         self._begun, self._over = threading.Event(), threading.Event()
         self._read = self._write = -1
         self._forking = threading.local()
 
-    def expect(self) -> None:
+    def install(self) -> None:
         """Handle the signal, unless the script does; if it will do so later, it is left to it."""
         free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if not free or threading.current_thread() is not threading.main_thread():
             return
-        signal.signal(signal.SIGTERM, self._arrived)
+        signal.signal(signal.SIGTERM, self._handle)
         if os.name != "nt":  # There no signal comes from outside.
-            self._watch()
+            self._start_thread()
 
-    def _watch(self) -> None:
+    def _start_thread(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
@@ -53,21 +53,21 @@ class Termination:
         )
         threading.Thread(target=self._wait, name="gradsurgeon", daemon=True).start()
 
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
-        """Say the last word, and die of the signal as if nobody had handled it."""
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Finish, and die of the signal as if nobody had handled it."""
         del frame
-        if signal.getsignal(number) != self._arrived:
+        if signal.getsignal(number) != self._handle:
             return  # A handler of the script's hands on to the one before it: without us there is none.
         # A second signal does not wait.
         signal.signal(number, signal.SIG_DFL)
-        self._speak()
+        self._finish_once()
         os.kill(os.getpid(), number)
 
-    def _speak(self) -> None:
+    def _finish_once(self) -> None:
         if self._turn.acquire(blocking=False):
             self._begun.set()
             try:
-                self._last_word()
+                self._finish()
             finally:
                 self._over.set()
         else:
@@ -75,13 +75,13 @@ class Termination:
 
     def _wait(self) -> None:
         while number := os.read(self._read, 1):
-            # Of all signals the numbers come; those with a handler of the script's are its own.
-            ours = self._begun.is_set() or signal.getsignal(signal.SIGTERM) == self._arrived
+            # Every signal arrives as its number. One that the script handles is left to the script.
+            ours = self._begun.is_set() or signal.getsignal(signal.SIGTERM) == self._handle
             if number[0] == signal.SIGTERM and ours:
                 break
         if not self._begun.wait(_TURN_SECONDS):
             # Not here: what it waits for may never come either.
-            threading.Thread(target=self._speak, daemon=True).start()
+            threading.Thread(target=self._finish_once, daemon=True).start()
         if not self._over.wait(_LIMIT_SECONDS):
             say("terminated before the summary was complete")
         # `signal.signal` is for the main thread alone.
@@ -97,7 +97,7 @@ class Termination:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._forking.mask)
 
     def _in_child(self) -> None:
-        if signal.getsignal(signal.SIGTERM) == self._arrived:
+        if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         other = signal.set_wakeup_fd(-1)
         if other not in (-1, self._write):

@@ -7,19 +7,23 @@ ever), every blob must have the size that its series says, and texts are data.
 from __future__ import annotations
 
 import json
-import math
 import sqlite3
+import sys
 import weakref
+from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.store import layout
+from gradsurgeon.store.claim import is_live
+from gradsurgeon.store.database import uri
 from gradsurgeon.store.layout import CHUNK, Summary, row_id
-from gradsurgeon.store.memory import Key, Row
-from gradsurgeon.store.places import is_live, uri
+from gradsurgeon.store.memory import Key
 
 _PATIENCE = 5.0
 _LONGEST = 256 * 2**20
@@ -28,6 +32,16 @@ _BATCH_BYTES = 4 * 2**20
 _COLUMN_BATCH = 8192
 _FLOAT = 4
 _KINDS = frozenset(get_args(EventKind))
+_STATUS = frozenset(field.name for field in fields(RuleStatus))
+
+
+@dataclass(slots=True)
+class Row:
+    """The values of one step; ``absent`` holds the columns that have none."""
+
+    step: int
+    values: array[float]
+    absent: frozenset[int] = frozenset()
 
 
 class RankFile:
@@ -71,11 +85,6 @@ class RankFile:
             raise
 
     def query(self, sql: str, *arguments: int) -> list[tuple[Any, ...]]:
-        """Return what a query finds.
-
-        Raises:
-            RecordError: the file cannot be read.
-        """
         try:
             return self._connection.execute(sql, arguments).fetchall()
         except (sqlite3.Error, OverflowError, UnicodeDecodeError, MemoryError) as error:
@@ -83,7 +92,6 @@ class RankFile:
             raise self._unreadable(error) from None
 
     def damaged(self, what: str) -> RecordError:
-        """Return the error for contents that no gradsurgeon has written."""
         return RecordError(
             f"{printable(str(self.path))}: is damaged: {what}; the other files of the run may still be fine"
         )
@@ -109,8 +117,8 @@ class RankFile:
                 f"{where}: has format {version}, and this gradsurgeon reads {layout.FORMAT}: it was "
                 "written by a newer one; upgrade gradsurgeon"
             )
-        found = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-        if dict(found) != layout.TABLES:
+        tables = self.query("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
+        if dict(tables) != layout.TABLES:
             raise self.damaged("its tables are not those of a run")
 
     @property
@@ -147,25 +155,23 @@ class RankFile:
 
     def statuses(self) -> dict[str, RuleStatus]:
         """Return what each rule had done when it was last written."""
-        found = self.query("SELECT rule, state FROM statuses ORDER BY rowid")
-        return {str(rule): self._status(text) for rule, text in found}
+        rows = self.query("SELECT rule, state FROM statuses ORDER BY rowid")
+        return {str(rule): self._status(text) for rule, text in rows}
 
     def _status(self, text: object) -> RuleStatus:
         state = self._json(text, "the status of a rule")
-        try:
-            matched, fired, last = state["matched"], state["fired"], state["last_step"]
-            changed, warnings = state["changed"], state["warnings"]
-        except (TypeError, KeyError, IndexError):
-            raise self.damaged("the status of a rule is incomplete") from None
-        fine = (
-            all(type(number) is int for number in (matched, fired))
-            and (last is None or type(last) is int)
-            and (type(changed) in (float, int) and math.isfinite(changed))
-            and (isinstance(warnings, list) and all(isinstance(one, str) for one in warnings))
-        )
-        if not fine:
-            raise self.damaged("the status of a rule has values of wrong types")
-        return RuleStatus(matched, fired, float(changed), last, tuple(warnings))
+        if not isinstance(state, dict) or not state.keys() >= _STATUS:
+            raise self.damaged("the status of a rule is incomplete")
+        match state:
+            case {
+                "matched": int(matched),
+                "fired": int(fired),
+                "changed": int() | float() as changed,
+                "last_step": int() | None as last_step,
+                "warnings": [*warnings],
+            } if abs(changed) < sys.maxsize and all(isinstance(text, str) for text in warnings):
+                return RuleStatus(matched, fired, float(changed), last_step, tuple(warnings))
+        raise self.damaged("the status of a rule has values of wrong types")
 
     def _json(self, text: object, what: str) -> Any:
         try:
@@ -181,15 +187,14 @@ class StoredSeries:
         self.key = key
         self.columns = {name: column for column, name in enumerate(key.names)}
         self._file = file
+        self._width = len(key.names)
         self._low, self._high = row_id(number, 0), row_id(number + 1, 0) - 1
 
     @property
     def rank(self) -> int:
-        """The rank that recorded it."""
         return self._file.rank
 
     def __len__(self) -> int:
-        """Return how many rows there are by now."""
         ((top,),) = self._file.query(
             "SELECT max(id) FROM rows WHERE id BETWEEN ? AND ?", self._low, self._high
         )
@@ -197,99 +202,80 @@ class StoredSeries:
 
     def ends(self) -> tuple[int, ...]:
         """Return the steps of the first and of the last row, nothing where there is none."""
-        found = []
+        steps: list[int] = []
         for end in ("min", "max"):
             sql = f"SELECT step FROM rows WHERE id = (SELECT {end}(id) FROM rows WHERE id BETWEEN ? AND ?)"  # noqa: S608
-            found += [row[0] for row in self._file.query(sql, self._low, self._high)]
-        if not all(isinstance(step, int) for step in found):
+            steps += [row[0] for row in self._file.query(sql, self._low, self._high)]
+        if not all(isinstance(step, int) for step in steps):
             raise self._file.damaged(f"a row of {printable(self.key.rule)} has no step")
-        return tuple(found)
+        return tuple(steps)
 
     def rows(self, start: int = 0, stop: int | None = None, every: int = 1) -> Iterator[Row]:
-        """Yield rows, oldest first, reading a few megabytes at a time.
-
-        Args:
-            start: number of the first row.
-            stop: number of the row to end before; the end where not given.
-            every: take each such row only.
-        """
+        """Yield every so many rows from ``start`` to before ``stop``, a few megabytes at a time."""
         for step, values, absent in self._stored(start, stop, every):
             yield Row(step, layout.floats(values), layout.unpack_absent(absent))
 
     def _stored(
         self, start: int = 0, stop: int | None = None, every: int = 1
     ) -> Iterator[layout.Stored]:
-        width = len(self.key.names)
-        size = max(1, _BATCH_BYTES // max(1, width * _FLOAT))
-        end = self._low + (len(self) if stop is None else stop) - 1
-        at = self._low + start
-        while at <= end:
-            last = min(end, at + size * every - 1)
-            # A step through the ids jumps from row to row, where `id % every` would read them all.
-            found = (
-                self._file.query(
-                    "SELECT id, step, floats, absent FROM rows WHERE id BETWEEN ? AND ? ORDER BY id",
-                    at,
-                    last,
-                )
-                if every == 1
-                else self._picked(at, last, every)
-            )
-            yield from (self._checked(row, width) for row in found)
-            if not found:
+        size = max(1, _BATCH_BYTES // max(1, self._width * _FLOAT))
+        end = self._low + (len(self) if stop is None else stop)
+        for first in range(self._low + start, end, size * every):
+            rows = self._batch(range(first, min(end, first + size * every), every))
+            yield from map(self._checked, rows)
+            if not rows:
                 return
-            at = last + 1
 
-    def _picked(self, first: int, last: int, every: int) -> list[tuple[Any, ...]]:
-        sql = "SELECT id, step, floats, absent FROM rows WHERE id = ?"
-        return [row for at in range(first, last + 1, every) for row in self._file.query(sql, at)]
+    def _batch(self, ids: range) -> list[tuple[Any, ...]]:
+        sql = "SELECT step, floats, absent FROM rows WHERE id "
+        if ids.step > 1:
+            # Looking up each row jumps from one to the next, where `id % every` would read them all.
+            return [row for number in ids for row in self._file.query(f"{sql} = ?", number)]
+        return self._file.query(f"{sql} BETWEEN ? AND ? ORDER BY id", ids[0], ids[-1])
 
-    def _checked(self, row: Sequence[Any], width: int) -> layout.Stored:
-        _, step, values, absent = row
-        bits = b"\0" * layout.absent_size(width) if absent is None else absent
+    def _checked(self, row: Sequence[Any]) -> layout.Stored:
+        step, values, absent = row
+        bits = b"\0" * layout.absent_size(self._width) if absent is None else absent
         if (
             not isinstance(step, int)
-            or not (isinstance(values, bytes) and len(values) == _FLOAT * width)
-            or not (isinstance(bits, bytes) and len(bits) == layout.absent_size(width))
-            or int.from_bytes(bits, "little") >> width  # a column that is not there
+            or not (isinstance(values, bytes) and len(values) == _FLOAT * self._width)
+            or not (isinstance(bits, bytes) and len(bits) == layout.absent_size(self._width))
+            or int.from_bytes(bits, "little") >> self._width  # a column that is not there
         ):
-            raise self._file.damaged(f"a row of {printable(self.key.rule)} has the wrong size")
+            raise self._wrong_size("row")
         return step, values, absent
 
     def of(self, name: str) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor, oldest first."""
-        found: list[tuple[int, float]] = []
-        at = self._low
-        while rows := self._column(name, at, at + _COLUMN_BATCH - 1):
-            found += rows_present(rows)
-            at += _COLUMN_BATCH
-        return found
+        pairs: list[tuple[int, float]] = []
+        first = self._low
+        while rows := self._column(name, first, first + _COLUMN_BATCH - 1):
+            pairs += _present(rows)
+            first += _COLUMN_BATCH
+        return pairs
 
     def last(self, name: str) -> tuple[int, float] | None:
-        """Return the last ``(step, value)`` of one tensor, ``None`` where there is none."""
-        at = self._low + len(self)
+        end = self._low + len(self)
         size = 1
-        while at > self._low:
-            first = max(self._low, at - size)
-            if found := rows_present(self._column(name, first, at - 1)):
-                return found[-1]
-            at, size = first, min(2 * size, _COLUMN_BATCH)
+        while end > self._low:
+            first = max(self._low, end - size)
+            if pairs := _present(self._column(name, first, end - 1)):
+                return pairs[-1]
+            end, size = first, min(2 * size, _COLUMN_BATCH)
         return None
 
     def newest(self) -> int | None:
-        """Return the step of the last row, ``None`` where there is none."""
         ends = self.ends()
         return ends[-1] if ends else None
 
     def between(self, name: str, start: int, stop: int) -> list[tuple[int, float]]:
         """Return ``(step, value)`` of one tensor in the rows from ``start`` to before ``stop``."""
-        return rows_present(self._column(name, self._low + start, self._low + stop - 1))
+        return _present(self._column(name, self._low + start, self._low + stop - 1))
 
     def _column(self, name: str, first: int, last: int) -> list[tuple[int, float, bool]]:
         """Return step, value, and whether there is none, of one column."""
         column = self.columns[name]
         # Slicing inside SQLite, so that other columns are never copied.
-        found = self._file.query(
+        rows = self._file.query(
             "SELECT step, substr(floats, ?, 4), substr(absent, ?, 1) FROM rows "
             "WHERE id BETWEEN ? AND ? ORDER BY id",
             column * _FLOAT + 1,
@@ -297,48 +283,45 @@ class StoredSeries:
             first,
             min(last, self._high),
         )
-        for step, value, bits in found:
+        for step, value, bits in rows:
             sound = isinstance(step, int) and isinstance(value, bytes) and len(value) == _FLOAT
             if not sound or not (bits is None or (isinstance(bits, bytes) and len(bits) == 1)):
-                raise self._file.damaged(f"a row of {printable(self.key.rule)} has the wrong size")
-        values = layout.floats(b"".join(row[1] for row in found))
+                raise self._wrong_size("row")
+        values = layout.floats(b"".join(row[1] for row in rows))
         bit = 1 << column % 8
         return [
-            (row[0], value, row[2] is not None and bool(row[2][0] & bit))
-            for row, value in zip(found, values, strict=True)
+            (step, value, bits is not None and bool(bits[0] & bit))
+            for (step, _, bits), value in zip(rows, values, strict=True)
         ]
+
+    def _wrong_size(self, what: str) -> RecordError:
+        return self._file.damaged(f"a {what} of {printable(self.key.rule)} has the wrong size")
 
     def summaries(self) -> Iterator[Summary]:
         """Yield a summary of every `CHUNK` rows, and of the rest."""
-        width = len(self.key.names)
         done = 0
-        size = max(1, _BATCH_BYTES // max(1, 3 * width * _FLOAT))
-        while found := self._file.query(
+        size = max(1, _BATCH_BYTES // max(1, 3 * self._width * _FLOAT))
+        while rows := self._file.query(
             "SELECT id, first, last, maxima, minima, nonfinite, present FROM chunks "
             "WHERE id BETWEEN ? AND ? ORDER BY id LIMIT ?",
             self._low + done,
             self._high,
             size,
         ):
-            for row in found:
-                yield self._summary(row, self._low + done, width)
+            for row in rows:
+                yield self._summary(row, self._low + done)
                 done += 1
-        rest: list[layout.Stored] = []
-        for row in self._stored(done * CHUNK):
-            rest.append(row)
-            if len(rest) == CHUNK:
-                yield layout.summarise(rest, width)
-                rest = []
-        if rest:
-            yield layout.summarise(rest, width)
+        stored = self._stored(done * CHUNK)
+        while rest := list(islice(stored, CHUNK)):
+            yield layout.summarise(rest, self._width)
 
-    def _summary(self, row: Sequence[Any], expected: int, width: int) -> Summary:
+    def _summary(self, row: Sequence[Any], expected: int) -> Summary:
         number, first, last, *blobs = row
-        sizes = [_FLOAT * width, _FLOAT * width, 2 * width, 2 * width]
+        sizes = [size * self._width for size in (_FLOAT, _FLOAT, 2, 2)]
         whole = all(isinstance(blob, bytes) for blob in blobs)
         sound = number == expected and isinstance(first, int) and isinstance(last, int)
         if not (whole and sound) or [len(blob) for blob in blobs] != sizes:
-            raise self._file.damaged(f"a summary of {printable(self.key.rule)} has the wrong size")
+            raise self._wrong_size("summary")
         maxima, minima, nonfinite, present = blobs
         return Summary(
             first,
@@ -350,6 +333,6 @@ class StoredSeries:
         )
 
 
-def rows_present(rows: Sequence[tuple[int, float, bool]]) -> list[tuple[int, float]]:
+def _present(rows: Sequence[tuple[int, float, bool]]) -> list[tuple[int, float]]:
     """Return step and value of those rows that have one."""
     return [(step, value) for step, value, absent in rows if not absent]

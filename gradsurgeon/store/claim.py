@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import sqlite3
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.store import job
+from gradsurgeon.store.database import is_busy, uri
 from gradsurgeon.store.layout import RUN_FILE, database_name
 
-# WAL needs memory that all processes share, which readers on another machine do not. These file
-# systems do not refuse it: they lose or mix up what is written.
-_NETWORK = re.compile(
-    r"9p|afs|beegfs|ceph|cifs|fuse\..*|gfs2|glusterfs|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs"
-    r"|smb3|smbfs|virtiofs"
-)
-_MOUNTS = Path("/proc/self/mountinfo")
-_POINT = 4
 _ANOTHER = "pass another directory"
 
 
@@ -46,28 +37,24 @@ class Claim:
         if self.lock is not None:
             self.lock.close()
             self.lock = None
-            self._unlink(lock_name_of(self.database))
+            _unlink(_lock_file(self.database))
 
     def undo(self) -> None:
-        """Remove what was made."""
+        """Remove the files, and the directory if this claim made it."""
         self.release()
-        for path in (self.database, *map(self._beside, ("-wal", "-shm", "-journal"))):
-            self._unlink(path)
+        for suffix in ("", "-wal", "-shm", "-journal"):
+            _unlink(self.database.with_name(self.database.name + suffix))
         if self.made_folder:
             with suppress(OSError):
                 self.folder.rmdir()
 
-    def _beside(self, suffix: str) -> Path:
-        return self.database.with_name(self.database.name + suffix)
 
-    @staticmethod
-    def _unlink(path: Path) -> None:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)
+def _unlink(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
-def lock_name_of(database: Path) -> Path:
-    """Return the lock file of the records of one rank."""
+def _lock_file(database: Path) -> Path:
     return database.with_suffix(".lock")
 
 
@@ -75,10 +62,10 @@ def claim(path: str | os.PathLike[str], rank: int) -> Claim:
     """Make the directory and the empty file of one rank.
 
     Raises:
-        RecordError: the place cannot be written, or holds a run already.
+        RecordError: the directory cannot be written, or holds a run already.
     """
     folder = Path(path)
-    made = _make(folder)
+    made_folder = _make(folder)
     database = folder / database_name(rank)
     where = printable(str(folder))
     if not database.exists() and _begun_by_others(folder, rank):
@@ -93,12 +80,15 @@ def claim(path: str | os.PathLike[str], rank: int) -> Claim:
     except FileExistsError:
         raise RecordError(_taken(where, database)) from None
     except OSError as error:
-        _remove_made(folder, made=made)
+        if made_folder:
+            with suppress(OSError):
+                folder.rmdir()
         raise RecordError(_refused(where, error)) from None
-    return Claim(folder, database, _locked(database), made)
+    return Claim(folder, database, _locked(database), made_folder)
 
 
 def _make(folder: Path) -> bool:
+    """Make the directory; return whether it was not there before."""
     where = printable(str(folder))
     try:
         if folder.is_dir():
@@ -115,19 +105,13 @@ def _make(folder: Path) -> bool:
     return True
 
 
-def _remove_made(folder: Path, *, made: bool) -> None:
-    if made:
-        with suppress(OSError):
-            folder.rmdir()
-
-
 def _refused(where: str, error: OSError | ValueError) -> str:
     reason = (isinstance(error, OSError) and error.strerror) or str(error)
     return f"{where}: cannot write records there: {printable(reason)}; pass a directory that can be made and written"
 
 
 def _begun_by_others(folder: Path, rank: int) -> bool:
-    """Tell whether the run there is one that rank 0 of this one did not begin."""
+    """Return whether the run there is one that rank 0 of this one did not begin."""
     if not (folder / RUN_FILE).exists():
         return False
     if rank == 0:
@@ -152,7 +136,7 @@ def _taken(where: str, database: Path) -> str:
 def _locked(database: Path) -> sqlite3.Connection | None:
     """Hold the lock file. The kernel lets go of it when the process dies, however it dies."""
     lock = sqlite3.connect(
-        lock_name_of(database), timeout=0, isolation_level=None, check_same_thread=False
+        _lock_file(database), timeout=0, isolation_level=None, check_same_thread=False
     )
     try:
         lock.execute("BEGIN EXCLUSIVE")
@@ -164,60 +148,14 @@ def _locked(database: Path) -> sqlite3.Connection | None:
 
 
 def is_live(database: Path) -> bool:
-    """Tell whether a process is writing the records of one rank."""
-    lock = lock_name_of(database)
+    """Return whether a process is writing the records of one rank."""
+    lock = _lock_file(database)
     if not lock.is_file():
         return False
     try:
         # Through SQLite, because closing a plain descriptor would drop a lock of this process.
-        probe = sqlite3.connect(uri(lock, "mode=ro"), uri=True, timeout=0)
-    except sqlite3.Error:
-        return False
-    try:
-        probe.execute("SELECT 1 FROM sqlite_master").fetchall()
-    except sqlite3.OperationalError as error:
+        with closing(sqlite3.connect(uri(lock, "mode=ro"), uri=True, timeout=0)) as probe:
+            probe.execute("SELECT 1 FROM sqlite_master").fetchall()
+    except sqlite3.Error as error:
         return is_busy(error)
-    except sqlite3.Error:
-        return False
-    finally:
-        probe.close()
     return False
-
-
-def is_busy(error: BaseException) -> bool:
-    """Tell whether someone else holds the file for the moment."""
-    primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    return primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-
-
-def uri(path: Path, *options: str) -> str:
-    """Return a path as SQLite takes it with options."""
-    query = "&".join(option for option in options if option)
-    return f"file:{quote(os.fsencode(path.absolute()))}{'?' * bool(query)}{query}"
-
-
-def on_network(path: Path, mounts: str | None = None) -> bool:
-    """Tell whether a path lies on a network file system, where this machine lists its mounts.
-
-    Args:
-        path: an existing path.
-        mounts: the list in the form of ``/proc/self/mountinfo``, that of this process by default.
-    """
-    if mounts is None:
-        try:
-            mounts = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape")
-        except OSError:
-            return False
-    real = os.path.realpath(path)
-    best, kind = "", ""
-    for line in mounts.splitlines():
-        mount, dash, rest = line.partition(" - ")
-        fields = mount.split(" ")
-        if not dash or len(fields) <= _POINT:
-            continue
-        point = fields[_POINT].replace("\\040", " ").rstrip("/")
-        inside = real == point or real.startswith(f"{point}/")
-        # Of two on the same point the later one hides the earlier.
-        if inside and len(point) >= len(best):
-            best, kind = point, rest.split(" ")[0]
-    return _NETWORK.fullmatch(kind) is not None
