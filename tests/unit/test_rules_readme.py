@@ -193,6 +193,7 @@ def test_schedules() -> None:
     assert [step for step in range(1101) if sometimes.due(step)] == [1000, 1050, 1100]
 
 
+@pytest.mark.slow
 def test_an_action_of_your_own(tmp_path: Path) -> None:
     (module,) = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
     (tmp_path / "my_actions.py").write_text(module, encoding="utf-8")
