@@ -4,22 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import gradsurgeon
 from gradsurgeon.actions import ACTIONS
 
-FUNCTIONS = (
-    "apply",
-    "load",
-    "plan",
-    "remove",
-    "tag",
-    "open_run",
-    "report.summary",
-    "add_statistic",
-)
+FUNCTIONS = ("apply", "load", "plan", "remove", "tag", "open_run", "report.summary")
 CLASSES = (
     "Session",
     "Plan",
@@ -31,18 +22,9 @@ CLASSES = (
     "RuleSet",
     "Manifest",
 )
-OF_OWN_ACTIONS = (
-    "EditRule",
-    "ObserverRule",
-    "TrapRule",
-    "CaptureRule",
-    "FreezeRule",
-    "Edit",
-    "Observer",
-    "Decision",
-    "Example",
-    "Statistic",
-)
+# For actions and statistics of a user's own.
+KINDS = ("EditRule", "ObserverRule", "TrapRule", "CaptureRule", "FreezeRule")
+PARTS = ("Edit", "Observer", "Decision", "Example", "Statistic")
 WARNING = "GradSurgeonWarning"
 HEAD = """\
 # Python API
@@ -65,56 +47,28 @@ rules = [
 ]
 ```
 """
-OWN_ACTIONS = """\
-## Actions and statistics of your own
-
-An action is a class derived from one of the five below. It is known as soon as its class is defined, so import its module
-before `apply`. A rule file names it as `action: my_actions:flip`, or `action: flip`. Rule files import nothing: where the
-module is not imported, as on the command line, the rule is an error that names it, and
-`gradsurgeon lint --import my_actions rules.yaml` imports it for those who trust it; so do `plan`, `diff` and `explain`.
-
-```python
-from typing import Literal
-
-import gradsurgeon
 
 
-class Flip(gradsurgeon.EditRule):
-    \"\"\"Turn a gradient around.\"\"\"
+OWN = """\
+## Actions of your own
 
-    action: Literal["flip"] = "flip"
-    strength: float = 1.0
-
-    def compile(self) -> gradsurgeon.Edit:
-        def flip_(grads):
-            for grad in grads:
-                grad.mul_(-self.strength)
-
-        return gradsurgeon.Edit(
-            lambda grad: grad * -self.strength, flip_, lambda grad: (grad != 0).any()
-        )
-
-
-gradsurgeon.add_statistic(
-    "large", gradsurgeon.Statistic(lambda grad, _: (grad.abs() > 1).sum(), merge="sum")
-)
-```
-
-`norm-log` can now record it: `stats: [large]`.
+The [guide](README.md#actions-of-your-own) has an example. An action is a class derived from the kind that fits; what its
+`compile` returns says what the action does.
 """
 
 
 def page() -> str:
     """Return the whole page."""
-    return "\n".join([HEAD, *_functions(), *_classes(), *_rules(), *_own_actions(), *_errors()])
+    lines = [HEAD, "## Functions\n", *_functions(FUNCTIONS), "## Classes\n", *_classes(CLASSES)]
+    lines += [*_rules(), OWN, *_functions(["add_statistic"]), *_classes((*KINDS, *PARTS))]
+    return "\n".join([*lines, *_errors()])
 
 
 def exported() -> set[str]:
     """Return every name that the page has a place for."""
     actions = {rule.__name__ for rule in ACTIONS.values()}
-    functions = {name.partition(".")[0] for name in FUNCTIONS}
-    classes = {*CLASSES, *OF_OWN_ACTIONS}
-    return functions | classes | actions | set(errors()) | {WARNING}
+    functions = {name.partition(".")[0] for name in FUNCTIONS} | {"add_statistic"}
+    return functions | {*CLASSES, *KINDS, *PARTS, *actions, *errors(), WARNING}
 
 
 def errors() -> list[str]:
@@ -123,18 +77,16 @@ def errors() -> list[str]:
     return sorted(found, key=lambda name: (len(getattr(gradsurgeon, name).__mro__), name))
 
 
-def _functions() -> Iterator[str]:
-    yield "## Functions\n"
-    for name in FUNCTIONS:
+def _functions(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
         value: Any = gradsurgeon
         for part in name.split("."):
             value = getattr(value, part)
         yield from _callable(f"### `{name}`", name, value)
 
 
-def _classes() -> Iterator[str]:
-    yield "## Classes\n"
-    for name in CLASSES:
+def _classes(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
         kind = getattr(gradsurgeon, name)
         yield f"### `{name}`\n"
         yield from _text(kind)
@@ -164,13 +116,6 @@ def _rules() -> Iterator[str]:
     for action, rule in ACTIONS.items():
         yield f"| `{rule.__name__}` | [`{action}`](reference.md#{action}) |"
     yield ""
-
-
-def _own_actions() -> Iterator[str]:
-    yield OWN_ACTIONS
-    for name in OF_OWN_ACTIONS:
-        yield f"### `{name}`\n"
-        yield from _text(getattr(gradsurgeon, name))
 
 
 def _errors() -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
@@ -13,6 +14,9 @@ from gradsurgeon.report.measurements import InMemory, Measurements
 from gradsurgeon.report.norms import norm_lines
 from gradsurgeon.report.rules_and_events import RuleInfo, by_kind, event_lines, rule_lines
 from gradsurgeon.store import Records
+
+# Of a page in a notebook, and of a stream that is no terminal.
+_COLUMNS = 100
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,9 @@ class Report:
     def __str__(self) -> str:
         return self.text()
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.text(width=_COLUMNS))}</pre>"
+
     def text(self, *, width: int | None = None, ascii_only: bool = False) -> str:
         """Return the whole report.
 
@@ -51,7 +58,7 @@ class Report:
             width: columns to fill, those of the terminal where not given.
             ascii_only: draw and write with ASCII only, for streams that cannot encode blocks.
         """
-        columns = width or shutil.get_terminal_size((100, 24)).columns
+        columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
         sections = [
             [self._header()],
             list(

@@ -100,6 +100,7 @@ def test_every_action_is_in_the_table() -> None:
     assert sorted(rows) == sorted(ACTIONS)
 
 
+@pytest.mark.slow
 def test_every_option_of_run_is_in_the_table() -> None:
     rows = re.findall(r"^\| `(--[a-z-]+)[^`]*` \|", README, re.MULTILINE)
     shown = run("-m", "gradsurgeon", "run", "--help", cwd=ROOT).stdout

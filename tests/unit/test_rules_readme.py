@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -190,6 +191,19 @@ def test_schedules() -> None:
     start, sometimes = (rule.steps for rule in rules_of("gentle-start").rules)
     assert [step for step in range(200) if start.due(step)] == list(range(100))
     assert [step for step in range(1101) if sometimes.due(step)] == [1000, 1050, 1100]
+
+
+@pytest.mark.slow
+def test_an_action_of_your_own(tmp_path: Path) -> None:
+    (module,) = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_actions.py").write_text(module, encoding="utf-8")
+    (rule,) = re.findall(r"`(\{id: \w+, action: my_actions:[^`]*)`", GUIDE)
+    (tmp_path / "rules.yaml").write_text(f"version: 1\nrules:\n  - {rule}\n", encoding="utf-8")
+    for options, code in (([], 1), (["--import", "my_actions"], 0)):
+        command = [sys.executable, "-m", "gradsurgeon", "lint", "rules.yaml", *options]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert ("--import my_actions" in done.stdout) is (code == 1)
 
 
 class TestOnModels:

@@ -77,8 +77,13 @@ def test_names_are_escaped() -> None:
     with gradsurgeon.apply(model, RULES) as session:
         page = session._repr_html_()
         assert "\u202e" not in repr(session)
-    assert "<script>" not in page
-    assert r"&lt;script&gt;Marked\u202e" in page
+        plan, summary = (
+            session.plan._repr_html_(),
+            gradsurgeon.report.summary(session)._repr_html_(),
+        )
+    for shown in (page, plan, summary):
+        assert "<script>" not in shown
+        assert r"&lt;script&gt;Marked\u202e" in shown
 
 
 def test_showing_a_session_asks_nothing_of_the_device() -> None:
