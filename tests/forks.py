@@ -293,13 +293,14 @@ def leave(code: str | int | None) -> NoReturn:
 
 def main() -> None:
     """Import what scripts need, and serve."""
-    # The folder of this file comes first, which is none that scripts look into.
-    sys.path.remove(str(TESTS))
+    # The package of this checkout, wherever another one is installed; scripts are told the path by themselves.
+    sys.path[0] = str(TESTS.parent)
     for name in MODULES:
         importlib.import_module(name)
     launcher = importlib.import_module("gradsurgeon.launcher")
     for module in pkgutil.iter_modules(launcher.__path__, "gradsurgeon.launcher."):
         importlib.import_module(module.name)
+    del sys.path[0]
     # The collector of a child would write to all pages of what has been imported.
     gc.freeze()
     serve(int(sys.argv[1]))
