@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_whole(config: pytest.Config) -> bool:
-    named = any(".py" in argument for argument in config.args)
+    named = any(argument.partition("::")[0].endswith(".py") for argument in config.args)
     return bool(config.option.everything or config.option.markexpr or named)
 
 

@@ -42,6 +42,8 @@ MODULES = (
     "torch.distributed.tensor.parallel",
     "gradsurgeon.report",
 )
+# Variables that each script is given by itself.
+STEERING = ("PYTHON", "COVERAGE", "GRADSURGEON")
 # As it is before a launcher or coverage replaces it.
 EXIT = os._exit
 
@@ -70,7 +72,8 @@ class Fork:
         """End it, if it has not ended."""
         pid = self._folder / "pid"
         if pid.exists() and not (self._folder / "code").exists():
-            os.kill(int(pid.read_text()), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 class Server:
@@ -80,13 +83,15 @@ class Server:
         self._folder = TemporaryDirectory()
         self._numbers = itertools.count()
         read, self._requests = os.pipe()
-        kept = {key: os.environ[key] for key in ("PATH", "HOME", "TMPDIR") if key in os.environ}
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(STEERING)}
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(read)],
             env={**kept, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[read],
+            # An interrupt is for pytest, at whose end the server ends.
+            start_new_session=True,
         )
         os.close(read)
 
@@ -288,13 +293,14 @@ def leave(code: str | int | None) -> NoReturn:
 
 def main() -> None:
     """Import what scripts need, and serve."""
-    # The folder of this file comes first, which is none that scripts look into.
-    sys.path.remove(str(TESTS))
+    # The package of this checkout, wherever another one is installed; scripts are told the path by themselves.
+    sys.path[0] = str(TESTS.parent)
     for name in MODULES:
         importlib.import_module(name)
     launcher = importlib.import_module("gradsurgeon.launcher")
     for module in pkgutil.iter_modules(launcher.__path__, "gradsurgeon.launcher."):
         importlib.import_module(module.name)
+    del sys.path[0]
     # The collector of a child would write to all pages of what has been imported.
     gc.freeze()
     serve(int(sys.argv[1]))
