@@ -208,6 +208,20 @@ rules:
         assert session.status()["turned"].changed == 1.0
         session.remove()
 
+    @pytest.mark.parametrize(("limit", "skipped"), [(0.0, 3), (1e9, 0)])
+    def test_a_trap_stops_what_it_asks_for(self, own: Any, limit: float, skipped: int) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        before = model.weight.detach().clone()
+        rule = own.SizeTrap.model_validate(
+            {"id": "trap", "params": "*", "limit": limit, "then": "skip-step"}
+        )
+        session = train(model, [rule])
+        kinds = [event.kind for event in session.events]
+        assert kinds.count("skipped-step") == skipped
+        assert torch.equal(model.weight, before) == (skipped > 0)
+        session.remove()
+
     def test_what_a_trap_asks_is_in_what_it_compiles_to(self, own: Any) -> None:
         rule = own.SizeTrap(id="trap", params="*", limit=2.0, then="skip-step")
         decision = rule.compile()
