@@ -18,15 +18,15 @@ from gradsurgeon.compiler import compile_plan
 from gradsurgeon.errors import GradSurgeonError, did_you_mean
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
-from gradsurgeon.runtime.captures import CaptureKey
-from gradsurgeon.runtime.clock import Clocks
-from gradsurgeon.runtime.compiled import Compiled
-from gradsurgeon.runtime.engine import Engine
-from gradsurgeon.runtime.journal import Journal
+from gradsurgeon.runtime.captured_tensors import CaptureKey
+from gradsurgeon.runtime.compile_support import CompileSupport
+from gradsurgeon.runtime.context import Context, Mode
+from gradsurgeon.runtime.controller import Controller
+from gradsurgeon.runtime.event_log import EventLog
+from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.recorder import Recorder
-from gradsurgeon.runtime.scaling import Scaling, refuse_scaling
-from gradsurgeon.runtime.state import Mode, State
-from gradsurgeon.runtime.targets import Targets
+from gradsurgeon.runtime.scaler_watch import Scaling, refuse_scaling
+from gradsurgeon.runtime.step_counter import StepCounters
 from gradsurgeon.store import Logged, Lookup, RecordedNames, Records
 
 if TYPE_CHECKING:
@@ -68,13 +68,13 @@ class Attachment:
         rules = plan.rules.rules
         self.plan = plan
         self._records = Records()
-        journal = Journal(rules, [len(plan.of(rule.id)) for rule in rules])
-        recorder = Recorder(self._records, writer, journal)
-        self._state = State(
+        event_log = EventLog(rules, [len(plan.of(rule.id)) for rule in rules])
+        recorder = Recorder(self._records, writer, event_log)
+        self._context = Context(
             program=program,
-            targets=Targets(model, program.names),
-            clocks=Clocks(len(program.names), start_step),
-            journal=journal,
+            parameters=Parameters(model, program.names),
+            counters=StepCounters(len(program.names), start_step),
+            event_log=event_log,
             recorder=recorder,
             mode=mode,
             rules=tuple(rules),
@@ -84,10 +84,12 @@ class Attachment:
         if scaler is not None and scaler.is_enabled():
             refuse_scaling(program)
         for rule, text in plan.elsewhere.items():
-            journal.emit("notice", text, rule=rule, step=start_step)
-        self._compiled = Compiled(program, journal, model)
-        self.engine = Engine(model, self._state, plan, optimizers, provisional=provisional)
-        recorder.late = self.engine.settle
+            event_log.emit("notice", text, rule=rule, step=start_step)
+        self._compiled = CompileSupport(program, event_log, model)
+        self.controller = Controller(
+            model, self._context, plan, optimizers, provisional=provisional
+        )
+        recorder.late = self.controller.settle
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
         }
@@ -97,12 +99,12 @@ class Attachment:
 
     def attach(self, removed: Callable[[], None]) -> None:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
-        self.engine.attach()
+        self.controller.attach()
         try:
             self._compiled.attach(self.step)
         except BaseException:
             self._compiled.detach(None)
-            self.engine.detach()
+            self.controller.detach()
             raise
         self._when_removed = removed
 
@@ -110,28 +112,28 @@ class Attachment:
         """Take everything off the model and its optimizers. Records and events stay readable."""
         if not self._removed:
             self._removed = True
-            self._state.flags.close()
-            self.engine.model.compare(closing=True)
-            for rule, due in self._state.journal.never_fired():
-                text = f"{self.engine.why_never(due=due)} until the end"
-                self._state.journal.emit("never-fired", text, rule=rule, step=self.step)
+            self._context.flags.close()
+            self.controller.model.compare(closing=True)
+            for rule, due in self._context.event_log.never_fired():
+                text = f"{self.controller.why_never(due=due)} until the end"
+                self._context.event_log.emit("never-fired", text, rule=rule, step=self.step)
             self._compiled.detach(self.step)
             self._close()
 
     def discard(self) -> None:
         """Take everything off, the files of the records included: another session takes its place."""
         if not self._removed:
-            self._state.recorder.discard()
+            self._context.recorder.discard()
             self._let_go()
 
     def model_gone(self) -> None:
         """Let go of everything that belonged to the model, and say so where it has not lived at all."""
         if not self._removed:
-            if self.engine.manual.provisional:
-                self._state.recorder.discard()
+            if self.controller.manual.provisional:
+                self._context.recorder.discard()
             self._let_go()
             if self._is_temporary():
-                self._state.journal.emit("notice", _TEMPORARY, step=self.step, warn=True)
+                self._context.event_log.emit("notice", _TEMPORARY, step=self.step, warn=True)
 
     def _is_temporary(self) -> bool:
         """Tell whether the model has gone while the call that put rules on it was still under way."""
@@ -144,9 +146,9 @@ class Attachment:
 
     def _close(self) -> None:
         self._settle()
-        self.engine.detach()
-        self._state.recorder.flush()
-        self._state.recorder.close()
+        self.controller.detach()
+        self._context.recorder.flush()
+        self._context.recorder.close()
         if self._when_removed is not None:
             self._when_removed()
 
@@ -156,29 +158,29 @@ class Attachment:
 
     @property
     def mode(self) -> Mode:
-        return self._state.mode
+        return self._context.mode
 
     @property
     def paused(self) -> bool:
-        return self._state.paused
+        return self._context.paused
 
     def pause(self) -> None:
         """Let no rule act until `resume()`; the clocks go on."""
-        self._state.paused = True
+        self._context.paused = True
 
     def resume(self) -> None:
         """Let the rules act again."""
         if not self._removed:
-            self._state.paused = False
+            self._context.paused = False
 
     @property
     def start_step(self) -> int:
-        return self._state.clocks.start
+        return self._context.counters.start
 
     @property
     def step(self) -> int:
         """The largest clock: the number of the next update, from ``start_step``."""
-        return self._state.clocks.latest
+        return self._context.counters.latest
 
     def tick(self) -> bool:
         """Mark one update of a script without torch optimizer, right before it happens.
@@ -190,20 +192,20 @@ class Attachment:
             NonFiniteGradientError: a trap stops the update.
             GradSurgeonError: a torch optimizer owns the parameters; its steps count by themselves.
         """
-        if self.engine.steps.owned:
+        if self.controller.steps.owned:
             raise GradSurgeonError(
                 "tick() marks updates that are written by hand, but a torch optimizer owns the "
                 "parameters and its steps are counted by themselves: remove the call"
             )
-        return self._removed or self.engine.manual.tick()
+        return self._removed or self.controller.manual.tick()
 
     def name_model(self, title: str) -> None:
         """Let messages of traps say which model they are about: there are several."""
-        self._state.title = title
+        self._context.title = title
 
     def again(self) -> None:
         """Let the next backward pass take the place of the last: nothing was updated in between."""
-        self.engine.manual.again()
+        self.controller.manual.again()
 
     def confirm(self) -> None:
         """Take notice that weights are updated by hand, where that was not certain.
@@ -211,13 +213,13 @@ class Attachment:
         Raises:
             GradSurgeonError: the rules cannot act on such updates, or not on these.
         """
-        self.engine.manual.confirm()
+        self.controller.manual.confirm()
 
     @property
     def events(self) -> list[Event]:
         """What happened so far, oldest first, without waiting for what a device has not told yet."""
         self._settle(wait=False)
-        return list(self._state.journal.events)
+        return list(self._context.event_log.events)
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
         """Return what each rule has done so far.
@@ -225,17 +227,17 @@ class Attachment:
         Args:
             wait: for the device. Otherwise what it has counted is a moment old.
         """
-        self.engine.settle(wait=wait)
-        return self._state.journal.status(wait=wait)
+        self.controller.settle(wait=wait)
+        return self._context.event_log.status(wait=wait)
 
     def _settle(self, *, wait: bool = True) -> None:
-        self.engine.settle(wait=wait)
-        self._state.journal.settle(wait=wait)
+        self.controller.settle(wait=wait)
+        self._context.event_log.settle(wait=wait)
 
     @property
     def records(self) -> Records:
         """Everything measured so far. Waits for the device."""
-        self._state.recorder.flush()
+        self._context.recorder.flush()
         return self._records
 
     def captured(self, rule: str) -> dict[CaptureKey, Tensor]:
@@ -254,7 +256,7 @@ class Attachment:
         if rule not in known:
             hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
             raise KeyError(f"no capture rule {rule!r}; {hint}")
-        return self._state.captures.of(rule)
+        return self._context.captures.of(rule)
 
     def lookup(self) -> Lookup:
         """Return the records by name or alias. Waits for the device."""
@@ -279,10 +281,10 @@ class Attachment:
 
     def _due_since(self, rule_id: str, name: str, step: int) -> int:
         """Return in how many finished steps of a parameter after one a rule was due, up to some."""
-        tensors = self._state.program.names
+        tensors = self._context.program.names
         if name not in tensors:
             return 0  # a module need not run in every step
-        over = self._state.clocks[tensors.index(name)].step
+        over = self._context.counters[tensors.index(name)].step
         schedule = next(rule.steps for rule in self.plan.rules.rules if rule.id == rule_id)
         last = over if schedule.to is None else min(over, schedule.to)
         due = (one for one in range(last - 1, step, -1) if schedule.due(one))
@@ -290,4 +292,4 @@ class Attachment:
 
     def meet(self, optimizer: Optimizer) -> None:
         """Take notice of an optimizer that is about to step."""
-        self.engine.steps.meet(optimizer)
+        self.controller.steps.meet(optimizer)

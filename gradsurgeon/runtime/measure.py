@@ -23,7 +23,7 @@ Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class NonfiniteCount:
     """Non-finite elements of one gradient.
 
     Attributes:
@@ -87,7 +87,7 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
     return _statistics.statistics(stat, grads)
 
 
-def counts(grads: Mapping[int, Tensor]) -> dict[int, Count]:
+def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     """Return how many elements are not finite, of the gradients where some are not. Waits."""
     settled = {tensor: _dist.settled(grad) for tensor, grad in grads.items()}
     sharded = {tensor: grad for tensor, grad in settled.items() if _dist.spread(grad)}
@@ -96,11 +96,11 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, Count]:
         if tensor not in sharded:
             kind, number = _numbers.first_nonfinite(_dist.local(grad))
             if number:
-                by_tensor[tensor] = Count(kind, number)
+                by_tensor[tensor] = NonfiniteCount(kind, number)
     return dict(sorted(by_tensor.items()))
 
 
-def _sharded_counts(grads: Mapping[int, Tensor]) -> dict[int, Count]:
+def _sharded_counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     rows = []
     for grad in grads.values():
         part = _dist.local(grad)
@@ -114,16 +114,16 @@ def _sharded_counts(grads: Mapping[int, Tensor]) -> dict[int, Count]:
         nans, infs = map(sum, zip(*row, strict=True))
         if nans or infs:
             ranks = tuple(rank for rank, counts in enumerate(row) if any(counts))
-            by_tensor[tensor] = Count("NaN" if nans else "Inf", nans or infs, ranks)
+            by_tensor[tensor] = NonfiniteCount("NaN" if nans else "Inf", nans or infs, ranks)
     return by_tensor
 
 
-def suspects(norms: Norms) -> list[int]:
+def nonfinite(norms: Norms) -> list[int]:
     """Return the tensors whose norm is not finite. Reads each device once."""
-    return suspects_of(norms)[0]
+    return nonfinite_of_each(norms)[0]
 
 
-def suspects_of(*several: Norms) -> list[list[int]]:
+def nonfinite_of_each(*several: Norms) -> list[list[int]]:
     """Return the tensors whose norm is not finite, of each. Reads each device once."""
     bad: list[list[int]] = [[] for _ in several]
     parts = [(into, *part) for into, norms in zip(bad, several, strict=True) for part in norms]

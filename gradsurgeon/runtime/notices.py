@@ -11,10 +11,10 @@ import torch
 from gradsurgeon import _torch
 from gradsurgeon.actions import EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.errors import printable
-from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.measure import Norms, read
-from gradsurgeon.runtime.state import State
-from gradsurgeon.runtime.training_events import Pass
+from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.training_events import BackwardPass
 
 _PASSES = (
     "bounds the contribution of each backward pass, and several feed one update: their sum can "
@@ -32,38 +32,42 @@ _BOUNDS_PARTS = "bounds parts of a gradient, and their sum can exceed the bound"
 _SEES_PARTS = "sees parts of a gradient, never their sum"
 
 
-def count_passes(state: State, done: Pass) -> None:
+def count_passes(context: Context, done: BackwardPass) -> None:
     """Count a backward pass for the updates that it feeds, and say what a sum makes of a rule."""
-    clocks = state.clocks.among(done.order)
-    for clock in clocks:
-        clock.passes += 1
-    if not state.program.per_tensor:
+    counters = context.counters.among(done.order)
+    for counter in counters:
+        counter.passes += 1
+    if not context.program.per_tensor:
         return
     if done.added_to and any(read(list(done.added_to.values()))):
-        several = (tensor for tensor in done.order if state.clocks[tensor].passes > 1)
-        _say(state, "accumulation", several, lambda rule: "" if rule.linear else _PASSES)
-    if state.ranks.averaging:
-        _say(state, "ranks", _averaged(state, done), lambda rule: "" if rule.linear else _RANKS)
+        several = (tensor for tensor in done.order if context.counters[tensor].passes > 1)
+        _say(context, "accumulation", several, lambda rule: "" if rule.linear else _PASSES)
+    if context.ranks.is_reducing:
+        _say(context, "ranks", _averaged(context, done), lambda rule: "" if rule.linear else _RANKS)
     # Passes inside one another have been put together, piece by piece.
     if len(done.runs) > 1:
         several = (tensor for tensor, times in Counter(done.order).items() if times > 1)
-        _say(state, "reentrant", several, _on_parts)
+        _say(context, "reentrant", several, _on_parts)
 
 
-def tell_of_no_pass(state: State, clock: Clock, having: Sequence[int]) -> None:
+def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequence[int]) -> None:
     """Say of an update with gradients that no backward pass has given, which rules that concerns.
 
     Either the script has assigned them, or it updates twice from one gradient. Nobody can tell which: that
     a tensor is the same does not say that its content is.
     """
-    agenda = state.agenda(clock)
+    due_rules = context.due_rules(counter)
     with_gradient = set(having)
-    for lane in (*agenda.in_backward, *agenda.after):
-        if not isinstance(lane.rule, TrapRule) and not with_gradient.isdisjoint(lane.tensors):
+    for bound_rule in (*due_rules.in_backward, *due_rules.after):
+        if not isinstance(bound_rule.rule, TrapRule) and not with_gradient.isdisjoint(
+            bound_rule.tensors
+        ):
             text = _PAST_HOOKS.format(
-                does=_DOES.get(lane.rule.role, "acts on"), point=lane.rule.point
+                does=_DOES.get(bound_rule.rule.role, "acts on"), point=bound_rule.rule.point
             )
-            state.journal.once("no pass", text, rule=lane.rule.id, step=clock.step, warn=True)
+            context.event_log.once(
+                "no pass", text, rule=bound_rule.rule.id, step=counter.step, warn=True
+            )
 
 
 _DOES = {"observe": "records", "capture": "captures", "edit": "edits"}
@@ -74,33 +78,33 @@ _PAST_HOOKS = (
 )
 
 
-def tell_of_unowned(state: State, tensors: Sequence[int]) -> None:
+def warn_of_unowned_params(context: Context, tensors: Sequence[int]) -> None:
     """Say which rules act right before an update on parameters that get none."""
     without = set(tensors)
-    stages = [*state.program.traps, *state.program.at_step]
+    stages = [*context.program.traps, *context.program.at_step]
     for rule, matched in {stage.rule.id: stage.tensors for stage in stages}.items():
-        names = [state.program.names[tensor] for tensor in matched if tensor in without]
+        names = [context.program.names[tensor] for tensor in matched if tensor in without]
         # Of one that has never fired that is said anyway.
-        if names and state.journal.has_fired(rule):
+        if names and context.event_log.has_fired(rule):
             text = (
-                f"gradients come to {some_of(names)}, which no optimizer updates that has stepped so far: "
+                f"gradients come to {shorten_names(names)}, which no optimizer updates that has stepped so far: "
                 "this rule acts right before an update, and so not there; give them to an optimizer, or "
                 "exclude them"
             )
-            step = state.clocks.latest
-            state.journal.once("unowned", text, rule=rule, step=step, warn=True)
+            step = context.counters.latest
+            context.event_log.once("unowned", text, rule=rule, step=step, warn=True)
 
 
-def tell_of_foreign_scale(state: State, clock: Clock, seen: Norms, now: Norms) -> None:
+def warn_of_foreign_scale(context: Context, counter: StepCounter, seen: Norms, now: Norms) -> None:
     """Say once that gradients look as if a loss scale had been taken off them, by no `GradScaler` of torch.
 
     Args:
-        state: what the parts of a session share.
-        clock: of the update.
+        context: what the parts of a session share.
+        counter: of the update.
         seen: the norms after the last backward pass.
         now: those right before the update, of the same tensors.
     """
-    if state.journal.said("scale") or clock.passes != 1 or len(seen) != 1 or len(now) != 1:
+    if context.event_log.said("scale") or counter.passes != 1 or len(seen) != 1 or len(now) != 1:
         return
     ((tensors, before),), ((tensors_now, after),) = seen, now
     if tensors != tensors_now or not _torch.is_host(after):
@@ -116,7 +120,7 @@ def tell_of_foreign_scale(state: State, clock: Clock, seen: Norms, now: Norms) -
             "if the loss is scaled by something else than torch.amp.GradScaler, rules at `backward` and "
             "`accumulated` act on scaled gradients; use `at: step`, or a GradScaler"
         )
-        state.journal.once("scale", text, step=clock.step, warn=True)
+        context.event_log.once("scale", text, step=counter.step, warn=True)
 
 
 # Losses are scaled by powers of two; smaller ones could be the number of micro-batches.
@@ -124,16 +128,16 @@ _LEAST_SCALE = 128.0
 _SHOWN = 3
 
 
-def some_of(names: Sequence[str]) -> str:
+def shorten_names(names: Sequence[str]) -> str:
     """Return the first few of some names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
-def _averaged(state: State, done: Pass) -> Iterator[int]:
+def _averaged(context: Context, done: BackwardPass) -> Iterator[int]:
     """Yield the tensors whose gradients of a pass are averaged over ranks."""
-    averaged = state.ranks.averaged()
-    yield from (tensor for tensor in done.order if id(state.targets.param(tensor)) in averaged)
+    averaged = context.ranks.averaged()
+    yield from (tensor for tensor in done.order if id(context.parameters.param(tensor)) in averaged)
 
 
 def _on_parts(rule: Rule) -> str:
@@ -146,17 +150,17 @@ def _on_parts(rule: Rule) -> str:
     return _REENTRANT.format(does=_SEES_PARTS + records, point="accumulated", to="see")
 
 
-def _say(state: State, topic: str, tensors: Iterable[int], text: Callable[[Rule], str]) -> None:
+def _say(context: Context, topic: str, tensors: Iterable[int], text: Callable[[Rule], str]) -> None:
     """Warn once of each rule at `backward` that acts on some of the tensors and that there is a text for."""
-    per_tensor = state.program.per_tensor
+    per_tensor = context.program.per_tensor
     rules = {rule.id: rule for rules in per_tensor.values() for rule in rules}
-    unsaid = (rule for rule in rules.values() if not state.journal.said(topic, rule.id))
+    unsaid = (rule for rule in rules.values() if not context.event_log.said(topic, rule.id))
     texts = {rule.id: said for rule in unsaid if (said := text(rule))}
     if not texts:
         return
     for tensor in tensors:
-        step = state.clocks[tensor].step
+        step = context.counters[tensor].step
         for rule in per_tensor.get(tensor, ()):
             if rule.id in texts and rule.steps.due(step):
-                said = texts.pop(rule.id).replace("{name}", state.program.names[tensor])
-                state.journal.once(topic, said, rule=rule.id, step=step, warn=True)
+                said = texts.pop(rule.id).replace("{name}", context.program.names[tensor])
+                context.event_log.once(topic, said, rule=rule.id, step=step, warn=True)

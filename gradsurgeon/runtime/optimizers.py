@@ -116,12 +116,12 @@ def snapshot(optimizer: Optimizer) -> Snapshot:
 
 
 def restore(optimizer: Optimizer, kept: Snapshot) -> None:
-    weights, state = kept
+    weights, context = kept
     with torch.no_grad():
         for param, value in weights:
             param.copy_(value)
     optimizer.state.clear()
-    optimizer.state.update(copy.deepcopy(state, {id(p): p for p in params_of(optimizer)}))
+    optimizer.state.update(copy.deepcopy(context, {id(p): p for p in params_of(optimizer)}))
 
 
 def counters(optimizer: Optimizer) -> Counters:

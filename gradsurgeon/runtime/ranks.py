@@ -19,7 +19,7 @@ from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class Cause:
     """What one rank has to say to the others about a step."""
 
     rank: int
@@ -61,7 +61,7 @@ class Ranks:
         # The indices of the parameters on each mesh.
         self._meshes: list[list[int]] = []
 
-    def look_around(self) -> None:
+    def backward_started(self) -> None:
         """Find out, when a backward pass begins, whether it reduces over ranks.
 
         Raises:
@@ -102,7 +102,7 @@ class Ranks:
                 meshes.setdefault(groups, []).append(index)
         self._meshes = list(meshes.values())
 
-    def sharing(self, tensors: Sequence[int]) -> _dist.Groups:
+    def shard_groups(self, tensors: Sequence[int]) -> _dist.Groups:
         """Return the groups of the meshes over which some parameters are divided."""
         self._search_once()
         wanted = set(tensors) if self._meshes else set()
@@ -113,7 +113,7 @@ class Ranks:
                 groups += _dist.mesh_groups(param)
         return tuple(dict.fromkeys(groups))
 
-    def reducing(self, tensors: Sequence[int], *, any_pass: bool = False) -> _dist.Groups:
+    def reduction_groups(self, tensors: Sequence[int], *, any_pass: bool = False) -> _dist.Groups:
         """Return the groups over which the last backward pass, or ``any_pass``, averages gradients (DDP).
 
         A parameter in the care of a wrapper counts, though it was told to leave it alone.
@@ -146,7 +146,7 @@ class Ranks:
         return [tuple(param.shape) for param in (*wrapped, *divided)]
 
     @property
-    def averaging(self) -> bool:
+    def is_reducing(self) -> bool:
         """Whether the running backward pass ends with an average over ranks (DDP).
 
         What a rank contributes is gone by then: who wants to know must look before.

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gradsurgeon import _numbers
 from gradsurgeon.events import Event
-from gradsurgeon.runtime.journal import Journal
-from gradsurgeon.runtime.ring import Ring
+from gradsurgeon.runtime.device_queue import DeviceQueue
+from gradsurgeon.runtime.event_log import EventLog
 from gradsurgeon.store import Key, Records
 
 if TYPE_CHECKING:
@@ -34,26 +34,26 @@ class Recorder:
     Args:
         records: where rows are kept in memory.
         writer: where they are written as well; rows then wait for a second at most.
-        journal: whose events are written, and what it knows of each rule along with the rows.
+        event_log: whose events are written, and what it knows of each rule along with the rows.
     """
 
     def __init__(
-        self, records: Records, writer: RunWriter | None = None, journal: Journal | None = None
+        self, records: Records, writer: RunWriter | None = None, event_log: EventLog | None = None
     ) -> None:
         self.records = records
         self.writer = writer
-        self._journal = journal
+        self._event_log = event_log
         # Notes events that are not noted yet.
         self.late: Callable[[], None] | None = None
-        self._ring: Ring[_Row] = Ring(self._take)
+        self._ring: DeviceQueue[_Row] = DeviceQueue(self._take)
         # Rows were due on disk, and were still on their way.
         self._owed = False
-        if journal is not None:
-            journal.sink = self.event
+        if event_log is not None:
+            event_log.sink = self.event
             if writer is None:
-                records.on_drop = journal.records_dropped
+                records.on_drop = event_log.records_dropped
             else:
-                writer.on_failure = partial(journal.emit, "notice", warn=True)
+                writer.on_failure = partial(event_log.emit, "notice", warn=True)
         if writer is not None:
             # A script may end without `remove()`, on an exception above all. Weakly, because of a
             # session that never began only the list of what is to be done at exit would know.
@@ -134,8 +134,8 @@ class Recorder:
             return
         # What is on its way is a moment late; the second after which it is due again may be long.
         self._owed = self._ring.under_way
-        if self._journal is not None:
-            writer.statuses(self._journal.status(wait=wait))
+        if self._event_log is not None:
+            writer.statuses(self._event_log.status(wait=wait))
         writer.commit()
 
     def _take(self, rows: Sequence[tuple[_Row, Tensor]]) -> None:

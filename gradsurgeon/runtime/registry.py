@@ -24,9 +24,9 @@ from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.attachment import Attachment
-from gradsurgeon.runtime.compiled import at_update, on_site
-from gradsurgeon.runtime.engine import Engine
-from gradsurgeon.runtime.scaling import watched
+from gradsurgeon.runtime.compile_support import uncompiled_at_step, uncompiled_in_forward
+from gradsurgeon.runtime.controller import Controller
+from gradsurgeon.runtime.scaler_watch import watched
 
 # Values are strong: a session lives as long as its model, even if the caller drops it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
@@ -91,7 +91,7 @@ def enter(model: nn.Module, session: Attachment, *, beside: bool = False) -> Non
         old.remove()
     sessions[model] = session
     if not beside and (other := _beside.get(model)) is not None and not other.removed:
-        other.engine.go_last()
+        other.controller.go_last()
     _count_tags()
     if not _watching:
         stack = ExitStack()
@@ -115,15 +115,15 @@ def tag(tensor: Tensor, name: str) -> Tensor:
 _torch.compile_apart(tag, allowed=False)
 
 
-@on_site
+@uncompiled_in_forward
 def _show(tensor: Tensor, name: str) -> Tensor:
-    for engine in _engines():
-        tensor = engine.tensor_hooks.tag(tensor, name)
+    for controller in _controllers():
+        tensor = controller.tensor_hooks.tag(tensor, name)
     return tensor
 
 
 def _count_tags() -> None:
-    _on_tags[:] = [rule.id for engine in _engines() for rule in engine.tag_rules]
+    _on_tags[:] = [rule.id for controller in _controllers() for rule in controller.tag_rules]
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
@@ -142,7 +142,7 @@ def _model_gone(session: weakref.ref[Attachment]) -> None:
         gone.model_gone()
 
 
-@at_update
+@uncompiled_at_step
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Introduce an optimizer to the sessions.
 
@@ -150,54 +150,54 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     script's own that were there before.
     """
     del args, kwargs
-    for engine in _engines():
-        engine.steps.meet(optimizer)
+    for controller in _controllers():
+        controller.steps.meet(optimizer)
     if _beside and _sessions:
-        others = [other.engine for other in list(_sessions.values())]
+        others = [other.controller for other in list(_sessions.values())]
         for beside in list(_beside.values()):
-            beside.engine.step_after(others, optimizer)
+            beside.controller.step_after(others, optimizer)
 
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
     """Let conversions exchange the contents of tensors, which takes their hooks away."""
     original(first, second)
-    for engine in _engines():
-        engine.model.swapped((first, second))
+    for controller in _controllers():
+        controller.model.swapped((first, second))
 
 
-@on_site
+@uncompiled_in_forward
 def _on_registration(module: nn.Module, name: str, value: object) -> None:
     """Look for exchanged parameters and layers before the next forward pass goes through them."""
     del name, value
-    if not _before_forward and any(engine.model.knows(module) for engine in _engines()):
+    if not _before_forward and any(controller.model.knows(module) for controller in _controllers()):
         _before_forward.append(register_module_forward_pre_hook(_look_at_models))
 
 
-@on_site
+@uncompiled_in_forward
 def _look_at_models(*_: object) -> None:
     while _before_forward:
         _before_forward.pop().remove()
-    for engine in _engines():
-        engine.model.before_forward()
+    for controller in _controllers():
+        controller.model.before_forward()
 
 
-@at_update
+@uncompiled_at_step
 def _on_scale(scaler: GradScaler, losses: Sequence[Tensor]) -> None:
-    for engine in _engines():
-        engine.losses_scaled(scaler, losses)
+    for controller in _controllers():
+        controller.losses_scaled(scaler, losses)
 
 
 @contextmanager
 def _around_scaler_step(scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
     with ExitStack() as stack:
-        for engine in _engines():
-            stack.enter_context(engine.scaler_step(scaler, optimizer))
+        for controller in _controllers():
+            stack.enter_context(controller.scaler_step(scaler, optimizer))
         yield
 
 
-def _engines() -> list[Engine]:
+def _controllers() -> list[Controller]:
     return [
-        session.engine
+        session.controller
         for sessions in (_sessions, _beside)
         for session in list(sessions.values())
         if not session.removed

@@ -13,7 +13,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
 from gradsurgeon.runtime.attachment import Attachment
-from gradsurgeon.runtime.captures import CaptureKey
+from gradsurgeon.runtime.captured_tensors import CaptureKey
 
 # A notebook shows the last events; `events` has all of them.
 _EVENTS_SHOWN = 5

@@ -13,30 +13,30 @@ from gradsurgeon import _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
-from gradsurgeon.runtime.capture import check_capture
-from gradsurgeon.runtime.clock import Clock
-from gradsurgeon.runtime.compiled import in_backward
-from gradsurgeon.runtime.sites import Sites
-from gradsurgeon.runtime.timetable import Due, NamedRule, Timetable
+from gradsurgeon.runtime.activation_rules import ActivationRules
+from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
+from gradsurgeon.runtime.module_schedule import Due, ModuleSchedule, NamedRule
+from gradsurgeon.runtime.step_counter import StepCounter
 
 
 class TensorHooks:
     """Brings the rules of a session to activations, and the hooks for gradients with them."""
 
-    def __init__(self, sites: Sites) -> None:
+    def __init__(self, sites: ActivationRules) -> None:
         self.sites = sites
-        self.state = sites.state
-        self._tags: dict[str, Timetable] = {}
+        self.context = sites.context
+        self._tags: dict[str, ModuleSchedule] = {}
         # Each leaves with its tensor: a loop that only predicts never comes to an update.
         self._since_update: MutableMapping[Tensor, dict[str, GradHook]] = WeakTensorKeyDictionary()
         self._on_leaves: weakref.WeakSet[GradHook] = weakref.WeakSet()
 
-    def due(self, timetable: Timetable, *, training: bool) -> Due | None:
+    def due(self, timetable: ModuleSchedule, *, training: bool) -> Due | None:
         """Return the rules at one place that act now, ``None`` where all of them rest."""
-        if self.state.paused:
+        if self.context.paused:
             return None
-        check_capture(self.state)
-        return timetable.due(self.sites.clocks.of(timetable.owner).step, training=training)
+        refuse_graph_capture(self.context)
+        return timetable.due(self.sites.counters.of(timetable.owner).step, training=training)
 
     def act(
         self,
@@ -58,11 +58,11 @@ class TensorHooks:
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
         """Run the rules on tags on a tensor that the script has tagged."""
-        if self.state.paused or not self.state.program.tags:
+        if self.context.paused or not self.context.program.tags:
             return tensor
         if name not in self._tags:
-            rules = [rule for rule in self.state.program.tags if _matches(rule, name)]
-            self._tags[name] = Timetable(rules, ROOT, name)
+            rules = [rule for rule in self.context.program.tags if _matches(rule, name)]
+            self._tags[name] = ModuleSchedule(rules, ROOT, name)
         due = self.due(self._tags[name], training=True)
         return tensor if due is None else self.act(due, tensor, ROOT)
 
@@ -86,17 +86,17 @@ class TensorHooks:
                     earlier.take_off()
                 self._on_leaves.add(hook)
 
-    def let_go(self) -> None:
+    def remove_from_leaves(self) -> None:
         """Take the hooks off tensors that outlive their graph."""
         for hook in list(self._on_leaves):
             hook.take_off()
 
-    def missed(self, clock: Clock) -> None:
+    def missed(self, counter: StepCounter) -> None:
         """Say which gradients of a step never came because their tensor was written in place."""
         with self.sites.lock:
             for tensor, hooks in list(self._since_update.items()):
                 for hook in list(hooks.values()):
-                    if self.sites.clocks.of(hook.owner) is clock:
+                    if self.sites.counters.of(hook.owner) is counter:
                         del hooks[hook.__name__]
                         self._tell_if_cut_off(hook, tensor)
 
@@ -115,7 +115,7 @@ class GradHook:
     __torch_unserializable__ = True
 
     def __init__(
-        self, sites: Sites, rules: tuple[NamedRule, ...], owner: str, tensor: Tensor
+        self, sites: ActivationRules, rules: tuple[NamedRule, ...], owner: str, tensor: Tensor
     ) -> None:
         self._sites = weakref.ref(sites)
         self.rules = rules
@@ -130,7 +130,7 @@ class GradHook:
         """Return the edited gradient, ``None`` to leave it as it is."""
         self.arrived = True
         sites = self._sites()
-        if grad is None or sites is None or sites.state.paused:
+        if grad is None or sites is None or sites.context.paused:
             return None
         out = sites.on_gradient(self.rules, grad, self.owner)
         return None if out is grad else out

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.step_counter import StepCounter
 
 if TYPE_CHECKING:
-    from gradsurgeon.runtime.verdict import Verdict
+    from gradsurgeon.runtime.step_decision import StepDecision
 
 
 @dataclass(slots=True)
-class Pass:
+class BackwardPass:
     """One backward pass: the tensors in the order in which they received their gradients."""
 
     order: list[int] = field(default_factory=list)
@@ -43,12 +43,12 @@ class Pass:
     # What it has yet to reach; known only where the engine does not tell when it is through.
     awaited: set[int] | None = None
 
-    def followed_by(self, other: Pass) -> Pass:
+    def followed_by(self, other: BackwardPass) -> BackwardPass:
         """Return both as one pass."""
         for rule, rows in other.logged.items():
             self.logged.setdefault(rule, {}).update(rows)
         scale = self.scale if other.scale is None else other.scale
-        both = Pass(logged=self.logged, own={**self.own, **other.own}, scale=scale)
+        both = BackwardPass(logged=self.logged, own={**self.own, **other.own}, scale=scale)
         for time, tensors in sorted([*self._pieces(), *other._pieces()]):
             both.runs.append((time, len(both.order)))
             both.order += tensors
@@ -69,13 +69,13 @@ class Step:
     """An update that is about to take place.
 
     Attributes:
-        clock: of the optimizer, or the common one where weights are updated by hand.
+        counter: of the optimizer, or the common one where weights are updated by hand.
         scale: that a fused optimizer gets its gradients with.
         inside: it takes place inside a backward pass, on what that pass has finished so far.
         flaggable: a flag on the device can tell the optimizer to skip.
     """
 
-    clock: Clock
+    counter: StepCounter
     scale: Tensor | None = None
     inside: bool = False
     flaggable: bool = False
@@ -87,7 +87,7 @@ class TrainingEvents(Protocol):
     def backward_started(self) -> None:
         """Take notice of a backward pass, before its first gradient is acted on."""
 
-    def backward_finished(self, done: Pass) -> None:
+    def backward_finished(self, done: BackwardPass) -> None:
         """Act on the gradients of a backward pass, what follows its last gradient (DDP) included."""
 
     def expects_update(self) -> bool:
@@ -96,11 +96,11 @@ class TrainingEvents(Protocol):
     def optimizer_found(self) -> None:
         """Take notice of the first optimizer that owns parameters, before it is one."""
 
-    def step_starting(self, step: Step) -> Verdict:
+    def step_starting(self, step: Step) -> StepDecision:
         """Act right before an update; return what is to become of it."""
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
         """Count an attempted update; one that raised has not taken place."""
 
-    def step_skipped_by_scaler(self, clock: Clock, scale: Tensor) -> None:
+    def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         """Count an update that a scaler has skipped for overflow."""

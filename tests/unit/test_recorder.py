@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradsurgeon import Event, load
 from gradsurgeon.report import describe, from_run
-from gradsurgeon.runtime.journal import Journal
+from gradsurgeon.runtime.event_log import EventLog
 from gradsurgeon.runtime.recorder import Recorder
 from gradsurgeon.store import Records
 from gradsurgeon.store.run import open_run
@@ -31,9 +31,9 @@ class Parts:
     def __init__(self, path: pathlib.Path) -> None:
         rules = load('version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n').rules
         self.writer = RunWriter(path, meta=meta())
-        self.journal = Journal(rules, [2])
+        self.journal = EventLog(rules, [2])
         self.records = Records()
-        self.recorder = Recorder(self.records, writer=self.writer, journal=self.journal)
+        self.recorder = Recorder(self.records, writer=self.writer, event_log=self.journal)
         self.writer.on_failure = self.failed
 
     def failed(self, message: str) -> None:
