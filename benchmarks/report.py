@@ -21,12 +21,9 @@ PAGE, FRONT = ROOT / "benchmarks" / "README.md", ROOT / "README.md"
 _FRONT = (
     rule_sets.OBSERVE,
     rule_sets.CLIP_BITES,
-    rule_sets.IDLE,
     peers.CLIP_BITES,
     "Lightning grad_norm",
-    "register_hook closures with .item()",
     "wandb.watch, log_freq=1",
-    "DebugUnderflowOverflow",
     "detect_anomaly",
 )
 

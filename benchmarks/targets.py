@@ -11,7 +11,7 @@ from benchmarks import overhead, rule_sets, startup
 from benchmarks.cases import BARE
 from benchmarks.overhead import Row
 
-Verdict = Literal["met", "missed", "not measured", "not there yet"]
+StepDecision = Literal["met", "missed", "not measured", "not there yet"]
 Find = Callable[[Sequence[Row]], "Value | None"]
 
 
@@ -43,7 +43,7 @@ class Target:
     limit: float
     find: Find
     only: str = ""
-    absent: Verdict = "not measured"
+    absent: StepDecision = "not measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Judged:
 
     target: Target
     value: Value | None
-    verdict: Verdict
+    verdict: StepDecision
     why: str = ""
 
 

@@ -11,69 +11,146 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gradsurgeon import report as report
+    from gradsurgeon import report
+    from gradsurgeon.actions import (
+        CaptureRule,
+        Decision,
+        Edit,
+        EditRule,
+        Example,
+        FreezeRule,
+        Observer,
+        ObserverRule,
+        TrapRule,
+    )
+    from gradsurgeon.actions.capture import Capture
+    from gradsurgeon.actions.clamp import Clamp
+    from gradsurgeon.actions.clip_norm import ClipNorm
+    from gradsurgeon.actions.freeze import Freeze
+    from gradsurgeon.actions.nan_trap import NanTrap
+    from gradsurgeon.actions.norm_log import NormLog
+    from gradsurgeon.actions.sanitize import Sanitize
+    from gradsurgeon.actions.scale import Scale
+    from gradsurgeon.actions.zero import Zero
     from gradsurgeon.api import apply, load, open_run, plan, remove, tag
     from gradsurgeon.errors import (
         BindError,
         GradSurgeonError,
         GradSurgeonWarning,
+        ManifestError,
+        ModelError,
         NonFiniteGradientError,
         RecordError,
         RuleFileError,
     )
     from gradsurgeon.events import Event, RuleStatus
-    from gradsurgeon.planning import Binding, Plan
+    from gradsurgeon.planning import Binding, Manifest, Plan
+    from gradsurgeon.report import Report
     from gradsurgeon.runtime import Session
     from gradsurgeon.schema import RuleSet
+    from gradsurgeon.statistics import Statistic, add_statistic
+    from gradsurgeon.store.run import Run
 
 __all__ = [
     "BindError",
     "Binding",
+    "Capture",
+    "CaptureRule",
+    "Clamp",
+    "ClipNorm",
+    "Decision",
+    "Edit",
+    "EditRule",
     "Event",
+    "Example",
+    "Freeze",
+    "FreezeRule",
     "GradSurgeonError",
     "GradSurgeonWarning",
+    "Manifest",
+    "ManifestError",
+    "ModelError",
+    "NanTrap",
     "NonFiniteGradientError",
+    "NormLog",
+    "Observer",
+    "ObserverRule",
     "Plan",
     "RecordError",
+    "Report",
     "RuleFileError",
     "RuleSet",
     "RuleStatus",
+    "Run",
+    "Sanitize",
+    "Scale",
     "Session",
+    "Statistic",
+    "TrapRule",
+    "Zero",
+    "add_statistic",
     "apply",
     "load",
     "open_run",
     "plan",
     "remove",
+    "report",
     "tag",
 ]
 
-_HOMES = {
+# Modules are imported when a name of theirs is first asked for.
+_NAMES = {
+    "actions": (
+        "CaptureRule",
+        "Decision",
+        "Edit",
+        "EditRule",
+        "Example",
+        "FreezeRule",
+        "Observer",
+        "ObserverRule",
+        "TrapRule",
+    ),
+    "actions.capture": ("Capture",),
+    "actions.clamp": ("Clamp",),
+    "actions.clip_norm": ("ClipNorm",),
+    "actions.freeze": ("Freeze",),
+    "actions.nan_trap": ("NanTrap",),
+    "actions.norm_log": ("NormLog",),
+    "actions.sanitize": ("Sanitize",),
+    "actions.scale": ("Scale",),
+    "actions.zero": ("Zero",),
     "api": ("apply", "load", "open_run", "plan", "remove", "tag"),
     "errors": (
         "BindError",
         "GradSurgeonError",
         "GradSurgeonWarning",
+        "ManifestError",
+        "ModelError",
         "NonFiniteGradientError",
         "RecordError",
         "RuleFileError",
     ),
     "events": ("Event", "RuleStatus"),
+    "planning": ("Binding", "Manifest", "Plan"),
+    "report": ("Report",),
     "runtime": ("Session",),
     "schema": ("RuleSet",),
+    "statistics": ("Statistic", "add_statistic"),
+    "store.run": ("Run",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    homes = {member: home for home, members in _HOMES.items() for member in members}
-    homes |= {"Binding": "planning", "Plan": "planning"}
     if name == "__version__":
         return import_module("gradsurgeon.schema").VERSION
     if name == "report":
         return import_module("gradsurgeon.report")
-    if name not in homes:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'gradsurgeon' has no attribute {name!r}")
-    return getattr(import_module(f"gradsurgeon.{homes[name]}"), name)
+    return getattr(import_module(f"gradsurgeon.{_MODULE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__", "report"]
+    return [*__all__, "__version__"]

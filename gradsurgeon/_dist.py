@@ -7,10 +7,11 @@ parts and puts the results together with `reduce`.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -25,14 +26,19 @@ def rank() -> int:
     """Return the rank of this process, 0 where there is but one."""
     if _initialized():
         return int(torch.distributed.get_rank())
-    # What torchrun has told the process, before or without a process group.
-    told = os.environ.get("RANK", "")
-    return int(told) if told.isdecimal() else 0
+    # torchrun sets it before there is a process group, or without one.
+    variable = os.environ.get("RANK", "")
+    return int(variable) if variable.isdecimal() else 0
 
 
 def named(ranks: Sequence[int]) -> str:
     """Return ranks as a message names them: ``rank 1`` or ``ranks 0, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def having(ranks: Sequence[int]) -> str:
+    """Return ranks as the subject of a sentence: ``rank 1 has`` or ``ranks 0, 2 have``."""
+    return f"{named(ranks)} {'have' if len(ranks) > 1 else 'has'}"
 
 
 def world() -> int:
@@ -45,7 +51,7 @@ def _initialized() -> bool:
     return bool(distributed.is_available() and distributed.is_initialized())
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -59,11 +65,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 def any_sharded(tensors: Sequence[Tensor]) -> bool:
     """Tell whether some of the tensors are `DTensor`."""
-    return not _is_plain(tensors) and any(map(is_sharded, tensors))
-
-
-def _is_plain(tensors: Iterable[Tensor]) -> bool:
-    return set(map(type, tensors)) <= {Tensor, torch.nn.Parameter}
+    return not set(map(type, tensors)) <= _PLAIN and any(map(is_sharded, tensors))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -76,28 +78,14 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def version(tensor: Tensor) -> int:
-    """Return a number that grows with every write into a tensor, or into its local part."""
-    count = tensor._version  # noqa: SLF001 # the documented way to see in-place writes
-    if is_sharded(tensor):
-        # Each counts only the writes that went through it.
-        count += local(tensor)._version  # noqa: SLF001 # as above
-    return count
-
-
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the `version` of each tensor."""
-    if _is_plain(tensors):
-        return [tensor._version for tensor in tensors]  # noqa: SLF001 # as above
-    return [version(tensor) for tensor in tensors]
-
-
 def is_partial(tensor: Tensor) -> bool:
     """Tell whether a tensor still awaits the sum over ranks (sequence parallel layers leave such)."""
-    if not is_sharded(tensor):
-        return False
-    sharded: Any = tensor
-    return any(placement.is_partial() for placement in sharded.placements)
+    return is_sharded(tensor) and any(kind.is_partial() for kind in _placements(tensor))
+
+
+def _placements(sharded: Any) -> Sequence[Any]:
+    """Return how a `DTensor` lies along each dimension of its mesh."""
+    return tuple(sharded.placements)
 
 
 def settled(tensor: Tensor) -> Tensor:
@@ -107,10 +95,10 @@ def settled(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 # there is a DTensor, so it is paid
 
     sharded: Any = tensor
-    placements = [Replicate() if one.is_partial() else one for one in sharded.placements]
+    placements = [Replicate() if kind.is_partial() else kind for kind in _placements(tensor)]
     with torch.no_grad():
-        found: Tensor = sharded.redistribute(placements=placements)
-    return found
+        complete: Tensor = sharded.redistribute(placements=placements)
+    return complete
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -119,8 +107,8 @@ def whole(tensor: Tensor) -> Tensor:
         return tensor
     sharded: Any = tensor
     with torch.no_grad():
-        found: Tensor = sharded.full_tensor()
-    return found
+        full: Tensor = sharded.full_tensor()
+    return full
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
@@ -142,19 +130,14 @@ def spread(tensor: Tensor) -> Groups:
     """Return the process groups over which the elements of a tensor are divided."""
     if not is_sharded(tensor):
         return ()
-    sharded: Any = tensor
-    mesh = sharded.device_mesh
-    return tuple(
-        mesh.get_group(dim) for dim, one in enumerate(sharded.placements) if one.is_shard()
-    )
+    mesh: Any = cast("Any", tensor).device_mesh
+    kinds = enumerate(_placements(tensor))
+    return tuple(mesh.get_group(dimension) for dimension, kind in kinds if kind.is_shard())
 
 
 def mesh_groups(tensor: Tensor) -> Groups:
     """Return the process groups of all dimensions of the mesh that a tensor lies on."""
-    if not is_sharded(tensor):
-        return ()
-    sharded: Any = tensor
-    return tuple(sharded.device_mesh.get_all_groups())
+    return tuple(cast("Any", tensor).device_mesh.get_all_groups()) if is_sharded(tensor) else ()
 
 
 def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
@@ -163,26 +146,56 @@ def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
     A group serves the devices of its backends and no others: NCCL cannot reduce what was offloaded to
     the host. So it is reduced where the group can, and comes back to where it was.
     """
-    found = values.clone()
+    reduced = values.clone()
     kind = torch.distributed.ReduceOp.SUM if op == "sum" else torch.distributed.ReduceOp.MAX
     for group in groups:
-        found = found.to(_served(group, found.device))
-        torch.distributed.all_reduce(found, op=kind, group=group)
-    return found.to(values.device)
+        reduced = reduced.to(_reducible_on(group, reduced.device))
+        torch.distributed.all_reduce(reduced, op=kind, group=group)
+    return reduced.to(values.device)
 
 
-def _served(group: Any, wanted: torch.device) -> torch.device:
+def sums(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
+    """Return the sums of what the ranks have of each gradient; plain gradients keep what they have.
+
+    Args:
+        grads: the gradients.
+        parts: what this rank has, a row for each gradient.
+    """
+    return _merged(grads, parts, "sum")
+
+
+def maxima(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
+    """Return the largest of what the ranks have of each gradient, as `sums` does; NaN stays NaN."""
+    # Whether a backend's maximum keeps NaN is nowhere promised.
+    is_nan = parts.isnan()
+    both = torch.stack(
+        [parts.nan_to_num(-math.inf, math.inf, -math.inf), is_nan.to(parts.dtype)], 1
+    )
+    merged = _merged(grads, both, "max")
+    return torch.where(merged[:, 1] > 0, torch.full_like(merged[:, 0], math.nan), merged[:, 0])
+
+
+def _merged(grads: Sequence[Tensor], parts: Tensor, op: Op) -> Tensor:
+    places_of: dict[Groups, list[int]] = {}
+    for place, grad in enumerate(grads):
+        if groups := spread(grad):
+            places_of.setdefault(groups, []).append(place)
+    merged = parts.clone()
+    for groups, places in places_of.items():
+        index = torch.tensor(places, device=parts.device)
+        merged[index] = reduce(parts[index], groups, op)
+    return merged
+
+
+def _reducible_on(group: Any, wanted: torch.device) -> torch.device:
     """Return a device whose tensors a group can reduce: the one that is wanted, where it can."""
     # There is no public word for it. Empty means that the backend has yet to be made, for any device.
-    kinds = [one.type for one in group._device_types]  # noqa: SLF001 # as said
-    if not kinds or wanted.type in kinds:
+    types = [device.type for device in group._device_types]  # noqa: SLF001 # as said
+    if not types or wanted.type in types:
         return wanted
-    kind = "cpu" if "cpu" in kinds else kinds[0]
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, _current(kind))
-
-
-def _current(kind: str) -> int:
-    return int(torch.get_device_module(kind).current_device())
+    if "cpu" in types:
+        return torch.device("cpu")
+    return torch.device(types[0], torch.get_device_module(types[0]).current_device())
 
 
 def settle(device: torch.device) -> None:
@@ -205,15 +218,15 @@ def store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 # as said
 
 
-def broadcast_text(text: str, source: int, groups: Groups) -> str:
-    """Return the text of rank ``source`` on every rank of the groups. A collective per group."""
-    told: str | None = text if rank() == source else None
+def broadcast(value: object, source: int, groups: Groups) -> Any:
+    """Return the value of rank ``source`` on every rank of the groups. A collective per group."""
+    known = value if rank() == source else None
     for group in groups:
-        found: list[str | None] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(found, told, group=group)
-        # On a mesh, those who have heard it tell it along the next dimension.
-        told = next((one for one in found if one is not None), None)
-    return told or ""
+        values: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(values, known, group=group)
+        # On a mesh, those who know it pass it on along the next dimension.
+        known = next((value for value in values if value is not None), None)
+    return known
 
 
 def data_parallel(params: Iterable[Tensor]) -> list[Any]:
@@ -225,8 +238,11 @@ def data_parallel(params: Iterable[Tensor]) -> list[Any]:
     if world() == 1 or "torch.nn.parallel.distributed" not in sys.modules:
         return []
     wanted = {id(param) for param in params}
-    found = _live.instances(torch.nn.parallel.DistributedDataParallel)
-    return [one for one in found if any(id(param) in wanted for param in one.parameters())]
+    return [
+        wrapper
+        for wrapper in _live.instances(torch.nn.parallel.DistributedDataParallel)
+        if any(id(param) in wanted for param in wrapper.parameters())
+    ]
 
 
 def is_joining(wrapper: Any) -> bool:

@@ -43,7 +43,7 @@ class PatternError(HintedError):
 
 
 class Expression:
-    """A regular expression that has to match the whole of a name.
+    """A regular expression that must match the whole name, in time that no name makes long.
 
     Raises:
         PatternError: it is none, or could take very long.
@@ -56,7 +56,7 @@ class Expression:
             warnings.simplefilter("ignore")
             try:
                 self._tree = _sre.parse(text)
-                _Judge(text).ways(self._tree, last=True)
+                _WaysBound(text).ways(self._tree, last=True)
                 self._regex = re.compile(text)
             except PatternError:
                 raise
@@ -70,27 +70,26 @@ class Expression:
         return type(self), (self._text,)
 
     def fullmatch(self, name: str) -> bool:
-        """Tell whether the whole of ``name`` matches."""
         if len(name) <= self._longest:
             return self._regex.fullmatch(name) is not None
         return len(name) in self._follow(name, {0})
 
     @cached_property
     def _longest(self) -> int:
-        """The length of a name up to which trying one way after another is quick."""
+        """The longest name on which trying one way after another is quick."""
         return bisect_right(range(1, _MAX_NAME), _MAX_STEPS, key=self._steps)
 
     def _steps(self, length: int) -> int:
-        judge = _Judge(self._text, length)
-        return judge.ways(self._tree, last=True) * (1 + judge.scanned // _SCANNED)
+        bound = _WaysBound(self._text, length)
+        return bound.ways(self._tree, last=True) * (1 + bound.scanned // _SCANNED)
 
     @cached_property
     def _follow(self) -> _Follow:
         return _following(self._tree, 0, 0)
 
 
-class _Judge:
-    """Bounds the number of ways in which an expression may have to be tried on a name.
+class _WaysBound:
+    """Bounds the number of ways in which `re` may have to try an expression on a name.
 
     Args:
         text: the expression.
@@ -110,7 +109,7 @@ class _Judge:
         self.exact = not re.search(r"\(\?[a-zA-Z]*i", text)
 
     def ways(self, tree: Any, *, last: bool = False, counted: int = 0) -> int:
-        """Return the bound. ``last``: the name ends here. ``counted``: the repetitions around."""
+        """Return the bound. ``last``: the name must end here. ``counted``: how often repeats around this run."""
         items = list(_flat(tree))
         total, loose = 1, False  # loose: a repeat ended, and nothing since then must be there
         open_ends = 0
@@ -176,14 +175,14 @@ class _Judge:
         return ways * (self._length if unbounded else high - low + 1)
 
     def ends_before(self, body: Any, op: str, value: Any) -> bool:
-        """Tell whether a repeat can end in one place only: before the first such character."""
+        """Tell whether a repeat can end in one place only: before the first ``value``."""
         if not self.exact or op != "LITERAL" or body.getwidth() != (1, 1):
             return False
         return not _sre_compiler.compile(body).fullmatch(chr(value))
 
 
 def _flat(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of an expression, groups dissolved, anchors left out: they only restrict."""
+    """Yield the parts of an expression with groups dissolved and without anchors, which only restrict."""
     for op, value in tree:
         if str(op) == "SUBPATTERN":
             yield from _flat(value[3])
@@ -192,7 +191,7 @@ def _flat(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _width(op: str, value: Any) -> int:
-    """Return how many characters a part takes at least."""
+    """Return the least number of characters that a part takes."""
     if op in _REPEATS:
         return int(value[0] * value[2].getwidth()[0])
     if op == "BRANCH":
@@ -201,7 +200,7 @@ def _width(op: str, value: Any) -> int:
 
 
 def _following(tree: Any, on: int, off: int) -> _Follow:
-    """Return what follows all ways through an expression; ``on`` and ``off`` are flags around it."""
+    """Return a function that follows all ways at once; ``on`` and ``off`` are the flags around."""
     steps: list[_Follow] = []
     plain: list[Any] = []  # parts that can end in one place only, for each place to begin
     for op, value in tree:
@@ -222,7 +221,7 @@ def _in_turn(steps: Sequence[_Follow], name: str, places: set[int]) -> set[int]:
 
 
 def _choice(op: str, value: Any, on: int, off: int) -> _Follow | None:
-    """Return what follows a part that can end in several places; ``None`` for any other part."""
+    """Return what follows a part that can end in several places; ``None`` if it can end in one only."""
     if op in ("MAX_REPEAT", "MIN_REPEAT"):
         low, high, body = value
         most = None if high == _sre.MAXREPEAT else high - low
@@ -230,7 +229,7 @@ def _choice(op: str, value: Any, on: int, off: int) -> _Follow | None:
         return lambda name, places: _repeated(inner, low, most, name, places)
     if op == "BRANCH":
         options = [_following(option, on, off) for option in value[1]]
-        return lambda name, places: set().union(*(one(name, places) for one in options))
+        return lambda name, places: set().union(*(option(name, places) for option in options))
     if op == "SUBPATTERN":
         _, added, dropped, body = value
         return _following(body, (on | added) & ~dropped, (off | dropped) & ~added)
@@ -255,6 +254,6 @@ def _only_end(state: Any, parts: Iterable[Any], on: int, off: int) -> _Follow:
     match = _sre_compiler.compile(group).match
 
     def follow(name: str, places: set[int]) -> set[int]:
-        return {found.end() for at in places if (found := match(name, at))}
+        return {matched.end() for at in places if (matched := match(name, at))}
 
     return follow

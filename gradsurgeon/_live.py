@@ -1,4 +1,4 @@
-"""Live objects: those of a kind, since nothing on a parameter tells who owns it, and many new ones."""
+"""Finds the live objects of a class, and keeps the collector of cycles off while many are built."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def instances(kind: type[_T]) -> list[_T]:
     The list of all objects holds tuples that another thread is still building. Python may resize these
     only as long as nobody else refers to them: the thread would get a ``SystemError``. So no other thread
     may run while the list is there. Python switches threads between two of its own instructions, hence
-    the list is made, looked through and let go within one, the call of `list`: nothing that is called
+    the list is made, filtered and let go within one, the call of `list`: nothing that is called
     in there is written in Python, and the collector, which runs finalizers, is off.
     """
     # The type is asked, not the object: proxies claim to be what they stand for. By identity, since
     # classes may be unhashable, and may compare by a function that is written in Python.
-    kinds = {id(one) for one in derived(kind)}
+    kinds = {id(subclass) for subclass in derived(kind)}
     # Each object and its type: the one list, twice. Nothing that is made before the list may keep it:
     # it would be in the list itself, a cycle that only the collector breaks.
     both = chain.from_iterable(map(repeat, map(gc.get_objects, (None,)), (2,)))
@@ -37,7 +37,7 @@ def instances(kind: type[_T]) -> list[_T]:
 
 def derived(kind: type[Any]) -> list[type[Any]]:
     """Return a class and all that are derived from it."""
-    return [kind, *(each for one in kind.__subclasses__() for each in derived(one))]
+    return [kind, *(each for subclass in kind.__subclasses__() for each in derived(subclass))]
 
 
 @contextmanager

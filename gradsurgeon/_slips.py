@@ -70,52 +70,51 @@ def _unclosed(lines: Sequence[str], last: int) -> yaml.Mark | None:
     """Return where a quote opens that its line does not close, before the last line."""
     for number in range(last - 1, -1, -1):
         line = lines[number][:500]
-        found = _OPENED.search(line) if _has_text(line) else None
-        if found and line.replace("\\\\", "").replace('\\"', "").count(found[1]) % 2:
-            return mark_at(number, found.start(1))
+        quote = _OPENED.search(line) if _has_text(line) else None
+        if quote and line.replace("\\\\", "").replace('\\"', "").count(quote[1]) % 2:
+            return mark_at(number, quote.start(1))
     return None
 
 
 def _no_entry(line: str) -> str:
     """Return the remedy for a line that was meant as a key and its value, but is read as a text."""
     line = line[:500]
-    if found := _FOREIGN.match(line):
-        what = "colon" if found[0].endswith("\uff1a") else "blank behind the colon"
+    if match := _FOREIGN.match(line):
+        what = "colon" if match[0].endswith("\uff1a") else "blank behind the colon"
         return f"the {what} is another character that looks like one: type it anew"
-    if found := _NO_DASH.match(line):
-        return f"write a space after the dash: `- {found[1][:_SHOWN]}`"
-    if found := _NO_BLANK.match(line):
-        return f"write a space after the colon: `{found[1]}: {found[2][:_SHOWN]}`"
-    if found := _EQUALS.match(line):
-        return f"write a colon: `{found[1]}: {found[2][:_SHOWN]}`"
+    if match := _NO_DASH.match(line):
+        return f"write a space after the dash: `- {match[1][:_SHOWN]}`"
+    if match := _NO_BLANK.match(line):
+        return f"write a space after the colon: `{match[1]}: {match[2][:_SHOWN]}`"
+    if match := _EQUALS.match(line):
+        return f"write a colon: `{match[1]}: {match[2][:_SHOWN]}`"
     return ""
 
 
 def _misaligned(lines: Sequence[str], last: int) -> tuple[str, str, yaml.Mark] | None:
     """Return what to do about a key that begins in a column where no key above it begins."""
     near = range(max(0, last - _LOOKED_AT), min(last + 1, len(lines)))
-    found = [(number, _ENTRY.match(lines[number][:500])) for number in near]
-    keys = [(number, entry) for number, entry in found if entry is not None]
+    entries = [(number, _ENTRY.match(lines[number][:500])) for number in near]
+    keys = [(number, entry) for number, entry in entries if entry is not None]
     if len(keys) < 2 or keys[-1][0] != last or "-" in keys[-1][1][1]:  # noqa: PLR2004 # a pair
         return None
     columns = [len(entry[1]) for _, entry in keys]
-    *above, own = columns
+    *above, column = columns
     opens = keys[-2][1][0] == lines[keys[-2][0]]  # `steps:` alone, whose value stands below
-    if own in above or (opens and own > above[-1]) or "\t" in keys[-1][1][1]:
+    if column in above or (opens and column > above[-1]) or "\t" in keys[-1][1][1]:
         return None
-    told = f"the key begins in column {own + 1}, the key above it in column {above[-1] + 1}"
+    told = f"the key begins in column {column + 1}, the key above it in column {above[-1] + 1}"
     hint = "align the keys of one mapping: give them the same indentation"
-    return told, hint, mark_at(last, own)
+    return told, hint, mark_at(last, column)
 
 
 def _by_place(
     context: str, problem: str, lines: list[str], opened: Any, mark: Any
 ) -> tuple[str, Any]:
-    """Return hint and mark by what stands where the scanner gave up."""
     line = lines[mark.line] if mark.line < len(lines) else ""
     before = line[max(0, mark.column - 500) : mark.column]
     deep = line.startswith(":", mark.column) and re.fullmatch(r"\s*[\w-]+\s*", before)
-    first = found[1] if (found := _VALUE.match(line)) and not deep else ""
+    first = match[1] if (match := _VALUE.match(line)) and not deep else ""
     if "unknown escape" in problem:
         # Only libyaml's mark is at the backslash.
         at = mark_at(mark.line, line.rfind("\\", 0, mark.column + 1))

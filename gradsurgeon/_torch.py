@@ -6,12 +6,10 @@ is known; the tests hold every one of them against the installed torch.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from types import CodeType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -147,22 +145,23 @@ class Stream:
 
 
 class Arrival:
-    """A copy to the host under way, and what it is made of."""
+    """Copies of 1-dim tensors of one device, on their way to the host."""
 
-    def __init__(self, source: Tensor, event: Any = None) -> None:
-        # Must not be given to others before it has been read.
-        self._source: Tensor | None = source
+    def __init__(self, parts: Sequence[Tensor], host: Tensor, event: Any = None) -> None:
+        # Kept until then: memory of another stream must not be given to others before it has been read.
+        self._parts = parts
+        self._host = host
         self._event = event
 
     def done(self) -> bool:
-        """Tell, without waiting, whether the copy can be read."""
+        """Tell, without waiting, whether the copies can be read."""
         return self._event is None or bool(self._event.query())
 
-    def wait(self) -> None:
-        """Wait until the copy can be read."""
+    def wait(self) -> Sequence[Tensor]:
+        """Wait until the copies can be read, and return them."""
         if self._event is not None:
             self._event.synchronize()
-        self._source = None
+        return torch.split(self._host, [len(part) for part in self._parts])
 
 
 @lru_cache(maxsize=4096)
@@ -174,22 +173,19 @@ def integers(numbers: tuple[int, ...], device: torch.device) -> Tensor:
         return found.to(device, non_blocking=True)
 
 
-def landing(room: int, device: torch.device) -> Tensor:
-    """Return host memory for float32 numbers that `send` brings from a device."""
-    pinned = device.type == "cuda"
-    return torch.empty(room, dtype=torch.float32, device="cpu", pin_memory=pinned)
-
-
-def send(source: Tensor, target: Tensor) -> Arrival:
-    """Begin to copy to memory from `landing`: from CUDA without waiting, else at once."""
-    if source.device.type != "cuda":
-        target.copy_(source)
-        return Arrival(source)
+def send(parts: Sequence[Tensor]) -> Arrival:
+    """Begin to copy 1-dim tensors of one device to the host: from CUDA without waiting, else at once."""
+    with torch.no_grad():
+        whole = torch.cat(list(parts))
+    if whole.device.type != "cuda":
+        return Arrival(parts, whole.cpu())
     cuda: Any = torch.cuda  # has no types
-    target.copy_(source, non_blocking=True)
+    # A copy to pageable memory is one that waits. Torch keeps pinned memory for the next copy.
+    host = torch.empty(len(whole), dtype=whole.dtype, device="cpu", pin_memory=True)
+    host.copy_(whole, non_blocking=True)
     event = cuda.Event()
-    event.record(cuda.current_stream(source.device))
-    return Arrival(source, event)
+    event.record(cuda.current_stream(whole.device))
+    return Arrival(parts, host, event)
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
@@ -289,13 +285,6 @@ def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
     return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
-def is_newest_hook(param: Tensor, handles: Sequence[RemovableHandle]) -> bool:
-    """Tell whether no hook on ``param`` has come after those of some handles."""
-    newest = max(handle.id for handle in handles)
-    tables = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))  # noqa: SLF001
-    return all(number <= newest for table in tables for number in table or ())
-
-
 def register_hook(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Register a tensor hook; a tensor it returns takes the place of the gradient."""
     handle: RemovableHandle = param.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -319,14 +308,8 @@ def uncompiled(reason: object) -> Callable[[_Function], _Function]:
     """
 
     def mark(function: _Function) -> _Function:
-        try:
-            from torch._C._dynamo import eval_frame  # noqa: PLC0415 # older ones lack it
-
-            skip = eval_frame._FrameAction.SKIP  # noqa: SLF001
-            strategy = eval_frame._FrameExecStrategy(skip, skip)  # noqa: SLF001
-            # Frames of this function are run as they are, and so are all that they call.
-            eval_frame.set_code_exec_strategy(cast("Any", function).__code__, strategy)
-        except (ImportError, AttributeError):
+        # Frames of this function are run as they are, and so are all that they call.
+        if not _set_compile_strategy(function, "SKIP", callees="SKIP"):
             return cast("_Function", cast("Any", torch.compiler).disable(function))
         # Tracers that come upon a call of it stop here.
         cast("Any", function)._torchdynamo_disable = True  # noqa: SLF001
@@ -336,17 +319,24 @@ def uncompiled(reason: object) -> Callable[[_Function], _Function]:
     return mark
 
 
-def compile_apart(function: Any, *, allowed: bool) -> None:
+def compile_apart(function: Callable[..., Any], *, allowed: bool) -> None:
     """Say whether a function that a graph break has left outside may become a graph of its own."""
-    try:
-        from torch._C._dynamo import eval_frame  # noqa: PLC0415 # as above
+    # Older releases of torch cannot be told: there it does, and counts towards the limit of graphs.
+    _set_compile_strategy(function, "DEFAULT" if allowed else "SKIP", callees="DEFAULT")
 
-        kinds = eval_frame._FrameAction  # noqa: SLF001
-        action = kinds.DEFAULT if allowed else kinds.SKIP
-        strategy = eval_frame._FrameExecStrategy(action, kinds.DEFAULT)  # noqa: SLF001
+
+def _set_compile_strategy(function: Any, action: str, *, callees: str) -> bool:
+    """Say what `torch.compile` does with frames of a function; ``False`` where torch has no such call."""
+    try:
+        from torch._C._dynamo import eval_frame  # noqa: PLC0415 # older ones lack it
+
+        actions = eval_frame._FrameAction  # noqa: SLF001
+        kinds = (getattr(actions, action), getattr(actions, callees))
+        strategy = eval_frame._FrameExecStrategy(*kinds)  # noqa: SLF001
         eval_frame.set_code_exec_strategy(function.__code__, strategy)
     except (ImportError, AttributeError):
-        return  # Then it does become one, and counts towards the limit of graphs per function.
+        return False
+    return True
 
 
 def is_compiled_whole(module: Any) -> bool:
@@ -357,37 +347,25 @@ def is_compiled_whole(module: Any) -> bool:
     return any(getattr(context, "fullgraph", False) is True for context in contexts)
 
 
-_TYPE_GUARD = re.compile(r"___check_type_id\((.+?), (\d+)\)")
-
-
-def compiled_types() -> Iterator[tuple[CodeType, dict[str, int]]]:
-    """Yield each compiled frame with the classes that its guards ask for, as ids by source.
-
-    A source is an expression such as ``L['self']._modules['head']``. Each module that was traced has
-    such a guard: code is not valid for a module of another class.
-    """
-    # Where nothing was compiled, the compiler must not be imported to say so.
-    convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
-    for reference in [] if convert_frame is None else list(convert_frame.input_codes.seen):
-        if (code := reference()) is None:
-            continue
-        for entry in torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code):  # noqa: SLF001
-            found = _TYPE_GUARD.findall(str(entry.guard_manager))
-            yield code, {source: int(kind) for source, kind in found}
-
-
-def forget_compiled_code() -> None:
+def forget_compiled_code() -> bool:
     """Let `torch.compile` compile anew what it has compiled so far, or has decided not to compile.
 
     Other than `torch.compiler.reset` this keeps everything that is not compiled code.
+
+    Returns:
+        Whether there was any compiled code. The compiler is not imported to say so.
     """
     convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
     if convert_frame is None:
-        return
+        return False
+    eval_frame = torch._C._dynamo.eval_frame  # noqa: SLF001
+    dropped = False
     with convert_frame.compile_lock:
         for reference in list(convert_frame.input_codes.seen):
             if (code := reference()) is not None:
-                torch._C._dynamo.eval_frame.reset_code(code)  # noqa: SLF001
+                dropped |= bool(eval_frame._debug_get_cache_entry_list(code))  # noqa: SLF001
+                eval_frame.reset_code(code)
+    return dropped
 
 
 def job_store() -> Any:

@@ -12,7 +12,7 @@ from gradsurgeon import _live, planning, schema, source
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.planning import Manifest, Plan
-from gradsurgeon.report.about import describe
+from gradsurgeon.report.run_file import describe
 from gradsurgeon.schema import RuleSet
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from gradsurgeon.runtime import Session
+    from gradsurgeon.runtime import Attachment, Session
     from gradsurgeon.store.run import Run
     from gradsurgeon.store.writer import RunWriter
 
@@ -31,11 +31,11 @@ def load(rules: Rules) -> RuleSet:
     """Read and validate rules. Needs no torch.
 
     Args:
-        rules: a path, the text of a rule file (told by its line breaks), the same as a dict, a list
-            of rules built in Python, or a `RuleSet`, which is returned as it is.
+        rules: the path of a rule file; its text, recognised by its line breaks; the same as a dict; a
+            list of rules built in Python; or a `RuleSet`, which is returned as it is.
 
     Raises:
-        RuleFileError: with every problem of the file at once, each with its place.
+        RuleFileError: the rules are not valid; the error lists every problem with its place.
     """
     if isinstance(rules, RuleSet):
         return rules
@@ -61,15 +61,15 @@ def load(rules: Rules) -> RuleSet:
 
 
 def plan(model_or_manifest: nn.Module | Manifest, rules: Rules) -> Plan:
-    """Bind rules to the parameters of a model, touching nothing.
+    """Bind rules to the names of a model without touching it.
 
     Args:
-        model_or_manifest: a module on any device, ``meta`` included, or a manifest of one.
-        rules: as `load` takes them.
+        model_or_manifest: a module on any device, also on ``meta``, or the manifest of one.
+        rules: whatever `load` takes.
 
     Raises:
         RuleFileError: the rules are not valid.
-        BindError: rules match nothing or cannot act on what they match; all of them at once.
+        BindError: rules match nothing or cannot act on what they match; the error lists all of them.
     """
     found = load(rules)
     if isinstance(model_or_manifest, Manifest):
@@ -90,40 +90,40 @@ def apply(
 ) -> Session:
     """Attach rules to a model. A call that fails changes nothing.
 
-    The rules stay bound to what the plan shows. A parameter or module that is replaced under its name
-    or that gets another name keeps its rules, with a warning; where something comes later that a rule
-    would match, the warning says so, and ``replace=True`` binds it. Lazy modules must have seen an
-    input. Copies of the model, saved ones included, carry no rules.
+    The rules stay bound to what the plan shows. If a parameter or module is replaced or renamed, it
+    keeps its rules, and a warning says so. If something is added that a rule would match, a warning
+    says so, too; apply the rules again with ``replace=True`` to bind it. Lazy modules must have seen an
+    input before. Copies of the model carry no rules, and neither do saved models.
 
-    Rules on parameters act on training alone: the results of `torch.autograd.grad` and `torch.func` are
-    left as they are. Rules on modules act wherever these run, but for the tensors of
-    `torch.func.vmap`, which are left alone with a warning.
+    Rules on parameters act in training only: they do not change the results of `torch.autograd.grad`
+    and `torch.func`. Rules on modules act wherever the modules run, except on the tensors of
+    `torch.func.vmap`, which they leave alone with a warning.
 
     Args:
         model: the module whose parameters the rules name.
-        rules: as `load` takes them.
-        optimizer: the optimizer or optimizers that update the model; found by themselves where not
-            given. An empty list declares that weights are updated by hand, with `Session.tick`.
-        scaler: the gradient scaler in use; found by itself where not given.
-        record: run directory to write records to; without it they are kept in memory, bounded.
+        rules: whatever `load` takes.
+        optimizer: the optimizer or optimizers that update the model. Without it gradsurgeon finds them.
+            An empty list says that the script updates the weights by hand, with `Session.tick`.
+        scaler: the gradient scaler in use. Without it gradsurgeon finds it.
+        record: the run directory to write records to. Without it they stay in memory, bounded.
         mode: ``"act"``, or ``"observe"`` to arm every rule, edit nothing, and count what each rule
             would have changed.
-        start_step: number of the first update, on resume.
-        replace: take the place of a session that the model has already.
+        start_step: the number of the first update, when training resumes.
+        replace: whether to replace a session that the model already has.
 
     Returns:
-        The session; a context manager that takes the rules off again.
+        The session. It is a context manager that takes the rules off at its end.
 
     Raises:
         RuleFileError: the rules are not valid.
         BindError: rules match nothing or cannot act on what they match.
         RecordError: the run directory cannot be written, or holds a run already.
-        GradSurgeonError: the model has a session already, or torch is missing.
+        GradSurgeonError: the model already has a session, or PyTorch is missing.
     """
     _check_options(scaler, mode, start_step)
     optimizers = _optimizers(optimizer)
     bound = _bound(model, rules)
-    return attach(
+    attachment = attach(
         model,
         bound,
         optimizers=optimizers,
@@ -133,6 +133,7 @@ def apply(
         start_step=start_step,
         replace=replace,
     )
+    return cast("Session", _runtime().Session(attachment))
 
 
 def _bound(model: nn.Module, rules: Rules) -> Plan:
@@ -160,7 +161,7 @@ def attach(
     replace: bool = False,
     beside: bool = False,
     provisional: bool = False,
-) -> Session:
+) -> Attachment:
     """Attach a plan to the model it was made for, as `apply` does once it has bound the rules.
 
     Args:
@@ -184,7 +185,7 @@ def attach(
         runtime.check_free(model, replace=replace)
     writer = None if record is None else _writer(record, bound, mode, start_step)
     try:
-        made = runtime.Session(
+        attachment = runtime.Attachment(
             model,
             bound,
             optimizers=optimizers,
@@ -195,22 +196,22 @@ def attach(
             outside=beside,
             provisional=provisional,
         )
-        runtime.enter(model, made, beside=beside)
+        runtime.enter(model, attachment, beside=beside)
     except BaseException:
         if writer is not None:
             writer.discard()
         raise
-    return cast("Session", made)
+    return cast("Attachment", attachment)
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run directory for reading, also while it is being written. Needs no torch.
+    """Open a run directory for reading, even while it is being written. Needs no torch.
 
     Args:
         path: the directory that ``record=`` named.
 
     Raises:
-        RecordError: there is no run, or its files are damaged or foreign.
+        RecordError: the directory holds no run, or its files are damaged or not of this format.
     """
     from gradsurgeon.store import run  # noqa: PLC0415 # a Python without SQLite can do the rest
 
@@ -218,20 +219,22 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 
 def remove(model: nn.Module) -> None:
-    """Take the rules off a model, leaving no trace; nothing happens where there are none."""
-    if (session := _runtime().find(model)) is not None:
-        session.remove()
+    """Take the rules off a model without a trace. If it has none, nothing happens."""
+    if (attachment := _runtime().find(model)) is not None:
+        attachment.remove()
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:
     """Give a tensor in the middle of a forward pass a name that rules can match.
 
+    The call costs nothing as long as no session is attached.
+
     Args:
         tensor: any tensor, of any shape and dtype.
-        name: what `tensors:` in a rule is matched against.
+        name: the name that `tensors:` in a rule is matched against.
 
     Returns:
-        The same tensor, unless a rule on its value edits it. Free where no session is attached.
+        The same tensor, unless a rule edits its value.
     """
     registry = sys.modules.get("gradsurgeon.runtime.registry")
     return tensor if registry is None else cast("Tensor", registry.tag(tensor, name))

@@ -12,18 +12,26 @@ import argparse
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import gradsurgeon
 from gradsurgeon import packs, report
 from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
 
-if TYPE_CHECKING:
+_INSTALL = "the demo needs: pip install 'gradsurgeon[demo]'"
+try:
+    import torch
     from torch import Tensor, nn
-    from torch.optim import Optimizer
+    from torch.nn import functional
+    from torch.optim import AdamW
+except ModuleNotFoundError as error:
+    if __name__ != "__main__":
+        raise
+    print(f"{error}; {_INSTALL}", file=sys.stderr)
+    sys.exit(2)
 
+if TYPE_CHECKING:
     from gradsurgeon.runtime import Session
 
 EPOCHS = 10
@@ -40,89 +48,68 @@ FIRST_NONFINITE = "conv2.weight"
 _WIPE = "\r\x1b[K"
 
 
-@dataclass(frozen=True, slots=True)
-class Digits:
-    """Standardised images of shape ``[n, 1, 8, 8]`` with their labels, in two disjoint parts."""
+class Poison(torch.autograd.Function):
+    """The identity, whose backward makes one element of the gradient NaN."""
 
-    train_images: Tensor
-    train_labels: Tensor
-    test_images: Tensor
-    test_labels: Tensor
+    @staticmethod
+    def forward(_: object, features: Tensor) -> Tensor:
+        return features.view_as(features)
+
+    @staticmethod
+    def backward(_: object, *grads: Tensor) -> Tensor:
+        poisoned = grads[0].clone()
+        poisoned[0, 0, 0, 0] = float("nan")
+        return poisoned
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What the run has to show in the end."""
+class Fault(nn.Module):
+    """Fault injection: an identity that poisons its backward while it is armed."""
 
-    accuracy: float = 0.0
-    moved_at_fault: int | None = None
-    still_after: int = 0
-    stopped: str = ""
+    armed = False
+
+    def forward(self, features: Tensor) -> Tensor:
+        if not self.armed:
+            return features
+        return cast("Tensor", Poison.apply(features))  # type: ignore[no-untyped-call]
+
+
+class DigitsNet(nn.Module):
+    """Two convolutions, two linear layers, and the fault right behind the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
+        self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
+        self.fault = Fault()
+        self.fc1 = nn.Linear(32 * 4 * 4, 64)
+        self.fc2 = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.conv1(images).relu()
+        # Before the ReLU: behind it, the NaN could fall on an element that ReLU blocks.
+        hidden = self.fault(self.conv2(hidden)).relu()
+        hidden = functional.max_pool2d(hidden, 2).flatten(1)
+        return cast("Tensor", self.fc2(self.fc1(hidden).relu()))
 
 
 def build() -> nn.Module:
     """Return the network; ``gradsurgeon plan --model gradsurgeon.demo:build`` finds it here."""
-    import torch  # noqa: PLC0415 # without torch, say what to install
-    from torch import nn  # noqa: PLC0415 # as above
-
-    class Poison(torch.autograd.Function):
-        """The identity, whose backward makes one element of the gradient NaN."""
-
-        @staticmethod
-        def forward(_: object, features: Tensor) -> Tensor:
-            return features.view_as(features)
-
-        @staticmethod
-        def backward(_: object, *grads: Tensor) -> Tensor:
-            poisoned = grads[0].clone()
-            poisoned[0, 0, 0, 0] = float("nan")
-            return poisoned
-
-    class Fault(nn.Module):
-        """Fault injection: an identity that poisons its backward while it is armed."""
-
-        armed = False
-
-        def forward(self, features: Tensor) -> Tensor:
-            if not self.armed:
-                return features
-            return cast("Tensor", Poison.apply(features))  # type: ignore[no-untyped-call]
-
-    class DigitsNet(nn.Module):
-        """Two convolutions, two linear layers, and the fault right behind the second one."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
-            self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
-            self.fault = Fault()
-            self.fc1 = nn.Linear(32 * 4 * 4, 64)
-            self.fc2 = nn.Linear(64, 10)
-
-        def forward(self, images: Tensor) -> Tensor:
-            hidden = self.conv1(images).relu()
-            # Before the ReLU: behind it, the NaN could fall on an element that ReLU blocks.
-            hidden = self.fault(self.conv2(hidden)).relu()
-            hidden = nn.functional.max_pool2d(hidden, 2).flatten(1)
-            return cast("Tensor", self.fc2(self.fc1(hidden).relu()))
-
     return DigitsNet()
 
 
-def load_digits() -> Digits:
-    """Return the digits, split with a fixed seed."""
-    import torch  # noqa: PLC0415 # as above
-    from sklearn import datasets, model_selection  # noqa: PLC0415 # as above
+def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return standardised images of shape ``[n, 1, 8, 8]`` and labels, to train with and to test."""
+    from sklearn import datasets, model_selection  # noqa: PLC0415 # `plan --model` does without
 
-    found = datasets.load_digits()
-    parts = model_selection.train_test_split(
-        found.images, found.target, test_size=0.25, random_state=SEED, stratify=found.target
+    digits = datasets.load_digits()
+    train, test, train_labels, test_labels = model_selection.train_test_split(
+        digits.images, digits.target, test_size=0.25, random_state=SEED, stratify=digits.target
     )
-    train, test = (torch.as_tensor(part, dtype=torch.float32)[:, None] for part in parts[:2])
-    train_labels, test_labels = (torch.as_tensor(part, dtype=torch.int64) for part in parts[2:])
+    train, test = (torch.as_tensor(part, dtype=torch.float32)[:, None] for part in (train, test))
     # Mean and spread of the training part only: the test part must stay unseen.
     mean, std = train.mean(), train.std()
-    return Digits((train - mean) / std, train_labels, (test - mean) / std, test_labels)
+    labels = [torch.as_tensor(part, dtype=torch.int64) for part in (train_labels, test_labels)]
+    return (train - mean) / std, labels[0], (test - mean) / std, labels[1]
 
 
 def default_rules() -> Path:
@@ -130,118 +117,111 @@ def default_rules() -> Path:
     return packs.folder() / "quickstart.yaml"
 
 
-class Progress:
-    """The line that shows training going on: rewritten in a terminal, one per epoch elsewhere."""
-
-    def __init__(self) -> None:
-        self._live = sys.stderr.isatty()
-
-    def step(self, text: str) -> None:
-        """Show a step, where lines can be rewritten."""
-        if self._live:
-            print(f"{_WIPE}{text}", end="", file=sys.stderr, flush=True)
-
-    def epoch(self, text: str) -> None:
-        """Show the end of an epoch for good."""
-        print(f"{_WIPE if self._live else ''}{text}", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Make room for something else."""
-        if self._live:
-            print(_WIPE, end="", file=sys.stderr, flush=True)
-
-
 class Trainer:
     """Plain training; what the rules do happens inside ``backward()`` and ``optimizer.step()``."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, digits: Digits, session: Session
-    ) -> None:
-        self.model, self.optimizer, self.digits = model, optimizer, digits
-        self.session = session
-        self.progress = Progress()
-        self.outcome = Outcome()
+    def __init__(self, model: DigitsNet, optimizer: AdamW, session: Session) -> None:
+        self.model, self.optimizer, self.session = model, optimizer, session
+        self.images, self.labels, self.test_images, self.test_labels = load_digits()
+        self.accuracy = 0.0
+        self.moved_at_fault = self.still_after = 0
+        self.stopped = ""
         self._step = 0
-        self._told = 0
+        self._events_shown = 0
+        # In a terminal the line that shows training going on is rewritten; elsewhere each epoch has its own.
+        self._wipe = _WIPE if sys.stderr.isatty() else ""
 
     def run(self, epochs: int) -> None:
         """Train, reporting every epoch, and every trap when it trips."""
-        steps = epochs * -(-len(self.digits.train_labels) // BATCH)
+        steps = epochs * -(-len(self.labels) // BATCH)
         for epoch in range(1, epochs + 1):
             loss = 0.0
             for images, labels in self._batches():
                 loss = self._train(images, labels)
-                self.progress.step(f"epoch {epoch}  step {self._step}/{steps}  loss {loss:.4f}")
-            self.outcome.accuracy = self._accuracy()
-            self.progress.epoch(
+                if self._wipe:
+                    self.progress(f"epoch {epoch}  step {self._step}/{steps}  loss {loss:.4f}")
+            self.accuracy = self._accuracy()
+            self.progress(
                 f"epoch {epoch:>2}/{epochs}  step {self._step}/{steps}  loss {loss:.4f}  "
-                f"test accuracy {100 * self.outcome.accuracy:.1f} %"
+                f"test accuracy {100 * self.accuracy:.1f} %\n"
             )
 
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        import torch  # noqa: PLC0415 # as above
+    def progress(self, text: str) -> None:
+        """Show the progress in the place of the last one."""
+        print(f"{self._wipe}{text}", end="", file=sys.stderr, flush=True)
 
-        order = torch.randperm(len(self.digits.train_labels))
-        for start in range(0, len(order), BATCH):
-            chosen = order[start : start + BATCH]
-            yield self.digits.train_images[chosen], self.digits.train_labels[chosen]
+    def say(self, text: str) -> None:
+        """Print something else in its place."""
+        self.progress("")
+        say(text)
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for chosen in torch.split(torch.randperm(len(self.labels)), BATCH):
+            yield self.images[chosen], self.labels[chosen]
 
     def _train(self, images: Tensor, labels: Tensor) -> float:
-        from torch.nn import functional  # noqa: PLC0415 # as above
-
-        faulty = self._step == FAULT_STEP
-        cast("Any", self.model).fault.armed = faulty
+        self.model.fault.armed = self._step == FAULT_STEP
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
         before = self._snapshot() if self._step in (FAULT_STEP, FAULT_STEP + 1) else []
         self.optimizer.step()
-        self._tell()
+        events = self.session.events
+        for event in events[self._events_shown :]:
+            if event.kind == "trap":
+                self.say(f"\nTRAP {event.message}\n")
+        self._events_shown = len(events)
         if before:
-            self._compare(before, faulty=faulty)
+            self._compare(before)
         self._step += 1
         return float(loss.detach())
 
-    def _snapshot(self) -> list[Tensor]:
+    def _snapshot(self) -> list[bytes]:
         """Copy every weight and the optimizer's state of it: exp_avg, exp_avg_sq, step."""
-        return [tensor.detach().clone() for tensor in self._tensors()]
+        # As bytes, because a NaN that stayed what it was is not equal to itself.
+        return [
+            tensor.detach().numpy().tobytes()
+            for param in self.model.parameters()
+            for tensor in (param, *self.optimizer.state[param].values())
+        ]
 
-    def _tensors(self) -> Iterator[Tensor]:
-        for param in self.model.parameters():
-            yield param
-            yield from self.optimizer.state[param].values()
-
-    def _compare(self, before: Sequence[Tensor], *, faulty: bool) -> None:
-        after = self._snapshot()
-        # Bytes, because a NaN that stayed what it was is not equal to itself.
-        moved = sum(
-            one.numpy().tobytes() != two.numpy().tobytes()
-            for one, two in zip(before, after, strict=True)
-        )
-        self.progress.clear()
-        if not faulty:
-            self.outcome.still_after = len(before) - moved
-            say(f"the step after it: {moved} of {len(before)} tensors moved, training goes on\n")
-            return
-        self.outcome.moved_at_fault = moved
-        what = "no weight or moment moved" if not moved else f"{moved} WEIGHTS OR MOMENTS MOVED"
-        say(f"step {self._step}: {what}: checked {len(before)} tensors, bit by bit")
-
-    def _tell(self) -> None:
-        """Print the traps that have tripped since the last step."""
-        events = self.session.events
-        for event in events[self._told :]:
-            if event.kind == "trap":
-                self.progress.clear()
-                say(f"\nTRAP {event.message}\n")
-        self._told = len(events)
+    def _compare(self, before: Sequence[bytes]) -> None:
+        moved = sum(old != new for old, new in zip(before, self._snapshot(), strict=True))
+        if self._step == FAULT_STEP:
+            self.moved_at_fault = moved
+            what = "no weight or moment moved" if not moved else f"{moved} WEIGHTS OR MOMENTS MOVED"
+            self.say(f"step {self._step}: {what}: checked {len(before)} tensors, bit by bit")
+        else:
+            self.still_after = len(before) - moved
+            self.say(
+                f"the step after it: {moved} of {len(before)} tensors moved, training goes on\n"
+            )
 
     def _accuracy(self) -> float:
-        import torch  # noqa: PLC0415 # as above
-
         with torch.no_grad():
-            found = self.model(self.digits.test_images).argmax(1)
-        return float((found == self.digits.test_labels).float().mean())
+            predicted = self.model(self.test_images).argmax(1)
+        return float((predicted == self.test_labels).float().mean())
+
+    def failures(self) -> Iterator[str]:
+        """Yield what went otherwise than the demo has to show."""
+        if self.stopped:
+            yield self.stopped
+        traps = [event for event in self.session.events if event.kind == "trap"]
+        if [(event.step, event.name) for event in traps] != [(FAULT_STEP, FIRST_NONFINITE)]:
+            seen = ", ".join(f"{trap.name} at step {trap.step}" for trap in traps) or "none tripped"
+            yield f"one trap was to trip, on {FIRST_NONFINITE} at step {FAULT_STEP}: {seen}"
+        if self.moved_at_fault:
+            yield (
+                f"{self.moved_at_fault} weights or moments moved at step {FAULT_STEP}, whose "
+                "gradients are not finite"
+            )
+        if self.still_after:
+            yield (
+                f"{self.still_after} tensors did not move at step {FAULT_STEP + 1} either, so that "
+                "they prove nothing"
+            )
+        if self.accuracy < GOAL:
+            yield f"test accuracy {100 * self.accuracy:.1f} % is below {100 * GOAL:.0f} %"
 
 
 def say(text: str) -> None:
@@ -249,60 +229,35 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def failures(outcome: Outcome, session: Session) -> list[str]:
-    """Return what went otherwise than the demo has to show."""
-    found = [outcome.stopped] if outcome.stopped else []
-    traps = [event for event in session.events if event.kind == "trap"]
-    if [(event.step, event.name) for event in traps] != [(FAULT_STEP, FIRST_NONFINITE)]:
-        seen = ", ".join(f"{event.name} at step {event.step}" for event in traps) or "none tripped"
-        found.append(f"one trap was to trip, on {FIRST_NONFINITE} at step {FAULT_STEP}: {seen}")
-    if outcome.moved_at_fault:
-        found.append(
-            f"{outcome.moved_at_fault} weights or moments moved at step {FAULT_STEP}, whose "
-            "gradients are not finite"
-        )
-    if outcome.still_after:
-        found.append(
-            f"{outcome.still_after} tensors did not move at step {FAULT_STEP + 1} either, so that "
-            "they prove nothing"
-        )
-    if outcome.accuracy < GOAL:
-        found.append(f"test accuracy {100 * outcome.accuracy:.1f} % is below {100 * GOAL:.0f} %")
-    return found
-
-
 def demonstrate(rules: Path, epochs: int) -> int:
     """Run the demo and return the exit code."""
-    import torch  # noqa: PLC0415 # as above
-
     # The tensors are tiny, and in a container torch sees more cores than it may use.
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
-    digits = load_digits()
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    model = DigitsNet()
+    optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+            trainer = Trainer(model, optimizer, session)
             say(f"{session.plan}\n")
-            trainer = Trainer(model, optimizer, digits, session)
             try:
                 trainer.run(epochs)
             except NonFiniteGradientError as error:
-                trainer.progress.clear()
-                trainer.outcome.stopped = f"a trap stopped the training: {error}"
-    found = report.summary(session)
-    say(f"\n{found.text(ascii_only=report.needs_ascii(sys.stdout.encoding))}\n")
+                trainer.progress("")
+                trainer.stopped = f"a trap stopped the training: {error}"
+    text = report.summary(session).text(ascii_only=report.needs_ascii(sys.stdout.encoding))
+    say(f"\n{text}\n")
     for warning in warned:
         say(f"warning: {warning.message}")
-    wrong = failures(trainer.outcome, session)
-    for text in wrong:
-        say(f"FAILED: {text}")
+    failures = list(trainer.failures())
+    for failure in failures:
+        say(f"FAILED: {failure}")
     say(
-        f"{'failed' if wrong else 'done'}: test accuracy {100 * trainer.outcome.accuracy:.1f} %, "
+        f"{'failed' if failures else 'done'}: test accuracy {100 * trainer.accuracy:.1f} %, "
         f"{len(warned)} warning{'' if len(warned) == 1 else 's'}"
     )
-    return 1 if wrong else 0
+    return 1 if failures else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -316,9 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return demonstrate(given.rules, given.epochs)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("torch", "sklearn", "numpy"):
+        if (error.name or "").partition(".")[0] not in ("sklearn", "numpy"):
             raise
-        print(f"{error}; the demo needs: pip install 'gradsurgeon[dev]'", file=sys.stderr)
+        print(f"{error}; {_INSTALL}", file=sys.stderr)
     except GradSurgeonError as error:
         print(error, file=sys.stderr)
     return 2

@@ -20,7 +20,16 @@ from gradsurgeon._expressions import Expression, PatternError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Pattern", "PatternError", "compile_pattern", "nearest", "select", "suggest"]
+__all__ = [
+    "Pattern",
+    "PatternError",
+    "compile_pattern",
+    "contains",
+    "disjoint",
+    "nearest",
+    "select",
+    "suggest",
+]
 
 _MAX_TEXT = 500
 _TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
@@ -40,18 +49,18 @@ class Pattern:
 
     @cached_property
     def regex(self) -> re.Pattern[str] | Expression:
-        """What names are compared with; that of a glob is made when the first name comes."""
+        """The compiled expression. That of a glob is made when the first name is compared."""
         if isinstance(self.expression, str):
             return re.compile(self.expression, re.DOTALL)
         return self.expression
 
     def matches(self, name: str) -> bool:
-        """Tell whether the whole of ``name`` matches."""
+        """Tell whether the whole name matches."""
         return bool(self.regex.fullmatch(name))
 
     @property
     def is_literal(self) -> bool:
-        """Whether the pattern can match one name only, its own text."""
+        """Whether the pattern matches exactly one name, its own text."""
         return not self.text.startswith("re:") and not set("*?[{") & set(self.text)
 
 
@@ -91,11 +100,29 @@ def compile_pattern(text: str) -> Pattern:
 
 def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
     """Return the indices of the names that any of the patterns matches, in order."""
-    found: set[int] = set()
+    matched: set[int] = set()
     for pattern in patterns:
         # No bytecode runs per name: 10,000 names are searched in a few milliseconds.
-        found.update(itertools.compress(itertools.count(), map(pattern.regex.fullmatch, names)))
-    return sorted(found)
+        matched.update(itertools.compress(itertools.count(), map(pattern.regex.fullmatch, names)))
+    return sorted(matched)
+
+
+def contains(wide: str, narrow: str) -> bool:
+    """Tell whether it is certain that ``wide`` matches every name that ``narrow`` matches.
+
+    It is certain of equal patterns, of ``*``, and of a ``narrow`` without wildcards, which is one name.
+    """
+    if wide in (narrow, "*"):
+        return True
+    return compile_pattern(narrow).is_literal and compile_pattern(wide).matches(narrow)
+
+
+def disjoint(first: str, second: str) -> bool:
+    """Tell whether it is certain that no name matches both. It takes one that is a name without wildcards."""
+    for literal, pattern in ((first, second), (second, first)):
+        if compile_pattern(literal).is_literal:
+            return not compile_pattern(pattern).matches(literal)
+    return False
 
 
 def _glob_parts(text: str) -> Iterator[_Options]:
@@ -116,7 +143,7 @@ def _glob_parts(text: str) -> Iterator[_Options]:
 
 
 def _glob_piece(text: str, at: int) -> tuple[str | None, int]:
-    """Return the expression for what stands at ``at``, and where the next piece starts."""
+    """Return the expression for the piece at ``at`` (``None`` for a star), and where the next one starts."""
     char = text[at]
     if char == "*":
         return None, at + 1
@@ -136,7 +163,7 @@ def _glob_piece(text: str, at: int) -> tuple[str | None, int]:
 
 
 def _set(body: str) -> str:
-    """Return the inside of a character set, everything but ranges taken literally."""
+    """Return the inside of a character set; only ranges have a meaning in it."""
     out = ""
     at = 0
     while at < len(body):
@@ -175,10 +202,10 @@ def _braces(body: str) -> _Options:
 
 
 def _range(body: str) -> str:
-    found = re.fullmatch(r"([0-9]+)\.\.([0-9]+)", body)
-    if not found:
+    numbers = re.fullmatch(r"([0-9]+)\.\.([0-9]+)", body)
+    if not numbers:
         raise PatternError(f"{{{body}}} is not a range of whole numbers", "write it as {0..11}")
-    low, high = int(found[1]), int(found[2])
+    low, high = int(numbers[1]), int(numbers[2])
     if low > high:
         raise PatternError(f"the range {{{body}}} is reversed", f"write {{{high}..{low}}}")
     if high >= 10**_MAX_RANGE_DIGITS:
@@ -188,7 +215,7 @@ def _range(body: str) -> str:
 
 
 def _range_regexes(low: int, high: int) -> Iterator[str]:
-    """Yield expressions that together match the numbers from low to high."""
+    """Yield expressions that together match the numbers from ``low`` to ``high``."""
     while low <= high:
         # The largest block of numbers that share all but their last digits: 130 to 199 is 1[3-9]\d.
         digits = 0
@@ -222,7 +249,7 @@ def _join(pieces: Iterable[str | None]) -> str:
 
 
 def nearest(text: str, names: Sequence[str], limit: int = 3) -> list[str]:
-    """Return the names most like ``text``; names that differ in numbers only count as one.
+    """Return the names most like ``text``. Names that differ in numbers only count as one.
 
     >>> nearest("model.layer.*.up", ["model.layers.0.up", "model.layers.1.up", "head"], 1)
     ['model.layers.*.up']
@@ -244,7 +271,7 @@ def _closest(text: str, known: Iterable[str], limit: int) -> list[str]:
 
 
 def suggest(text: str, names: Sequence[str]) -> str:
-    """Return one sentence that helps with a pattern that matched none of ``names``."""
+    """Return one sentence that helps with a pattern that matches none of ``names``."""
     if not names:
         return "the model has no names to match"
     if text.startswith("re:"):
@@ -264,8 +291,8 @@ def suggest(text: str, names: Sequence[str]) -> str:
     if not text.startswith("re:"):
         folded = [name.casefold() for name in names]
         for attempt in (text, *tries):
-            if found := _matched(attempt.casefold(), folded):
-                return f'did you mean "{names[found[0]]}"? Upper and lower case differ'
+            if matched := _matched(attempt.casefold(), folded):
+                return f'did you mean "{names[matched[0]]}"? Upper and lower case differ'
     if near := nearest(text, names):
         return f"closest names: {', '.join(near)}"
     example = ", ".join(names[:3])

@@ -136,11 +136,11 @@ def _pack(spec: str) -> Included:
 
 def _versions() -> dict[str, list[str]]:
     """Return the versions of each pack, oldest first."""
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for spec in published():
         name, _, version = spec.partition("@")
-        found.setdefault(name, []).append(version)
-    return {name: sorted(versions, key=int) for name, versions in sorted(found.items())}
+        by_name.setdefault(name, []).append(version)
+    return {name: sorted(versions, key=int) for name, versions in sorted(by_name.items())}
 
 
 def _newest(name: str, versions: dict[str, list[str]]) -> str:
@@ -242,7 +242,6 @@ def is_missing(entry: str, beside: Iterable[str]) -> IncludeError:
 
 
 def _names(where: Path) -> Iterator[str]:
-    """Yield what stands in a folder, if it is one."""
     if where.is_dir():
         yield from (one.name for one in islice(where.iterdir(), _MAX_LISTED))
 
@@ -250,8 +249,8 @@ def _names(where: Path) -> Iterator[str]:
 def _like_a_pack(entry: str) -> str:
     """Return a hint where a pack was meant, such as ``nan-trap`` or ``gradsurgoen:nan-trap@1``."""
     name, _, rest = entry.rpartition(":")[2].partition("@")
-    found = [one for one in _newest_of_all() if one.removeprefix(PREFIX).partition("@")[0] == name]
-    return f"did you mean `{found[0]}`?" if found and not rest.endswith(_SUFFIXES) else ""
+    packs = [one for one in _newest_of_all() if one.removeprefix(PREFIX).partition("@")[0] == name]
+    return f"did you mean `{packs[0]}`?" if packs and not rest.endswith(_SUFFIXES) else ""
 
 
 def _newest_of_all() -> list[str]:

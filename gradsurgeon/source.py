@@ -152,8 +152,8 @@ def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None)
                 raw = stream.read(MAX_BYTES + 4)
         if b"\0" not in raw:
             errors = "strict" if len(raw) <= MAX_BYTES + 3 else "replace"
-            found = parse(raw.decode("utf-8-sig", errors), name or file)
-            return replace(found, folder=pathlib.Path(file).parent)
+            document = parse(raw.decode("utf-8-sig", errors), name or file)
+            return replace(document, folder=pathlib.Path(file).parent)
         cause = "it holds NUL bytes, so it is binary or UTF-16"
     except UnicodeDecodeError as error:
         cause = f"byte {error.start + 1} is not UTF-8 text"
@@ -202,10 +202,10 @@ class _Reader:
         if len(text.encode("utf-8", "surrogatepass")) > limit:
             more = "" if limit == MAX_BYTES else "; PyYAML with libyaml reads files of 1 MiB"
             self.halt("too-large", f"over {limit // 1024} KiB of text", f"use `include`{more}")
-        if found := _FORBIDDEN.search(text):
-            start = found.start()
+        if match := _FORBIDDEN.search(text):
+            start = match.start()
             mark = mark_at(text.count("\n", 0, start), start - text.rfind("\n", 0, start) - 1)
-            message = f"YAML syntax: {found[0]!a} is not allowed"
+            message = f"YAML syntax: {match[0]!a} is not allowed"
             hint = "remove it; characters can be written as escapes in double quotes"
             self.halt("yaml-syntax", message, hint, mark)
 
@@ -335,8 +335,8 @@ class _Reader:
 
 def _core_value(text: str) -> str | float | bool | None:
     """Return what a plain scalar means in the YAML 1.2 core schema."""
-    found = _CORE.fullmatch(text)
-    kind = found.lastgroup if found else "text"
+    match = _CORE.fullmatch(text)
+    kind = match.lastgroup if match else "text"
     if kind in {"int", "oct", "hex"}:
         if len(text) > _MAX_INT:
             raise ValueError(text)

@@ -1,5 +1,8 @@
 """Every test starts from the same random state, on one thread, so that bits can be compared.
 
+`python -m pytest` leaves out what is marked as slow, and gives property tests a tenth of their examples;
+`--everything`, `-m` and a file that is named bring both back. `tests/README.md` says what is slow.
+
 At the end, a table of what the tests on real ranks have found. It is printed from here, because of all
 files like this one, the process that prints for several others reads only those at the top.
 """
@@ -12,11 +15,41 @@ import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
+import forks
 import pytest
+import setups
 from ranks import FINAL_WEIGHTS
 
 # Python's collector would walk through all of torch some thousand times, and find nothing there.
 gc.set_threshold(50_000, 20, 50)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--everything",
+        action="store_true",
+        help="run the slow tests as well, and property tests with all their examples",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not _is_whole(config):
+        # Before `fuzzing` is imported.
+        os.environ.setdefault("GRADSURGEON_TEST_SHARE", "0.1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    setups.keep(items)
+    if not _is_whole(config):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow")]
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    named = any(argument.partition("::")[0].endswith(".py") for argument in config.args)
+    return bool(config.option.everything or config.option.markexpr or named)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -32,6 +65,12 @@ def _measured() -> str | None:
     # What makes Python measure coverage from its start. Where torch is imported it takes half as long
     # again, and hundreds of processes run through the same few files.
     return os.environ.pop("COVERAGE_PROCESS_CONFIG", None)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _forks() -> Iterator[None]:
+    yield
+    forks.stop()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,8 +109,11 @@ def _same_start() -> Iterator[None]:
 
         # A session that a failed test left behind must not meet the optimizers of the next one.
         for session in list(registry._sessions.values()):
-            session._state.journal.never_fired = list  # type: ignore[method-assign]
+            session._context.event_log.never_fired = list  # type: ignore[method-assign]
             session.remove()
+    if "torch._dynamo.convert_frame" in sys.modules:
+        # What one test has compiled, rules on modules would drop in the next one, with a warning.
+        cast("Any", sys.modules["torch._dynamo"]).reset()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

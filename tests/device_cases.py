@@ -19,7 +19,7 @@ from device import CudaCasts, Factories, Toy, counting, reads
 from torch import nn
 
 import gradsurgeon
-from gradsurgeon.runtime.engine import Engine
+from gradsurgeon.runtime.controller import Controller
 
 warnings.simplefilter("ignore")
 ALL: list[dict[str, Any]] = [
@@ -103,13 +103,13 @@ class Branches(nn.Module):
 
 def two_threads() -> dict[str, Any]:
     sys.setswitchinterval(1e-6)
-    begins = Engine._pass_begins
+    begins = Controller.backward_started
 
-    def slowly(self: Engine) -> None:
+    def slowly(self: Controller) -> None:
         time.sleep(0.002)  # so that both threads come before the pass is known
         begins(self)
 
-    Engine._pass_begins = slowly  # type: ignore[method-assign]
+    Controller.backward_started = slowly  # type: ignore[method-assign]
     found: dict[str, Any] = {"events": [], "steps": [], "rows": []}
     for _ in range(6):
         model = Branches()
@@ -130,7 +130,7 @@ def two_threads() -> dict[str, Any]:
                     for rule in ("back", "norms")
                 ]
             )
-    Engine._pass_begins = begins  # type: ignore[method-assign]
+    Controller.backward_started = begins  # type: ignore[method-assign]
     return found
 
 

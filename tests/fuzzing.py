@@ -1,4 +1,4 @@
-"""What the tests that fuzz lint share: how many inputs, and what holds for every answer."""
+"""What property tests share: how many examples, and, of those that fuzz lint, what holds for every answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from gradsurgeon.errors import Problem
 from gradsurgeon.review import formats, lint
 
 CASES = pathlib.Path(__file__).parent / "cases"
-INPUTS = int(os.environ.get("GRADSURGEON_FUZZ", "1500"))
+# Part of the examples that is tried; a tenth unless everything is to be run.
+SHARE = float(os.environ.get("GRADSURGEON_TEST_SHARE", "1"))
+
+
+def examples(count: int) -> int:
+    """Return how many of so many examples are tried."""
+    return max(1, round(count * SHARE))
+
+
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 SECONDS = 2.0  # for one file and all forms of output; a small file takes milliseconds
 
@@ -25,7 +33,7 @@ SETTINGS = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=max(1, INPUTS // 4),
+    max_examples=max(1, int(os.environ.get("GRADSURGEON_FUZZ", examples(1500))) // 4),
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate, Phase.shrink],
 )
@@ -48,7 +56,7 @@ def answered(file: pathlib.Path) -> list[Problem]:
         with within(SECONDS):
             problems = written(file)
     for problem in problems:
-        assert problem.check in formats.listed()
+        assert problem.check in formats.all_checks()
         shown = problem.full().replace("\n", "")
         # Controls, overrides of direction, surrogates, line separators: what shows something else.
         assert not {unicodedata.category(char) for char in shown} & HIDDEN, shown

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import forks
 from bounds import TIMEOUT
 from commands import environment
 from ranks import torchrun
@@ -57,6 +58,7 @@ class Case:
         distributed: torchrun starts it.
         noisy: what it prints to stderr differs from run to run, or a progress bar is redrawn there.
         killed: it ends without a chance to close the records.
+        forked: without rules it does the same in a fork of a Python that has imported torch.
     """
 
     words: tuple[str, ...]
@@ -66,6 +68,7 @@ class Case:
     distributed: bool = False
     noisy: bool = False
     killed: bool = False
+    forked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,10 @@ def call(
             os.path.relpath(record, SCRIPTS),
         ]
         words = ["-m", "gradsurgeon", "run", *own, *options, *words]
+    elif case.forked and not case.distributed:
+        fork = forks.start(words, cwd=SCRIPTS, env=variables, stdin=case.stdin.encode())
+        ended = fork.wait(TIMEOUT)
+        return Outcome(ended.returncode, ended.stdout, ended.stderr.decode(), record)
     done = subprocess.run(
         [sys.executable, *(torchrun() if case.distributed else ()), *words],
         cwd=SCRIPTS,

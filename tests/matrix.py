@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 from launching import Case, Trained
 
 NUMBERS = "1 2.5\n2 3.5\n3 7\n"
 SEQUENTIAL = Trained("Sequential", "0.weight", steps=3)
 
 
-def ending(how: str, code: int, *, killed: bool = False, noisy: bool = False) -> Case:
-    return Case(("endings.py", how), (SEQUENTIAL,), code=code, killed=killed, noisy=noisy)
+# The scripts that are launched where only what is quick is run.
+QUICK = (
+    "plain loop",
+    "package",
+    "gan",
+    "LBFGS",
+    "no optimizer",
+    "scaler",
+    "exception",
+    "SIGTERM",
+)
+
+
+def scripts(names: Iterable[str]) -> list[Any]:
+    """Return the names of scripts as parameters of a test, slow but for those that are always run."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
+
+
+def ending(
+    how: str, code: int, *, killed: bool = False, noisy: bool = False, forked: bool = True
+) -> Case:
+    words = ("endings.py", how)
+    return Case(words, (SEQUENTIAL,), code=code, killed=killed, noisy=noisy, forked=forked)
 
 
 # A parameter that joins is a new plan: the model is bound again, and goes on counting. What reached it in
@@ -86,7 +111,7 @@ CASES = {
     "SIGTERM": ending("terminated", -15),
     "SIGTERM while it waits in C": ending("blocked", -15),
     "SIGKILL": ending("killed", -9, killed=True),
-    "KeyboardInterrupt": ending("interrupted", -2),
+    "KeyboardInterrupt": ending("interrupted", -2, forked=False),
     "os._exit": ending("at once", 7),
     "DDP": Case(
         ("ddp.py", "3"),

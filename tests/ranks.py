@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import socket
 from pathlib import Path
 from typing import Any
 
+import forks
 from bounds import TIMEOUT
 
 # What a test tells of itself goes with its report, from the process it ran in to the one that prints.
@@ -21,7 +21,7 @@ def torchrun(ranks: int = 2) -> tuple[str, ...]:
 
 
 def run_ranks(worker: Path, out: Path, ranks: int = 2) -> list[dict[str, Any]]:
-    """Run a worker on several ranks.
+    """Run a worker on several ranks, in forks that have the environment which torchrun would give them.
 
     Args:
         worker: a script that ends in `worker.work`.
@@ -30,13 +30,32 @@ def run_ranks(worker: Path, out: Path, ranks: int = 2) -> list[dict[str, Any]]:
     """
     # Where it finds `worker`.
     path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, *torchrun(ranks), str(worker), str(out)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    shared = {
+        "PYTHONPATH": path,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    started = [
+        forks.start(
+            [str(worker), str(out)],
+            cwd=Path.cwd(),
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        for done in (fork.wait(TIMEOUT) for fork in started):
+            assert done.returncode == 0, done.stderr.decode()[-6000:]
+    finally:
+        for fork in started:
+            fork.kill()
     return [json.loads(Path(f"{out}.{rank}").read_text(encoding="utf-8")) for rank in range(ranks)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

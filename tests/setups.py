@@ -60,6 +60,7 @@ class Cell:
     test: str
     differs: str = ""
     refused: str = ""
+    slow: bool = False
 
 
 def cells_of(items: Iterable[pytest.Item]) -> list[Cell]:
@@ -67,13 +68,22 @@ def cells_of(items: Iterable[pytest.Item]) -> list[Cell]:
     found: dict[Cell, None] = {}
     for item in items:
         test = item.nodeid.partition("[")[0]
+        slow = item.get_closest_marker("slow") is not None
         for mark in item.iter_markers("cell"):
             setup, *points = mark.args
             if setup not in SETUPS or not set(points) <= set(POINTS) or not points:
                 raise pytest.UsageError(f"{test}: there is no cell {mark.args}")
             for point in points:
-                found[Cell(setup, point, test, **mark.kwargs)] = None
+                found[Cell(setup, point, test, **mark.kwargs, slow=slow)] = None
     return list(found)
+
+
+_KEPT: list[pytest.Item] = []
+
+
+def keep(items: Iterable[pytest.Item]) -> None:
+    """Keep what this process has collected, so that `collected` need not do it again."""
+    _KEPT[:] = items
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -84,11 +94,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def collected() -> list[Cell]:
-    """Collect all tests, in a process of their own, and return the cells they back."""
+    """Return the cells that all tests back, collected in a process of their own if not in this one."""
     # The others take as long again.
     files = [
         file for file in sorted((_ROOT / "tests").rglob("test_*.py")) if ".cell(" in _text(file)
     ]
+    if {item.path for item in _KEPT}.issuperset(files):
+        return cells_of(_KEPT)
     with TemporaryDirectory() as folder:
         out = Path(folder) / "cells.json"
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "setups"]
@@ -126,10 +138,11 @@ def table(cells: list[Cell]) -> str:
         lines.append(f"| {setup} | {' | '.join(row)} |")
     lines.append("")
     lines += [f"{number}. {note}" for note, number in notes.items()]
-    lines += ["", "Every cell is backed by tests:", ""]
+    lines += ["", "<details>", "<summary>The tests that back each row</summary>", ""]
     for setup in SETUPS:
         tests = dict.fromkeys(cell.test for cell in cells if cell.setup == setup)
         lines.append(f"* {setup}: {', '.join(f'`{test}`' for test in tests)}")
+    lines += ["", "</details>"]
     return "\n".join(lines) + "\n"
 
 

@@ -8,17 +8,27 @@ from importlib import import_module
 from gradsurgeon.actions._base import (
     MOMENTS,
     POINTS,
-    ByNorm,
-    Edit,
     Example,
     Moment,
     Point,
     Role,
     Rule,
+    known_actions,
 )
-from gradsurgeon.actions._checking import check_rule, known_keys, nested
-from gradsurgeon.actions._fields import Flaw, found, steps_of, written
+from gradsurgeon.actions._checking import check_rule
+from gradsurgeon.actions._effects import (
+    ByNorm,
+    Copies,
+    Decision,
+    Edit,
+    Effect,
+    Hidden,
+    Observer,
+)
+from gradsurgeon.actions._fields import Flaw, described, steps_of, written
+from gradsurgeon.actions._kinds import CaptureRule, EditRule, FreezeRule, ObserverRule, TrapRule
 from gradsurgeon.actions._options import Expect, Numel, Options, Steps, Where
+from gradsurgeon.actions._strictness import Direction, Stricter
 from gradsurgeon.actions._target import TARGETS, TargetKind, TensorRef, spelled
 
 __all__ = [
@@ -27,24 +37,35 @@ __all__ = [
     "POINTS",
     "TARGETS",
     "ByNorm",
+    "CaptureRule",
+    "Copies",
+    "Decision",
+    "Direction",
     "Edit",
+    "EditRule",
+    "Effect",
     "Example",
     "Expect",
     "Flaw",
+    "FreezeRule",
+    "Hidden",
     "Moment",
     "Numel",
+    "Observer",
+    "ObserverRule",
     "Options",
     "Point",
     "Role",
     "Rule",
     "Steps",
+    "Stricter",
     "TargetKind",
     "TensorRef",
+    "TrapRule",
     "Where",
     "check_rule",
-    "found",
-    "known_keys",
-    "nested",
+    "described",
+    "known_actions",
     "spelled",
     "steps_of",
     "written",
@@ -52,18 +73,17 @@ __all__ = [
 
 
 def _discover() -> dict[str, type[Rule]]:
-    found: dict[str, type[Rule]] = {}
+    actions: dict[str, type[Rule]] = {}
     for info in pkgutil.iter_modules(__path__):
         if info.name.startswith("_"):
             continue
         module = import_module(f"{__name__}.{info.name}")
         name = info.name.replace("_", "-")
-        class_name = "".join(word.capitalize() for word in info.name.split("_"))
-        rule: type[Rule] = getattr(module, class_name)
-        if rule.name() != name:
-            raise ImportError(f"{module.__name__} must define {class_name} with action `{name}`")
-        found[name] = rule
-    return found
+        if known_actions.get(name, Rule).__module__ != module.__name__:
+            raise ImportError(f"{module.__name__} must define the action `{name}`")
+        actions[name] = known_actions[name]
+    return actions
 
 
+# Those of gradsurgeon; `known_actions` has those of the user as well.
 ACTIONS: dict[str, type[Rule]] = _discover()

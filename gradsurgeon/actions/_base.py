@@ -1,20 +1,25 @@
 """What every rule has in common: its selection, its schedule, and the contract of an action.
 
-One file beside this one defines one action: a subclass of `Rule` with the options, the examples and
-the arithmetic. The file is found by itself; `gradsurgeon.actions` keeps no list. Nothing here or
-there imports torch before a rule is compiled, because linting a rule file must not need it.
+One file beside this one defines one action: a class derived from one of `_kinds`, with the options, the
+examples and what it compiles to. The file is found by itself; `gradsurgeon.actions` keeps no list. Nothing
+here or there imports torch before a rule is compiled, because linting a rule file must not need it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from gradsurgeon.actions._effects import Effect
 from gradsurgeon.actions._fields import Flaw, Glob, Patterns, RuleId
 from gradsurgeon.actions._options import Expect, Options, Steps, Where
+from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.actions._target import (
     TARGETS,
     TargetKind,
@@ -24,14 +29,14 @@ from gradsurgeon.actions._target import (
 )
 from gradsurgeon.match import Pattern, compile_pattern
 
-if TYPE_CHECKING:
-    from torch import Tensor, dtype
-
 Point = Literal["backward", "accumulated", "step"]
 Moment = Literal["forward", "backward", "accumulated", "step"]
 Role = Literal["edit", "observe", "trap", "capture", "freeze"]
 POINTS: tuple[Point, ...] = ("backward", "accumulated", "step")
 MOMENTS: tuple[Moment, ...] = ("forward", *POINTS)
+
+# Every action whose class has been defined, by name: those of gradsurgeon, and a user's own.
+known_actions: dict[str, type[Rule]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,49 +53,11 @@ class Example:
     trips: bool | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ByNorm:
-    """An edit that multiplies a gradient by a function of a norm.
-
-    Attributes:
-        order: of the norm.
-        over_rule: one norm over all gradients of the rule, instead of one for each.
-        factor: maps norms, float32 of any shape, to factors; 1 leaves a gradient as it is.
-    """
-
-    order: float
-    over_rule: bool
-    factor: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """The compiled form of an editing action.
-
-    Attributes:
-        apply: maps a strided gradient to a new one of the same shape, dtype and device, out of place,
-            because autograd may hand one tensor to several consumers.
-        apply_: the same in place on many gradients that nobody else holds.
-        by_norm: where the edit is a multiplication by what a norm says, how: the norm may have to be
-            taken over several gradients, or over the parts of one on several ranks.
-        alters: tells, as a 0-dim bool tensor on the gradient's device, whether ``apply`` would change
-            an element. It never waits for the device.
-        decided: tells the same from the smallest and the largest element, of a gradient of some dtype;
-            ``None`` where they do not say. Both are NaN where an element is. Only of an edit that maps
-            smaller elements to smaller ones (or, as all of them, to larger ones).
-    """
-
-    apply: Callable[[Tensor], Tensor]
-    apply_: Callable[[Sequence[Tensor]], None]
-    alters: Callable[[Tensor], Tensor]
-    by_norm: ByNorm | None = None
-    decided: Callable[[float, float, dtype], bool | None] | None = None
-
-
 class Rule(Options):
     """One rule: which tensors, at which moment, and (in the subclass) what to do with them."""
 
-    role: ClassVar[Role] = "edit"
+    # The kind of the action in one word, for files and for people; code asks for the kind itself.
+    role: ClassVar[Role]
     # What the action can act on; the table of section 4 of the rule language.
     targets: ClassVar[tuple[TargetKind, ...]] = TARGETS
     # The points at which the action may stand; the first is the default unless `at` must be given.
@@ -126,7 +93,15 @@ class Rule(Options):
     at: Annotated[Point | None, Field(description="The moment at which the rule acts.")] = None
     steps: Annotated[Steps, Field(description="The steps in which the rule acts.")] = Steps()
     expect: Annotated[Expect | None, Field(description="Assertion on what is bound.")] = None
-    optional: Annotated[bool, Field(description="Matching nothing is no error.")] = False
+    optional: Annotated[
+        bool,
+        Field(description="Matching nothing is no error."),
+        Stricter(
+            operator.not_,
+            "matching nothing is an error now",
+            "matching nothing is no error now",
+        ),
+    ] = False
     model: Annotated[
         Glob | None, Field(description="Glob over the class name of the root of the model.")
     ] = None
@@ -143,10 +118,10 @@ class Rule(Options):
     @property
     def ref(self) -> TensorRef:
         """The tensor that the rule means."""
-        found = parse_tensor(self.target, self.tensor)
-        if isinstance(found, str):  # validation has refused it
-            raise TypeError(found)
-        return found
+        tensor = parse_tensor(self.target, self.tensor)
+        if isinstance(tensor, str):  # validation has refused it
+            raise TypeError(tensor)
+        return tensor
 
     @property
     def point(self) -> Moment:
@@ -167,11 +142,6 @@ class Rule(Options):
     def linear(self) -> bool:
         """Whether editing the parts of a sum is editing the sum."""
         return True
-
-    @property
-    def erases(self) -> bool:
-        """Whether every element comes out as zero, whatever it was."""
-        return False
 
     @property
     def measures(self) -> bool:
@@ -248,20 +218,26 @@ class Rule(Options):
         """Return why the rule cannot act on complex gradients; empty where it can."""
         return ""
 
-    def merged(self, earlier: Rule) -> Rule | None:
-        """Return one rule that does what ``earlier`` and then this one do; ``None`` if there is none.
+    def compile(self) -> Effect:
+        """Return what the rule does. May need torch; called once per session."""
+        raise NotImplementedError
 
-        Asked of two editing rules that act on one tensor, at one moment, in the same steps, with nothing
-        between them. Neither of them takes a number over a whole gradient (`measures`), which
-        somebody may be told of.
-
-        The result must be the same for every gradient of every dtype, non-finite elements and what
-        the first rule makes of them included. Only the sign of a zero may differ, and the last digits
-        where there was rounding twice and now is once.
-        """
-        # What leaves a zero alone finds nothing to do.
-        return earlier if earlier.erases and self.keeps_zero else None
-
-    def compile(self) -> Edit:
-        """Return the arithmetic of an editing rule. Needs torch; called once per session."""
-        raise TypeError(f"{self.name()} does not edit")
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_options: Any) -> None:
+        """Make an action known by its name as soon as its class is defined."""
+        if "action" not in inspect.get_annotations(cls):  # a kind of actions, or a variant of one
+            return
+        name, problem = cls.name(), ""
+        if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name) is None:
+            problem = 'give it a name: `action: Literal["my-action"] = "my-action"`'
+        elif not hasattr(cls, "role"):
+            problem = "derive it from EditRule, ObserverRule, TrapRule, CaptureRule or FreezeRule"
+        elif inspect.isabstract(cls):
+            problem = "define `compile`"
+        other = known_actions.get(name, cls)
+        # A cell of a notebook defines its classes anew each time it is run.
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            problem = f"{other.__module__}.{other.__qualname__} is the action `{name}` already"
+        if problem:
+            raise TypeError(f"{cls.__module__}.{cls.__qualname__} is no action: {problem}")
+        known_actions[name] = cls

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from gradsurgeon.actions._base import Rule
-from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, as_step, found, written
+from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, as_step, described, written
 from gradsurgeon.actions._options import Options
 from gradsurgeon.actions._target import TARGETS
 from gradsurgeon.errors import did_you_mean
@@ -56,6 +56,7 @@ _AT = (
     "`step` is right before the update, `backward` as a gradient arrives, `accumulated` after the "
     "pass; what happens in forward is the business of rules with `modules`"
 )
+_OWN = "an action of your own is written MODULE:NAME"
 # Stands for a value that was meant but is not there, where only its absence would matter.
 _GAP = object()
 
@@ -64,18 +65,19 @@ def check_rule(
     entry: Mapping[Any, Any], actions: Mapping[str, type[Rule]]
 ) -> tuple[Rule | None, list[Flaw]]:
     """Return the rule that ``entry`` describes, ``None`` where it has flaws, and all its flaws."""
-    kind, flaws = _kind(entry, actions)
-    walk = _Walk(kind or Rule, actions, strict=kind is not None)
-    options = walk.options(walk.rule, entry)
-    flaws += (flaw for flaw in walk.flaws if flaw.missing is False or flaw.at not in walk.settled)
-    if kind is None:
-        options["action"] = "unknown"
+    kind, flaws = _action_of(entry, actions)
+    checker = _RuleChecker(kind or Rule, actions, strict=kind is not None)
+    options = checker.valid_keys(checker.rule, entry)
+    flaws += (
+        flaw for flaw in checker.flaws if flaw.missing is False or flaw.at not in checker.settled
+    )
+    options["action"] = "unknown" if kind is None else kind.name()
     rule = None
     try:
-        rule = walk.rule.model_validate(options)
+        rule = checker.rule.model_validate(options)
     except ValidationError as errors:
         for error in errors.errors(include_url=False):
-            flaws += walk.translate(error)
+            flaws += checker.flaws_of(error)
     if len(flaws) > MAX_FLAWS:
         message = f"over {MAX_FLAWS} problems in one rule: the rest of it is not looked at"
         flaws[MAX_FLAWS:] = [Flaw("", message, "correct these first", check="too-large")]
@@ -89,20 +91,20 @@ def known_keys(model: type[Options]) -> dict[str, Any]:
 
 def nested(info: Any) -> type[Options] | None:
     """Return the model of the mapping that is the value of a key; ``None`` where it is none."""
-    for one in (info.annotation, *get_args(info.annotation)):
-        if isinstance(one, type) and issubclass(one, Options):
-            return one
+    for annotation in (info.annotation, *get_args(info.annotation)):
+        if isinstance(annotation, type) and issubclass(annotation, Options):
+            return annotation
     return None
 
 
-def _kind(
+def _action_of(
     entry: Mapping[Any, Any], actions: Mapping[str, type[Rule]]
 ) -> tuple[type[Rule] | None, list[Flaw]]:
     """Return the class of the action that a rule names, or what is wrong with the name."""
     known = f"known: {', '.join(actions)}"
     key = "action"
     if key not in entry:
-        near = [one for one in entry if isinstance(one, str) and _mean(one, ["action"])]
+        near = [one for one in entry if isinstance(one, str) and _suggested(one, ["action"])]
         if not near:
             # The other common shape of such files: the action as the key of its options.
             nester = next((one for one in entry if one in actions), None)
@@ -116,20 +118,32 @@ def _kind(
     if action is None:
         return None, []
     if not isinstance(action, str):
-        message = f"`action` must be the name of an action, found {found(action)}"
+        message = f"`action` must be the name of an action, found {described(action)}"
         nested_in = [one for one in action if one in actions] if isinstance(action, dict) else []
         hint = f"write `action: {nested_in[0]}` and the options beside it" if nested_in else known
         return None, [Flaw(key, message, hint, check="wrong-type")]
-    if action in actions:
-        return actions[action], []
+    module, _, name = action.rpartition(":")
+    if name in actions and module in ("", actions[name].__module__):
+        return actions[name], []
+    message, hint = _unknown_action(action, actions)
+    return None, [Flaw(key, message, hint, check="unknown-action")]
+
+
+def _unknown_action(action: str, actions: Iterable[str]) -> tuple[str, str]:
+    """Return message and hint."""
+    module, _, name = action.rpartition(":")
+    if module:
+        message = f"no module `{module[:60]}` with the action `{name[:60]}` has been imported"
+        command = f"gradsurgeon lint --import {module[:60]}"
+        return message, f"rule files import nothing: import it before `apply`, or by `{command}`"
+    message, known = f"unknown action `{action[:60]}`", f"known: {', '.join(actions)}"
     if action == "clip":  # which does not resemble it most
-        hint = f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
-        return None, [Flaw(key, "unknown action `clip`", hint, check="unknown-action")]
-    hint = f"{did_you_mean(action, actions)} {known}".strip()
-    return None, [Flaw(key, f"unknown action `{action[:60]}`", hint, check="unknown-action")]
+        return message, f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
+    near = did_you_mean(action, actions)
+    return message, f"{near} {known}" if near else f"{known}; {_OWN}"
 
 
-class _Walk:
+class _RuleChecker:
     """Takes what cannot be validated out of the options of one rule, and says why.
 
     Args:
@@ -146,7 +160,7 @@ class _Walk:
         # Keys of which enough was said: that they are missing, too, would be noise.
         self.settled: set[str] = set()
 
-    def options(
+    def valid_keys(
         self, model: type[Options], given: Mapping[Any, Any], at: str = ""
     ) -> dict[str, Any]:
         """Return the keys of ``given`` that can be validated as a ``model``."""
@@ -158,7 +172,7 @@ class _Walk:
                 break
             path = f"{at}{as_step(key) if isinstance(key, str) else key}"
             if key not in known:
-                if near := self.unknown(key, path, [one for one in known if one not in given]):
+                if near := self.note_unknown(key, path, [one for one in known if one not in given]):
                     meant[near] = value
                     self.settled.add(f"{at}{near}")
             elif value is None:
@@ -172,12 +186,12 @@ class _Walk:
             else:
                 inner = nested(known[key])
                 walked = inner is not None and isinstance(value, dict)
-                kept[key] = self.options(inner, value, f"{path}.") if inner and walked else value
+                kept[key] = self.valid_keys(inner, value, f"{path}.") if inner and walked else value
         if self.strict or model is not Rule:
-            self.together(model, {**kept, **meant}, at, given)
+            self.check_together(model, {**kept, **meant}, at, given)
         return kept
 
-    def together(
+    def check_together(
         self, model: type[Options], meant: Mapping[str, Any], at: str, given: Mapping[Any, Any]
     ) -> None:
         """Note what the keys of a mapping mean together, but not of keys that are wrong already."""
@@ -185,10 +199,10 @@ class _Walk:
             if flaw.missing or (flaw.at in given and meant.get(flaw.at) is not _GAP):
                 self.flaws.append(replace(flaw, at=f"{at}{flaw.at}"))
 
-    def unknown(self, key: object, path: str, free: list[str]) -> str:
+    def note_unknown(self, key: object, path: str, free: list[str]) -> str:
         """Note a key that does not exist; return the key that was probably meant."""
         if not isinstance(key, str):
-            message = f"keys are texts, found {found(key)}"
+            message = f"keys are texts, found {described(key)}"
             self.flaws.append(Flaw(path.rpartition(".")[0], message, check="key-type"))
             return ""
         top = path == as_step(key)
@@ -197,18 +211,18 @@ class _Walk:
             return ""
         if top and not self.rule.takes_at:
             free = [one for one in free if one != "at"]
-        hint = _mean(key, free)
+        hint = _suggested(key, free)
         if top and not self.strict:
             option = any(key in known_keys(one) for one in self.actions.values())
             if option or not hint:
                 return ""  # it may be an option of the action that was meant
         near = hint.split("`")[1] if hint else ""
-        hint = hint or self.known(key, path)
+        hint = hint or self.hint_for_unknown(key, path)
         message = f"unknown key `{key[:60]}`"
         self.flaws.append(Flaw(path, message, hint, key=True, check="unknown-key"))
         return near
 
-    def known(self, key: str, path: str) -> str:
+    def hint_for_unknown(self, key: str, path: str) -> str:
         """Return what can be said of a key that resembles none."""
         model: type[Options] = self.rule
         for step in path.split(".")[:-1]:
@@ -219,8 +233,7 @@ class _Walk:
         names = [one for one in known_keys(model) if one != "at" or self.rule.takes_at]
         return f"known: {', '.join(names)}"
 
-    def translate(self, error: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the flaws that an error of pydantic stands for."""
+    def flaws_of(self, error: Mapping[str, Any]) -> Iterator[Flaw]:
         kind, context = error["type"], error.get("ctx", {})
         path = ".".join(map(str, error["loc"]))
         if kind == "flawed":
@@ -230,20 +243,19 @@ class _Walk:
                 yield replace(flaw, at=f"{path}.{flaw.at}".strip("."), message=message)
         elif kind == "missing":
             if path not in self.settled:
-                yield self.missing(path)
-        # What keys mean together was said by `together`.
+                yield self.missing_key(path)
+        # What keys mean together was said by `check_together`.
         elif kind != "inconsistent":
-            yield self.wrong(path, error, context)
+            yield self.bad_value(path, error, context)
 
-    def missing(self, path: str) -> Flaw:
-        """Return the flaw of a key that is not there."""
-        info = self.info(path)
+    def missing_key(self, path: str) -> Flaw:
+        info = self.field_at(path)
         key = path.rpartition(".")[2]
         meaning = re.split("[.,;]", info.description or "")[0]
         hint = f"add `{key}`: {meaning[:1].lower()}{meaning[1:]}"
         return Flaw(path, f"missing key `{key}`", hint, missing=True, check="missing-key")
 
-    def info(self, path: str) -> Any:
+    def field_at(self, path: str) -> Any:
         """Return what is known of the key at the end of ``path``."""
         info, model = None, self.rule
         for step in path.split("."):
@@ -251,11 +263,10 @@ class _Walk:
             model = nested(info) or model  # type: ignore[assignment] # any mapping, once inside one
         return info
 
-    def wrong(self, path: str, error: Mapping[str, Any], context: Mapping[str, Any]) -> Flaw:
-        """Return the flaw of a value."""
+    def bad_value(self, path: str, error: Mapping[str, Any], context: Mapping[str, Any]) -> Flaw:
         kind, value = error["type"], error["input"]
         key = path.rpartition(".")[2]
-        what = found(value)
+        what = described(value)
         if kind == "literal_error":
             choices = context["expected"].replace("'", "`")
             words = re.findall(r"'([^']*)'", context["expected"])
@@ -268,49 +279,46 @@ class _Walk:
         if kind == "greater_than_equal":
             return Flaw(path, f"`{key}` must be {context['ge']:g} or more, found {what}")
         if kind == "finite_number":
-            return Flaw(path, f"`{key}` must be finite, found {what}", self.finite(path))
+            return Flaw(path, f"`{key}` must be finite, found {what}", self.hint_for_infinite(path))
         wanted = _TYPE_NAMES.get(kind.removesuffix("_type"))
         if wanted is None:
             return Flaw(path, f"`{key}`: {error['msg'][:1].lower()}{error['msg'][1:]}")
-        hint = self.remedy(path, kind.removesuffix("_type"), value)
+        hint = self.hint_for_type(path, kind.removesuffix("_type"), value)
         return Flaw(path, f"`{key}`: expected {wanted}, found {what}", hint, check="wrong-type")
 
-    def finite(self, path: str) -> str:
-        """Return what to write in place of an infinity or a NaN."""
+    def hint_for_infinite(self, path: str) -> str:
         key = path.rpartition(".")[2]
-        if self.info(path).is_required():
+        if self.field_at(path).is_required():
             return "numbers reach from -1.8e308 to 1.8e308"
         return f"for no bound leave `{key}` out"
 
-    def remedy(self, path: str, wanted: str, value: object) -> str:
-        """Return what to write in place of a value of another type."""
+    def hint_for_type(self, path: str, wanted: str, value: object) -> str:
         key = path.rpartition(".")[2]
         if wanted == "model":
             return f"write {_MAPPINGS[key]}"
         if wanted == "bool":
             return (looks_like(value) if isinstance(value, str) else "") or "write true or false"
         if wanted != "string":
-            return self.number(path, wanted, value)
+            return self.hint_for_number(path, wanted, value)
         if isinstance(value, bool | int | float):
             return f'quote it: "{written(value)}"'
         one_glob = 'one pattern can list several: "{Linear,Conv2d}"'
         return one_glob if key == "module_type" else "write a text"
 
-    def number(self, path: str, wanted: str, value: object) -> str:
-        """Return what to write where a number was expected."""
+    def hint_for_number(self, path: str, wanted: str, value: object) -> str:
         if isinstance(value, float) and value.is_integer():
             return f"write {int(value)}"
         key = path.rpartition(".")[2]
         number = "write a number" if wanted == "float" else "write a whole number"
-        number += "" if self.info(path).is_required() else f", or leave `{key}` out"
+        number += "" if self.field_at(path).is_required() else f", or leave `{key}` out"
         hint = looks_like(value) if isinstance(value, str) else ""
         if hint.endswith((".nan", ".inf")):  # which would be refused in turn
-            return f"it must be finite; {self.finite(path)}"
+            return f"it must be finite; {self.hint_for_infinite(path)}"
         # `on` looks like a truth value, which is no number either.
         return hint if "number" in hint or re.search(r"write [-+.\d]", hint) else number
 
 
-def _mean(word: str, known: Iterable[str]) -> str:
+def _suggested(word: str, known: Iterable[str]) -> str:
     """Return ``did you mean `x`?``, by likeness or by what the word is for others."""
     known = list(known)
     meant = _MEANT.get(word.casefold())

@@ -65,7 +65,7 @@ def flawed(*flaws: Flaw, together: bool = False) -> PydanticCustomError:
     return PydanticCustomError(code, "{text}", {"text": text, "flaws": flaws})
 
 
-def found(value: object) -> str:
+def described(value: object) -> str:
     """Return what stands in the place of an option, in words: ``the text "x"``, ``a list``."""
     if isinstance(value, str):
         return f'the text "{value[:60]}{"..." if len(value) > 60 else ""}"'  # noqa: PLR2004 # as shown
@@ -88,19 +88,18 @@ def written(value: object) -> str:
 
 
 def _patterns(value: object) -> tuple[str, ...]:
-    """Turn a pattern or a list of patterns into a tuple, checking each of them."""
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not texts:
-        message = f"expected a pattern or a list of patterns, found {found(value)}"
-        raise flawed(Flaw("", message, _quote(value), check="wrong-type"))
+        message = f"expected a pattern or a list of patterns, found {described(value)}"
+        raise flawed(Flaw("", message, _hint_to_quote(value), check="wrong-type"))
     flaws: list[Flaw] = []
     for index, text in enumerate(texts):
         if len(flaws) > MAX_FLAWS:
             break
         at = "" if isinstance(value, str) else str(index)
         if not isinstance(text, str):
-            message = f"expected a pattern, found {found(text)}"
-            flaws.append(Flaw(at, message, _quote(text), check="wrong-type"))
+            message = f"expected a pattern, found {described(text)}"
+            flaws.append(Flaw(at, message, _hint_to_quote(text), check="wrong-type"))
             continue
         try:
             compile_pattern(text)
@@ -111,8 +110,7 @@ def _patterns(value: object) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _quote(value: object) -> str:
-    """Return the remedy for a value that stands where a pattern was expected."""
+def _hint_to_quote(value: object) -> str:
     if isinstance(value, bool | int | float):
         return f'quote it: "{written(value)}"'
     return "" if isinstance(value, list | tuple) else 'patterns are texts in quotes: "*.weight"'

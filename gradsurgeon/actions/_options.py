@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gradsurgeon.actions._fields import Dtype, Flaw, Glob, flawed, is_whole
+from gradsurgeon.actions._strictness import Stricter
 
 
 class Options(BaseModel):
@@ -95,4 +96,8 @@ class Where(Options):
 class Expect(Options):
     """An assertion on what the rule binds, checked whenever it is bound."""
 
-    params: Annotated[int, Field(ge=0, description="Exact number of distinct parameters.")]
+    params: Annotated[
+        int,
+        Field(ge=0, description="Exact number of distinct parameters."),
+        Stricter(tightened="it is checked now", loosened="it is no longer checked"),
+    ]

@@ -106,17 +106,16 @@ def target_flaws(
         message = f"{action} acts on parameters only, not on {target}"
         yield Flaw(target, message, "name parameters by `params`", key=True)
     elif isinstance(text := given.get("tensor"), str | None):
-        found = parse_tensor(target, text)
-        if isinstance(found, str):
+        tensor = parse_tensor(target, text)
+        if isinstance(tensor, str):
             missing = text is None
             check = "missing-key" if missing else "bad-value"
-            yield Flaw("tensor", found, tensor_hint(target), missing=missing, check=check)
-    yield from _only_for_others(target, given)
+            yield Flaw("tensor", tensor, tensor_hint(target), missing=missing, check=check)
+    yield from _keys_for_other_targets(target, given)
     return target
 
 
-def _only_for_others(target: TargetKind, given: Mapping[str, Any]) -> Iterator[Flaw]:
-    """Yield the keys that mean nothing for a target."""
+def _keys_for_other_targets(target: TargetKind, given: Mapping[str, Any]) -> Iterator[Flaw]:
     if target == "params":
         if given.get("when") is not None:
             message = "`when` is for edits of outputs and inputs: gradients exist in training only"

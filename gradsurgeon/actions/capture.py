@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from gradsurgeon.actions._base import Role, Rule
+from gradsurgeon.actions._kinds import CaptureRule
 
 
-class Capture(Rule):
+class Capture(CaptureRule):
     """Keep a tensor itself: features, activations, gradients.
 
     ## What it does
@@ -28,10 +26,4 @@ class Capture(Rule):
     One copy per tensor, on its device. At `max_bytes` the oldest copies make room.
     """
 
-    role: ClassVar[Role] = "capture"
-    points: ClassVar = ("accumulated", "backward", "step")
-
     action: Literal["capture"] = "capture"
-    max_bytes: Annotated[
-        int, Field(ge=1, description="Bytes kept in all; the oldest copies make room.")
-    ] = 256 * 2**20

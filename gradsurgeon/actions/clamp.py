@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import Edit
 from gradsurgeon.actions._fields import Flaw, is_number
+from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._strictness import Stricter
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 
-class Clamp(Rule):
+class Clamp(EditRule):
     """Bound every element of a gradient.
 
     ## What it does
@@ -51,8 +55,12 @@ class Clamp(Rule):
     )
 
     action: Literal["clamp"] = "clamp"
-    min: Annotated[float | None, Field(description="Lower bound of every element.")] = None
-    max: Annotated[float | None, Field(description="Upper bound of every element.")] = None
+    min: Annotated[
+        float | None, Field(description="Lower bound of every element."), Stricter(operator.pos)
+    ] = None
+    max: Annotated[
+        float | None, Field(description="Upper bound of every element."), Stricter(operator.neg)
+    ] = None
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
@@ -90,26 +98,6 @@ class Clamp(Rule):
     def linear(self) -> bool:
         """Bounding the parts of a sum does not bound the sum."""
         return False
-
-    def merged(self, earlier: Rule) -> Rule | None:
-        """Return the bounds of both, also where the intervals do not meet: the later ones then win.
-
-        It is exact: rounding to a dtype keeps the order of the bounds, so that it makes no difference
-        whether they are rounded before they are compared with each other or after.
-        """
-        if not isinstance(earlier, Clamp):
-            return super().merged(earlier)
-        own_low = -math.inf if self.min is None else self.min
-        own_high = math.inf if self.max is None else self.max
-        low = -math.inf if earlier.min is None else earlier.min
-        high = math.inf if earlier.max is None else earlier.max
-        # The bounds of the first go through the second, as the elements between them do.
-        low, high = (min(max(end, own_low), own_high) for end in (low, high))
-        bounds = {
-            "min": None if low == -math.inf else low,
-            "max": None if high == math.inf else high,
-        }
-        return self.model_copy(update=bounds)
 
     def compile(self) -> Edit:
         """Return the bound as arithmetic on gradients."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from gradsurgeon.actions._base import ByNorm, Edit, Example, Rule
-from gradsurgeon.actions._fields import Flaw, flawed, found, is_number
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import ByNorm, Edit
+from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
+from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.source import looks_like
 
 if TYPE_CHECKING:
@@ -22,11 +26,11 @@ def _norm_type(value: object) -> object:
         return value
     hint = looks_like(value) if isinstance(value, str) else ""
     hint = hint if "number" in hint else "write 2, 1 or inf"
-    message = f"expected a number or the word inf, found {found(value)}"
+    message = f"expected a number or the word inf, found {described(value)}"
     raise flawed(Flaw("", message, hint, check="wrong-type"))
 
 
-class ClipNorm(Rule):
+class ClipNorm(EditRule):
     """Shorten a gradient that is longer than a bound, keeping its direction.
 
     ## What it does
@@ -63,7 +67,9 @@ class ClipNorm(Rule):
     )
 
     action: Literal["clip-norm"] = "clip-norm"
-    max_norm: Annotated[float, Field(ge=0, description="The longest that is left alone.")]
+    max_norm: Annotated[
+        float, Field(ge=0, description="The longest that is left alone."), Stricter(operator.neg)
+    ]
     norm_type: Annotated[
         float | Literal["inf"],
         BeforeValidator(_norm_type),

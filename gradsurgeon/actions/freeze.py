@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-from gradsurgeon.actions._base import Role, Rule
-from gradsurgeon.actions._target import TargetKind
+from gradsurgeon.actions._kinds import FreezeRule
 
 
-class Freeze(Rule):
+class Freeze(FreezeRule):
     """Keep the optimizer off a parameter.
 
     ## What it does
@@ -27,9 +26,5 @@ class Freeze(Rule):
     ## Cost
     None per element; never waits for the device.
     """
-
-    role: ClassVar[Role] = "freeze"
-    targets: ClassVar[tuple[TargetKind, ...]] = ("params",)
-    points: ClassVar = ("step",)
 
     action: Literal["freeze"] = "freeze"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import Decision
+from gradsurgeon.actions._kinds import TrapRule
 
-from gradsurgeon.actions._base import Example, Role, Rule
 
-
-class NanTrap(Rule):
+class NanTrap(TrapRule):
     """Stop a NaN or an infinity before it reaches a weight.
 
     ## What it does
@@ -28,13 +28,10 @@ class NanTrap(Rule):
     step. With `then: skip-step`, gradients on an accelerator and a fused optimizer (SGD, Adam or AdamW
     with `fused=True`, no closure, no `GradScaler`) there is no read: the optimizer obeys a flag on the
     device, at the price of a second reduction. Then the report, and giving up after `give_up_after`
-    trips, come with the next flush: up to 32 steps later, or when someone asks for events or the
-    status. The report names the tensors, but not how many elements each has.
+    trips, come with the next flush: up to 32 steps later, or when someone asks for the status. The
+    report names the tensors, but not how many elements each has.
     """
 
-    role: ClassVar[Role] = "trap"
-    points: ClassVar = ("accumulated",)
-    takes_at: ClassVar[bool] = False
     EXAMPLES: ClassVar = (
         Example({}, [1.0, -2.0], trips=False),
         Example({}, [1.0, float("nan")], trips=True),
@@ -44,14 +41,7 @@ class NanTrap(Rule):
     )
 
     action: Literal["nan-trap"] = "nan-trap"
-    then: Annotated[
-        Literal["raise", "skip-step", "warn"], Field(description="What happens to the step.")
-    ] = "raise"
-    give_up_after: Annotated[
-        int, Field(ge=1, description="Raise after this many trips in a row, whatever `then` says.")
-    ] = 10
 
-    @classmethod
-    def no_at_reason(cls) -> str:
-        """Return why the action takes no ``at``."""
-        return "it looks after each backward pass and decides right before the update"
+    def compile(self) -> Decision:
+        """Return the question whether an element is not finite."""
+        return Decision("nonfinite", lambda counts: counts > 0, self.then, self.give_up_after)

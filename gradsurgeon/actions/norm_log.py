@@ -6,18 +6,22 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from gradsurgeon.actions._base import Example, Role, Rule
-from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, flawed, found
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, described, flawed
+from gradsurgeon.actions._kinds import ObserverRule
 from gradsurgeon.errors import did_you_mean
-
-STATS = ("l1", "l2", "linf", "mean", "std", "min", "max", "zeros", "nonfinite")
+from gradsurgeon.statistics import STATISTICS
 
 
 def _stats(value: object) -> tuple[str, ...]:
-    known = f"known: {', '.join(STATS)}"
+    known = f"known: {', '.join(STATISTICS)}"
     if not isinstance(value, list | tuple) or not value:
-        hint = f"write [{value}]" if value in STATS else f"such as [l2]; {known}"
-        message = f"expected a list of statistics, found {found(value)}"
+        hint = (
+            f"write [{value}]"
+            if isinstance(value, str) and value in STATISTICS
+            else f"such as [l2]; {known}"
+        )
+        message = f"expected a list of statistics, found {described(value)}"
         raise flawed(Flaw("", message, hint, check="wrong-type"))
     flaws: list[Flaw] = []
     for index, stat in enumerate(value):
@@ -25,10 +29,10 @@ def _stats(value: object) -> tuple[str, ...]:
             break
         at = str(index)
         if not isinstance(stat, str):
-            message = f"expected the name of a statistic, found {found(stat)}"
+            message = f"expected the name of a statistic, found {described(stat)}"
             flaws.append(Flaw(at, message, known, check="wrong-type"))
-        elif stat not in STATS:
-            hint = did_you_mean(stat, STATS) or known
+        elif stat not in STATISTICS:
+            hint = did_you_mean(stat, STATISTICS) or known
             flaws.append(Flaw(at, f"unknown statistic `{stat[:60]}`", hint))
         elif stat in value[:index]:
             flaws.append(Flaw(at, f"the statistic `{stat}` is listed twice", "remove one of them"))
@@ -43,7 +47,7 @@ Stats = Annotated[
     WithJsonSchema(
         {
             "type": "array",
-            "items": {"enum": list(STATS)},
+            "items": {"enum": list(STATISTICS)},
             "minItems": 1,
             "uniqueItems": True,
         }
@@ -51,7 +55,7 @@ Stats = Annotated[
 ]
 
 
-class NormLog(Rule):
+class NormLog(ObserverRule):
     """Record how large a gradient is, per parameter and step.
 
     ## What it does
@@ -78,8 +82,6 @@ class NormLog(Rule):
     and `nonfinite` have no such limits.
     """
 
-    role: ClassVar[Role] = "observe"
-    points: ClassVar = ("accumulated", "backward", "step")
     EXAMPLES: ClassVar = (
         Example({}, [3.0, 4.0], record={"l2": 5.0}),
         Example(
@@ -103,8 +105,8 @@ class NormLog(Rule):
 
     def complex_problem(self) -> str:
         """Return which of the statistics complex numbers do not have."""
-        ordered = [stat for stat in self.stats if stat in ("mean", "min", "max")]
-        return f"complex numbers have no real {' or '.join(ordered)}" if ordered else ""
+        real = [stat for stat in self.stats if STATISTICS[stat].real]
+        return f"complex numbers have no real {' or '.join(real)}" if real else ""
 
     @property
     def measures(self) -> bool:

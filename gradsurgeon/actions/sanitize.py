@@ -6,13 +6,15 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import Edit
+from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 
-class Sanitize(Rule):
+class Sanitize(EditRule):
     """Replace non-finite elements by zero.
 
     ## What it does

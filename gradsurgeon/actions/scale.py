@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import Edit
+from gradsurgeon.actions._kinds import EditRule
+from gradsurgeon.actions._strictness import Stricter
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 _TINY_HALF, _MAX_HALF = 2.0**-14, 65504.0
 
 
-class Scale(Rule):
+class Scale(EditRule):
     """Multiply a gradient by a constant.
 
     ## What it does
@@ -45,27 +48,21 @@ class Scale(Rule):
     )
 
     action: Literal["scale"] = "scale"
-    factor: Annotated[float, Field(description="What every element is multiplied by.")]
+    factor: Annotated[
+        float,
+        Field(description="What every element is multiplied by."),
+        Stricter(
+            lambda factor: -abs(factor),
+            "gradients get smaller",
+            "gradients get larger",
+            lambda before, after: "the sign turns around" if before * after < 0 else "",
+        ),
+    ]
 
     @property
     def may_overflow(self) -> bool:
         """Whether the factor enlarges."""
         return abs(self.factor) > 1.0
-
-    def merged(self, earlier: Rule) -> Rule | None:
-        """Return the multiplication by the product, which rounds once instead of twice.
-
-        Only where both factors enlarge or both reduce: of 1e30 and 1e-30 the first one makes an
-        infinity of a large element, that stays one. And only where every dtype holds the product: in
-        float32 a factor of 1e-60 is 0, while 1e-30 twice is not.
-        """
-        if not isinstance(earlier, Scale):
-            return super().merged(earlier)
-        factors = abs(earlier.factor), abs(self.factor)
-        product = earlier.factor * self.factor
-        one_way = max(factors) <= 1.0 or min(factors) >= 1.0
-        held = min(factors) == 0.0 or _TINY_HALF <= abs(product) <= _MAX_HALF
-        return self.model_copy(update={"factor": product}) if one_way and held else None
 
     def compile(self) -> Edit:
         """Return the multiplication as arithmetic on gradients."""

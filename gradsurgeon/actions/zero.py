@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from gradsurgeon.actions._base import Edit, Example, Rule
+from gradsurgeon.actions._base import Example
+from gradsurgeon.actions._effects import Edit
+from gradsurgeon.actions._kinds import EditRule
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 
-class Zero(Rule):
+class Zero(EditRule):
     """Set a gradient to zero.
 
     ## What it does
@@ -40,16 +42,6 @@ class Zero(Rule):
     def notes(self) -> tuple[str, ...]:
         """Say what a zero gradient does not prevent."""
         return ("zero is not freeze: weight decay and momentum still move the weight",)
-
-    @property
-    def erases(self) -> bool:
-        """Erasing is all that it does."""
-        return True
-
-    def merged(self, earlier: Rule) -> Rule | None:
-        """Return this rule: what is erased need not be edited before."""
-        del earlier
-        return self
 
     def compile(self) -> Edit:
         """Return the erasure as arithmetic on gradients."""

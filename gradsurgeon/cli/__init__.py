@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from gradsurgeon.errors import did_you_mean, printable
+from gradsurgeon.errors import ModelError, did_you_mean, printable
 
 _COMMANDS = ("run", "lint", "plan", "diff", "params", "report", "export", "explain", "schema")
 _NOT_YET = ("replay",)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_nowhere() -> bool:
-    """Tell whether the working directory is gone, such as the scratch folder of a job."""
+    """Return whether the working directory is gone, such as the scratch folder of a job."""
     try:
         os.getcwd()  # noqa: PTH109 # only whether it can be told
     except FileNotFoundError:
@@ -89,7 +89,18 @@ def _dispatch(argv: Sequence[str]) -> int:
     if word not in _COMMANDS and not word.startswith("-"):
         hint = did_you_mean(word, _COMMANDS) or f"known: {', '.join(_COMMANDS)}"
         return fail(f"unknown command `{printable(word[:60])}` ({hint})")
-    arguments = parser.parse_args(argv)
+    return _run(parser.parse_args(argv))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if modules := getattr(arguments, "modules", ()):
+        from gradsurgeon.review import model_loading  # noqa: PLC0415 # the others do not need it
+
+        try:
+            for module in modules:
+                model_loading.import_module(module)
+        except ModelError as error:
+            return fail(str(error))
     return int(import_module(f"gradsurgeon.cli.{arguments.command}").run(arguments))
 
 
@@ -115,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "action", nargs="?", metavar="NAME", help="an action or a check; without it: all of them"
     )
+    _add_import(explain)
     command("schema", "Print the JSON Schema of rule files, for editors.")
     report = command("report", "Show what a run looked like: norms, rules, events.")
     _add_run(report)
@@ -162,12 +174,26 @@ def _add_lint(parser: argparse.ArgumentParser) -> None:
         help="what makes the exit code 1, default: error; a file that cannot be read makes it 2",
     )
     _add_params_file(parser)
+    _add_import(parser)
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--import",
+        action="append",
+        dest="modules",
+        default=[],
+        metavar="MODULE",
+        help="import a module, and so run it, for the actions and statistics that it defines; the "
+        "current folder is searched for it; may be given several times",
+    )
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", help=_RULE_FILE)
     add_names(parser)
     parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    _add_import(parser)
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
@@ -219,3 +245,4 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exit-code", action="store_true", help="exit with 1 where the effect differs"
     )
+    _add_import(parser)

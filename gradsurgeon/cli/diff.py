@@ -21,9 +21,8 @@ _Read = TypeVar("_Read")
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the difference; 1 where there is one and `--exit-code` asks, 2 where none can be told."""
-    wrong: list[
-        GradSurgeonError
-    ] = []  # on either side: whoever corrects one should not find the other then
+    # On either side: whoever corrects one should not find the other then.
+    wrong: list[GradSurgeonError] = []
     old = _unless(wrong, partial(sources.rules_at, arguments.old))
     new = _unless(wrong, partial(sources.rules_at, arguments.new))
     manifest = None
@@ -37,15 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
             plan = f"gradsurgeon plan {there}"
             texts[f"there is nothing to compare {there} with; what its rules do: {plan}"] = None
         return fail("\n".join(texts))
-    found = difference.compare(old, new, manifest)
+    compared = difference.compare(old, new, manifest)
     if arguments.format == "json":
         # To a job of GitHub `##[` is the beginning of a command, wherever it stands in a line.
-        print(json.dumps(found.to_dict(), indent=2).replace("##[", "#\\u0023["))
+        print(json.dumps(compared.to_dict(), indent=2).replace("##[", "#\\u0023["))
     elif arguments.format == "markdown":
-        sys.stdout.write(markdown.render(found))
+        sys.stdout.write(markdown.render(compared))
     else:
-        print(text.render(found))
-    return int(arguments.exit_code and found.in_effect)
+        print(text.render(compared))
+    return int(arguments.exit_code and compared.in_effect)
 
 
 def _is_unreadable(error: GradSurgeonError) -> bool:

@@ -10,13 +10,13 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, written
+from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, known_actions, written
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.schema import rule_schema
 from gradsurgeon.errors import did_you_mean, printable
-from gradsurgeon.review import catalogue
-from gradsurgeon.review.checking import severities
 from gradsurgeon.review.checks import CHECKS, Check
+from gradsurgeon.review.linter import severities
+from gradsurgeon.review.reading_checks import READING_CHECKS
 
 if TYPE_CHECKING:
     import argparse
@@ -45,21 +45,23 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.action
     checks = severities()
     if name is None:
-        width = max(map(len, (*ACTIONS, *checks)))
-        for action, rule in ACTIONS.items():
+        width = max(map(len, (*known_actions, *checks)))
+        for action, rule in known_actions.items():
             print(f"{action.ljust(width)}  {_summary(rule)}")
         for check in sorted(checks):
             print(f"{check.ljust(width)}  {_check_summary(check)}")
         return 0
-    if name in ACTIONS:
-        print("\n".join(page(ACTIONS[name])))
+    if name in known_actions:
+        print("\n".join(page(known_actions[name])))
     elif name in checks:
         print("\n".join(check_page(name)))
     else:
-        hint = did_you_mean(name, (*ACTIONS, *checks))
+        hint = did_you_mean(name, (*known_actions, *checks))
         near = hint.split("`")[1] if hint else ""
-        kind = ("action" if near in ACTIONS else "check") if near else "action or check"
-        hint = hint or f"known: {', '.join(ACTIONS)}; without a name the checks are listed, too"
+        kind = ("action" if near in known_actions else "check") if near else "action or check"
+        hint = (
+            hint or f"known: {', '.join(known_actions)}; without a name the checks are listed, too"
+        )
         return fail(f"unknown {kind} `{printable(name[:60])}` ({hint})")
     return 0
 
@@ -68,7 +70,7 @@ def check_page(name: str) -> Iterator[str]:
     """Yield the lines of the page of a check."""
     yield f"{name} ({severities()[name]}): {_check_summary(name)}"
     if name not in CHECKS:
-        yield from ("", *(f"  {line}" for line in _paragraphs(catalogue.CHECKS[name].help)))
+        yield from ("", *(f"  {line}" for line in _paragraphs(READING_CHECKS[name].help)))
         return
     check = CHECKS[name]
     for heading, text in _sections(type(check)):
@@ -87,7 +89,7 @@ def _both(check: Check, tick: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _check_summary(name: str) -> str:
-    return _summary(type(CHECKS[name])) if name in CHECKS else catalogue.CHECKS[name].summary
+    return _summary(type(CHECKS[name])) if name in CHECKS else READING_CHECKS[name].summary
 
 
 def page(rule: type[Rule]) -> Iterator[str]:
@@ -96,8 +98,8 @@ def page(rule: type[Rule]) -> Iterator[str]:
     for heading, text in _sections(rule):
         yield from _section(heading, _paragraphs(text))
     branch = rule_schema(rule)
-    if own := _keys(rule, shared=False):
-        yield from _section("Options", _table(branch, own))
+    if options := _keys(rule, shared=False):
+        yield from _section("Options", _table(branch, options))
     if not rule.takes_at:
         yield from ("", f"  It takes no `at`: {rule.no_at_reason()}.")
     yield from _section("Options of every rule", _table(branch, _keys(rule, shared=True)))
@@ -105,7 +107,7 @@ def page(rule: type[Rule]) -> Iterator[str]:
 
 
 def reference() -> str:
-    """Return the pages of all actions as Markdown, as `rules/README.md` holds them."""
+    """Return the pages of all actions as Markdown, as `rules/reference.md` holds them."""
     rules = list(ACTIONS.values())
     shared = list(dict.fromkeys(key for rule in rules for key in _keys(rule, shared=True)))
     widest = {key: next(r for r in rules if key in _keys(r, shared=True)) for key in shared}
@@ -117,8 +119,8 @@ def reference() -> str:
             paragraphs = (" ".join(one.split()) for one in text.strip().split("\n\n"))
             lines += ["", f"**{heading}.** " + "\n\n".join(paragraphs)]
         lines += ["", _acts_on(rule)]
-        if own := _keys(rule, shared=False):
-            lines += ["", *_markdown_table(_rows(rule_schema(rule), own))]
+        if options := _keys(rule, shared=False):
+            lines += ["", *_markdown_table(_rows(rule_schema(rule), options))]
         lines += ["", "```yaml", "version: 1", "rules:"]
         lines += [f"  {line}" if line else "" for line in _examples(rule)]
         lines += ["```"]
@@ -144,13 +146,12 @@ def _checks_reference() -> Iterator[str]:
     )
     yield from ("words that other readers take for something else.", "")
     yield from ("| check | severity | finds | what to do |", "|---|---|---|---|")
-    for name, about in catalogue.CHECKS.items():
+    for name, about in READING_CHECKS.items():
         cells = (f"`{name}`", about.severity, about.summary, about.help)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _acts_on(rule: type[Rule]) -> str:
-    """Return what an action acts on, and at which points."""
     targets = ", ".join(f"`{kind}`" for kind in rule.targets)
     if not rule.takes_at:
         return f"Acts on {targets}. It takes no `at`: {rule.no_at_reason()}."
@@ -200,7 +201,6 @@ def _width() -> int:
 
 
 def _rows(branch: Mapping[str, Any], keys: Sequence[str]) -> Iterator[tuple[str, str, str, str]]:
-    """Yield name, type, default and meaning of options."""
     for key in keys:
         info = branch["properties"][key]
         yield key, _type(info), _default(branch, key), _meaning(info)
@@ -219,7 +219,6 @@ def _table(branch: Mapping[str, Any], keys: Sequence[str]) -> Iterator[str]:
 
 
 def _type(info: Mapping[str, Any]) -> str:
-    """Return the type of an option in words."""
     if "const" in info:
         return str(info["const"])
     if "enum" in info:
@@ -292,7 +291,6 @@ def _numbers(values: Sequence[float]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Return a value as a rule file spells it."""
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_yaml, value))}]"
     if isinstance(value, str):

@@ -10,16 +10,15 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import PatternError, compile_pattern, select
 from gradsurgeon.store.files import is_of_a_run, replacing
-from gradsurgeon.store.rankfile import StoredSeries
+from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, open_run
 
 if TYPE_CHECKING:
@@ -33,20 +32,25 @@ _FIRST = (",".join(COLUMNS).encode(), b'{"type": "value"', b'{"type": "event"')
 # JSON has no numbers for these; the spelling is that of Protocol Buffers.
 _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
+_EVENT = ("step", "rank", "rule", "kind", "name", "message")
+
 Chosen = Sequence[tuple[StoredSeries, Sequence[int]]]
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the records; 2 where there are none, or they cannot be read or written."""
     try:
-        with open_run(arguments.run) as found:
-            chosen = list(_chosen(found, arguments))
-            events = list(_events(found, arguments)) if arguments.format == "jsonl" else []
+        with open_run(arguments.run) as opened:
+            chosen = list(_chosen(opened, arguments))
+            events = list(_events(opened, arguments)) if arguments.format == "jsonl" else []
             if not chosen and not events:
-                return fail(_why_nothing(found))
-            if arguments.output is not None and (reason := _kept(Path(arguments.output))):
+                return fail(_why_nothing(opened))
+            if arguments.output is None:
+                _FORMATS[arguments.format](sys.stdout, chosen, events)
+                return 0
+            if reason := _why_kept(Path(arguments.output)):
                 return fail(f"{printable(arguments.output)}: {reason}")
-            with _output(arguments.output) as out:
+            with replacing(Path(arguments.output)) as out:
                 _FORMATS[arguments.format](out, chosen, events)
     except BrokenPipeError:
         raise  # the reader has seen enough: no error
@@ -63,12 +67,10 @@ def _chosen(run: Run, arguments: argparse.Namespace) -> Iterator[tuple[StoredSer
     pattern = None if arguments.name is None else compile_pattern(arguments.name)
     for series in run:
         key = series.key
-        if arguments.rule not in (None, key.rule) or arguments.stat not in (None, key.stat):
-            continue
-        every = list(range(len(key.names)))
-        columns = every if pattern is None else list(select([pattern], key.names))
-        if columns:
-            yield series, columns
+        if arguments.rule in (None, key.rule) and arguments.stat in (None, key.stat):
+            columns = range(len(key.names)) if pattern is None else select([pattern], key.names)
+            if columns := list(columns):
+                yield series, columns
 
 
 def _events(run: Run, arguments: argparse.Namespace) -> Iterator[Event]:
@@ -92,7 +94,7 @@ def _why_nothing(run: Run) -> str:
     )
 
 
-def _kept(path: Path) -> str:
+def _why_kept(path: Path) -> str:
     """Return why the file there must not be written over; empty where there is none, or it may be."""
     if is_of_a_run(path):
         return "is a file of a run, or would be taken for one; name another one"
@@ -103,15 +105,6 @@ def _kept(path: Path) -> str:
     if first and not first.startswith(_FIRST):
         return "is there already and is no export; name another one, or remove it first"
     return ""
-
-
-@contextmanager
-def _output(path: str | None) -> Iterator[IO[str]]:
-    if path is None:
-        yield sys.stdout
-        return
-    with replacing(Path(path)) as file:
-        yield file
 
 
 def _csv(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
@@ -157,16 +150,9 @@ def _jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
                 if column not in absent
             )
     for event in events:
-        fields: dict[str, Any] = {
-            "type": "event",
-            "step": event.step,
-            "rank": event.rank,
-            "rule": event.rule,
-            "kind": event.kind,
-            "name": event.name,
-            "message": event.message,
-        }
-        out.write(f"{_json(fields)}\n")
+        out.write(
+            f"{_json({'type': 'event', **{field: getattr(event, field) for field in _EVENT}})}\n"
+        )
 
 
 def _json(value: object) -> str:

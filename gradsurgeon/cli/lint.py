@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, get_args
 
 from gradsurgeon import review
 from gradsurgeon.cli import fail
-from gradsurgeon.errors import ManifestError, Problem, printable
+from gradsurgeon.errors import ManifestError, Problem, Severity, printable
 from gradsurgeon.review import formats, sources
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ManifestError as error:
         return fail(str(error))
     # A file that is named twice is one file.
-    found = {file: review.lint(file, manifest) for file in dict.fromkeys(arguments.files)}
-    problems = _distinct(found)
+    by_file = {file: review.lint(file, manifest) for file in dict.fromkeys(arguments.files)}
+    problems = _distinct(by_file)
     colour = arguments.output is None and coloured(sys.stdout)
     text = formats.write(problems, arguments.format, root=workspace(), colour=colour)
     if arguments.output is not None:
@@ -43,14 +43,14 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
     # A program that reads the whole list from stdout has no use for it.
     if arguments.output is not None or arguments.format not in ("json", "sarif"):
-        print(_summary(found), file=sys.stderr)
+        print(_summary(by_file), file=sys.stderr)
     if any(problem.check == UNREADABLE for problem in problems):
         return 2
     return int(any(problem.severity in _FAILING[arguments.fail_on] for problem in problems))
 
 
 def coloured(stream: TextIO) -> bool:
-    """Return whether to write colours: to a terminal that has them, unless the user has had enough."""
+    """Return whether to write colours: to a terminal that has them, unless the user declines."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not plain
 
@@ -65,25 +65,21 @@ def workspace() -> Path:
     return Path(given) if given and here.is_relative_to(given) else here
 
 
-def _distinct(found: dict[str, list[Problem]]) -> list[Problem]:
+def _distinct(by_file: dict[str, list[Problem]]) -> list[Problem]:
     """Return each problem once: files may share an include."""
-    return list(dict.fromkeys(problem for group in found.values() for problem in group))
+    return list(dict.fromkeys(problem for group in by_file.values() for problem in group))
 
 
-def _summary(found: dict[str, list[Problem]]) -> str:
+def _summary(by_file: dict[str, list[Problem]]) -> str:
     """Return ``rules.yaml: 14 errors, 1 warning``."""
-    problems = _distinct(found)
-    what = printable(next(iter(found))) if len(found) == 1 else f"{len(found)} files"
-    if not problems:
-        return f"{_count(len(found), 'file')} clean"
-    counts = [_severity(problems, one) for one in ("error", "warning", "note")]
-    clean = sum(not group for group in found.values())
-    return f"{what}: {', '.join(filter(None, counts))}" + (f" ({clean} clean)" if clean else "")
-
-
-def _severity(problems: Sequence[Problem], severity: str) -> str:
-    number = sum(problem.severity == severity for problem in problems)
-    return _count(number, severity) if number else ""
+    severities = Counter(problem.severity for problem in _distinct(by_file))
+    what = printable(next(iter(by_file))) if len(by_file) == 1 else f"{len(by_file)} files"
+    if not severities:
+        return f"{_count(len(by_file), 'file')} clean"
+    order = get_args(Severity)
+    counts = [_count(severities[name], name) for name in order if severities[name]]
+    clean = sum(not group for group in by_file.values())
+    return f"{what}: {', '.join(counts)}" + (f" ({clean} clean)" if clean else "")
 
 
 def _count(number: int, noun: str) -> str:

@@ -82,17 +82,17 @@ def _check_hash(given: str, model: str | None) -> int:
     if model is None:
         return fail("`--check` with a hash needs `--model MODULE:NAME` to compare it with")
     now = sources.manifest_of(model=model)
-    found = manifest_file.to_dict(now)["hash"]
-    if found == given:
+    current = manifest_file.to_dict(now)["hash"]
+    if current == given:
         print(f"the hash is that of the model: {_about(now)}", file=sys.stderr)
         return 0
-    print(f"stale: the hash of {printable(now.origin)} is {found}, not {given}")
+    print(f"stale: the hash of {printable(now.origin)} is {current}, not {given}")
     print("a hash does not tell what has changed: check a file for that")
     return 1
 
 
 def _changes(known: Manifest, now: Manifest) -> Iterator[str]:
-    """Yield what is not as it was, the smallest lists first."""
+    """Yield a line for each difference."""
     if known.origin != now.origin:
         yield f"~ origin: {known.origin} -> {now.origin}"
     before, after = manifest_file.to_dict(known), manifest_file.to_dict(now)

@@ -6,7 +6,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from gradsurgeon import compiler, planning
+from gradsurgeon import planning
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.lint import UNREADABLE
 from gradsurgeon.errors import BindError, ManifestError, ModelError, RuleFileError
@@ -36,6 +36,4 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(plan.to_dict(), indent=2))
         return 0
     print(plan)
-    if programs := compiler.listing(plan):
-        print(f"\n{programs}")
     return 0

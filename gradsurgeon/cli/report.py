@@ -29,13 +29,12 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.run)
     inside = sorted(_inside(folder, _DEEPEST))
     try:
-        own = (folder / RUN_FILE).exists() or not inside
-        if own:
-            with open_run(folder) as found:
-                print(from_run(found).text(ascii_only=plain))
+        if is_run := (folder / RUN_FILE).exists() or not inside:
+            with open_run(folder) as opened:
+                print(from_run(opened).text(ascii_only=plain))
         if inside:
             head = f"{count(len(inside), 'run')} inside {printable(arguments.run)}, of other models or processes:"
-            print("\n".join([*([""] if own else []), head, *_commands(inside)]))
+            print("\n".join([*([""] if is_run else []), head, *_commands(inside)]))
     except RecordError as error:
         return fail(str(error))
     return 0
@@ -48,11 +47,11 @@ def _inside(folder: Path, levels: int) -> Iterator[Path]:
             below = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return  # `open_run` says so of the folder that was named
-    for one in below:
-        if (one / RUN_FILE).is_file():
-            yield one
+    for subfolder in below:
+        if (subfolder / RUN_FILE).is_file():
+            yield subfolder
         if levels > 1:
-            yield from _inside(one, levels - 1)
+            yield from _inside(subfolder, levels - 1)
 
 
 def _commands(folders: Sequence[Path]) -> Iterator[str]:
@@ -60,8 +59,8 @@ def _commands(folders: Sequence[Path]) -> Iterator[str]:
     rows = []
     for folder in folders:
         try:
-            with open_run(folder) as found:
-                title = title_of(found)
+            with open_run(folder) as opened:
+                title = title_of(opened)
         except RecordError:
             title = "cannot be read"  # the command says why
         command = f"gradsurgeon report {shlex.quote(str(folder))}"

@@ -74,12 +74,12 @@ def document_schema() -> dict[str, Any]:
 
 def rule_schema(rule: type[Rule]) -> dict[str, Any]:
     """Return the branch of one action."""
-    found = rule.model_json_schema()
-    definitions = found.pop("$defs", {})
+    schema = rule.model_json_schema()
+    definitions = schema.pop("$defs", {})
     unknown = _unknown(rule)
     properties = {
         name: _simple(value, definitions)
-        for name, value in found["properties"].items()
+        for name, value in schema["properties"].items()
         if name not in unknown
     }
     properties["id"]["patternErrorMessage"] = _ID
@@ -101,7 +101,7 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
         "description": properties["action"]["description"],
         "type": "object",
         "properties": dict(sorted(properties.items(), key=lambda item: item[0] != "action")),
-        "required": ["id", "action", *(key for key in found["required"] if key != "id"), *only],
+        "required": ["id", "action", *(key for key in schema["required"] if key != "id"), *only],
         "additionalProperties": False,
         **_together(rule),
     }
@@ -133,19 +133,19 @@ def _together(rule: type[Rule]) -> dict[str, Any]:
         needs["modules"] = ["tensor"]
     if rule.needs_at:
         needs["params"] = ["at"]
-    found: dict[str, Any] = {}
+    conditions: dict[str, Any] = {}
     if len(rule.targets) > 1:
         # `oneOf` would say it in one word, but an editor then shows neither the line nor the reason.
-        found["allOf"] = [{"anyOf": [{"required": [kind]} for kind in rule.targets]}]
-        found["dependentSchemas"] = {
+        conditions["allOf"] = [{"anyOf": [{"required": [kind]} for kind in rule.targets]}]
+        conditions["dependentSchemas"] = {
             kind: {"properties": dict.fromkeys(rule.targets[index:], False)}
             for index, kind in enumerate(rule.targets[:-1], start=1)
         }
     if needs:
-        found["dependentRequired"] = needs
+        conditions["dependentRequired"] = needs
     if rule.either:
-        found["anyOf"] = [{"required": [key]} for key in rule.either]
-    return found
+        conditions["anyOf"] = [{"required": [key]} for key in rule.either]
+    return conditions
 
 
 def _simple(value: Any, definitions: dict[str, Any]) -> Any:

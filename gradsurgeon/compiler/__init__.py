@@ -1,7 +1,5 @@
-"""Plan -> programs: what each hook of a session has to do, and in which order. Pure."""
+"""Plan -> program: what each hook of a session has to do, and in which order. Pure."""
 
-from gradsurgeon.compiler.fusing import Piece
-from gradsurgeon.compiler.listing import listing
-from gradsurgeon.compiler.program import Group, ModuleProgram, Program, Stage, compile_plan
+from gradsurgeon.compiler.program import ModuleProgram, Program, Stage, compile_plan
 
-__all__ = ["Group", "ModuleProgram", "Piece", "Program", "Stage", "compile_plan", "listing"]
+__all__ = ["ModuleProgram", "Program", "Stage", "compile_plan"]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gradsurgeon.actions import Rule
-from gradsurgeon.compiler.fusing import Piece, fuse
+from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.planning import ROOT, Plan
 
 
@@ -15,14 +14,6 @@ class Stage:
     """One rule on the parameters it bound, by their index in `Program.names`."""
 
     rule: Rule
-    tensors: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One piece on the parameters that go through it, by their index in `Program.names`."""
-
-    piece: Piece
     tensors: tuple[int, ...]
 
 
@@ -44,12 +35,9 @@ class Program:
             there because their optimizer is what keeps the clock.
         armed: the parameters that carry hooks.
         per_tensor: parameter to its rules at `backward` in file order; one tensor hook each.
-        in_hook: parameter to what that hook runs, which is the work of these rules.
         after_backward: rules that look once a backward pass has finished. The traps are among them:
             they look there and decide at the step.
         at_step: rules that act right before an update, in file order.
-        in_update: what is run for them, one after another. Parameters that share a rule can be in
-            different groups, because other rules join it on some of them.
         modules: one program per module that a rule touches.
         tags: rules on tagged tensors, in file order.
     """
@@ -57,10 +45,8 @@ class Program:
     names: tuple[str, ...]
     armed: tuple[int, ...] = ()
     per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
-    in_hook: dict[int, tuple[Piece, ...]] = field(default_factory=dict)
     after_backward: tuple[Stage, ...] = ()
     at_step: tuple[Stage, ...] = ()
-    in_update: tuple[Group, ...] = ()
     modules: tuple[ModuleProgram, ...] = ()
     tags: tuple[Rule, ...] = ()
 
@@ -72,13 +58,6 @@ class Program:
         return [*(found | {rule.id: rule for rule, _ in self.site_rules}).values()]
 
     @property
-    def merged(self) -> list[Rule]:
-        """The rules that are in no file, because each does the work of several."""
-        pieces = [piece for own in self.in_hook.values() for piece in own]
-        pieces += [group.piece for group in self.in_update]
-        return [*{one.rule.id: one.rule for one in pieces if len(one.parts) > 1}.values()]
-
-    @property
     def watched(self) -> Sequence[int]:
         """The parameters that carry hooks; rules on modules alone must learn of passes as well."""
         return self.armed or range(len(self.names))
@@ -86,7 +65,7 @@ class Program:
     @property
     def traps(self) -> tuple[Stage, ...]:
         """The stages that can stop an update for the gradient of a parameter."""
-        return tuple(stage for stage in self.after_backward if stage.rule.role == "trap")
+        return tuple(stage for stage in self.after_backward if isinstance(stage.rule, TrapRule))
 
     @property
     def site_rules(self) -> list[tuple[Rule, str]]:
@@ -100,21 +79,16 @@ class Program:
     @property
     def freezes(self) -> tuple[Stage, ...]:
         """The stages that keep an optimizer off a parameter."""
-        return tuple(stage for stage in self.at_step if stage.rule.role == "freeze")
+        return tuple(stage for stage in self.at_step if isinstance(stage.rule, FreezeRule))
 
     @property
     def step_edits(self) -> tuple[Stage, ...]:
         """The stages that change final gradients."""
-        return tuple(stage for stage in self.at_step if stage.rule.role == "edit")
+        return tuple(stage for stage in self.at_step if isinstance(stage.rule, EditRule))
 
 
-def compile_plan(plan: Plan, *, optimize: bool = True) -> Program:
-    """Return the program of a plan: one hook per tensor, one look per pass, one visit per step.
-
-    Args:
-        plan: the rules and what they bind.
-        optimize: let neighbouring rules on one tensor run as one; ``False`` to run each by itself.
-    """
+def compile_plan(plan: Plan) -> Program:
+    """Return the program of a plan: one hook per tensor, one visit after each pass, one per step."""
     names = tuple(param.name for param in plan.manifest.params)
     index = {name: number for number, name in enumerate(names)}
     per_tensor: dict[int, list[Rule]] = {}
@@ -129,61 +103,18 @@ def compile_plan(plan: Plan, *, optimize: bool = True) -> Program:
         else:
             stages[rule.point].append(Stage(rule, tensors))
     every = [*stages["accumulated"], *stages["step"]]
-    fused = _Fused(optimize=optimize)
     armed = {tensor for stage in every for tensor in stage.tensors} | per_tensor.keys()
     return Program(
         names=names,
         armed=tuple(sorted(armed)),
         per_tensor={tensor: tuple(rules) for tensor, rules in sorted(per_tensor.items())},
-        in_hook={tensor: fused.pieces(rules) for tensor, rules in sorted(per_tensor.items())},
         after_backward=tuple(stages["accumulated"]),
         at_step=tuple(stages["step"]),
-        in_update=tuple(_groups(stages["step"], fused)),
         modules=tuple(_modules(plan)),
         tags=tuple(
             rule for rule in plan.rules.rules if rule.target == "tensors" and plan.of(rule.id)
         ),
     )
-
-
-class _Fused:
-    """Chains of rules as pieces. Most tensors share their chain with others."""
-
-    def __init__(self, *, optimize: bool) -> None:
-        self._optimize = optimize
-        self._known: dict[tuple[str, ...], tuple[Piece, ...]] = {}
-
-    def pieces(self, chain: Sequence[Rule]) -> tuple[Piece, ...]:
-        """Return what is run for rules that act on one tensor at one moment."""
-        if not self._optimize:
-            return tuple(Piece(rule, (rule,)) for rule in chain)
-        key = tuple(rule.id for rule in chain)
-        if key not in self._known:
-            self._known[key] = fuse(chain)
-        return self._known[key]
-
-
-def _groups(stages: Sequence[Stage], fused: _Fused) -> Iterator[Group]:
-    """Yield what is run at the step, in the order of effects for every tensor.
-
-    A piece runs in the place of its last rule. What stands between that and the first one acts on
-    other tensors, or the rules would be no neighbours.
-    """
-    chains: dict[int, list[Rule]] = {}
-    for stage in stages:
-        for tensor in stage.tensors:
-            chains.setdefault(tensor, []).append(stage.rule)
-    ending = {
-        tensor: {piece.parts[-1].id: piece for piece in fused.pieces(chain)}
-        for tensor, chain in chains.items()
-    }
-    for stage in stages:
-        own: dict[str, tuple[Piece, list[int]]] = {}
-        for tensor in stage.tensors:
-            piece = ending[tensor].get(stage.rule.id)
-            if piece is not None:
-                own.setdefault(piece.rule.id, (piece, []))[1].append(tensor)
-        yield from (Group(piece, tuple(tensors)) for piece, tensors in own.values())
 
 
 def _modules(plan: Plan) -> Sequence[ModuleProgram]:

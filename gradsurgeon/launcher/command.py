@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurgeon.errors import printable
-from gradsurgeon.launcher import idle, mark, observer
-from gradsurgeon.launcher.importing import say
-from gradsurgeon.launcher.interpreters import deaf_flag, other_prefix
-from gradsurgeon.launcher.settings import DISABLE, RULES, STRICT, Settings, is_on
+from gradsurgeon.launcher import launch_status, observer
+from gradsurgeon.launcher.interpreters import blocking_flag, other_prefix
+from gradsurgeon.launcher.messages import say
+from gradsurgeon.launcher.settings import DISABLE, RULES, STATUS_FILE, STRICT, Settings, is_on
 from gradsurgeon.store import job
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
@@ -35,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
     Args:
         argv: what follows the word `run`.
     """
-    own, target = split(argv)
-    arguments = _parser().parse_args(own)
+    options, target = split(argv)
+    arguments = _parser().parse_args(options)
     if not arguments.print_env and not target:
         return _fail(f"no script is given\nusage: {_USAGE}")
     if _is_off() and not arguments.print_env:
@@ -44,12 +44,11 @@ def main(argv: Sequence[str]) -> int:
     rules = arguments.rules or os.environ.get(RULES, "")
     if problem := _problem(rules, arguments.record):
         return _fail(problem)
-    settings = _settings(rules, arguments)
-    environment = settings.environment(os.environ)
+    environment = _settings(rules, arguments).environment(os.environ)
     if arguments.print_env:
         _print_difference(environment)
         return 0
-    environment |= mark.variables(environment, command=target[0] == "--")
+    environment |= launch_status.variables(environment, command=target[0] == "--")
     return _become_target(target, environment)
 
 
@@ -87,13 +86,13 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     The first word that is no option begins the script: `--lr` behind it is none of ours.
     """
     words = list(argv)
-    place = 0
-    while place < len(words):
-        word = words[place]
+    script = 0
+    while script < len(words):
+        word = words[script]
         if word in ("--", "-m") or not word.startswith("-") or word == "-":
             break
-        place += 2 if word in _WITH_VALUE else 1
-    return words[:place], words[place:]
+        script += 2 if word in _WITH_VALUE else 1
+    return words[:script], words[script:]
 
 
 def script_command(target: Sequence[str]) -> list[str]:
@@ -123,7 +122,7 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
 
 
 def _become_script(target: list[str], environment: dict[str, str]) -> int:
-    if not _is_off() and (flag := deaf_flag()):
+    if not _is_off() and (flag := blocking_flag()):
         why = f"with {flag} Python takes no notice of PYTHONPATH or of sitecustomize, by which they come"
         if not _goes_on_without(f"{why}: leave {flag} out", environment):
             return 2
@@ -145,16 +144,16 @@ def _become_command(command: list[str], environment: dict[str, str]) -> int:
             f"{why}: install gradsurgeon in the former, and use it", environment
         ):
             return 2
-    outermost = idle.MARK not in os.environ
-    # From here on this process, too, has words for who looks at the end.
+    outermost = STATUS_FILE not in os.environ
+    # From here on this process, too, notes how far it came.
     os.environ |= environment
     if prefix:
-        idle.leave(idle.TAKEN)  # That need not be said twice.
+        launch_status.note(launch_status.RULES_TAKEN)  # That need not be said twice.
     if outermost and os.name != "nt":
-        observer.start(environment[idle.MARK])
+        observer.start(environment[STATUS_FILE])
     code = _become(program, command, environment)
     if outermost and os.name == "nt":
-        observer.look(environment[idle.MARK])
+        observer.report(environment[STATUS_FILE])
     return code
 
 
@@ -167,12 +166,12 @@ def _become(program: str, command: list[str], environment: dict[str, str]) -> in
     try:
         os.execve(program, command, environment)  # noqa: S606 # that is what was asked for
     except OSError as error:
-        idle.busy()
+        launch_status.note(launch_status.EXPLAINED)
         return _fail(f"{printable(program)}: {error.strerror}")
 
 
 def _goes_on_without(why: str, environment: dict[str, str]) -> bool:
-    """Say why the rules will not act; tell whether to go on, as without ``--strict``."""
+    """Say why the rules will not act; return whether to go on, as without ``--strict``."""
     if environment.get(STRICT):
         _fail(f"the rules cannot act: {why}")
         return False

@@ -20,7 +20,7 @@ import gradsurgeon
 from gradsurgeon import _dist, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import NonFiniteGradientError, printable
-from gradsurgeon.launcher.importing import say
+from gradsurgeon.launcher.messages import say
 
 _OURS = tuple(str(Path(str(package.__file__)).parent) for package in (gradsurgeon, torch))
 _POLL_SECONDS = 0.2
@@ -91,15 +91,15 @@ class Debugger:
 
 def debug(error: NonFiniteGradientError, traceback: TracebackType) -> None:
     """Open the debugger on the rank that trapped; let the others wait for it."""
-    own = _dist.rank()
-    if _dist.world() > 1 and own != error.rank:
-        say(f"rank {own} waits: rank {error.rank} trapped and is in the debugger")
+    rank = _dist.rank()
+    if _dist.world() > 1 and rank != error.rank:
+        say(f"rank {rank} waits: rank {error.rank} trapped and is in the debugger")
         # Where the other rank kept the store, it has ended with it.
         with suppress(RuntimeError):
             while not _torch.job_store().check([_OVER]):
                 time.sleep(_POLL_SECONDS)
         return
-    where = f"rank {own} trapped" if _dist.world() > 1 else "the trap stopped the update"
+    where = f"rank {rank} trapped" if _dist.world() > 1 else "the trap stopped the update"
     say(f"{where}: the debugger is in the line that took the step (`q` to quit)")
     try:
         pdb.post_mortem(_until_the_script(traceback))
@@ -110,14 +110,12 @@ def debug(error: NonFiniteGradientError, traceback: TracebackType) -> None:
 
 def _until_the_script(traceback: TracebackType) -> TracebackType:
     """Return a traceback without its last frames, which are ours and torch's."""
-    frames = []
-    one: TracebackType | None = traceback
-    while one is not None:
-        frames.append(one)
-        one = one.tb_next
+    frames = [traceback]
+    while (deeper := frames[-1].tb_next) is not None:
+        frames.append(deeper)
     while len(frames) > 1 and frames[-1].tb_frame.f_code.co_filename.startswith(_OURS):
         frames.pop()
-    found: TracebackType | None = None
+    shortened: TracebackType | None = None
     for frame in reversed(frames):
-        found = TracebackType(found, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    return found or traceback
+        shortened = TracebackType(shortened, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shortened or traceback

@@ -14,39 +14,26 @@ from gradsurgeon import _live
 _MOST_NODES = 1_000_000
 
 
-def roots_of(params: Sequence[Tensor], known: Iterable[nn.Module] = ()) -> list[nn.Module]:
+def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
     """Return the models that parameters belong to: the owners that are nobody's child.
 
-    Parameters are found under their full names that way, also where the optimizer has only some of
-    them. Losses that hold the model they train are passed over.
-
-    Args:
-        params: the parameters.
-        known: models that somebody uses. Where they are all that there is, the search takes half as long.
+    Parameters have their full names that way, also where the optimizer has only some of them. Losses that
+    hold the model they train are passed over.
     """
-    wanted = {id(param) for param in params}
-    alive = {id(model) for model in known}
-    found = _tops_of(wanted) if alive else []
-    if found and alive.issuperset(map(id, found)):
-        return found
     # What only waits to be collected must not pass for a model.
     gc.collect()
-    return _tops_of(wanted)
-
-
-def _tops_of(wanted: set[int]) -> list[nn.Module]:
+    wanted = {id(param) for param in params}
     modules = _live.instances(nn.Module)
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         if not _is_loss(module):
             for child in module._modules.values():  # noqa: SLF001 # `children` hides shared ones
                 parents.setdefault(id(child), []).append(module)
-    found: dict[int, nn.Module] = {}
+    roots: dict[int, nn.Module] = {}
     for module in modules:
         if any(id(param) in wanted for param in module._parameters.values()):  # noqa: SLF001 # as above
-            for root in _climb(module, parents):
-                found[id(root)] = root
-    return _without_repetition(list(found.values()), wanted)
+            roots |= {id(root): root for root in _climb(module, parents)}
+    return _without_repetition(list(roots.values()), wanted)
 
 
 def _is_loss(module: nn.Module) -> bool:
@@ -55,19 +42,19 @@ def _is_loss(module: nn.Module) -> bool:
 
 
 def _climb(module: nn.Module, parents: dict[int, list[nn.Module]]) -> list[nn.Module]:
-    tops: dict[int, nn.Module] = {}
+    roots: list[nn.Module] = []
     seen: set[int] = set()
     waiting = [module]
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+        current = waiting.pop()
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        above = parents.get(id(one), [])
-        if not above:
-            tops[id(one)] = one
+        seen.add(id(current))
+        above = parents.get(id(current), [])
         waiting += above
-    return list(tops.values())
+        if not above:
+            roots.append(current)
+    return roots
 
 
 def _without_repetition(roots: list[nn.Module], wanted: set[int]) -> list[nn.Module]:
@@ -85,17 +72,17 @@ def _without_repetition(roots: list[nn.Module], wanted: set[int]) -> list[nn.Mod
 
 
 def leaves_of(tensors: Any) -> list[Tensor]:
-    """Return the leaves that a backward pass from some tensors would reach."""
+    """Return the leaves that a backward pass from these tensors would reach."""
     roots: Iterable[Any] = [tensors] if isinstance(tensors, Tensor) else tensors
     waiting = [root.grad_fn for root in roots if isinstance(root, Tensor)]
     seen: set[Any] = set()
-    found: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if (leaf := getattr(node, "variable", None)) is not None:
-            found[id(leaf)] = leaf
+            leaves[id(leaf)] = leaf
         waiting += [above for above, _ in node.next_functions]
-    return list(found.values())
+    return list(leaves.values())

@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, NoReturn
 
 from gradsurgeon import _live
-from gradsurgeon.launcher import exiting, idle
+from gradsurgeon.launcher import exit_code, launch_status
+from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import Settings, from_environment
 
 if TYPE_CHECKING:
@@ -31,49 +32,31 @@ def start() -> None:
         sys.meta_path.insert(0, _Finder("torch", partial(_refuse, str(error))))
         return
     if settings is not None:
-        exiting.start()
-        idle.start()
+        exit_code.install()
+        launch_status.start()
         sys.meta_path.insert(0, _Finder("torch", partial(_activate, settings)))
 
 
-def say(text: str) -> None:
-    """Write a line to stderr, in the name of the program."""
-    exiting.to_stderr(f"gradsurgeon: {text}")
-
-
 def _refuse(text: str) -> NoReturn:
-    """Let nothing train: what was asked for means nothing, and nobody has asked for training without."""
-    idle.busy()
+    """Stop the script: its settings mean nothing, and nobody has asked for training without rules."""
+    launch_status.note(launch_status.EXPLAINED)
     say(text)
-    raise SystemExit(2)
-
-
-def give_way(settings: Settings, error: BaseException) -> None:
-    """Say in one line that the launcher cannot find its way in this script, which runs on unless strict.
-
-    Raises:
-        SystemExit: with ``--strict``.
-    """
-    idle.busy()
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    say(f"the script runs on without rules: {reason}")
-    if settings.strict:
-        raise SystemExit(2) from None
+    raise SystemExit(exit_code.REFUSED)
 
 
 def _activate(settings: Settings) -> None:
-    idle.leave(idle.TORCH)
+    launch_status.note(launch_status.TORCH_IMPORTED)
     # Only now: this imports the rest of the package, and torch is there already.
     try:
-        from gradsurgeon.launcher.watch import activate  # noqa: PLC0415 # as said
+        from gradsurgeon.launcher.training_detector import activate  # noqa: PLC0415 # as said
     except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
-        give_way(settings, error)
+        launch_status.run_without_rules(settings, error)
     else:
         activate(settings)
 
 
 class _Finder(MetaPathFinder):
-    """Calls back once a module has been imported; then it is as if it had never been there.
+    """Calls back once a module has been imported, and then takes itself off the path.
 
     Others may wait for the same module, by finders that ask all others as this one does.
     """
@@ -122,11 +105,9 @@ class _Loader(Loader):
         self._finder = finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Create the module as its loader does, or go on with the one that is there."""
         return self._finder.executed or self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module, and tell."""
         # Only what is ours is put back: another loader around this one may have put itself there.
         if module.__spec__ is not None and module.__spec__.loader is self:
             module.__spec__.loader = self._loader

@@ -13,7 +13,7 @@ _LONGEST_LINE = 4096
 _PATIENCE_SECONDS = 10
 
 
-def deaf_flag() -> str:
+def blocking_flag() -> str:
     """Return the flag of this interpreter, handed on to scripts, with which rules cannot get in."""
     flags = sys.flags
     given = {"-I": flags.isolated, "-E": flags.ignore_environment, "-S": flags.no_site}
@@ -27,7 +27,7 @@ def other_prefix(program: str) -> str:
     if not path.name.startswith("python") or path.parent == Path(sys.executable).parent:
         return ""
     try:
-        asked = subprocess.run(  # noqa: S603 # it is about to be run anyway
+        answer = subprocess.run(  # noqa: S603 # it is about to be run anyway
             [interpreter, "-I", "-c", "import sys; print(sys.prefix)"],
             capture_output=True,
             text=True,
@@ -36,7 +36,7 @@ def other_prefix(program: str) -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""  # Whatever is wrong with it, it will say so itself.
-    prefix = asked.stdout.strip()
+    prefix = answer.stdout.strip()
     return "" if prefix == sys.prefix else prefix
 
 

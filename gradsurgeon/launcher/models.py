@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,11 +12,12 @@ from torch.optim import Optimizer
 
 from gradsurgeon import _dist, api, planning
 from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
-from gradsurgeon.launcher import idle, telling
-from gradsurgeon.launcher.attached import Attached
+from gradsurgeon.launcher import launch_status
+from gradsurgeon.launcher.attached_model import AttachedModel
 from gradsurgeon.launcher.discovery import roots_of
-from gradsurgeon.launcher.importing import say
+from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import Settings
+from gradsurgeon.launcher.summary import write_header
 from gradsurgeon.planning import Plan
 from gradsurgeon.runtime import lacking
 from gradsurgeon.schema import RuleSet
@@ -26,32 +26,39 @@ from gradsurgeon.store.layout import database_name
 
 
 class Models:
-    """Puts the rules on models as they are found."""
+    """Puts the rules on models as their training is noticed."""
 
     def __init__(self, settings: Settings, rules: RuleSet) -> None:
         self.settings = settings
         self.rules = rules
-        self.attached: list[Attached] = []
+        self.attached: list[AttachedModel] = []
         # Leaves of earlier backward passes, by their ids.
         self._seen: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         # Where this process records its first model.
         self._folder = Path()
-        # The rules have been found to fit the models; or not to, after so many updates.
+        # The rules have turned out to fit the models; or not to, after so many updates.
         self.fitting = False
         self.refused: int | None = None
-        # Optimizers whose parameters are in no module, by class name.
-        self.homeless: dict[str, int] = {}
 
     def cover(self, params: Iterable[Tensor]) -> bool:
-        """Tell whether all of some parameters are under rules already.
+        """Return whether all of these parameters are under rules already.
 
         Those that have come to a model since its rules were bound are not.
         """
-        held = {param for one in self._living() for param in one.bound()}
-        return all(id(param) in held for param in params)
+        bound = {param for model in self._alive() for param in model.bound_ids()}
+        return all(id(param) in bound for param in params)
 
-    def _living(self) -> list[Attached]:
-        return [one for one in self.attached if one.model() is not None and not one.session.removed]
+    def _alive(self) -> list[AttachedModel]:
+        return [m for m in self.attached if m.module() is not None and not m.session.removed]
+
+    @property
+    def is_any_waiting(self) -> bool:
+        return any(model.is_waiting for model in self._alive())
+
+    @property
+    def provisional(self) -> list[AttachedModel]:
+        """The models that a backward pass reached and nobody has updated yet."""
+        return [model for model in self._alive() if model.provisional]
 
     def attach(
         self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer | None
@@ -67,45 +74,16 @@ class Models:
             BindError: a rule cannot act on what it matches.
             RecordError: records cannot be written.
         """
-        held = {id(param) for root in roots for param in root.parameters()}
-        free = sum(id(param) not in held for param in params)
+        owned = {id(param) for root in roots for param in root.parameters()}
+        free = sum(id(param) not in owned for param in params)
         if free and optimizer is not None:
-            self.homeless[type(optimizer).__name__] = free
             say(
                 f"{free} parameters of {type(optimizer).__name__} are in no module: no rule acts on them"
             )
         for root in roots:
             self._put_on(root, optimizer, provisional=optimizer is None)
 
-    def _put_on(
-        self, root: nn.Module, optimizer: Optimizer | None, *, provisional: bool = False
-    ) -> None:
-        idle.busy()
-        try:
-            start = self._take_over(root)
-            bound = planning.bind(self.rules, planning.from_model(root), alone=False)
-            self._attach(root, bound, optimizer, start, provisional=provisional)
-        except GradSurgeonError:
-            raise
-        except Exception as error:
-            # Nobody has asked for training without the rules.
-            raise GradSurgeonError(
-                f"the rules cannot be put on {printable(type(root).__name__)}: {type(error).__name__} above. "
-                "That is a fault of gradsurgeon, please report it; with GRADSURGEON_DISABLE=1 the script "
-                "trains without rules"
-            ) from error
-
-    @property
-    def waiting(self) -> bool:
-        """Whether rules are on models that have not begun to train."""
-        return any(not (one.begun or one.provisional) for one in self._living())
-
-    @property
-    def provisional(self) -> list[Attached]:
-        """The models that a backward pass reached and nobody has updated yet."""
-        return [one for one in self._living() if one.provisional]
-
-    def look(self, leaves: Sequence[Tensor]) -> None:
+    def attach_reached(self, leaves: Sequence[Tensor]) -> None:
         """Put the rules on models that a backward pass is the first to reach, while no optimizer is known."""
         # Inputs are leaves as well, and others in each pass.
         new = [
@@ -115,50 +93,42 @@ class Models:
         if new and not self.cover(new):
             self.attach(roots_of(new), new, None)
 
-    def reached(self, params: Sequence[Tensor]) -> None:
-        """Prepare for a backward pass that nobody may mean to train by.
+    def before_backward(self, leaves: Sequence[Tensor]) -> None:
+        """Prepare for a backward pass to these leaves, which need not be one to train by."""
+        ids = {id(leaf) for leaf in leaves}
+        for model in self.provisional:
+            model.reached = bool(model.bound_ids() & ids)
+            if model.reached:
+                model.session.again()
+                model.remember_weights()
 
-        Args:
-            params: the leaves that it will reach.
-        """
-        leaves = {id(param) for param in params}
-        for one in self.provisional:
-            one.reached = bool(one.bound() & leaves)
-            if one.reached:
-                one.session.again()
-                one.imprint()
+    def updated_by_hand(self) -> list[AttachedModel]:
+        return [model for model in self.provisional if model.is_updated()]
 
-    def updated(self) -> list[Attached]:
-        """Return the models that somebody has updated by hand since the last backward pass."""
-        return [one for one in self.provisional if one.is_updated()]
-
-    def settle(self, updated: Sequence[Attached]) -> None:
+    def keep(self, updated: Sequence[AttachedModel]) -> None:
         """Keep the models that were updated by hand, and those that the last backward pass reached.
-
-        Args:
-            updated: the former.
 
         Raises:
             GradSurgeonError: the rules cannot act on such updates.
         """
-        for one in self.provisional:
-            if one.reached or one in updated:
-                one.provisional = False
+        for model in self.provisional:
+            if model.reached or model in updated:
+                model.provisional = False
                 try:
-                    one.session.confirm()
+                    model.session.confirm()
                 except GradSurgeonError:
                     self.refused = self._updates()
                     raise
-        self.drop()
+        self.discard_provisional()
 
-    def drop(self) -> None:
+    def discard_provisional(self) -> None:
         """Let go of models that a backward pass reached and nobody updated, with their records."""
-        for one in self.provisional:
-            one.session.discard()
-        # Some have gone by themselves.
-        self.attached = [one for one in self.attached if not one.provisional]
+        for model in self.provisional:
+            model.session.discard()
+        # A session may be gone without that.
+        self.attached = [model for model in self.attached if not model.provisional]
 
-    def conclude(self, updated: Sequence[Attached]) -> list[str]:
+    def conclude(self, updated: Sequence[AttachedModel]) -> list[str]:
         """Decide at the end on the models that a backward pass reached and nobody was seen to update.
 
         Args:
@@ -170,38 +140,39 @@ class Models:
         problems = []
         if updated:
             try:
-                self.settle(updated)
+                self.keep(updated)
             except GradSurgeonError as error:
                 problems.append(str(error))
-        elif len(self.provisional) < len(self._living()):
-            self.drop()
+        elif len(self.provisional) < len(self._alive()):
+            self.discard_provisional()
         # Where that is all that there is, it is what the script was about.
-        for one in self._living():
-            if one.provisional or (one.reached and not one.begun):
-                one.provisional, one.begun = False, True
-                self._tell(one, ())
+        for model in self._alive():
+            if model.provisional or (model.reached and not model.begun):
+                model.provisional = False
+                self._begin(model, ())
         return problems
 
-    def claim(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
-        """Let an optimizer that is new have the models that backward passes have reached before.
+    def give_to(self, optimizer: Optimizer, params: Sequence[Tensor]) -> bool:
+        """Give the models that backward passes have reached before to a new optimizer.
 
         Returns:
             Whether one of them stays as it is; others give way to a larger model, or a smaller one.
         """
         wanted = {id(param) for param in params}
-        claimed = [one for one in self.provisional if wanted & one.bound()]
-        whole = {id(root) for root in roots_of(params)} if claimed else set()
-        for one in claimed:
-            if id(one.model()) in whole and wanted & set(map(id, one.params())) <= one.bound():
-                one.session.meet(optimizer)
-                one.provisional = one.reached = False
+        shared = [model for model in self.provisional if wanted & model.bound_ids()]
+        roots = {id(root) for root in roots_of(params)} if shared else set()
+        for model in shared:
+            owned = wanted & set(map(id, model.params()))
+            if id(model.module()) in roots and owned <= model.bound_ids():
+                model.session.meet(optimizer)
+                model.provisional = model.reached = False
             else:
-                one.session.discard()
-        self.attached = [o for o in self.attached if o not in claimed or not o.provisional]
-        return any(not one.provisional for one in claimed)
+                model.session.discard()
+        self.attached = [m for m in self.attached if m not in shared or not m.provisional]
+        return any(not model.provisional for model in shared)
 
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
-        """Tell what the rules are bound to, now that training begins.
+        """Write the headers, now that training begins.
 
         A model may have been incomplete when its optimizer was built, above all where it builds its
         own: what has become larger since, or a part of something larger, is bound again.
@@ -213,69 +184,84 @@ class Models:
             BindError: a rule cannot act on what it matches.
             RecordError: records cannot be written.
         """
-        fresh = [one for one in self._living() if not (one.begun or one.provisional)]
-        params = [param for one in fresh for param in one.params()]
-        known = [model for one in fresh if (model := one.model()) is not None]
-        for root in roots_of(params, known) if params else []:
+        waiting = [model for model in self._alive() if model.is_waiting]
+        params = [param for model in waiting for param in model.params()]
+        for root in roots_of(params) if params else []:
             inside = {id(module) for module in root.modules()}
-            parts = [one for one in fresh if id(one.model()) in inside]
+            parts = [model for model in waiting if id(model.module()) in inside]
             # A mere wrapper that came after it has the same parameters, and gives way to what it wraps.
             whole = {id(param) for param in root.parameters()}
-            if parts and all(one.bound() != whole for one in parts):
+            if parts and all(model.bound_ids() != whole for model in parts):
                 self._put_on(root, None)
-        for one in self._living():
-            if not (one.begun or one.provisional):
-                one.begun = True
-                self._tell(one, optimizers)
+        for model in self._alive():
+            if model.is_waiting:
+                self._begin(model, optimizers)
 
-    def _tell(self, one: Attached, optimizers: Sequence[Optimizer]) -> None:
-        one.rank = _dist.rank()
+    def _begin(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> None:
+        model.begun = True
+        model.rank = _dist.rank()
         if self.settings.quiet or self.settings.dry_run:
             return
-        own = {id(param) for param in one.params()}
-        by = {
+        params = {id(param) for param in model.params()}
+        owners = {
             type(optimizer).__name__: None
             for optimizer in optimizers
             for group in getattr(optimizer, "param_groups", ())
-            if any(id(param) in own for param in group["params"])
+            if any(id(param) in params for param in group["params"])
         }
-        telling.header(one, self.rules, list(by))
+        write_header(model, self.rules, list(owners))
 
-    def _take_over(self, root: nn.Module) -> int:
+    def _put_on(
+        self, root: nn.Module, optimizer: Optimizer | None, *, provisional: bool = False
+    ) -> None:
+        launch_status.note(launch_status.EXPLAINED)
+        try:
+            start = self._replace_parts(root)
+            plan = planning.bind(self.rules, planning.from_model(root), alone=False)
+            self._attach(root, plan, optimizer, start, provisional=provisional)
+        except GradSurgeonError:
+            raise
+        except Exception as error:
+            # Nobody has asked for training without the rules.
+            raise GradSurgeonError(
+                f"the rules cannot be put on {printable(type(root).__name__)}: {type(error).__name__} above. "
+                "That is a fault of gradsurgeon, please report it; with GRADSURGEON_DISABLE=1 the script "
+                "trains without rules"
+            ) from error
+
+    def _replace_parts(self, root: nn.Module) -> int:
         """Let go of models that turn out to be a part of this one; return the step they were at."""
-        parts = {id(module) for module in root.modules()}
+        inside = {id(module) for module in root.modules()}
         step = self.settings.start_step
-        for one in self._living():
-            model = one.model()
-            if model is not None and id(model) in parts:
-                if not one.provisional:
-                    step = max(step, one.session.step)
-                if one.begun:
-                    one.replaced = True
-                    one.session.remove()
+        for model in self._alive():
+            if id(model.module()) in inside:
+                if not model.provisional:
+                    step = max(step, model.session.step)
+                if model.begun:
+                    model.replaced = True
+                    model.session.remove()
                 else:
-                    one.session.discard()
-                    self.attached = [other for other in self.attached if other is not one]
+                    model.session.discard()
+                    self.attached.remove(model)
         return step
 
     def _attach(
         self,
         root: nn.Module,
-        bound: Plan,
+        plan: Plan,
         optimizer: Optimizer | None,
         start: int,
         *,
         provisional: bool,
     ) -> None:
-        title = self._title(bound.manifest.origin)
-        bound = replace(bound, title=title)
-        session = record = None
-        while session is None:
-            record = self._place(title)
-            with self._in_turn(record):
+        title = self._title(plan.manifest.origin)
+        plan = replace(plan, title=title)
+        while True:
+            record = self._run_directory(title)
+            try:
                 session = api.attach(
                     root,
-                    bound,
+                    plan,
                     optimizers=None if optimizer is None else [optimizer],
                     record=record,
                     mode="observe" if self.settings.observe else "act",
@@ -283,31 +269,37 @@ class Models:
                     beside=True,
                     provisional=provisional,
                 )
-        made = Attached(
-            title,
-            weakref.ref(root),
-            bound,
-            session,
-            str(record or ""),
-            _dist.rank(),
-            observing=self.settings.observe,
-            start=start,
-            provisional=provisional,
+                break
+            except RecordError:
+                # Another process may have taken the directory since it was chosen: then there is a next one.
+                if record is None or record != self._folder or record == self._run_directory(""):
+                    raise
+        self.attached.append(
+            AttachedModel(
+                title,
+                weakref.ref(root),
+                plan,
+                session,
+                str(record or ""),
+                _dist.rank(),
+                observing=self.settings.observe,
+                start=start,
+                provisional=provisional,
+            )
         )
-        self.attached.append(made)
         if len(self.attached) > 1:
             # Models of one script like to have the same names for their parameters.
-            for one in self.attached:
-                one.session.name_model(one.title)
+            for model in self.attached:
+                model.session.name_model(model.title)
 
     def _title(self, origin: str) -> str:
         title, number = origin, 1
-        while any(one.title == title for one in self.attached):
+        while any(model.title == title for model in self.attached):
             number += 1
             title = f"{origin}-{number}"
         return title
 
-    def _place(self, title: str) -> Path | None:
+    def _run_directory(self, title: str) -> Path | None:
         """Return the run directory of a model: the one asked for, or one inside it for further models.
 
         Processes of one script that are no ranks of one group, such as those of a sweep, have
@@ -315,7 +307,7 @@ class Models:
         """
         if not self.settings.record or self.settings.dry_run:
             return None
-        if any(one.record == str(self._folder) for one in self.attached):
+        if any(model.record == str(self._folder) for model in self.attached):
             return self._folder / title
         base = self._folder = Path(self.settings.record)
         number = 1
@@ -328,35 +320,26 @@ class Models:
             self._folder = base / f"process-{number}"
         return self._folder
 
-    @contextmanager
-    def _in_turn(self, record: Path | None) -> Iterator[None]:
-        """Let another process have a directory that it takes between our look and our claim."""
-        try:
-            yield
-        except RecordError:
-            if record is None or record != self._folder or record == self._place(""):
-                raise
-
     def check(self) -> None:
         """Refuse to train where a rule matches nothing in any model.
 
         Raises:
             BindError: naming the rules and the nearest names.
         """
-        for one in self.attached:
+        for model in self.attached:
             # The process group may have come after the optimizer, and will be gone at the end.
-            one.rank = _dist.rank()
-        plans = {one.title: one.plan for one in self.attached if not one.replaced}
+            model.rank = _dist.rank()
+        plans = {model.title: model.plan for model in self.attached if not model.replaced}
         if self.attached and (missing := lacking(self.rules, plans)[0]):
             self.refused = self._updates()
             raise BindError(missing)
         self.fitting = True
 
     def _updates(self) -> int:
-        return sum(one.session.step - one.start for one in self.attached)
+        return sum(model.session.step - model.start for model in self.attached)
 
     @property
-    def idle(self) -> bool:
+    def is_unused(self) -> bool:
         """Whether nothing has been updated, or nothing since the rules were refused."""
         return self._updates() <= (self.refused or 0)
 
@@ -364,5 +347,5 @@ class Models:
         """Return what is wrong with rules that match too little in all models together."""
         return planning.shortfalls(
             self.rules,
-            {one.title: one.plan.manifest for one in self.attached if not one.replaced},
+            {m.title: m.plan.manifest for m in self.attached if not m.replaced},
         )

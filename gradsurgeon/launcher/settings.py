@@ -14,6 +14,8 @@ RULES, DISABLE = "GRADSURGEON_RULES", "GRADSURGEON_DISABLE"
 PREFIX = "GRADSURGEON_PREFIX"
 RECORD, START_STEP = "GRADSURGEON_RECORD", "GRADSURGEON_START_STEP"
 DRY_RUN, STRICT = "GRADSURGEON_DRY_RUN", "GRADSURGEON_STRICT"
+# The file in which the processes of a launch note how far they came.
+STATUS_FILE = "GRADSURGEON_STATUS_FILE"
 _SWITCHES = {
     "observe": "GRADSURGEON_OBSERVE",
     "pdb": "GRADSURGEON_PDB",
@@ -48,31 +50,30 @@ class Settings:
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return an environment in which Python puts the rules on every script."""
-        found = {key: value for key, value in base.items() if key not in _ALL}
-        found |= {RULES: self.rules, PREFIX: sys.prefix}
+        environment = {key: value for key, value in base.items() if key not in _ALL}
+        environment |= {RULES: self.rules, PREFIX: sys.prefix}
         values = {RECORD: self.record, DRY_RUN: self.dry_run}
         if self.start_step:
             values[START_STEP] = str(self.start_step)
-        found |= {key: value for key, value in values.items() if value}
-        found |= {key: "1" for name, key in _SWITCHES.items() if getattr(self, name)}
+        environment |= {key: value for key, value in values.items() if value}
+        environment |= {key: "1" for name, key in _SWITCHES.items() if getattr(self, name)}
         # An empty entry is the working directory; an empty variable is none.
-        given = found.get("PYTHONPATH", "")
+        given = environment.get("PYTHONPATH", "")
         paths = given.split(os.pathsep) if given else []
         paths = [str(BOOTSTRAP), *(entry for entry in paths if entry != str(BOOTSTRAP))]
-        found["PYTHONPATH"] = os.pathsep.join(paths)
-        return found
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        return environment
 
 
 _ALL = {RULES, PREFIX, RECORD, START_STEP, DRY_RUN, *_SWITCHES.values()}
 
 
 def is_on(value: str) -> bool:
-    """Tell whether a switch in the environment is on."""
     return value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings | None:
-    """Return what this process was told, ``None`` where it was told nothing or to keep out.
+    """Return the settings of this process, ``None`` without rules, with `GRADSURGEON_DISABLE`, or in another Python.
 
     Raises:
         ValueError: a variable has a value that means nothing.

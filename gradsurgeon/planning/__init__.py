@@ -7,13 +7,13 @@ from gradsurgeon.planning.manifest import (
     Manifest,
     Module,
     Param,
-    Slot,
+    ParameterSlot,
     from_model,
     named_modules,
     slots,
     walk,
 )
-from gradsurgeon.planning.matching import Names, Thing, examples
+from gradsurgeon.planning.matching import NameIndex, Thing, examples
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 
 __all__ = [
@@ -22,10 +22,10 @@ __all__ = [
     "Binding",
     "Manifest",
     "Module",
-    "Names",
+    "NameIndex",
     "Param",
+    "ParameterSlot",
     "Plan",
-    "Slot",
     "Thing",
     "bind",
     "examples",

@@ -7,15 +7,16 @@ from dataclasses import replace
 from functools import cache
 
 from gradsurgeon import _live
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, ObserverRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.breaks import breaks_of
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
-from gradsurgeon.planning.matching import Names, Thing, examples
+from gradsurgeon.planning.matching import NameIndex, Thing, examples
 from gradsurgeon.planning.overlaps import overlaps
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.schema import RuleSet
+from gradsurgeon.statistics import STATISTICS
 
 NO_MATCH = "matches nothing in this model"
 # Nobody reads on, and to look for what was meant takes time.
@@ -45,7 +46,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
             complaints.append(f"{rules.place(rule.id)}: the rules from here on are not looked at")
             break
         if texts := undecided(rule, manifest):
-            complaints += [f"{rules.place(rule.id)}: rule {rule.id}: {text}" for text in texts]
+            complaints += [_complaint(rules, rule, text) for text in texts]
             continue
         if rule.model is not None and not is_for(rule.model, manifest):
             text = f"is for a model of the class {rule.model}, this one is {manifest.origin}"
@@ -57,13 +58,12 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
             continue
         known = names[rule.target]
         matched, doubts = known.match(rule)
-        place = f"{rules.place(rule.id)}: rule {rule.id}: "
         if alone:
-            complaints += [place + text for text in _shortfall(rule, matched, known)]
-        complaints += [place + text for text in obstacles(rule, matched, manifest)]
+            complaints += _shortfalls_of(rules, rule, matched, known)
+        complaints += [_complaint(rules, rule, text) for text in obstacles(rule, matched, manifest)]
         said: tuple[str, ...] = (NO_MATCH,)
         if matched:
-            said = (*_doubts(rule, matched), *rule.notes)
+            said = (*_warnings_on(rule, matched), *rule.notes)
         elif rule.optional:
             said = ("matches nothing (optional)",)
         # Of a rule that has no effect here it is of no use to say what its effect would be.
@@ -83,30 +83,29 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
         rules: in file order.
         models: by what they are called.
     """
-    found: list[str] = []
+    complaints: list[str] = []
     named = {title: _names(one) for title, one in models.items()}
     together = cache(lambda titles: _together([models[title] for title in titles], titles))
     for rule in rules.rules:
         if rule.target == "tensors":
             continue
-        if len(found) > _MAX_COMPLAINTS:
-            found.append(f"{rules.place(rule.id)}: the rules from here on are not looked at")
+        if len(complaints) > _MAX_COMPLAINTS:
+            complaints.append(f"{rules.place(rule.id)}: the rules from here on are not looked at")
             break
-        own = [
+        titles = [
             title for title, one in models.items() if rule.model is None or is_for(rule.model, one)
         ]
-        known = together(tuple(own))
+        known = together(tuple(titles))
         matched = [
-            (title, thing) for title in own for thing in named[title][rule.target].select(rule)
+            (title, thing) for title in titles for thing in named[title][rule.target].select(rule)
         ]
-        owners = [title for title, _ in matched] if len(own) > 1 else []
+        owners = [title for title, _ in matched] if len(titles) > 1 else []
         things = [thing for _, thing in matched]
-        place = f"{rules.place(rule.id)}: rule {rule.id}: "
-        found += [place + text for text in _shortfall(rule, things, known[rule.target], owners)]
-    return found
+        complaints += _shortfalls_of(rules, rule, things, known[rule.target], owners)
+    return complaints
 
 
-def _together(models: Sequence[Manifest], titles: Sequence[str]) -> dict[str, Names]:
+def _together(models: Sequence[Manifest], titles: Sequence[str]) -> dict[str, NameIndex]:
     """Return the names of several models as if they were one."""
     origin = ", ".join(titles)
     whole = Manifest(
@@ -118,10 +117,10 @@ def _together(models: Sequence[Manifest], titles: Sequence[str]) -> dict[str, Na
     return _names(whole, f"the models {printable(origin)}" if several else "the model")
 
 
-def _names(manifest: Manifest, owner: str = "the model") -> dict[str, Names]:
+def _names(manifest: Manifest, owner: str = "the model") -> dict[str, NameIndex]:
     return {
-        "params": Names("parameter", manifest.params, owner),
-        "modules": Names("module", manifest.modules, owner),
+        "params": NameIndex("parameter", manifest.params, owner),
+        "modules": NameIndex("module", manifest.modules, owner),
     }
 
 
@@ -138,8 +137,8 @@ def undecided(rule: Rule, manifest: Manifest) -> list[str]:
         and any(not thing.module_type for thing in things),
         "where: requires_grad": where.requires_grad is not None
         and any(not param.module_type for param in params),
-        "where: ndim": where.ndim is not None and any(map(_is_untold, params)),
-        "where: numel": where.numel is not None and any(map(_is_untold, params)),
+        "where: ndim": where.ndim is not None and any(map(_shape_is_not_told, params)),
+        "where: numel": where.numel is not None and any(map(_shape_is_not_told, params)),
         "where: dtype": where.dtype is not None and any(not param.dtype for param in params),
     }
     return [
@@ -150,8 +149,8 @@ def undecided(rule: Rule, manifest: Manifest) -> list[str]:
     ]
 
 
-def _is_untold(param: Param) -> bool:
-    """Tell a shape that the source of the names does not tell from one that nobody knows yet."""
+def _shape_is_not_told(param: Param) -> bool:
+    """Tell whether the source of the names has no shapes; a lazy module has none yet either."""
     return param.shape is None and not param.module_type
 
 
@@ -174,7 +173,7 @@ def _bindings(rule: Rule, matched: Sequence[Thing]) -> Iterator[Binding]:
         yield Binding(rule_id, thing.name, thing.aliases, tensor, point, hook, numel, dormant)
 
 
-def _doubts(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
+def _warnings_on(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     """Yield what a reader of the plan must know about a match."""
     params = [thing for thing in matched if isinstance(thing, Param)]
     if params and not any(param.requires_grad for param in params):
@@ -189,25 +188,38 @@ def _doubts(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
                 f"works in place{examples(inplace)}: the gradient is that of the tensor before the "
                 "module, with what earlier consumers of it contribute"
             )
-    if not rule.ref.grad and rule.role == "edit" and rule.when is None:
+    if not rule.ref.grad and isinstance(rule, EditRule) and rule.when is None:
         yield "acts in every forward, evaluation included; `when: train` limits it to training"
 
 
-def _shortfall(
-    rule: Rule, matched: Sequence[Thing], names: Names, owners: Sequence[str] = ()
+def _complaint(rules: RuleSet, rule: Rule, text: str, *path: str | int) -> str:
+    return f"{rules.place_to_correct(rule.id, *path)}: rule {rule.id}: {text}"
+
+
+def _shortfalls_of(
+    rules: RuleSet,
+    rule: Rule,
+    matched: Sequence[Thing],
+    names: NameIndex,
+    owners: Sequence[str] = (),
 ) -> Iterator[str]:
     if not matched and not rule.optional:
-        yield names.no_match(rule)
+        yield _complaint(rules, rule, names.no_match(rule), rule.target)
     if rule.expect is not None and rule.expect.params != len(matched):
-        yield (
+        text = (
             f"expected {rule.expect.params} parameters, matched {len(matched)}"
             f"{examples(matched, owners)}; correct the pattern or the `expect`"
         )
+        yield _complaint(rules, rule, text, "expect", "params")
 
 
-def _complaints(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
+def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
+    if isinstance(rule, ObserverRule):
+        yield from (
+            f"there is no statistic `{stat}`" for stat in rule.stats if stat not in STATISTICS
+        )
     params = [thing for thing in matched if isinstance(thing, Param)]
-    lazy = [param for param in params if param.shape is None and not _is_untold(param)]
+    lazy = [param for param in params if param.shape is None and not _shape_is_not_told(param)]
     if lazy:
         yield (
             f"{len(lazy)} parameters have no shape yet{examples(lazy)}: hooks cannot be put on lazy "
@@ -256,4 +268,4 @@ def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> It
 
 def obstacles(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> list[str]:
     """Return why a rule cannot act on what it matches; `bind` raises them."""
-    return [*_complaints(rule, matched), *_unreachable(rule, matched, manifest)]
+    return [*_cannot_act(rule, matched), *_unreachable(rule, matched, manifest)]

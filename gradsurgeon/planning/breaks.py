@@ -24,11 +24,13 @@ def outside_graphs(plan: Plan) -> tuple[int, int]:
         if rule.target == "modules"
         for binding in plan.of(rule.id)
     }
-    own = [one for one in plan.manifest.modules if one.name in ruled and one.name != ROOT]
+    with_rules = [one for one in plan.manifest.modules if one.name in ruled and one.name != ROOT]
     # A break in a module that would have been part of the graph around it breaks that one as well.
-    paths = {path for one in own for name in one.names for path in _around(name)}
-    around = [one for one in plan.manifest.modules if _is_called(one, paths) and one not in own]
-    return len(own), len(around)
+    paths = {path for one in with_rules for name in one.names for path in _around(name)}
+    around = [
+        one for one in plan.manifest.modules if _is_called(one, paths) and one not in with_rules
+    ]
+    return len(with_rules), len(around)
 
 
 def _around(name: str) -> Iterator[str]:
@@ -43,10 +45,10 @@ def _is_called(module: Module, paths: set[str]) -> bool:
 def breaks_of(plan: Plan) -> Iterator[str]:
     """Yield what a reader of the plan must know who compiles the model."""
     targets = {rule.target for rule in plan.rules.rules if plan.of(rule.id)}
-    own, around = outside_graphs(plan)
+    with_rules, around = outside_graphs(plan)
     calls = []
-    if own:
-        calls.append(f"the {own} module{'' if own == 1 else 's'} with rules")
+    if with_rules:
+        calls.append(f"the {with_rules} module{'' if with_rules == 1 else 's'} with rules")
     if around:
         calls.append(f"the {around} module{'' if around == 1 else 's'} around them")
     if "tensors" in targets:

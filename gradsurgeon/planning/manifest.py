@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, FailFast, Field, StrictBool, StrictInt
 
 from gradsurgeon import _live
 
@@ -26,6 +28,12 @@ _THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric"}
 
 Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
 
+# What a file may say; a model may say more.
+Name = Annotated[str, Field(min_length=1, max_length=1000)]
+NameList = Annotated[tuple[Name, ...], FailFast()]
+Size = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
+Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
+
 
 @dataclass(frozen=True, slots=True)
 class Param:
@@ -42,13 +50,15 @@ class Param:
         sharding: how several ranks divide it, if they do.
     """
 
-    name: str
-    aliases: tuple[str, ...]
-    shape: tuple[int, ...] | None
-    dtype: str
-    requires_grad: bool
-    module_type: tuple[str, ...]
-    sparse: bool = False
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Name
+    aliases: NameList
+    shape: Shape | None
+    dtype: Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,40}$")]
+    requires_grad: StrictBool
+    module_type: NameList
+    sparse: StrictBool = False
     sharding: Sharding = ""
 
     @property
@@ -69,10 +79,12 @@ ROOT = "."
 class Module:
     """One module: canonical name, ``"."`` for the root, and class names, most derived first."""
 
-    name: str
-    aliases: tuple[str, ...]
-    module_type: tuple[str, ...]
-    inplace: bool = False
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: Name
+    aliases: Annotated[NameList, Field(default=())]
+    module_type: Annotated[NameList, Field(alias="type")]
+    inplace: StrictBool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,7 +93,7 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ParameterSlot:
     """Where a parameter lives: ``owner._parameters[key]``, under a canonical name."""
 
     name: str
@@ -150,24 +162,24 @@ def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield from walk(child, f"{prefix}.{step}" if prefix and step else prefix or step)
 
 
-def slots(model: Any) -> Iterator[Slot]:
+def slots(model: Any) -> Iterator[ParameterSlot]:
     """Yield every place that holds a parameter, tied ones under each of their names."""
     return _slots(walk(model))
 
 
-def _slots(tree: Iterable[tuple[str, Any]]) -> Iterator[Slot]:
+def _slots(tree: Iterable[tuple[str, Any]]) -> Iterator[ParameterSlot]:
     for path, module in tree:
         # `named_parameters` shows a tied parameter once, under whichever name comes first.
         for key, param in module._parameters.items():  # noqa: SLF001
             if param is not None:
-                yield Slot(f"{path}.{key}" if path else key, module, key)
+                yield ParameterSlot(f"{path}.{key}" if path else key, module, key)
 
 
 @_live.uncollected()
 def from_model(model: Any) -> Manifest:
     """Return the manifest of a ``torch.nn.Module``, on any device, ``meta`` included."""
     tree = list(walk(model))
-    groups: dict[int, list[Slot]] = {}
+    groups: dict[int, list[ParameterSlot]] = {}
     for slot in _slots(tree):
         groups.setdefault(id(slot.owner._parameters[slot.key]), []).append(slot)  # noqa: SLF001
     *_, root = (module for path, module in tree if not path)
@@ -200,29 +212,29 @@ def _by_name(tree: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _modules(tree: Iterable[tuple[str, Any]]) -> Iterator[Module]:
     names: dict[int, list[str]] = {}
-    found: dict[int, Any] = {}
+    modules: dict[int, Any] = {}
     for name, module in _by_name(tree).items():
         names.setdefault(id(module), []).append(name)
-        found[id(module)] = module
-    for key, own in names.items():
-        module = found[key]
+        modules[id(module)] = module
+    for key, module_names in names.items():
+        module = modules[key]
         inplace = _option(module, "inplace") is True
-        yield Module(own[0], tuple(own[1:]), class_names(module), inplace)
+        yield Module(module_names[0], tuple(module_names[1:]), class_names(module), inplace)
 
 
 def _option(module: Any, name: str) -> object:
     """Return an attribute of a module, or ``None``; to ask a module for what it lacks takes long."""
-    own: dict[str, object] = vars(module)
-    return own[name] if name in own else getattr(type(module), name, None)
+    attributes: dict[str, object] = vars(module)
+    return attributes[name] if name in attributes else getattr(type(module), name, None)
 
 
 def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:
     """Return the ids of the modules whose parameters `fully_shard` has in its care."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for _, module in tree:
         if "FSDPModule" in class_names(module):
-            found.update(id(one) for one in module.modules())
-    return found
+            ids.update(id(one) for one in module.modules())
+    return ids
 
 
 def _sharding(tensor: Any, owner: Any, managed: set[int]) -> Sharding:
@@ -234,7 +246,7 @@ def _sharding(tensor: Any, owner: Any, managed: set[int]) -> Sharding:
     return "fully_shard" if id(owner) in managed else "tensor parallel"
 
 
-def _param(group: list[Slot], managed: set[int]) -> Param:
+def _param(group: list[ParameterSlot], managed: set[int]) -> Param:
     first = group[0]
     tensor = first.owner._parameters[first.key]  # noqa: SLF001
     types = {name: None for slot in group for name in class_names(slot.owner)}

@@ -12,47 +12,31 @@ import hashlib
 import json
 import os
 import pathlib
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
 
 from gradsurgeon.errors import ManifestError
 from gradsurgeon.planning import strict_json, weights
-from gradsurgeon.planning.checked import (
-    DTYPE,
-    FLAG,
-    HASH,
-    NAME,
-    NAMES,
-    SHAPE,
-    SHARDING,
-    SOME_FLAG,
-    SOME_NAMES,
-    Checked,
-    Field,
-    Path,
-)
-from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
+from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Name, Param
+from gradsurgeon.planning.strict_json import ProblemList
 
 VERSION = 1
 
-_TOP = {
-    "version": Field(f"the number {VERSION}", lambda value: value == VERSION and value is not True),
-    "origin": NAME,
-    "hash": HASH,
-    "params": Field("", lambda _: True),
-    "modules": Field("", lambda _: True),
-}
-_PARAM = {
-    "name": NAME,
-    "aliases": NAMES,
-    "shape": SHAPE,
-    "dtype": DTYPE,
-    "requires_grad": FLAG,
-    "module_type": NAMES,
-    "sparse": SOME_FLAG,
-    "sharding": SHARDING,
-}
-_MODULE = {"name": NAME, "type": NAMES, "aliases": SOME_NAMES, "inplace": SOME_FLAG}
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """The top level; its lists are looked at item by item, so that their problems can be bounded."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    version: Literal[1]
+    origin: Name
+    hash: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
+    params: Any
+    modules: Any
 
 
 def to_dict(manifest: Manifest) -> dict[str, Any]:
@@ -111,7 +95,7 @@ def _is_manifest(path: pathlib.Path) -> bool:
         data = strict_json.read(path)
     except ManifestError:
         return False
-    return isinstance(data, dict) and data.keys() >= _TOP.keys()
+    return isinstance(data, dict) and data.keys() >= {field.name for field in fields(_File)}
 
 
 def digest(content: dict[str, Any]) -> str:
@@ -168,21 +152,20 @@ def from_dict(data: object, file: str = "<dict>") -> Manifest:
     """
     if isinstance(data, dict):
         _check_version(data.get("version"), file)
-    checked = Checked(file)
-    top = checked.fields(data, (), _TOP)
-    given = data if isinstance(data, dict) else {}
-    params, modules = (
-        [
-            checked.fields(item, (key, index), fields)
-            for index, item in enumerate(checked.items(given.get(key, []), (key,)))
-        ]
-        for key, fields in (("params", _PARAM), ("modules", _MODULE))
-    )
-    for key, items, noun in (("params", params, "parameter"), ("modules", modules, "module")):
-        checked.distinct(_all_names(key, items), noun)
-    checked.done()
+    problems = ProblemList(file)
+    top = problems.checked(_File, data, ())
+    lists = data if isinstance(data, dict) else {}
+    params = problems.each(Param, lists.get("params", []), ("params",))
+    modules = problems.each(Module, lists.get("modules", []), ("modules",))
+    problems.distinct(_places_of_names("params", params), "parameter")
+    problems.distinct(_places_of_names("modules", modules), "module")
+    problems.done()
     assert top is not None  # noqa: S101 # or there was a problem
-    return _manifest(top, params, modules, file)
+    root = next((one.module_type for one in modules.values() if one.name == ROOT), ())
+    manifest = Manifest(top.origin, tuple(params.values()), tuple(modules.values()), root)
+    if to_dict(manifest)["hash"] == top.hash:
+        return manifest
+    return replace(manifest, notes=(edited(file),))
 
 
 def _check_version(version: object, file: str) -> None:
@@ -192,36 +175,13 @@ def _check_version(version: object, file: str) -> None:
         strict_json.refuse(file, message, "upgrade gradsurgeon")
 
 
-def _all_names(key: str, items: list[dict[str, Any] | None]) -> list[tuple[Path, str]]:
-    found: list[tuple[Path, str]] = []
-    for index, item in enumerate(items):
-        if item is not None:
-            found.append(((key, index, "name"), item["name"]))
-            aliases = item.get("aliases", ())
-            found += [((key, index, "aliases", at), name) for at, name in enumerate(aliases)]
-    return found
-
-
-def _manifest(
-    top: dict[str, Any],
-    params: list[dict[str, Any] | None],
-    modules: list[dict[str, Any] | None],
-    file: str,
-) -> Manifest:
-    found = tuple(
-        Module(one["name"], one.get("aliases", ()), one["type"], one.get("inplace", False))
-        for one in modules
-        if one is not None
-    )
-    manifest = Manifest(
-        origin=top["origin"],
-        params=tuple(Param(**one) for one in params if one is not None),
-        modules=found,
-        model_type=next((one.module_type for one in found if one.name == ROOT), ()),
-    )
-    if to_dict(manifest)["hash"] == top["hash"]:
-        return manifest
-    return replace(manifest, notes=(edited(file),))
+def _places_of_names(
+    key: str, items: Mapping[int, Param | Module]
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    for index, item in items.items():
+        yield (key, index, "name"), item.name
+        for number, alias in enumerate(item.aliases):
+            yield (key, index, "aliases", number), alias
 
 
 def edited(file: str) -> str:

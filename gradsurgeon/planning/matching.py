@@ -16,7 +16,7 @@ _MAX_DOUBTS = 20  # on one rule
 _FEW, _COMPARED = 3, 100_000  # patterns that get a hint, names that are looked at for all hints
 
 
-class Names:
+class NameIndex:
     """All names of one kind of thing, aliases included, and what each of them stands for."""
 
     def __init__(self, noun: str, things: Sequence[Thing], owner: str = "the model") -> None:
@@ -35,10 +35,10 @@ class Names:
         if pattern.text == ROOT:
             return dict.fromkeys([ROOT], self._root[0]) if self._root else {}
         if pattern.is_literal:
-            found = [self._at[pattern.text]] if pattern.text in self._at else []
+            places = [self._at[pattern.text]] if pattern.text in self._at else []
         else:
-            found = select([pattern], self.names)
-        return {self.names[index]: self._owner[index] for index in found}
+            places = select([pattern], self.names)
+        return {self.names[index]: self._owner[index] for index in places}
 
     def hint(self, pattern: Pattern) -> str:
         """Return what was probably meant by a pattern; in a big model only of the first that ask."""
@@ -80,10 +80,10 @@ class Names:
 
     def _kept(self, rule: Rule, chosen: set[str]) -> list[Thing]:
         """Return what is chosen and meets `where`, in model order."""
-        found = [thing for name, thing in self._unique.items() if name in chosen]
+        things = [thing for name, thing in self._unique.items() if name in chosen]
         if rule.where == Where():
-            return found
-        return [thing for thing in found if not failed(rule.where, thing)]
+            return things
+        return [thing for thing in things if not failed(rule.where, thing)]
 
     def _also_taken(
         self, pattern: Pattern, hits: dict[str, Thing], dropped: set[str]
@@ -97,21 +97,21 @@ class Names:
 
     def no_match(self, rule: Rule) -> str:
         """Return why a rule selects nothing, with the nearest names."""
-        found = list({t.name: t for p in rule.patterns for t in self.hits(p).values()}.values())
-        if not found:
+        matched = list({t.name: t for p in rule.patterns for t in self.hits(p).values()}.values())
+        if not matched:
             patterns = rule.patterns
             shown, more = patterns[:_FEW], len(patterns) - _FEW
             texts = ", ".join(quoted(pattern) for pattern in shown)
             texts += f" or {more} more patterns" if more > 0 else ""
             hints = dict.fromkeys(self.hint(pattern) for pattern in shown)
             return f"no {self.noun} of {self._of} matches {texts}; {'; '.join(hints)}"
-        reasons = Counter(filter(None, (failed(rule.where, thing) for thing in found)))
-        plural = f"{len(found)} {self.noun}s match"
+        reasons = Counter(filter(None, (failed(rule.where, thing) for thing in matched)))
+        plural = f"{len(matched)} {self.noun}s match"
         if not reasons:
             return f"{plural}, but `exclude` takes all of them out"
         causes = ", ".join(f"`{key}` ({count})" for key, count in reasons.most_common())
-        meant = _types_meant(rule.where, found) if reasons["module_type"] else ""
-        return f"{plural}{examples(found)}, but `where` keeps none of them: {causes}{meant}"
+        meant = _types_meant(rule.where, matched) if reasons["module_type"] else ""
+        return f"{plural}{examples(matched)}, but `where` keeps none of them: {causes}{meant}"
 
 
 def _types_meant(where: Where, things: Sequence[Thing]) -> str:

@@ -6,17 +6,16 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
+from typing import Literal
 
-from gradsurgeon.actions import MOMENTS, Moment, Role, Rule
+from gradsurgeon.actions import MOMENTS, CaptureRule, EditRule, Moment, ObserverRule, Rule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.plan import Plan
 
 _SHOWN = 50
-# A trap looks at its own fixed moment, and a freeze changes no gradient: their place is no surprise.
-_TELLING = ({"edit", "observe"}, {"edit", "capture"})
-
-# What decides whether a pair of rules is worth a word: role and moment.
-_Kind = tuple[Role, Moment]
+# What decides whether a pair of rules is worth a word: what they do to gradients, and when. A trap asks at
+# its own fixed moment, and a freeze changes no gradient: their place is no surprise.
+_Kind = tuple[Literal["edits", "reads", ""], Moment]
 
 
 def overlaps(plan: Plan) -> Iterator[str]:
@@ -45,7 +44,7 @@ def _pairs(plan: Plan) -> Iterator[tuple[Rule, Rule]]:
         later: set[int] = set()
         for group in among.get(number, ()):
             for kind, members in group.items():
-                if _tells(_kind(rule), kind):
+                if _is_worth_a_word(_kind(rule), kind):
                     later.update(members[bisect_right(members, number) :])
         yield from ((rule, rules[other]) for other in sorted(later))
 
@@ -67,15 +66,16 @@ def _groups(plan: Plan) -> list[dict[_Kind, list[int]]]:
 
 
 def _kind(rule: Rule) -> _Kind:
-    return rule.role, rule.point
+    if isinstance(rule, EditRule):
+        return "edits", rule.point
+    return "reads" if isinstance(rule, ObserverRule | CaptureRule) else "", rule.point
 
 
-def _tells(earlier: _Kind, later: _Kind) -> bool:
-    """Tell whether rules of these kinds, in file order, are worth a word where they meet."""
-    if earlier[0] == later[0] == "edit":
+def _is_worth_a_word(earlier: _Kind, later: _Kind) -> bool:
+    if earlier[0] == later[0] == "edits":
         return True
     crossed = MOMENTS.index(later[1]) < MOMENTS.index(earlier[1])
-    return crossed and {earlier[0], later[0]} in _TELLING
+    return crossed and {earlier[0], later[0]} == {"edits", "reads"}
 
 
 def _warning(plan: Plan, first: Rule, second: Rule, shared: set[str]) -> str:
@@ -83,7 +83,7 @@ def _warning(plan: Plan, first: Rule, second: Rule, shared: set[str]) -> str:
     order = sorted((first, second), key=lambda rule: MOMENTS.index(rule.point))
     example = next(binding.name for binding in plan.of(first.id) if binding.name in shared)
     what = f"{len(shared)} {noun}{'' if len(shared) == 1 else 's'} (e.g. {printable(example)})"
-    if first.role == second.role == "edit":
+    if isinstance(first, EditRule) and isinstance(second, EditRule):
         return (
             f"{first.id} and {second.id} both change {what}; "
             f"effective order: {order[0].id} (at {order[0].point}), "

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
+from itertools import islice
 from typing import Any
 
-from gradsurgeon.actions import MOMENTS, Moment, Rule
+from gradsurgeon.actions import MOMENTS, Moment, Rule, TrapRule
+from gradsurgeon.errors import printable
 from gradsurgeon.planning.manifest import Manifest
+from gradsurgeon.planning.table import NOUNS, abridged, count, grid
 from gradsurgeon.schema import RuleSet
 
 _HOOKS: dict[Moment, str] = {
@@ -15,6 +20,9 @@ _HOOKS: dict[Moment, str] = {
     "accumulated": "end of backward",
     "step": "step pre-hook",
 }
+
+
+_MAX_CHAINS, _MAX_LINKS, _LAST_LINKS = 100, 20, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +84,19 @@ class Plan:
 
         Parameters go by their name; ``conv1 output.grad`` is a tensor of a module.
         """
-        found: dict[str, list[Binding]] = {}
+        bindings_of: dict[str, list[Binding]] = {}
         kinds = {rule.id: rule.target for rule in self.rules.rules}
         for binding in self.bindings:
-            own = kinds[binding.rule] == "params"
-            key = binding.name if own else f"{binding.name} {binding.tensor}"
-            found.setdefault(key, []).append(binding)
+            is_param = kinds[binding.rule] == "params"
+            key = binding.name if is_param else f"{binding.name} {binding.tensor}"
+            bindings_of.setdefault(key, []).append(binding)
         order = {param.name: place for place, param in enumerate(self.manifest.params)}
         return {
             # The sort is stable: within one point the file order stands.
             key: tuple(b.rule for b in sorted(chain, key=lambda b: MOMENTS.index(b.point)))
-            for key, chain in sorted(found.items(), key=lambda item: order.get(item[0], len(order)))
+            for key, chain in sorted(
+                bindings_of.items(), key=lambda item: order.get(item[0], len(order))
+            )
         }
 
     def of(self, rule_id: str) -> tuple[Binding, ...]:
@@ -101,9 +111,10 @@ class Plan:
         return {rule: tuple(bindings) for rule, bindings in grouped.items()}
 
     def __str__(self) -> str:
-        from gradsurgeon.planning.table import render  # noqa: PLC0415 # it draws what is defined here
+        return _render(self)
 
-        return render(self)
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON form, version 1."""
@@ -143,4 +154,86 @@ def hook_of(rule: Rule) -> str:
         hook = "hook on the output" if rule.ref.grad else "forward hook"
     else:
         hook = "view of the input" if rule.ref.grad else "forward pre-hook"
-    return f"{hook}, step pre-hook" if rule.role == "trap" else hook
+    return f"{hook}, step pre-hook" if isinstance(rule, TrapRule) else hook
+
+
+def _render(plan: Plan) -> str:
+    manifest = plan.manifest
+    head = (
+        f"plan: {printable(plan.rules.file)} on {printable(plan.subject)}: "
+        f"{count(len(plan.rules.rules), 'rule')}, {count(len(manifest.params), 'parameter')}, "
+        f"{count(manifest.elements, 'element')}"
+    )
+    return "\n".join([head, "", *_rules(plan), "", *_chains(plan), *_warnings(plan)])
+
+
+def _rules(plan: Plan) -> Iterator[str]:
+    rows = [("rule", "action", "at", "hook", "binds", "elements", "steps")]
+    for rule in plan.rules.rules:
+        bound = plan.of(rule.id)
+        dormant = sum(binding.dormant for binding in bound)
+        # Not `frozen`: that would be taken for the work of a rule with the action `freeze`.
+        frozen = f" ({dormant} without requires_grad)" if dormant else ""
+        steps = rule.steps
+        last = "" if steps.to is None else steps.to - 1  # a range names its last number everywhere
+        window = "" if (steps.from_, steps.to) == (0, None) else f"{steps.from_}..{last}"
+        every = f" every {steps.every}" if steps.every > 1 else ""
+        rows.append(
+            (
+                rule.id,
+                rule.action,
+                rule.point,
+                bound[0].hook if bound else "-",
+                f"{count(len(bound), NOUNS[rule.target])}{frozen}",
+                f"{sum(binding.numel for binding in bound):,}" if rule.target == "params" else "-",
+                f"{window}{every}".strip() or "all",
+            )
+        )
+    yield from grid(rows, right=frozenset({4, 5}))
+
+
+def _chains(plan: Plan) -> Iterator[str]:
+    """Yield each distinct chain of effects with the tensors that go through it."""
+    if not plan.chains:
+        yield "no rule binds anything"
+        return
+    points = {rule.id: rule.point for rule in plan.rules.rules}
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, chain in plan.chains.items():
+        groups.setdefault(chain, []).append(name)
+    untouched = sum(param.name not in plan.chains for param in plan.manifest.params)
+    yield "effects per tensor, in order of effect"
+    aliases = {param.name: param.aliases for param in plan.manifest.params}
+    for chain, names in islice(groups.items(), _MAX_CHAINS):
+        yield "  " + " -> ".join(_links(chain, points))
+        noun = "parameter" if names[0] in aliases else "tensor"
+        yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"
+    if len(groups) > _MAX_CHAINS:
+        rest = sum(map(len, islice(groups.values(), _MAX_CHAINS, None)))
+        more = count(len(groups) - _MAX_CHAINS, "more chain")
+        yield f"  and {more}, of {count(rest, 'tensor')}: `plan --format json` has all of them"
+    if untouched:
+        yield f"  no rule: {count(untouched, 'parameter')}"
+
+
+def _links(chain: Sequence[str], points: Mapping[str, str]) -> Iterator[str]:
+    """Yield the rules of a chain, those in the middle of a long one as their number."""
+    folded = len(chain) - _MAX_LINKS
+    for place, rule in enumerate(chain):
+        if folded <= 0 or place < _MAX_LINKS - _LAST_LINKS or place >= len(chain) - _LAST_LINKS:
+            yield f"{rule} (at {points[rule]})"
+        elif place == _MAX_LINKS - _LAST_LINKS:
+            yield f"({folded} more)"
+
+
+def _warnings(plan: Plan) -> Iterator[str]:
+    lines = [
+        f"  {rule.id}: {text}"
+        for rule in plan.rules.rules
+        for text in plan.rule_warnings.get(rule.id, ())
+    ]
+    lines += [f"  {text}" for text in plan.warnings]
+    if lines:
+        yield ""
+        yield "to know"
+        yield from lines

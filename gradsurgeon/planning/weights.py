@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
 
 from gradsurgeon.planning import strict_json
-from gradsurgeon.planning.checked import NAME, SHAPE, Checked, Field
-from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
+from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Name, Param, Shape
+from gradsurgeon.planning.strict_json import ProblemList
 
 _LEAD = 8  # bytes that hold the length of the header
 _DTYPES = {
@@ -26,11 +30,15 @@ _DTYPES = {
 }
 # Nothing has a gradient that holds whole numbers or bits.
 _WITHOUT_GRADIENT = ("I", "U", "BOOL")
-_TENSOR = {
-    "dtype": Field("the name of a dtype", lambda value: isinstance(value, str) and len(value) < 40),  # noqa: PLR2004
-    "shape": SHAPE,
-    "data_offsets": Field("", lambda _: True, optional=True),
-}
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    dtype: Annotated[str, Field(max_length=40)]
+    shape: Shape
+    data_offsets: Any = None
 
 
 def from_safetensors(file: str) -> Manifest:
@@ -54,27 +62,27 @@ def from_index(data: Mapping[str, object], file: str) -> Manifest:
     aliases: dict[str, str] = {}
     left_out: list[str] = []
     missing: list[str] = []
-    checked = Checked(file)
+    problems = ProblemList(file)
     names: dict[str, list[str]] = {}
     for name, shard in shards.items():
         names.setdefault(shard, []).append(name)
-    for shard, own in names.items():
+    for shard, names_inside in names.items():
         path = Path(file).parent / shard
         # Shards of pickles would have to be run to be read.
         if path.suffix != ".safetensors" or not path.exists():
             missing.append(shard)
-            params.update((name, _param(name, None, "")) for name in own)
+            params.update((name, _param(name, None, "")) for name in names_inside)
             continue
-        found, tied, without = _tensors(os.fspath(path))
-        for name in own:
-            if name in found:
-                params[name] = found[name]
+        tensors, tied, without = _tensors(os.fspath(path))
+        for name in names_inside:
+            if name in tensors:
+                params[name] = tensors[name]
             elif name not in without and name not in tied:
                 message = f"{shard} holds no tensor of this name"
-                checked.note(("weight_map", name), message, "index and shards are of two models")
+                problems.add(("weight_map", name), message, "index and shards are of two models")
         aliases |= tied
         left_out += without
-    checked.done()
+    problems.done()
     notes = []
     if missing:
         notes.append(
@@ -86,49 +94,44 @@ def from_index(data: Mapping[str, object], file: str) -> Manifest:
 
 
 def _weight_map(data: Mapping[str, object], file: str) -> dict[str, str]:
-    """Return the file that each name lies in."""
-    checked = Checked(file)
+    problems = ProblemList(file)
     given = data["weight_map"]
     if not isinstance(given, dict):
         strict_json.refuse(file, "`weight_map` must be an object: names and their files")
-    for key in getattr(given, "repeated", ()):
-        checked.note(("weight_map", key), f"the name `{key[:60]}` stands twice")
     for name, shard in given.items():
-        if not NAME.fits(name):
-            checked.note(("weight_map", name), f"a name is {NAME.expected}")
-        elif not NAME.fits(shard):
-            checked.note(("weight_map", name), "expected the name of a file beside the index")
+        path = ("weight_map", name)
+        problems.checked(Name, name, path)
+        if not isinstance(shard, str) or not shard:
+            problems.add(path, "expected the name of a file beside the index")
         elif shard in (".", "..") or not {"/", "\\", ":", "\0"}.isdisjoint(shard):
             message = (
                 f"`{shard[:60]}` is no plain name of a file: only files beside the index are read"
             )
-            checked.note(("weight_map", name), message)
-    checked.done()
+            problems.add(path, message)
+    problems.done()
     return dict(given)
 
 
 def _tensors(file: str) -> tuple[dict[str, Param], dict[str, str], list[str]]:
     """Return tensors by name, for the names that are tied to one of these which, and those left out."""
     header = strict_json.parse(_header(file), file)
-    checked = Checked(file)
     if not isinstance(header, dict):
         strict_json.refuse(file, "its header is no JSON object: this is no safetensors file")
-    for key in getattr(header, "repeated", ()):
-        checked.note((key,), f"the tensor `{key[:60]}` stands twice")
+    problems = ProblemList(file)
     metadata = header.pop("__metadata__", {})
     params: dict[str, Param] = {}
     left_out: list[str] = []
-    for name, given in header.items():
-        if not NAME.fits(name):
-            checked.note((name,), f"a name is {NAME.expected}")
-        elif (tensor := checked.fields(given, (name,), _TENSOR)) is None:
+    for name, entry in header.items():
+        problems.checked(Name, name, (name,))
+        tensor = problems.checked(_Tensor, entry, (name,))
+        if tensor is None:
             continue
-        elif tensor["dtype"].startswith(_WITHOUT_GRADIENT):
+        if tensor.dtype.startswith(_WITHOUT_GRADIENT):
             left_out.append(name)
         else:
-            dtype = _DTYPES.get(tensor["dtype"], tensor["dtype"].lower())
-            params[name] = _param(name, tensor["shape"], dtype)
-    checked.done()
+            dtype = _DTYPES.get(tensor.dtype, tensor.dtype.lower())
+            params[name] = _param(name, tensor.shape, dtype)
+    problems.done()
     return params, _tied(metadata, params), left_out
 
 
@@ -141,7 +144,7 @@ def _tied(metadata: object, params: Mapping[str, Param]) -> dict[str, str]:
     return {
         name: kept
         for name, kept in pairs
-        if NAME.fits(name) and name not in params and isinstance(kept, str) and kept in params
+        if name and name not in params and isinstance(kept, str) and kept in params
     }
 
 

@@ -1,16 +1,14 @@
 """What a run looked like, as text for a person. No torch: a run read from disk is drawn alike."""
 
-from gradsurgeon.report.about import describe
-from gradsurgeon.report.happened import RuleInfo
 from gradsurgeon.report.page import Report
+from gradsurgeon.report.rules_and_events import RuleInfo
+from gradsurgeon.report.run_file import describe
 from gradsurgeon.report.sources import from_run, summary, title_of
-from gradsurgeon.report.spark import ABSENT, BLOCKS, NONFINITE, ZERO, needs_ascii, sparkline
+from gradsurgeon.report.sparkline import BLOCKS, NONFINITE, needs_ascii, sparkline
 
 __all__ = [
-    "ABSENT",
     "BLOCKS",
     "NONFINITE",
-    "ZERO",
     "Report",
     "RuleInfo",
     "describe",

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gradsurgeon.errors import printable
+from gradsurgeon.events import RuleStatus
 from gradsurgeon.planning.table import count, grid
-from gradsurgeon.report.measured import STAT, Line, Measured
-from gradsurgeon.report.spark import ASCII_NONFINITE, NONFINITE, ZERO, sparkline
+from gradsurgeon.report.measurements import STAT, Measurements, NormHistory
+from gradsurgeon.report.rules_and_events import RuleInfo
+from gradsurgeon.report.sparkline import ASCII_NONFINITE, NONFINITE, ZERO, sparkline
 from gradsurgeon.store import Key
-
-if TYPE_CHECKING:
-    from gradsurgeon.report.page import Report
 
 _SPARK_WIDTH, _SPARK_LEAST = 32, 8
 _ROWS = 40
@@ -27,51 +25,61 @@ _POINTS = ("accumulated", "step", "backward", "forward")
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _Row:
     """One row of the table."""
 
     name: str
     rule: str
     point: str
-    line: Line
+    history: NormHistory
 
     @property
     def times(self) -> float:
-        """How far the norm that stands out most does so, 0 where none does."""
-        return self.line.spike.times if self.line.spike is not None else 0.0
+        """How many times the norms around it the largest spike is, 0 where there is none."""
+        return self.history.spike.times if self.history.spike is not None else 0.0
 
     @property
     def always_zero(self) -> bool:
-        return not self.line.nonfinite and self.line.top == 0
+        return not self.history.nonfinite and self.history.largest == 0
 
 
-def norm_lines(report: Report, columns: int, *, ascii_only: bool) -> Iterator[str]:
+def norm_lines(
+    measurements: Measurements,
+    params: Sequence[str],
+    rules: Mapping[str, RuleInfo],
+    statuses: Mapping[str, RuleStatus],
+    *,
+    columns: int,
+    ascii_only: bool,
+) -> Iterator[str]:
     """Yield the table of norms and what stands out in it."""
-    measured = report.measured
-    keys = measured.keys()
-    names = dict.fromkeys(
-        (*report.params, *(n for key in keys if key.stat == STAT for n in key.names))
-    )
-    order = list(report.rules)
-    layers = [layer for name in names if (layer := _layer(measured, name, order)) is not None]
-    if not layers:
+    keys = measurements.keys()
+    names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
+    order = list(rules)
+    rows = [row for name in names if (row := _row(measurements, name, order)) is not None]
+    if not rows:
         recorded = printable(", ".join(sorted({key.stat for key in keys})))
         yield f"norms: no l2 recorded; recorded: {recorded or 'nothing'}"
         return
-    noun = "parameter" if {layer.name for layer in layers} <= set(report.params) else "tensor"
-    sources = Counter((layer.rule, layer.point) for layer in layers)
-    yield f"norms (l2) of {count(len(layers), noun)}, recorded by {_named(sources)}"
+    noun = "parameter" if {row.name for row in rows} <= set(params) else "tensor"
+    sources = Counter((row.rule, row.point) for row in rows)
+    yield f"norms (l2) of {count(len(rows), noun)}, recorded by {_named(sources)}"
     if others := _named({(key.rule, key.point) for key in keys if key.stat == STAT} - set(sources)):
         yield f"  recorded as well, not shown: {others}"
-    shown = _selected(layers)
+    shown = _selected(rows)
     yield from _table(shown, columns, several=len(sources) > 1, ascii_only=ascii_only)
-    if len(shown) < len(layers):
-        yield f"  ... and {len(layers) - len(shown):,} more; the worst are shown"
+    if len(shown) < len(rows):
+        yield f"  ... and {len(rows) - len(shown):,} more; the worst are shown"
     mark = ASCII_NONFINITE if ascii_only else NONFINITE
     yield f"  log scale per row; {mark} non-finite norm, {ZERO} norm 0, blank: no gradient"
-    if measured.sampled > 1:
-        yield f"  median: that of one step in {measured.sampled:,}; all else is of every step"
-    yield from _callouts(report, layers, noun)
+    if measurements.sampled > 1:
+        yield f"  median: that of one step in {measurements.sampled:,}; all else is of every step"
+    yield from _callouts(rows, noun)
+    having = {row.name for row in rows}  # a rule that never fired says so in its own row
+    fired = [rules[rule] for rule in rules if rule in statuses and statuses[rule].fired]
+    silent = {name for info in fired for name in info.logged} - having
+    if listed := [name for name in params if name in silent]:
+        yield f"  never got a gradient: {_listed(listed)}"
 
 
 def _named(sources: Iterable[tuple[str, str]]) -> str:
@@ -80,13 +88,13 @@ def _named(sources: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def _layer(measured: Measured, name: str, order: Sequence[str]) -> _Layer | None:
-    """Return the history of one tensor by the rule to be preferred, ``None`` without a value."""
-    keys = measured.having(name)
+def _row(measurements: Measurements, name: str, order: Sequence[str]) -> _Row | None:
+    """Return the norms of one tensor by the rule to be preferred, ``None`` without a value."""
+    keys = measurements.keys_of(name)
     if not keys:
         return None
-    best = min(keys, key=lambda key: _preference(key, order))
-    return _Layer(name, best.rule, best.point, measured.line(name, best.rule, best.point))
+    key = min(keys, key=lambda key: _preference(key, order))
+    return _Row(name, key.rule, key.point, measurements.history(name, key.rule, key.point))
 
 
 def _preference(key: Key, order: Sequence[str]) -> tuple[int, int]:
@@ -94,69 +102,60 @@ def _preference(key: Key, order: Sequence[str]) -> tuple[int, int]:
     return point, order.index(key.rule) if key.rule in order else len(order)
 
 
-def _selected(layers: Sequence[_Layer]) -> list[_Layer]:
+def _selected(rows: Sequence[_Row]) -> list[_Row]:
     """Return the rows to show, in model order: the worst are among them."""
-    spiky = sorted(layers, key=lambda layer: -layer.times)
+    by_spike = sorted(rows, key=lambda row: -row.times)
     # Of two sorts of worst: many non-finite rows must not crowd out the spike before them.
-    broken = [layer for layer in spiky if layer.line.nonfinite]
-    names = {layer.name for layer in (*spiky[:_WORST_ROWS], *broken[:_WORST_ROWS])}
-    rest = [layer.name for layer in layers if layer.name not in names]
+    nonfinite = [row for row in by_spike if row.history.nonfinite]
+    names = {row.name for row in (*by_spike[:_WORST_ROWS], *nonfinite[:_WORST_ROWS])}
+    rest = [row.name for row in rows if row.name not in names]
     names.update(rest[: _ROWS - len(names)])
-    return [layer for layer in layers if layer.name in names]
+    return [row for row in rows if row.name in names]
 
 
 def _table(
-    shown: Sequence[_Layer], columns: int, *, several: bool, ascii_only: bool
+    shown: Sequence[_Row], columns: int, *, several: bool, ascii_only: bool
 ) -> Iterator[str]:
     head = ["parameter", "history", "first", "median", "max", "last", "non-finite", "rule"]
-    rows = [head if several else head[:-1]]
-    for layer in shown:
-        numbers = (layer.line.first, layer.line.middle, layer.line.top, layer.line.last)
-        nonfinite = f"{layer.line.nonfinite:,}" if layer.line.nonfinite else "-"
-        cells = [printable(layer.name), "", *(f"{value:.3g}" for value in numbers), nonfinite]
-        rows.append([*cells, printable(layer.rule)] if several else cells)
+    table = [head if several else head[:-1]]
+    for row in shown:
+        history = row.history
+        numbers = (history.first, history.median, history.largest, history.last)
+        nonfinite = f"{history.nonfinite:,}" if history.nonfinite else "-"
+        cells = [printable(row.name), "", *(f"{value:.3g}" for value in numbers), nonfinite]
+        table.append([*cells, printable(row.rule)] if several else cells)
     # The sparkline gets the room that is left; names are never cut, because people copy them.
-    widths = [2 + max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [2 + max(map(len, column)) for column in zip(*table, strict=True)]
     room = columns - (sum(widths) - widths[1] + 2) - len(_MARK)
-    spark = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
-    for layer, row in zip(shown, rows[1:], strict=True):
-        row[1] = sparkline(layer.line.history, spark, ascii_only=ascii_only)
+    width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
+    for row, cells in zip(shown, table[1:], strict=True):
+        cells[1] = sparkline(row.history.norms, width, ascii_only=ascii_only)
     worst = _spikiest(shown)
-    marks = ["", *(_MARK if layer is worst else "" for layer in shown)]
-    for line, mark in zip(grid(rows, right=frozenset({2, 3, 4, 5, 6})), marks, strict=True):
+    marks = ["", *(_MARK if row is worst else "" for row in shown)]
+    for line, mark in zip(grid(table, right=frozenset({2, 3, 4, 5, 6})), marks, strict=True):
         yield line + mark
 
 
-def _spikiest(layers: Sequence[_Layer]) -> _Layer | None:
-    """Return the layer with the largest spike, ``None`` where there is none."""
-    worst = max(layers, key=lambda layer: layer.times)
+def _spikiest(rows: Sequence[_Row]) -> _Row | None:
+    """Return the row with the largest spike, ``None`` where there is none."""
+    worst = max(rows, key=lambda row: row.times)
     return worst if worst.times else None
 
 
-def _callouts(report: Report, layers: Sequence[_Layer], noun: str) -> Iterator[str]:
-    if zero := [layer.name for layer in layers if layer.always_zero]:
+def _callouts(rows: Sequence[_Row], noun: str) -> Iterator[str]:
+    if zero := [row.name for row in rows if row.always_zero]:
         # Of the norm, because that of a gradient below 1e-23 is 0 as well in float32.
         yield f"  norm always exactly 0: {_listed(zero)}"
-    if broken := [layer for layer in layers if layer.line.nonfinite]:
-        first = min(layer.line.nonfinite_step for layer in broken)
-        those = _listed([layer.name for layer in broken if layer.line.nonfinite_step == first])
-        yield f"  non-finite: {count(len(broken), noun)}, first at step {first}: {those}"
-    if (worst := _spikiest(layers)) is not None and (spike := worst.line.spike) is not None:
+    if nonfinite := [row for row in rows if row.history.nonfinite]:
+        first = min(row.history.nonfinite_step for row in nonfinite)
+        those = _listed([row.name for row in nonfinite if row.history.nonfinite_step == first])
+        yield f"  non-finite: {count(len(nonfinite), noun)}, first at step {first}: {those}"
+    if (worst := _spikiest(rows)) is not None and (spike := worst.history.spike) is not None:
         times = f"{spike.times:.3g}x" if math.isfinite(spike.times) else "far above"
         yield (
             f"  largest spike: {printable(worst.name)}, {spike.value:.3g} at step {spike.step}, "
             f"{times} the steps around it"
         )
-    having = {layer.name for layer in layers}  # a rule that never fired says so in its own row
-    wanted = {
-        name
-        for rule, info in report.rules.items()
-        if rule in report.statuses and report.statuses[rule].fired
-        for name in info.logged
-    }
-    silent = wanted - having
-    if listed := [name for name in report.params if name in silent]:
-        yield f"  never got a gradient: {_listed(listed)}"
 
 
 def _listed(names: Sequence[str]) -> str:

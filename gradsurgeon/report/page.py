@@ -5,19 +5,23 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.happened import RuleInfo, by_kind, event_lines, rule_lines
-from gradsurgeon.report.measured import InMemory, Measured
+from gradsurgeon.report.measurements import InMemory, Measurements
 from gradsurgeon.report.norms import norm_lines
+from gradsurgeon.report.rules_and_events import RuleInfo, by_kind, event_lines, rule_lines
 from gradsurgeon.store import Records
+
+# Of a page in a notebook, and of a stream that is no terminal.
+_COLUMNS = 100
 
 
 @dataclass(frozen=True)
 class Report:
-    """A run in plain values; ``str(report)`` is the text, in which ``0..99`` is both ends and between.
+    """A run in plain values. ``str(report)`` is the text; in it ``0..99`` includes both ends.
 
     Attributes:
         title: what was run, for the first line.
@@ -35,7 +39,7 @@ class Report:
     params: tuple[str, ...]
     rules: Mapping[str, RuleInfo]
     statuses: Mapping[str, RuleStatus]
-    records: Records | Measured = field(default_factory=Records)
+    records: Records | Measurements = field(default_factory=Records)
     events: Sequence[Event] = ()
     notes: Sequence[str] = ()
     start: int | None = None
@@ -44,6 +48,9 @@ class Report:
     def __str__(self) -> str:
         return self.text()
 
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(self.text(width=_COLUMNS))}</pre>"
+
     def text(self, *, width: int | None = None, ascii_only: bool = False) -> str:
         """Return the whole report.
 
@@ -51,10 +58,19 @@ class Report:
             width: columns to fill, those of the terminal where not given.
             ascii_only: draw and write with ASCII only, for streams that cannot encode blocks.
         """
-        columns = width or shutil.get_terminal_size((100, 24)).columns
+        columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
         sections = [
             [self._header()],
-            list(norm_lines(self, columns, ascii_only=ascii_only)),
+            list(
+                norm_lines(
+                    self.measurements,
+                    self.params,
+                    self.rules,
+                    self.statuses,
+                    columns=columns,
+                    ascii_only=ascii_only,
+                )
+            ),
             list(rule_lines(self.rules, self.statuses, self.events)),
             list(event_lines(self.events)),
         ]
@@ -62,22 +78,23 @@ class Report:
         return text.encode("ascii", "backslashreplace").decode("ascii") if ascii_only else text
 
     @property
-    def measured(self) -> Measured:
-        """What the records say, wherever they are."""
+    def measurements(self) -> Measurements:
+        """What the records say, in memory or on disk."""
         return InMemory(self.records) if isinstance(self.records, Records) else self.records
 
     def _header(self) -> str:
-        seen = list(self.measured.span() or ())
-        seen += [one.last_step for one in self.statuses.values() if one.last_step is not None]
+        steps = list(self.measurements.span() or ())
+        last_steps = (status.last_step for status in self.statuses.values())
+        steps += [step for step in last_steps if step is not None]
         if self.end is not None and self.end > (self.start or 0):
-            seen.append(self.end - 1)
-        if self.start is not None and seen:
-            seen.append(self.start)
-        steps = f"steps {min(seen)}..{max(seen)}" if seen else "no step seen"
+            steps.append(self.end - 1)
+        if self.start is not None and steps:
+            steps.append(self.start)
+        span = f"steps {min(steps)}..{max(steps)}" if steps else "no step seen"
         kinds = by_kind(self.events)
         each = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
-        events = count(sum(kinds.values()), "event") + (f" ({each})" if each else "")
+        events = count(kinds.total(), "event") + (f" ({each})" if each else "")
         dropped = self.records.dropped
         lost = f"{count(dropped, 'row')} dropped, the oldest: memory is bounded" if dropped else ""
         notes = "".join(f"; {printable(note)}" for note in (lost, *self.notes) if note)
-        return f"summary: {printable(self.title)}: {steps}, {events}{notes}"
+        return f"summary: {printable(self.title)}: {span}, {events}{notes}"

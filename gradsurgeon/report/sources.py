@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
-from gradsurgeon.report.happened import RuleInfo
-from gradsurgeon.report.measured import STAT, Measured
+from gradsurgeon.report.measurements import STAT, Measurements
 from gradsurgeon.report.page import Report
+from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.store import Records
+from gradsurgeon.store.layout import section
 
 if TYPE_CHECKING:
     from gradsurgeon.runtime import Session
@@ -32,6 +33,7 @@ def summary(session: Session | Run) -> Report:
             "opens a run directory"
         )
     plan = session.plan
+    attachment = session._attachment  # noqa: SLF001 # what a report needs is nothing for users
     rules = {
         rule.id: RuleInfo(
             action=rule.action,
@@ -47,21 +49,21 @@ def summary(session: Session | Run) -> Report:
         params=tuple(param.name for param in plan.manifest.params),
         rules=rules,
         statuses=session.status(),
-        records=session.records,
+        records=attachment.records,
         events=tuple(session.events),
-        start=session._state.clocks.start,  # noqa: SLF001 # nothing for users, who have passed it
+        start=attachment.start_step,
         end=session.step,
     )
 
 
 def from_run(run: Run) -> Report:
     """Return the report of a run directory, finished or still being written."""
-    roles: dict[str, Any] = _mapping(run.meta.get("roles"))
     start = run.meta.get("start_step")
-    infos = {
+    roles = section(run.meta, "roles")
+    rules = {
         rule["id"]: RuleInfo(
             action=rule["action"],
-            role=str(_mapping(roles.get(rule["id"])).get("role", "edit")),
+            role=str(section(roles, rule["id"]).get("role", "edit")),
             logged=run.names_of(rule["id"]) if STAT in run.stats.get(rule["id"], ()) else (),
         )
         for rule in run.rules
@@ -69,9 +71,9 @@ def from_run(run: Run) -> Report:
     return Report(
         title=title_of(run),
         params=run.params,
-        rules=infos,
+        rules=rules,
         statuses=run.status(),
-        records=_measured(run),
+        records=_records(run),
         events=tuple(run.events),
         notes=_notes(run),
         start=start if isinstance(start, int) else None,
@@ -80,27 +82,23 @@ def from_run(run: Run) -> Report:
 
 def title_of(run: Run) -> str:
     """Return which rules a run was of, and on which model."""
-    rules, model = _mapping(run.meta.get("rules")), _mapping(run.meta.get("model"))
+    rules, model = section(run.meta, "rules"), section(run.meta, "model")
     return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
 
 
-def _mapping(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _measured(run: Run) -> Records | Measured:
+def _records(run: Run) -> Records | Measurements:
     shown = list(run.lowest())
     values = sum(len(series) * len(series.key.names) for series in shown if series.key.stat == STAT)
     if values > _MOST_VALUES:
-        from gradsurgeon.report.digest import OnDisk  # noqa: PLC0415 # it needs SQLite
+        from gradsurgeon.report.stored_measurements import OnDisk  # noqa: PLC0415 # it needs SQLite
 
         return OnDisk(run)
     records = Records(limit_bytes=_WHOLE)
     for series in shown:
         # Of the other statistics a report only says that they are there, and how long.
         last = len(series) - 1
-        parts = [(0, None)] if series.key.stat == STAT else [(0, 1), (max(1, last), None)]
-        for row in (row for part in parts for row in series.rows(*part)):
+        ranges = [(0, None)] if series.key.stat == STAT else [(0, 1), (max(1, last), None)]
+        for row in (row for start_stop in ranges for row in series.rows(*start_stop)):
             records.add(series.key, row.step, row.values.tobytes(), row.absent)
     return records
 

@@ -31,7 +31,7 @@ class Spike:
     times: float
 
 
-def largest(pairs: Sequence[tuple[int, float]]) -> Spike | None:
+def largest_spike(pairs: Sequence[tuple[int, float]]) -> Spike | None:
     """Return the norm that stands out most, ``None`` where none does.
 
     Before the first step there is nothing that it could stand out from: it is the beginning of a
@@ -42,26 +42,26 @@ def largest(pairs: Sequence[tuple[int, float]]) -> Spike | None:
     """
     finite = [pair for pair in pairs if math.isfinite(pair[1])]
     values = [value for _, value in finite]
-    found: Spike | None = None
-    times = _TIMES
+    spike: Spike | None = None
+    largest = _TIMES
     for start in range(1, len(values) if len(values) >= _LEAST else 0, _NEAR):
-        # What does not stand out from the least of its surroundings need not be looked at closely.
+        # What does not stand out from the least of its surroundings need not be compared further.
         lowest = min(values[max(0, start - _NEAR) : start + 2 * _NEAR])
-        for place in range(start, min(start + _NEAR, len(values))):
-            if values[place] > times * lowest and (own := _times(values, place)) > times:
-                times = own
-                found = Spike(*finite[place], times)
-        if math.isinf(times):
+        for index in range(start, min(start + _NEAR, len(values))):
+            if values[index] > largest * lowest and (times := _times(values, index)) > largest:
+                largest = times
+                spike = Spike(*finite[index], times)
+        if math.isinf(largest):
             break
-    return found
+    return spike
 
 
-def _times(values: Sequence[float], place: int) -> float:
-    """Return how often the usual norm of the steps around it one is."""
-    before = values[max(0, place - _NEAR) : place]
-    after = values[place + 1 : place + 1 + _NEAR]
+def _times(values: Sequence[float], index: int) -> float:
+    """Return a norm as a multiple of the usual norm of the steps around it."""
+    before = values[max(0, index - _NEAR) : index]
+    after = values[index + 1 : index + 1 + _NEAR]
     # What comes after it to stay is no spike but a new level; at the end that cannot be known.
     usual = max(median(before), median(after)) if after else max(before)
     if usual > 0:
-        return values[place] / usual
-    return math.inf if values[place] > 0 else 0.0
+        return values[index] / usual
+    return math.inf if values[index] > 0 else 0.0

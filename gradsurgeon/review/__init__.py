@@ -5,13 +5,13 @@ from __future__ import annotations
 from gradsurgeon import schema, source
 from gradsurgeon.errors import Problem, RuleFileError
 from gradsurgeon.planning import Manifest
-from gradsurgeon.review import checking
+from gradsurgeon.review import linter
 
 __all__ = ["lint"]
 
 
 def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
-    """Return all problems of a file and its includes, that it cannot be read included.
+    """Return all problems of a file and its includes; that it cannot be read is one of them.
 
     Args:
         path: a rule file.
@@ -21,4 +21,4 @@ def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
         document = source.read(path)
     except RuleFileError as error:
         return list(error.problems)
-    return checking.check(schema.inspect(document), manifest)
+    return linter.lint_rules(schema.inspect(document), manifest)

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from gradsurgeon.errors import GradSurgeonError, Problem, RuleFileError, printable
 from gradsurgeon.review import checks
-from gradsurgeon.review.catalogue import CHECKS, About
+from gradsurgeon.review.reading_checks import READING_CHECKS, CheckInfo
 from gradsurgeon.schema import VERSION
 
 FORMATS = ("full", "concise", "json", "github", "sarif")
@@ -46,7 +46,7 @@ def write(
     """
     base = root or Path.cwd()
     if form in ("full", "concise"):
-        return "".join(f"{_for_people(one, form, colour=colour)}\n" for one in problems)
+        return "".join(f"{_for_people(problem, form, colour=colour)}\n" for problem in problems)
     lines = {"json": _json, "github": _github, "sarif": _sarif}[form](problems, base)
     return "".join(f"{line}\n" for line in lines)
 
@@ -62,15 +62,15 @@ def _for_people(problem: Problem, form: str, *, colour: bool) -> str:
 
 
 def _json(problems: Sequence[Problem], _root: Path) -> Iterator[str]:
-    found = [problem.to_dict() for problem in problems]
-    yield json.dumps({"version": 1, "problems": found}, indent=2)
+    entries = [problem.to_dict() for problem in problems]
+    yield json.dumps({"version": 1, "problems": entries}, indent=2)
 
 
 # -- GitHub ---------------------------------------------------------------------------------------
 
 
 def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
-    """Yield workflow commands: the worst first, no more than are shown, and how many are left."""
+    """Yield workflow commands, errors first and no more than GitHub shows, and how many are left out."""
     left = []
     for severity, word in _WORDS.items():
         # The notice at the end, on what is left, is one of those that are shown.
@@ -82,7 +82,7 @@ def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
             if place.line:
                 end = place.col + max(1, place.width)
                 where |= {"line": place.line, "col": place.col, "endColumn": end}
-            yield command(word, _told(problem), **where, title=problem.check)
+            yield command(word, _message_and_hint(problem), **where, title=problem.check)
         if (more := len(group) - shown) > 0:
             left.append(f"{more} more {severity}{'' if more == 1 else 's'}")
     if left:
@@ -109,7 +109,7 @@ def error_annotations(error: GradSurgeonError, file: str, *, root: Path | None =
 
 
 def command(word: str, message: str, **properties: object) -> str:
-    """Return a workflow command of GitHub Actions, which nothing in its arguments can end."""
+    """Return a workflow command of GitHub Actions. Its arguments are escaped, so that none can end it."""
     given = ",".join(f"{key}={_property(str(value))}" for key, value in properties.items())
     return f"::{word}{' ' * bool(given)}{given}::{_data(message)}"
 
@@ -124,7 +124,7 @@ def _property(text: str) -> str:
 
 
 def path_from(root: Path, file: str) -> str:
-    """Return a path as seen from ``root``, with slashes; as it is where it lies elsewhere."""
+    """Return a path relative to ``root``, with slashes; one that lies elsewhere stays as it is."""
     path = Path(file)
     try:
         # Not resolved: a link is reviewed where it stands.
@@ -133,33 +133,28 @@ def path_from(root: Path, file: str) -> str:
         return path.as_posix()
 
 
-def _told(problem: Problem) -> str:
+def _message_and_hint(problem: Problem) -> str:
     return f"{problem.message} ({problem.hint})" if problem.hint else problem.message
 
 
-def listed() -> dict[str, About]:
-    """Return what every check of lint means: of reading a file, and of what its rules mean."""
-    pages = {name: inspect.cleandoc(type(one).__doc__ or "") for name, one in checks.CHECKS.items()}
-    return {
-        **CHECKS,
-        **{
-            name: About(
-                page.partition("\n")[0],
-                " ".join(page.partition("\n")[2].split()) or page,
-                checks.CHECKS[name].severity,
-            )
-            for name, page in pages.items()
-        },
-    }
+def all_checks() -> dict[str, CheckInfo]:
+    return {**READING_CHECKS, **{name: _info(check) for name, check in checks.CHECKS.items()}}
+
+
+def _info(check: checks.Check) -> CheckInfo:
+    page = inspect.cleandoc(type(check).__doc__ or "")
+    summary, _, text = page.partition("\n")
+    return CheckInfo(summary, " ".join(text.split()) or page, check.severity)
 
 
 # -- SARIF ----------------------------------------------------------------------------------------
 
 
 def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
-    """Yield one SARIF 2.1.0 log with one run."""
-    known = listed()
-    known |= {one.check: _unlisted(one) for one in problems if one.check not in known}
+    known = all_checks()
+    known |= {
+        problem.check: _unlisted(problem) for problem in problems if problem.check not in known
+    }
     index = {check: number for number, check in enumerate(known)}
     seen: Counter[tuple[str, str]] = Counter()
     results = []
@@ -172,7 +167,7 @@ def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
                 "ruleId": problem.check,
                 "ruleIndex": index[problem.check],
                 "level": problem.severity,
-                "message": {"text": _message(_told(problem))},
+                "message": {"text": _message(_message_and_hint(problem))},
                 "locations": [{"physicalLocation": _location(problem, root)}],
                 # Alike lines of one file are told apart by their order.
                 "partialFingerprints": {"gradsurgeon/v1": f"{mark}:{seen[file, mark]}"},
@@ -192,13 +187,13 @@ def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
     yield json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
 
 
-def _unlisted(problem: Problem) -> About:
-    """Return what can be said of a check that has no entry here."""
+def _unlisted(problem: Problem) -> CheckInfo:
+    """Describe a check that `all_checks` does not know."""
     words = problem.check.replace("-", " ")
-    return About(f"{words.capitalize()}.", f"`gradsurgeon explain {problem.check}`", "warning")
+    return CheckInfo(f"{words.capitalize()}.", f"`gradsurgeon explain {problem.check}`", "warning")
 
 
-def _rule(check: str, about: About) -> dict[str, object]:
+def _rule(check: str, about: CheckInfo) -> dict[str, object]:
     return {
         "id": check,
         "shortDescription": {"text": _message(about.summary)},
@@ -208,7 +203,7 @@ def _rule(check: str, about: About) -> dict[str, object]:
 
 
 def _message(text: str) -> str:
-    """Return a text as SARIF writes it: braces doubled, and no embedded links."""
+    """Escape a text for SARIF: braces are doubled, and it can embed no link."""
     return printable(text).replace("{", "{{").replace("}", "}}").replace("](", "\\](")
 
 
@@ -229,7 +224,7 @@ def _location(problem: Problem, root: Path) -> dict[str, object]:
 
 
 def _fingerprint(problem: Problem) -> str:
-    """Return what a problem is known by, wherever its line goes: messages may hold line numbers."""
+    """Return a hash of a problem that survives when its line moves: messages may hold line numbers."""
     place = problem.place
     marked = place.line_text[place.col - 1 : place.col - 1 + place.width]
     parts = [problem.check, re.sub(r"\s+", " ", place.line_text).strip(), marked]

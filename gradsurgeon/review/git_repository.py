@@ -33,7 +33,7 @@ from pathlib import Path
 
 _SECONDS = 60
 # What a user may have set for discovery. All else that begins with GIT_ leads git elsewhere.
-_KEPT = (
+_KEPT_VARIABLES = (
     "GIT_CEILING_DIRECTORIES",
     "GIT_DISCOVERY_ACROSS_FILESYSTEM",
     "GIT_EXEC_PATH",
@@ -43,9 +43,11 @@ _KEPT = (
 )
 _SHARED = ("refs", "packed-refs", "reftable", "shallow", "logs/refs")
 _OBJECTS = ("objects/pack", *(f"objects/{number:02x}" for number in range(256)))
-_OWN = ("logs/HEAD", "FETCH_HEAD", "ORIG_HEAD", "MERGE_HEAD")  # of one working tree
+_OF_WORKING_TREE = ("logs/HEAD", "FETCH_HEAD", "ORIG_HEAD", "MERGE_HEAD")
 # What names refs (`@{upstream}`) or says how objects and refs are stored; none of it is a command.
-_WANTED = r"^(branch\..*\.(remote|merge)|remote\..*\.fetch|extensions\.(objectformat|refstorage))$"
+_WANTED_KEYS = (
+    r"^(branch\..*\.(remote|merge)|remote\..*\.fetch|extensions\.(objectformat|refstorage))$"
+)
 _FORMATS = {
     "extensions.objectformat": ("sha1", "sha256"),
     "extensions.refstorage": ("files", "reftable"),
@@ -68,9 +70,9 @@ class Repository:
 
     def __init__(self) -> None:
         options = ("--absolute-git-dir", "--git-common-dir", "--show-prefix")
-        found = _run(_environment(), "rev-parse", *options).decode("utf-8", "surrogateescape")
-        own, common, self.prefix, *_ = [*found.split("\n"), "", ""]
-        gitdir, shared = Path(own).resolve(), Path(common).resolve()
+        printed = _run(_environment(), "rev-parse", *options).decode("utf-8", "surrogateescape")
+        git_dir, common_dir, self.prefix, *_ = [*printed.split("\n"), "", ""]
+        gitdir, shared = Path(git_dir).resolve(), Path(common_dir).resolve()
         if Path.cwd().resolve().is_relative_to(gitdir):
             raise GitError(f"it is a bare repository, or the inside of one: {gitdir}")
         folder = Path(tempfile.mkdtemp(prefix="gradsurgeon-git-"))
@@ -79,12 +81,12 @@ class Repository:
             borrowed = shared / "objects/info/alternates"
             if borrowed.exists() and borrowed.stat().st_size:
                 raise GitError(f"the repository borrows objects from elsewhere: {borrowed}")
-            self._environment = _furnish(folder, gitdir, shared)
+            self._environment = _make_git_dir(folder, gitdir, shared)
         except OSError as error:
             raise GitError(f"cannot link to the repository: {error.strerror or error}") from None
 
     def ask(self, *arguments: str) -> bytes:
-        """Return what git prints.
+        """Run git and return what it prints.
 
         Raises:
             GitError: it fails or takes too long.
@@ -94,19 +96,21 @@ class Repository:
 
 def _environment(**more: str) -> dict[str, str]:
     kept = {
-        key: one for key, one in os.environ.items() if not key.startswith("GIT_") or key in _KEPT
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("GIT_") or key in _KEPT_VARIABLES
     }
     return {**kept, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_OPTIONAL_LOCKS": "0", **more}
 
 
-def _furnish(folder: Path, own: Path, common: Path) -> dict[str, str]:
-    """Make a folder into one that git takes for `.git`; return the environment in which it does."""
-    head = own / "HEAD"
+def _make_git_dir(folder: Path, git_dir: Path, common: Path) -> dict[str, str]:
+    """Make a folder that git takes for `.git`; return the environment in which git uses it."""
+    head = git_dir / "HEAD"
     linked = b"ref: %s\n" % os.fsencode(head.readlink()) if head.is_symlink() else b""
     (folder / "HEAD").write_bytes(linked or head.read_bytes())
     (folder / "logs").mkdir()
     (folder / "objects").mkdir()
-    for source, names in ((common, (*_SHARED, *_OBJECTS)), (own, _OWN)):
+    for source, names in ((common, (*_SHARED, *_OBJECTS)), (git_dir, _OF_WORKING_TREE)):
         for name in names:
             if (source / name).exists():
                 (folder / name).symlink_to(source / name)
@@ -120,12 +124,12 @@ def _furnish(folder: Path, own: Path, common: Path) -> dict[str, str]:
 
 
 def _configure(config: Path, theirs: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """Write a configuration of what objects and refs look like; return the rest as variables."""
-    wanted = ("--null", "--get-regexp", _WANTED)
-    found = _run(environment, "config", "--file", str(theirs), *wanted, fails=(1,))
+    """Write how objects and refs are stored into a configuration; return the other keys as variables."""
+    wanted = ("--null", "--get-regexp", _WANTED_KEYS)
+    printed = _run(environment, "config", "--file", str(theirs), *wanted, fails=(1,))
     lines = ["[core]", "repositoryformatversion = 1", "bare = true", "[extensions]"]
     rest = []
-    for entry in filter(None, found.decode("utf-8", "surrogateescape").split("\0")):
+    for entry in filter(None, printed.decode("utf-8", "surrogateescape").split("\0")):
         key, _, value = entry.partition("\n")
         if key not in _FORMATS:
             rest.append((key, value))
@@ -141,15 +145,15 @@ def _configure(config: Path, theirs: Path, environment: Mapping[str, str]) -> di
 
 
 def _git() -> str:
-    """Return the path of git; one that lies in the current folder is a file of the repository."""
+    """Return the path of git. A relative folder on the path is skipped: a repository could bring its own git."""
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
-        if Path(folder).is_absolute() and (found := shutil.which(str(Path(folder, "git")))):
-            return found
+        if Path(folder).is_absolute() and (path := shutil.which(str(Path(folder, "git")))):
+            return path
     raise GitError("git is not installed")
 
 
 def _run(environment: Mapping[str, str], *arguments: str, fails: tuple[int, ...] = ()) -> bytes:
-    """Return what git prints; nothing where it ends with one of the codes in ``fails``."""
+    """Return what git prints. An exit code in ``fails`` is no error."""
     try:
         done = subprocess.run(  # noqa: S603 # no shell, and no argument that begins with a dash
             (_git(), *arguments),

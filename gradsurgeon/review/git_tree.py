@@ -65,7 +65,7 @@ class GitTree:
         return self._document(entry.hash, pathlib.Path(whole), spec)
 
     def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
-        """Return a document of this tree the way an entry of `include` would name it."""
+        """Return a document of this tree as an entry of `include` would name it."""
         name = document.file.removeprefix(f"{self.ref}:").rpartition("/")[2]
         return packs.Included(document.file, folder / name, folder)
 
@@ -77,24 +77,24 @@ class GitTree:
             raise packs.leads_out(entry)
         path = posixpath.normpath(posixpath.join(folder.as_posix(), inside))
         try:
-            found = self._entry(self._root, path)
-            if found is None:
+            at_path = self._entry(self._root, path)
+            if at_path is None:
                 raise packs.is_missing(entry, self._names(posixpath.dirname(path)))
-            if found.kind == "tree":
+            if at_path.kind == "tree":
                 raise packs.is_folder(entry, self._names(path))
         except GitError as error:
             raise packs.IncludeError(f"`{entry[:80]}` cannot be looked up: {error}") from None
-        if wrong := _not_a_file(found):
-            hint = "name the file itself" if found.mode == _LINK else "name a file of UTF-8 text"
+        if wrong := _not_a_file(at_path):
+            hint = "name the file itself" if at_path.mode == _LINK else "name a file of UTF-8 text"
             raise packs.IncludeError(f"`{entry[:80]}` is {wrong}", hint)
         target = pathlib.Path(path)
         return packs.Included(f"{self.ref}:{path}", target, target.parent)
 
     def read(self, target: packs.Included) -> source.Document:
-        """Read what `find` has found."""
-        found = self._entry(self._root, target.path.as_posix())
-        assert found is not None  # noqa: S101 # a commit does not change
-        return self._document(found.hash, target.path, target.name)
+        """Read a file that `find` returned."""
+        entry = self._entry(self._root, target.path.as_posix())
+        assert entry is not None  # noqa: S101 # a commit does not change
+        return self._document(entry.hash, target.path, target.name)
 
     def _document(self, hash_: str, path: pathlib.Path, name: str) -> source.Document:
         try:
@@ -113,7 +113,7 @@ class GitTree:
 
     @cached_property
     def _root(self) -> str:
-        """Hash of the top folder: a branch that moves meanwhile changes nothing."""
+        """The hash of the top folder, asked for once: a branch that moves meanwhile changes nothing."""
         if not self.ref or self.ref.startswith("-") or not self.ref.isprintable():
             raise GitError(f"`{self.ref[:60]}` names no commit")
         # Unlike `rev-parse`, this one names what it could not find.
@@ -123,7 +123,7 @@ class GitTree:
         )
 
     def _entry(self, root: str, path: str) -> _Entry | None:
-        """Return what stands at a path; links on the way are not followed."""
+        """Return the entry at a path. A link on the way is returned itself, not followed."""
         at = _Entry("040000", "tree", root)
         for step in [part for part in path.split("/") if part not in ("", ".")]:
             if at.mode == _LINK:
@@ -140,17 +140,17 @@ class GitTree:
         return self._listed[hash_]
 
     def _read_folder(self, tree: str) -> dict[str, _Entry]:
-        found: dict[str, _Entry] = {}
+        entries: dict[str, _Entry] = {}
         listing = self._repository.ask("ls-tree", "-z", "--full-tree", tree)
         for line in filter(None, listing.decode("utf-8", "surrogateescape").split("\0")):
             about, _, name = line.partition("\t")
             mode, kind, hash_ = about.split(" ")
-            found[name] = _Entry(mode, kind, hash_)
-        return found
+            entries[name] = _Entry(mode, kind, hash_)
+        return entries
 
     def _names(self, folder: str) -> list[str]:
-        found = self._entry(self._root, folder)
-        return list(self._list(found.hash)) if found is not None and found.kind == "tree" else []
+        entry = self._entry(self._root, folder)
+        return list(self._list(entry.hash)) if entry is not None and entry.kind == "tree" else []
 
     def _from_top(self, path: str) -> str | None:
         """Return a path from the top of the repository, ``None`` where it leads out of it."""
@@ -160,7 +160,7 @@ class GitTree:
         return None if whole == ".." or whole.startswith(("../", "/")) else whole
 
     def _nearest(self, path: str) -> str:
-        """Return a remedy with the paths most like the one that is missing."""
+        """Return a hint with the paths most like the one that is missing."""
         listing = self._repository.ask(
             "ls-tree", "-r", "-z", "--name-only", "--full-tree", self._root
         )
@@ -198,13 +198,12 @@ class GitTree:
 
 
 def unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
-    """Return the error that a rule file cannot be read."""
     message = f"cannot read the file: {cause}"
     return RuleFileError([Problem(Place(spec, 1, 1), "unreadable-file", message, hint)])
 
 
 def _not_a_file(entry: _Entry) -> str:
-    """Return what stands in the place of a file, an empty text where a file does."""
+    """Return what an entry is if it is no file; an empty text if it is one."""
     if entry.mode == _LINK:
         return "a symbolic link, or behind one: links of a commit are not followed"
     return {"tree": "a folder", "commit": "a submodule"}.get(entry.kind, "")

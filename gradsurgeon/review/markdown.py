@@ -10,9 +10,10 @@ from urllib.parse import quote
 
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.review import wording
-from gradsurgeon.review.difference import Chain, Change, Difference
-from gradsurgeon.review.wording import Code, Words
+from gradsurgeon.review import phrases
+from gradsurgeon.review.difference import Difference, RuleChange
+from gradsurgeon.review.matched_rules import ChainChange
+from gradsurgeon.review.phrases import Code, Phrase
 
 LIMIT = 60_000  # characters; GitHub refuses a comment of more than 65,536
 _WIDEST = 400  # characters of one piece of code
@@ -26,18 +27,18 @@ _LEGEND = (
 
 
 def render(difference: Difference, *, limit: int = LIMIT) -> str:
-    """Return a difference as Markdown of at most ``limit`` characters that ends with a line feed."""
+    """Return a difference as Markdown of at most ``limit`` characters, ending with a line feed."""
     return _within(_lines(difference), limit)
 
 
 def marker(file: str) -> str:
-    """Return the hidden line by which a program finds the comment on a file again."""
+    """Return a hidden line by which a program finds its comment on a file again."""
     shown = quote(file, safe="/._-:~", errors="backslashreplace").replace("--", "-%2D")
     return f"<!-- gradsurgeon:diff {shown} -->"
 
 
 def code(text: str) -> str:
-    """Return a user's text as code, in a table and out of it."""
+    """Return a user's text as code, safe inside and outside of a table."""
     shown = printable(text)
     shown = f"{shown[:_WIDEST]}…" if len(shown) > _WIDEST else shown
     # A bar ends a cell even in code, a backtick ends code, blanks at its ends are lost, a tag means
@@ -48,26 +49,26 @@ def code(text: str) -> str:
     return f"<code>{inner}</code>"
 
 
-def _words(words: Words) -> str:
-    return "".join(code(one.text) if isinstance(one, Code) else one for one in words)
+def _rendered(phrase: Phrase) -> str:
+    return "".join(code(piece.text) if isinstance(piece, Code) else piece for piece in phrase)
 
 
 def _lines(difference: Difference) -> Iterator[str]:
     yield marker(difference.new.file)
-    summary = wording.summary(difference, _ARROW)
+    summary = phrases.summary(difference, _ARROW)
     yield f"**What the change of {code(difference.new.file)} does: {summary}.**"
     yield ""
     manifest = difference.manifest
-    size = f"{len(manifest.params):,} parameters, {wording.short(manifest.elements)} elements"
+    size = f"{len(manifest.params):,} parameters, {phrases.short(manifest.elements)} elements"
     yield f"Rules say what happens to gradients in training. Model: {code(manifest.origin)}, {size}."
     yield ""
-    if difference.findings:
+    if difference.warnings:
         yield "> [!WARNING]"
-        for words in wording.warnings(difference, _ARROW):
-            yield f"> - {_capital(_words(words))}"
+        for phrase in phrases.warnings(difference, _ARROW):
+            yield f"> - {_capital(_rendered(phrase))}"
         yield ""
     if difference.order_changed:
-        yield f"Note: {_words(wording.order(difference, _ARROW))}."
+        yield f"Note: {_rendered(phrases.order(difference, _ARROW))}."
         yield ""
     for note in manifest.notes:
         yield f"Note: {code(note)}"
@@ -85,28 +86,28 @@ def _rules(difference: Difference) -> Iterator[str]:
     yield "| | Rule | Action | Parameters | Elements | What is different |"
     yield "|---|---|---|---:|---:|---|"
     for change in difference.added:
-        yield _row("+", change, ["new", *map(_words, wording.options(change.fields))])
+        yield _row("+", change, ["new", *map(_rendered, phrases.options(change.options))])
     for change in difference.removed:
-        cells = [_words(words) for words in wording.options(change.fields)]
+        cells = [_rendered(phrase) for phrase in phrases.options(change.options)]
         yield _row("-", change, ["removed; it was", *cells])
     for change in (*difference.changed, *difference.renamed):
-        was = [f"renamed from {code(change.was)}"] if change.renamed else []
-        cells = [_words(wording.option(field, _ARROW)) for field in change.fields]
+        was = [f"renamed from {code(change.old_id)}"] if change.renamed else []
+        cells = [_rendered(phrases.option(option, _ARROW)) for option in change.options]
         yield _row("~", change, [*was, *cells])
     if same := difference.unchanged:
-        yield f"| = | {_words(wording.unchanged(same))} | | | | nothing |"
+        yield f"| = | {_rendered(phrases.unchanged(same))} | | | | nothing |"
     yield ""
     yield _LEGEND
     yield ""
 
 
-def _row(sign: str, change: Change, cells: Sequence[str]) -> str:
-    things, elements = wording.binds(change, _ARROW)
+def _row(sign: str, change: RuleChange, cells: Sequence[str]) -> str:
+    things, elements = phrases.binds(change, _ARROW)
     action, content = code(change.action), "<br>".join(cells)
     return f"| {sign} | {code(change.id)} | {action} | {things} | {elements} | {content} |"
 
 
-def _chains(chains: tuple[Chain, ...]) -> Iterator[str]:
+def _chains(chains: tuple[ChainChange, ...]) -> Iterator[str]:
     if not chains:
         return
     yield "<details>"
@@ -117,15 +118,15 @@ def _chains(chains: tuple[Chain, ...]) -> Iterator[str]:
     yield ""
     yield "| Tensors | Before | Now |"
     yield "|---|---|---|"
-    for (before, after), names in wording.grouped(chains):
-        sides = [_words(wording.chain(side, _ARROW)) for side in (before, after)]
-        yield f"| {_words(wording.names(names))} | {sides[0]} | {sides[1]} |"
+    for (before, after), names in phrases.grouped(chains):
+        sides = [_rendered(phrases.chain(side, _ARROW)) for side in (before, after)]
+        yield f"| {_rendered(phrases.names(names))} | {sides[0]} | {sides[1]} |"
     yield ""
     yield "</details>"
 
 
 def _within(lines: Iterator[str], limit: int) -> str:
-    """Return as many whole lines as fit; what is open then is closed, and a note says what is missing."""
+    """Return as many whole lines as fit, close what they leave open, and say what is missing."""
     every = list(lines)
     if sum(len(line) + 1 for line in every) <= limit:
         return "\n".join(every).rstrip("\n") + "\n"
@@ -146,7 +147,7 @@ def _is_content(line: str) -> bool:
 
 
 def _cut(left: Sequence[str]) -> str:
-    """Return what stands at the end of a comment from which some lines are left out."""
+    """Return the note at the end of a comment that says which lines were left out."""
     body = [line for line in left if line.startswith(("> - ", "| ")) and _is_content(line)]
     warnings = sum(line.startswith("> ") for line in body)
     rules = sum(line.startswith(("| + |", "| - |", "| ~ |")) for line in body)

@@ -6,7 +6,7 @@ import re
 
 from gradsurgeon import planning, schema, source
 from gradsurgeon.planning import Manifest, manifest_file
-from gradsurgeon.review import building
+from gradsurgeon.review import model_loading
 from gradsurgeon.review.git_tree import GitTree, unreadable
 from gradsurgeon.schema import Files, RuleSet
 
@@ -28,7 +28,7 @@ def manifest_of(params: str | None = None, model: str | None = None) -> Manifest
     if params is not None and model is None:
         return manifest_file.read(params)
     if model is not None and params is None:
-        return planning.from_model(building.build(model))
+        return planning.from_model(model_loading.load_model(model))
     raise ValueError("either a file with names or a model is needed, and not both")
 
 
@@ -44,7 +44,7 @@ def rules_at(spec: str) -> RuleSet:
 
 
 def open_rules(spec: str) -> tuple[source.Document, Files]:
-    """Return a rule file, and the files among which its includes are.
+    """Return a rule file, and where the files are that it includes.
 
     Raises:
         RuleFileError: it cannot be read.
@@ -61,7 +61,7 @@ def open_rules(spec: str) -> tuple[source.Document, Files]:
 
 
 def split(spec: str) -> tuple[str | None, str]:
-    """Return the commit and the path that a text names; no commit for a file of the disk.
+    """Return the commit and the path in a text; the commit is ``None`` for a file on disk.
 
     A colon always means a commit, whatever files there are: otherwise a branch could add a file of
     that name, and be compared with it instead of with the commit. ``./a:b.yaml`` is a file, as no name

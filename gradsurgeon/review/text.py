@@ -6,16 +6,17 @@ from collections.abc import Iterator
 
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.review import wording
-from gradsurgeon.review.difference import Chain, Change, Difference
-from gradsurgeon.review.wording import Code, Words
+from gradsurgeon.review import phrases
+from gradsurgeon.review.difference import Difference, RuleChange
+from gradsurgeon.review.matched_rules import ChainChange
+from gradsurgeon.review.phrases import Code, Phrase
 
 _ARROW = "->"
 _CHAINS = 20
 
 
 def render(difference: Difference) -> str:
-    """Return a difference as text that ends without a line feed."""
+    """Return a difference as text without a line feed at its end."""
     return "\n".join(_lines(difference))
 
 
@@ -23,17 +24,17 @@ def _lines(difference: Difference) -> Iterator[str]:
     manifest = difference.manifest
     model = (
         f"{_shown(manifest.origin)}: {count(len(manifest.params), 'parameter')}, "
-        f"{wording.short(manifest.elements)} elements"
+        f"{phrases.short(manifest.elements)} elements"
     )
     files = f"{_shown(difference.old.file)} -> {_shown(difference.new.file)}"
     yield f"diff: {files} on {model}"
-    yield wording.summary(difference)
-    if difference.findings:
+    yield phrases.summary(difference)
+    if difference.warnings:
         yield ""
-        for words in wording.warnings(difference, _ARROW):
-            yield f"warning: {_plain(words)}"
+        for phrase in phrases.warnings(difference, _ARROW):
+            yield f"warning: {_rendered(phrase)}"
     if difference.order_changed:
-        yield f"note: {_plain(wording.order(difference, _ARROW))}"
+        yield f"note: {_rendered(phrases.order(difference, _ARROW))}"
     for note in manifest.notes:
         yield f"note: {_shown(note)}"
     if not difference.in_effect:
@@ -52,37 +53,38 @@ def _rules(difference: Difference) -> Iterator[str]:
         for change in group:
             yield f"{sign} {_head(change)}"
             if change.renamed:
-                yield f"      renamed from {change.was}"
-            both = change.was and sign == "~"
-            every = (wording.option(field, _ARROW) for field in change.fields)
-            for words in every if both else wording.options(change.fields):
-                yield f"      {_plain(words)}"
+                yield f"      renamed from {change.old_id}"
+            lines = phrases.options(change.options)
+            if sign == "~":
+                lines = (phrases.option(option, _ARROW) for option in change.options)
+            for phrase in lines:
+                yield f"      {_rendered(phrase)}"
     if difference.unchanged:
-        yield f"= {_plain(wording.unchanged(difference.unchanged))}"
+        yield f"= {_rendered(phrases.unchanged(difference.unchanged))}"
 
 
-def _head(change: Change) -> str:
-    things, elements = wording.binds(change, _ARROW)
+def _head(change: RuleChange) -> str:
+    things, elements = phrases.binds(change, _ARROW)
     noun = f" parameters ({elements} elements)" if change.target == "params" else ""
     return f"{change.id}  {change.action} on {things}{noun}"
 
 
-def _chains(chains: tuple[Chain, ...]) -> Iterator[str]:
+def _chains(chains: tuple[ChainChange, ...]) -> Iterator[str]:
     if not chains:
         return
     yield ""
     yield f"tensors under other rules than before, in order of effect: {len(chains):,}"
-    groups = wording.grouped(chains)
+    groups = phrases.grouped(chains)
     for (before, after), names in groups[:_CHAINS]:
-        yield f"  {_plain(wording.names(names))}"
-        yield f"      before: {_plain(wording.chain(before, _ARROW))}"
-        yield f"      now:    {_plain(wording.chain(after, _ARROW))}"
+        yield f"  {_rendered(phrases.names(names))}"
+        yield f"      before: {_rendered(phrases.chain(before, _ARROW))}"
+        yield f"      now:    {_rendered(phrases.chain(after, _ARROW))}"
     if (more := len(groups) - _CHAINS) > 0:
         yield f"  and {count(more, 'other pair')} of chains: `--format json` has all"
 
 
-def _plain(words: Words) -> str:
-    return "".join(_shown(one.text) if isinstance(one, Code) else one for one in words)
+def _rendered(phrase: Phrase) -> str:
+    return "".join(_shown(piece.text) if isinstance(piece, Code) else piece for piece in phrase)
 
 
 def _shown(text: str) -> str:

@@ -10,17 +10,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers, _statistics, _torch
 
+Item = TypeVar("Item")
+# One tensor per device, with the indices of the parameters whose norms it holds.
 Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class NonfiniteCount:
     """Non-finite elements of one gradient.
 
     Attributes:
@@ -41,70 +44,37 @@ def norms(
     *,
     scale: Tensor | None = None,
 ) -> Norms:
-    """Return the norms of gradients, float32; one tensor per device, with the tensors it covers.
-
-    Args:
-        tensors: their indices.
-        grads: the gradients.
-        order: of the norm.
-        scale: what a `GradScaler` has multiplied them by; the norms are without it.
-    """
-    if not grads:
-        return ()
-    if scale is not None:
-        found = norms(tensors, grads, order)
-        return tuple((own, values / scale.to(values.device)) for own, values in found)
-    sharded = _dist.any_sharded(grads)
-    if sharded:
+    """Return the norms of gradients, float32, without the scale of a `GradScaler`."""
+    if sharded := _dist.any_sharded(grads):
         grads = [_dist.settled(grad) for grad in grads]
-    own = _norms if sharded else _numbers.norms
+    measure = _norms if sharded else _numbers.norms
     with torch.no_grad():
-        if len({grad.device for grad in grads}) == 1:
-            return ((tuple(tensors), own(grads, order)),)
-        devices: dict[torch.device, list[int]] = {}
-        for position, grad in enumerate(grads):
-            devices.setdefault(grad.device, []).append(position)
-        return tuple(
-            (
-                tuple(tensors[position] for position in positions),
-                own([grads[position] for position in positions], order),
-            )
-            for positions in devices.values()
-        )
+        parts = [(tuple(part), measure(group, order)) for part, group in _by_device(tensors, grads)]
+        if scale is not None:
+            parts = [(part, values / scale.to(values.device)) for part, values in parts]
+    return tuple(parts)
+
+
+def _by_device(
+    items: Sequence[Item], tensors: Sequence[Tensor]
+) -> list[tuple[Sequence[Item], Sequence[Tensor]]]:
+    """Group tensors, and what each of them stands for, by device."""
+    if len({tensor.device for tensor in tensors}) <= 1:
+        return [(items, tensors)] if tensors else []
+    groups: dict[torch.device, tuple[list[Item], list[Tensor]]] = {}
+    for item, tensor in zip(items, tensors, strict=True):
+        part, group = groups.setdefault(tensor.device, ([], []))
+        part.append(item)
+        group.append(tensor)
+    return list(groups.values())
 
 
 def _norms(grads: Sequence[Tensor], order: float) -> Tensor:
     found = _numbers.norms([_dist.local(grad) for grad in grads], order)
     if math.isinf(order):
-        return _maximum(grads, found)
+        return _dist.maxima(grads, found)
     # Powers of float32 norms do not overflow in float64.
-    return _sum(grads, found.double() ** order).pow(1.0 / order).float()
-
-
-def _sum(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
-    """Add up what the ranks have found of each gradient; plain ones keep what they have."""
-    return _merged(grads, parts, "sum")
-
-
-def _maximum(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
-    """Take the largest of what the ranks have found of each gradient; NaN stays NaN."""
-    # Whether a backend's maximum keeps NaN is nowhere promised.
-    bad = parts.isnan()
-    both = torch.stack([parts.nan_to_num(-math.inf, math.inf, -math.inf), bad.to(parts.dtype)], 1)
-    found = _merged(grads, both, "max")
-    return torch.where(found[:, 1] > 0, torch.full_like(found[:, 0], math.nan), found[:, 0])
-
-
-def _merged(grads: Sequence[Tensor], parts: Tensor, op: _dist.Op) -> Tensor:
-    together: dict[_dist.Groups, list[int]] = {}
-    for place, grad in enumerate(grads):
-        if groups := _dist.spread(grad):
-            together.setdefault(groups, []).append(place)
-    out = parts.clone()
-    for groups, places in together.items():
-        index = torch.tensor(places, device=parts.device)
-        out[index] = _dist.reduce(parts[index], groups, op)
-    return out
+    return _dist.sums(grads, found.double() ** order).pow(1.0 / order).float()
 
 
 def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
@@ -114,140 +84,95 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
     """
     if len({grad.device for grad in grads}) > 1:
         return torch.cat([statistics(stat, [grad]).cpu() for grad in grads])
-    with torch.no_grad():
-        if not any(_dist.is_sharded(grad) for grad in grads):
-            return _statistics.statistics(stat, grads)
-        grads = [_dist.settled(grad) for grad in grads]
-        return _of_shards(stat, grads, [_dist.local(grad) for grad in grads]).float()
+    return _statistics.statistics(stat, grads)
 
 
-def _of_shards(stat: str, grads: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
-    if stat == "l2":
-        return _norms(grads, 2.0)
-    if stat in ("linf", "max"):
-        return _maximum(grads, _each(stat, parts, empty=-math.inf if stat == "max" else 0.0))
-    if stat == "min":
-        return -_maximum(grads, -_each(stat, parts, empty=math.inf))
-    if stat not in ("mean", "std"):
-        return _sum(grads, _each(stat, parts, empty=0.0))
-    counts = [grad.numel() for grad in grads]
-    sizes = torch.tensor(counts, dtype=torch.float64, device=parts[0].device)
-    mean = _sum(grads, torch.stack([part.double().sum() for part in parts])) / sizes
-    if stat == "mean":
-        return mean
-    # Two passes: the difference of the mean square and the squared mean cancels.
-    spread = [(part.double() - one).square().sum() for part, one in zip(parts, mean, strict=True)]
-    return (_sum(grads, torch.stack(spread)) / sizes).sqrt()
-
-
-def _each(stat: str, parts: Sequence[Tensor], *, empty: float) -> Tensor:
-    """Return a statistic of every part, and what changes nothing for a part without elements."""
-    return torch.stack(
-        [
-            _statistics.statistic(stat, part)
-            if part.numel()
-            else torch.full((), empty, device=part.device)
-            for part in parts
-        ]
-    ).double()
-
-
-def counts(grads: Mapping[int, Tensor]) -> dict[int, Count]:
+def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     """Return how many elements are not finite, of the gradients where some are not. Waits."""
-    grads = {tensor: _dist.settled(grad) for tensor, grad in grads.items()}
-    plain = {tensor: grad for tensor, grad in grads.items() if not _dist.spread(grad)}
-    found: dict[int, Count] = {}
-    for tensor, grad in plain.items():
-        kind, number = _numbers.first_nonfinite(_dist.local(grad))
-        if number:
-            found[tensor] = Count(kind, number)
-    found.update(_sharded_counts({i: grad for i, grad in grads.items() if i not in plain}))
-    return dict(sorted(found.items()))
+    settled = {tensor: _dist.settled(grad) for tensor, grad in grads.items()}
+    sharded = {tensor: grad for tensor, grad in settled.items() if _dist.spread(grad)}
+    by_tensor = _sharded_counts(sharded) if sharded else {}
+    for tensor, grad in settled.items():
+        if tensor not in sharded:
+            kind, number = _numbers.first_nonfinite(_dist.local(grad))
+            if number:
+                by_tensor[tensor] = NonfiniteCount(kind, number)
+    return dict(sorted(by_tensor.items()))
 
 
-def _sharded_counts(grads: Mapping[int, Tensor]) -> dict[int, Count]:
-    if not grads:
-        return {}
-    own = _dist.rank()
+def _sharded_counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     rows = []
     for grad in grads.values():
         part = _dist.local(grad)
         # One column per rank, so that everybody learns whose part it is.
         row = torch.zeros(_dist.world(), 2, dtype=torch.int64, device=part.device)
-        row[own, 0], row[own, 1] = part.isnan().sum(), part.isinf().sum()
+        row[_dist.rank(), 0], row[_dist.rank(), 1] = part.isnan().sum(), part.isinf().sum()
         rows.append(row)
-    table = _merged(list(grads.values()), torch.stack(rows), "sum").tolist()
-    found = {}
+    table = _dist.sums(list(grads.values()), torch.stack(rows)).tolist()
+    by_tensor = {}
     for tensor, row in zip(grads, table, strict=True):
-        nans, infs = sum(one[0] for one in row), sum(one[1] for one in row)
+        nans, infs = map(sum, zip(*row, strict=True))
         if nans or infs:
-            ranks = tuple(place for place, one in enumerate(row) if one[0] or one[1])
-            found[tensor] = Count("NaN", nans, ranks) if nans else Count("Inf", infs, ranks)
-    return found
+            ranks = tuple(rank for rank, counts in enumerate(row) if any(counts))
+            by_tensor[tensor] = NonfiniteCount("NaN" if nans else "Inf", nans or infs, ranks)
+    return by_tensor
 
 
-def suspects(found: Norms) -> list[int]:
+def nonfinite(norms: Norms) -> list[int]:
     """Return the tensors whose norm is not finite. Reads each device once."""
-    return suspects_of(found)[0]
+    return nonfinite_of_each(norms)[0]
 
 
-def suspects_of(*found: Norms) -> list[list[int]]:
+def nonfinite_of_each(*several: Norms) -> list[list[int]]:
     """Return the tensors whose norm is not finite, of each. Reads each device once."""
-    bad: list[list[int]] = [[] for _ in found]
-    devices: dict[torch.device, list[tuple[int, tuple[int, ...], Tensor]]] = {}
-    for place, parts in enumerate(found):
-        for tensors, values in parts:
-            devices.setdefault(values.device, []).append((place, tensors, values))
-    for rows in devices.values():
-        both = rows[0][2] if len(rows) == 1 else torch.cat([values for _, _, values in rows])
+    bad: list[list[int]] = [[] for _ in several]
+    parts = [(into, *part) for into, norms in zip(bad, several, strict=True) for part in norms]
+    for group, values in _by_device(parts, [values for _, _, values in parts]):
+        joined = values[0] if len(values) == 1 else torch.cat(list(values))
         # Nearly always all are finite, and so is their sum.
-        if _torch.is_host(both) and math.isfinite(both.sum().item()):
+        if _torch.is_host(joined) and math.isfinite(joined.sum().item()):
             continue
         # The numbers themselves: to ask a device which are bad would be a second wait.
-        row = both.tolist()
-        if math.isfinite(sum(row)):
+        numbers = joined.tolist()
+        if math.isfinite(sum(numbers)):
             continue
-        numbers = iter(row)
-        for place, tensors, _ in rows:
-            own = zip(tensors, numbers, strict=False)  # the next tensors have the rest
-            bad[place] += [tensor for tensor, number in own if not math.isfinite(number)]
+        rest = iter(numbers)
+        for into, tensors, _ in group:
+            into += [t for t, norm in zip(tensors, rest, strict=False) if not math.isfinite(norm)]
     return bad
 
 
-def pick(found: Norms, wanted: Sequence[int]) -> Tensor:
+def pick(norms: Norms, wanted: Sequence[int]) -> Tensor:
     """Return the norms of some tensors, in the order asked for."""
-    if len(found) == 1:
-        tensors, values = found[0]
+    if len(norms) == 1:
+        tensors, values = norms[0]
         if tensors == tuple(wanted):
             return values
-        return values[_torch.integers(_places(tensors, tuple(wanted)), values.device)]
+        return values[_torch.integers(_positions(tensors, tuple(wanted)), values.device)]
     # Several devices: one record needs one place, and that is the host.
-    table = as_dict(found)
-    return torch.tensor([table[tensor] for tensor in wanted])
+    by_tensor = as_dict(norms)
+    return torch.tensor([by_tensor[tensor] for tensor in wanted])
 
 
 # A thousand rules each pick theirs in every step, and the same in each.
 @lru_cache(maxsize=4096)
-def _places(tensors: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    place = {tensor: number for number, tensor in enumerate(tensors)}
-    return tuple([place[tensor] for tensor in wanted])
+def _positions(tensors: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    position = {tensor: number for number, tensor in enumerate(tensors)}
+    return tuple([position[tensor] for tensor in wanted])
 
 
-def as_dict(found: Norms) -> dict[int, float]:
+def as_dict(norms: Norms) -> dict[int, float]:
     """Return the norms as numbers by tensor. Waits for the device."""
-    return {i: float(v) for own, row in found for i, v in zip(own, row.tolist(), strict=True)}
+    return {
+        tensor: norm
+        for tensors, values in norms
+        for tensor, norm in zip(tensors, values.tolist(), strict=True)
+    }
 
 
-def read(counts: list[Tensor]) -> list[int]:
+def read(counts: Sequence[Tensor]) -> list[int]:
     """Return 0-dim counts or flags as numbers: one wait per device."""
-    if len({count.device for count in counts}) <= 1:
-        return torch.stack(counts).tolist() if counts else []
-    devices: dict[torch.device, list[int]] = {}
-    for place, count in enumerate(counts):
-        devices.setdefault(count.device, []).append(place)
-    found = [0] * len(counts)
-    for places in devices.values():
-        values = torch.stack([counts[place] for place in places]).tolist()
-        for place, value in zip(places, values, strict=True):
-            found[place] = value
-    return found
+    numbers: dict[int, int] = {}
+    for positions, group in _by_device(range(len(counts)), counts):
+        numbers.update(zip(positions, torch.stack(list(group)).tolist(), strict=True))
+    return [numbers[position] for position in range(len(counts))]

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from gradsurgeon import _torch
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.errors import printable
-from gradsurgeon.runtime.clock import Clock
+from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.measure import Norms, read
-from gradsurgeon.runtime.passes import Pass
-from gradsurgeon.runtime.state import State
+from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.training_events import BackwardPass
 
 _PASSES = (
     "bounds the contribution of each backward pass, and several feed one update: their sum can "
@@ -26,41 +26,48 @@ _RANKS = (
 )
 _REENTRANT = (
     "{does}: backward passes ran inside one another, as checkpoint(use_reentrant=True) makes them, and "
-    "more than one of them reached {name}; use `use_reentrant=False`, or {remedy}"
+    "more than one of them reached {{name}}; use `use_reentrant=False`, or `at: {point}` to {to} the sum"
 )
+_BOUNDS_PARTS = "bounds parts of a gradient, and their sum can exceed the bound"
+_SEES_PARTS = "sees parts of a gradient, never their sum"
 
 
-def count_passes(state: State, done: Pass) -> None:
+def count_passes(context: Context, done: BackwardPass) -> None:
     """Count a backward pass for the updates that it feeds, and say what a sum makes of a rule."""
-    clocks = state.clocks.among(done.order)
-    for clock in clocks:
-        clock.passes += 1
-    if not state.program.per_tensor:
+    counters = context.counters.among(done.order)
+    for counter in counters:
+        counter.passes += 1
+    if not context.program.per_tensor:
         return
     if done.added_to and any(read(list(done.added_to.values()))):
-        several = (tensor for tensor in done.order if state.clocks[tensor].passes > 1)
-        _say(state, "accumulation", several, lambda rule, _: "" if rule.linear else _PASSES)
-    if state.ranks.averaging and _has_bounds(state, "ranks"):
-        _say(state, "ranks", _averaged(state, done), lambda rule, _: "" if rule.linear else _RANKS)
+        several = (tensor for tensor in done.order if context.counters[tensor].passes > 1)
+        _say(context, "accumulation", several, lambda rule: "" if rule.linear else _PASSES)
+    if context.ranks.is_reducing:
+        _say(context, "ranks", _averaged(context, done), lambda rule: "" if rule.linear else _RANKS)
     # Passes inside one another have been put together, piece by piece.
     if len(done.runs) > 1:
-        _say(state, "reentrant", _repeated(done), _on_parts)
+        several = (tensor for tensor, times in Counter(done.order).items() if times > 1)
+        _say(context, "reentrant", several, _on_parts)
 
 
-def tell_of_no_pass(state: State, clock: Clock, having: Sequence[int]) -> None:
+def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequence[int]) -> None:
     """Say of an update with gradients that no backward pass has given, which rules that concerns.
 
     Either the script has assigned them, or it updates twice from one gradient. Nobody can tell which: that
     a tensor is the same does not say that its content is.
     """
-    agenda = state.agenda(clock)
+    due_rules = context.due_rules(counter)
     with_gradient = set(having)
-    for lane in (*agenda.in_backward, *agenda.after):
-        if lane.rule.role != "trap" and not with_gradient.isdisjoint(lane.tensors):
+    for bound_rule in (*due_rules.in_backward, *due_rules.after):
+        if not isinstance(bound_rule.rule, TrapRule) and not with_gradient.isdisjoint(
+            bound_rule.tensors
+        ):
             text = _PAST_HOOKS.format(
-                does=_DOES.get(lane.rule.role, "acts on"), point=lane.rule.point
+                does=_DOES.get(bound_rule.rule.role, "acts on"), point=bound_rule.rule.point
             )
-            state.journal.once("no pass", text, rule=lane.rule.id, step=clock.step, warn=True)
+            context.event_log.once(
+                "no pass", text, rule=bound_rule.rule.id, step=counter.step, warn=True
+            )
 
 
 _DOES = {"observe": "records", "capture": "captures", "edit": "edits"}
@@ -71,39 +78,39 @@ _PAST_HOOKS = (
 )
 
 
-def tell_of_unowned(state: State, tensors: Sequence[int]) -> None:
+def warn_of_unowned_params(context: Context, tensors: Sequence[int]) -> None:
     """Say which rules act right before an update on parameters that get none."""
     without = set(tensors)
-    stages = [*state.program.traps, *state.program.at_step]
+    stages = [*context.program.traps, *context.program.at_step]
     for rule, matched in {stage.rule.id: stage.tensors for stage in stages}.items():
-        names = [state.program.names[tensor] for tensor in matched if tensor in without]
+        names = [context.program.names[tensor] for tensor in matched if tensor in without]
         # Of one that has never fired that is said anyway.
-        if names and state.journal.has_fired(rule):
+        if names and context.event_log.has_fired(rule):
             text = (
-                f"gradients come to {some_of(names)}, which no optimizer updates that has stepped so far: "
+                f"gradients come to {shorten_names(names)}, which no optimizer updates that has stepped so far: "
                 "this rule acts right before an update, and so not there; give them to an optimizer, or "
                 "exclude them"
             )
-            step = state.clocks.latest
-            state.journal.once("unowned", text, rule=rule, step=step, warn=True)
+            step = context.counters.latest
+            context.event_log.once("unowned", text, rule=rule, step=step, warn=True)
 
 
-def tell_of_foreign_scale(state: State, clock: Clock, seen: Norms, now: Norms) -> None:
+def warn_of_foreign_scale(context: Context, counter: StepCounter, seen: Norms, now: Norms) -> None:
     """Say once that gradients look as if a loss scale had been taken off them, by no `GradScaler` of torch.
 
     Args:
-        state: what the parts of a session share.
-        clock: of the update.
+        context: what the parts of a session share.
+        counter: of the update.
         seen: the norms after the last backward pass.
         now: those right before the update, of the same tensors.
     """
-    if state.journal.said("scale") or clock.passes != 1 or not (seen and now):
+    if context.event_log.said("scale") or counter.passes != 1 or len(seen) != 1 or len(now) != 1:
         return
-    if len(seen) != 1 or len(now) != 1 or seen[0][0] != now[0][0] or not _torch.is_host(now[0][1]):
+    ((tensors, before),), ((tensors_now, after),) = seen, now
+    if tensors != tensors_now or not _torch.is_host(after):
         return
-    before, after = seen[0][1], now[0][1]
-    largest, place = after.max(0)
-    ratio = float(before[place] / largest) if float(largest) > 0 else 0.0
+    largest, index = after.max(0)
+    ratio = float(before[index] / largest) if float(largest) > 0 else 0.0
     if not (math.isfinite(ratio) and ratio >= _LEAST_SCALE):
         return
     scale = 2.0 ** round(math.log2(ratio))
@@ -113,7 +120,7 @@ def tell_of_foreign_scale(state: State, clock: Clock, seen: Norms, now: Norms) -
             "if the loss is scaled by something else than torch.amp.GradScaler, rules at `backward` and "
             "`accumulated` act on scaled gradients; use `at: step`, or a GradScaler"
         )
-        state.journal.once("scale", text, step=clock.step, warn=True)
+        context.event_log.once("scale", text, step=counter.step, warn=True)
 
 
 # Losses are scaled by powers of two; smaller ones could be the number of micro-batches.
@@ -121,52 +128,39 @@ _LEAST_SCALE = 128.0
 _SHOWN = 3
 
 
-def some_of(names: Sequence[str]) -> str:
+def shorten_names(names: Sequence[str]) -> str:
     """Return the first few of some names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
-def _has_bounds(state: State, topic: str) -> bool:
-    """Tell whether there is a bound on contributions that nothing has been said of."""
-    rules = (stage.rule for stage in state.stages.values() if stage.rule.point == "backward")
-    return any(not rule.linear and not state.journal.said(topic, rule.id) for rule in rules)
-
-
-def _averaged(state: State, done: Pass) -> Iterator[int]:
+def _averaged(context: Context, done: BackwardPass) -> Iterator[int]:
     """Yield the tensors whose gradients of a pass are averaged over ranks."""
-    averaged = state.ranks.averaged()
-    yield from (tensor for tensor in done.order if id(state.targets.param(tensor)) in averaged)
+    averaged = context.ranks.averaged()
+    yield from (tensor for tensor in done.order if id(context.parameters.param(tensor)) in averaged)
 
 
-def _repeated(done: Pass) -> list[int]:
-    """Return the tensors that received several gradients in one pass."""
-    return [tensor for tensor, times in Counter(done.order).items() if times > 1]
-
-
-def _on_parts(rule: Rule, name: str) -> str:
+def _on_parts(rule: Rule) -> str:
     """Return what to say of a rule that acted on parts of the gradient of one pass."""
-    if rule.role == "edit":
-        does = (
-            "" if rule.linear else "bounds parts of a gradient, and their sum can exceed the bound"
+    if isinstance(rule, EditRule):
+        return (
+            "" if rule.linear else _REENTRANT.format(does=_BOUNDS_PARTS, point="step", to="bound")
         )
-        remedy = "`at: step` to bound the sum"
-    else:
-        does = "sees parts of a gradient, never their sum"
-        if rule.role == "observe":
-            does += ", and records one of them"
-        remedy = "`at: accumulated` to see the sum"
-    return does and _REENTRANT.format(does=does, name=name, remedy=remedy)
+    records = ", and records one of them" if isinstance(rule, ObserverRule) else ""
+    return _REENTRANT.format(does=_SEES_PARTS + records, point="accumulated", to="see")
 
 
-def _say(
-    state: State, topic: str, tensors: Iterable[int], text: Callable[[Rule, str], str]
-) -> None:
-    """Warn once of each rule that acts on some of the tensors and that there is a text for."""
+def _say(context: Context, topic: str, tensors: Iterable[int], text: Callable[[Rule], str]) -> None:
+    """Warn once of each rule at `backward` that acts on some of the tensors and that there is a text for."""
+    per_tensor = context.program.per_tensor
+    rules = {rule.id: rule for rules in per_tensor.values() for rule in rules}
+    unsaid = (rule for rule in rules.values() if not context.event_log.said(topic, rule.id))
+    texts = {rule.id: said for rule in unsaid if (said := text(rule))}
+    if not texts:
+        return
     for tensor in tensors:
-        step = state.clocks[tensor].step
-        for rule in state.program.per_tensor.get(tensor, ()):
-            if not state.journal.said(topic, rule.id) and rule.steps.due(step):
-                said = text(rule, state.program.names[tensor])
-                if said:
-                    state.journal.once(topic, said, rule=rule.id, step=step, warn=True)
+        step = context.counters[tensor].step
+        for rule in per_tensor.get(tensor, ()):
+            if rule.id in texts and rule.steps.due(step):
+                said = texts.pop(rule.id).replace("{name}", context.program.names[tensor])
+                context.event_log.once(topic, said, rule=rule.id, step=step, warn=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 from gradsurgeon import _live, _torch
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.errors import BindError
 
 # Numbers that an optimizer keeps for itself, with where it keeps them.
@@ -45,7 +45,6 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that an optimizer holds, over all groups."""
     # Wrappers that skip the constructor of their base may have no groups of their own.
     groups = getattr(optimizer, "param_groups", ())
     return [param for group in groups for param in group["params"]]
@@ -117,13 +116,12 @@ def snapshot(optimizer: Optimizer) -> Snapshot:
 
 
 def restore(optimizer: Optimizer, kept: Snapshot) -> None:
-    """Put back the weights and the state that `snapshot` has copied."""
-    weights, state = kept
+    weights, context = kept
     with torch.no_grad():
         for param, value in weights:
             param.copy_(value)
     optimizer.state.clear()
-    optimizer.state.update(copy.deepcopy(state, {id(p): p for p in params_of(optimizer)}))
+    optimizer.state.update(copy.deepcopy(context, {id(p): p for p in params_of(optimizer)}))
 
 
 def counters(optimizer: Optimizer) -> Counters:
@@ -208,8 +206,8 @@ def refuse_inside_backward(rules: Sequence[Rule]) -> None:
 
 
 def _needs(rule: Rule) -> str:
-    if rule.role == "trap":
+    if isinstance(rule, TrapRule):
         return "a trap could still hold back the whole update"
-    if rule.role == "freeze":
+    if isinstance(rule, FreezeRule):
         return "a parameter could be hidden from the optimizer for one step of the model"
     return "all gradients of the rule are there"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradsurgeon import _numbers, _torch
-from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.runtime.ring import Ring, Slot
+from gradsurgeon import _numbers
+from gradsurgeon.events import Event
+from gradsurgeon.runtime.device_queue import DeviceQueue
+from gradsurgeon.runtime.event_log import EventLog
 from gradsurgeon.store import Key, Records
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 # Rows wait on the device so that one transfer serves many; this many of them are a few hundred kB
 # for a large model.
 _ROWS_PER_FLUSH = 64
-# What may be the last that a run does; for it the host has waited already.
+# Each may be the last event of a run; where it happens the host has waited for the device anyway.
 _LAST_WORDS = frozenset({"trap", "skipped-step"})
 
 
@@ -33,94 +34,87 @@ class Recorder:
     Args:
         records: where rows are kept in memory.
         writer: where they are written as well; rows then wait for a second at most.
-        statuses: what each rule has done, to be written along with the rows; it takes `wait`, whether
-            for devices, and otherwise may tell what has been a moment ago.
-
-    Nothing is moved while a CUDA graph is being captured: what is on the device has no value then, and
-    to ask whether something has arrived would break the capture.
+        event_log: whose events are written, and what it knows of each rule along with the rows.
     """
 
     def __init__(
-        self,
-        records: Records,
-        writer: RunWriter | None = None,
-        statuses: Callable[..., Mapping[str, RuleStatus]] | None = None,
+        self, records: Records, writer: RunWriter | None = None, event_log: EventLog | None = None
     ) -> None:
         self.records = records
         self.writer = writer
-        self._statuses = statuses
+        self._event_log = event_log
         # Notes events that are not noted yet.
         self.late: Callable[[], None] | None = None
-        self._ring: Ring[_Row] = Ring(self._take, rows=_ROWS_PER_FLUSH)
-        # Where the last row of each series waits: statistics and lanes take turns within a step.
-        self._places: dict[int, Slot[_Row]] = {}
+        self._ring: DeviceQueue[_Row] = DeviceQueue(self._take)
         # Rows were due on disk, and were still on their way.
         self._owed = False
+        if event_log is not None:
+            event_log.sink = self.event
+            if writer is None:
+                records.on_drop = event_log.records_dropped
+            else:
+                writer.on_failure = partial(event_log.emit, "notice", warn=True)
         if writer is not None:
             # A script may end without `remove()`, on an exception above all. Weakly, because of a
             # session that never began only the list of what is to be done at exit would know.
             self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
+    @property
+    def _open_writer(self) -> RunWriter | None:
+        return None if self.writer is None or self.writer.closed else self.writer
+
     def add(
-        self, key: Key, step: int, found: Sequence[int], values: Tensor, *, replace: bool
+        self, key: Key, step: int, columns: Sequence[int], values: Tensor, *, replace: bool
     ) -> None:
         """Take one row.
 
         Args:
             key: the series.
             step: the clock of its tensors.
-            found: the columns that have a value, ascending.
-            values: float32, shape ``[len(found)]``, on any device.
+            columns: those that have a value, ascending.
+            values: shape ``[len(columns)]``, on any device.
             replace: the row takes the place of an earlier one of the same step.
         """
-        row = _Row(key, step, found, replace)
-        place = self._places.get(id(key)) if replace else None
-        if (
-            place is None
-            or place.item.key is not key
-            or place.item.step != step
-            or not self._ring.rewrite(place, row, values)
-        ):
-            place = self._ring.put(row, values, width=len(key.names))
-            if replace:
-                self._places[id(key)] = place
-        if _torch.is_capturing():
-            return
-        if len(self._ring) >= _ROWS_PER_FLUSH or (self.writer is not None and self.writer.due()):
-            self._flush()
-        elif self._owed:
-            self._catch_up()
+        row = _Row(key, step, columns, replace)
+        # By identity: to hash the names of thousands of tensors takes longer than to measure them.
+        self._ring.put(row, values, slot=(id(key), step) if replace else None)
+        self._move(due=self.writer is not None and self.writer.due())
 
     def end_step(self) -> None:
         """Mark the end of a step: what would be more than a second old by the next is written."""
-        if _torch.is_capturing():
-            return
-        if self.writer is not None and self.writer.ends_step():
-            self._write()
+        self._move(due=self.writer is not None and self.writer.ends_step())
+
+    def _move(self, *, due: bool) -> None:
+        if due:
+            self._ring.send()
+            self._commit()
+        elif len(self._ring) >= _ROWS_PER_FLUSH:
+            self._ring.send()
         elif self._owed:
-            self._catch_up()
+            self._ring.collect()
+            if not self._ring.under_way:
+                self._commit()
 
     def event(self, event: Event) -> None:
-        """Write an event, and the rows that led to it where it may be the last that this run does."""
-        if self.writer is None or self.writer.closed:
+        """Write an event, and the rows that led to it where it may be the last of this run."""
+        if (writer := self._open_writer) is None:
             return
-        if not _torch.is_capturing():
-            if event.kind in _LAST_WORDS:
-                self.flush()
-            else:
-                self._send()
-        self.writer.event(event)
+        if event.kind in _LAST_WORDS:
+            self.flush()
+        else:
+            self._ring.send()
+        writer.event(event)
 
     def close(self) -> None:
         """Write what waits and finish the run directory; records stay in memory."""
-        if self.writer is not None:
-            atexit.unregister(self._at_exit)
-            if not self.writer.closed:
-                if self.late is not None:
-                    self.late()
-                self._settle()
-                self._commit(wait=True)
-            self.writer.close()
+        if self.writer is None:
+            return
+        atexit.unregister(self._at_exit)
+        if self.late is not None and not self.writer.closed:
+            self.late()
+        self._ring.settle()
+        self._commit(wait=True)
+        self.writer.close()
 
     def discard(self) -> None:
         """Remove the files, as if there had been no place to write."""
@@ -131,77 +125,45 @@ class Recorder:
 
     def flush(self) -> None:
         """Move all rows to the store. Waits for the device."""
-        self._settle()
-        if self.writer is not None and self.writer.due():
-            self._write()
-
-    def _settle(self) -> None:
-        self._places.clear()
         self._ring.settle()
-
-    def _flush(self) -> None:
-        """Let the rows travel, and move those to the store that have arrived."""
         if self.writer is not None and self.writer.due():
-            self._write()
-        else:
-            self._send()
-
-    def _send(self) -> None:
-        self._places.clear()
-        self._ring.send()
-        self._ring.collect()
-
-    def _write(self) -> None:
-        if self.writer is None or self.writer.closed:
-            return
-        self._send()
-        # What is on its way is a moment late; the second after which it is due again may be long.
-        self._owed = self._ring.under_way
-        self._commit()
-
-    def _catch_up(self) -> None:
-        """Write what was due and has arrived since."""
-        if self._ring.collect():
-            self._owed = self._ring.under_way
             self._commit()
 
     def _commit(self, *, wait: bool = False) -> None:
-        if self.writer is None or self.writer.closed:
+        if (writer := self._open_writer) is None:
             return
-        if self._statuses is not None:
-            self.writer.statuses(self._statuses(wait=wait))
-        self.writer.commit()
+        # What is on its way is a moment late; the second after which it is due again may be long.
+        self._owed = self._ring.under_way
+        if self._event_log is not None:
+            writer.statuses(self._event_log.status(wait=wait))
+        writer.commit()
 
     def _take(self, rows: Sequence[tuple[_Row, Tensor]]) -> None:
-        parts = [row.part(values) for row, values in rows]
+        packed = [(row, *row.pack(values)) for row, values in rows]
         # Memory has all of it before anything can go wrong with the file.
-        for (row, _), (part, absent) in zip(rows, parts, strict=True):
-            self.records.add(row.key, row.step, part, absent, replace=row.replace)
-        if self.writer is None or self.writer.closed:
-            return
-        for (row, _), (part, absent) in zip(rows, parts, strict=True):
-            self.writer.add(row.key, row.step, part, absent, replace=row.replace)
+        for store in (self.records, self._open_writer):
+            if store is not None:
+                for row, values, absent in packed:
+                    store.add(row.key, row.step, values, absent, replace=row.replace)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What the numbers of one row are."""
-
     key: Key
     step: int
-    found: Sequence[int]
+    columns: Sequence[int]
     replace: bool
 
-    def part(self, values: Tensor) -> tuple[bytes, frozenset[int]]:
+    def pack(self, values: Tensor) -> tuple[bytes, frozenset[int]]:
         """Return the whole row as bytes, and the columns without a value."""
         width = len(self.key.names)
-        if len(self.found) == width:
+        if len(self.columns) == width:
             return _numbers.to_bytes(values), frozenset()
         whole = torch.zeros(width, device="cpu")
-        whole[torch.tensor(self.found, device="cpu")] = values
-        return _numbers.to_bytes(whole), frozenset(range(width)) - frozenset(self.found)
+        whole[torch.tensor(self.columns, device="cpu")] = values
+        return _numbers.to_bytes(whole), frozenset(range(width)) - frozenset(self.columns)
 
 
-def _close(recorder: weakref.ref[Recorder]) -> None:
-    if (found := recorder()) is not None:
-        found.close()
+def _close(reference: weakref.ref[Recorder]) -> None:
+    if (recorder := reference()) is not None:
+        recorder.close()

@@ -23,14 +23,15 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError
-from gradsurgeon.runtime.compiled import at_update, on_site
-from gradsurgeon.runtime.scaling import watched
-from gradsurgeon.runtime.session import Session
+from gradsurgeon.runtime.attachment import Attachment
+from gradsurgeon.runtime.compile_support import uncompiled_at_step, uncompiled_in_forward
+from gradsurgeon.runtime.controller import Controller
+from gradsurgeon.runtime.scaler_watch import watched
 
 # Values are strong: a session lives as long as its model, even if the caller drops it.
-_sessions: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+_sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 # Sessions of the launcher, beside those that the script itself has asked for.
-_beside: weakref.WeakKeyDictionary[nn.Module, Session] = weakref.WeakKeyDictionary()
+_beside: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 # What is watched for all sessions together: steps of optimizers and uses of scalers.
 _watching: list[ExitStack] = []
 _watching_steps: list[RemovableHandle] = []
@@ -40,8 +41,7 @@ _before_forward: list[RemovableHandle] = []
 _on_tags: list[str] = []
 
 
-def find(model: nn.Module) -> Session | None:
-    """Return the session of a model, if there is one that was not removed."""
+def find(model: nn.Module) -> Attachment | None:
     session = _sessions.get(model)
     return None if session is None or session.removed else session
 
@@ -69,7 +69,7 @@ def watch_steps() -> None:
         _watching_steps.append(register_optimizer_step_pre_hook(_on_step))
 
 
-def enter(model: nn.Module, session: Session, *, beside: bool = False) -> None:
+def enter(model: nn.Module, session: Attachment, *, beside: bool = False) -> None:
     """Attach a session to its model, in the place of one that is there already.
 
     Args:
@@ -91,7 +91,7 @@ def enter(model: nn.Module, session: Session, *, beside: bool = False) -> None:
         old.remove()
     sessions[model] = session
     if not beside and (other := _beside.get(model)) is not None and not other.removed:
-        other.go_last()
+        other.controller.go_last()
     _count_tags()
     if not _watching:
         stack = ExitStack()
@@ -115,15 +115,15 @@ def tag(tensor: Tensor, name: str) -> Tensor:
 _torch.compile_apart(tag, allowed=False)
 
 
-@on_site
+@uncompiled_in_forward
 def _show(tensor: Tensor, name: str) -> Tensor:
-    for session in _live():
-        tensor = session.tag(tensor, name)
+    for controller in _controllers():
+        tensor = controller.tensor_hooks.tag(tensor, name)
     return tensor
 
 
 def _count_tags() -> None:
-    _on_tags[:] = [rule.id for one in _live() for rule in one.tag_rules]
+    _on_tags[:] = [rule.id for controller in _controllers() for rule in controller.tag_rules]
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
@@ -137,12 +137,12 @@ def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
         _watching.pop().close()
 
 
-def _model_gone(session: weakref.ref[Session]) -> None:
+def _model_gone(session: weakref.ref[Attachment]) -> None:
     if (gone := session()) is not None:
         gone.model_gone()
 
 
-@at_update
+@uncompiled_at_step
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Introduce an optimizer to the sessions.
 
@@ -150,53 +150,54 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     script's own that were there before.
     """
     del args, kwargs
-    for session in _live():
-        session.meet(optimizer)
+    for controller in _controllers():
+        controller.steps.meet(optimizer)
     if _beside and _sessions:
-        for session in list(_beside.values()):
-            session.step_after(list(_sessions.values()), optimizer)
+        others = [other.controller for other in list(_sessions.values())]
+        for beside in list(_beside.values()):
+            beside.controller.step_after(others, optimizer)
 
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
     """Let conversions exchange the contents of tensors, which takes their hooks away."""
     original(first, second)
-    for session in _live():
-        session.swapped((first, second))
+    for controller in _controllers():
+        controller.model.swapped((first, second))
 
 
-@on_site
+@uncompiled_in_forward
 def _on_registration(module: nn.Module, name: str, value: object) -> None:
     """Look for exchanged parameters and layers before the next forward pass goes through them."""
     del name, value
-    if not _before_forward and any(session.knows(module) for session in _live()):
+    if not _before_forward and any(controller.model.knows(module) for controller in _controllers()):
         _before_forward.append(register_module_forward_pre_hook(_look_at_models))
 
 
-@on_site
+@uncompiled_in_forward
 def _look_at_models(*_: object) -> None:
     while _before_forward:
         _before_forward.pop().remove()
-    for session in _live():
-        session.model_changed()
+    for controller in _controllers():
+        controller.model.before_forward()
 
 
-@at_update
+@uncompiled_at_step
 def _on_scale(scaler: GradScaler, losses: Sequence[Tensor]) -> None:
-    for session in _live():
-        session.scaler_scales(scaler, losses)
+    for controller in _controllers():
+        controller.losses_scaled(scaler, losses)
 
 
 @contextmanager
 def _around_scaler_step(scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
     with ExitStack() as stack:
-        for session in _live():
-            stack.enter_context(session.scaler_steps(scaler, optimizer))
+        for controller in _controllers():
+            stack.enter_context(controller.scaler_step(scaler, optimizer))
         yield
 
 
-def _live() -> list[Session]:
+def _controllers() -> list[Controller]:
     return [
-        session
+        session.controller
         for sessions in (_sessions, _beside)
         for session in list(sessions.values())
         if not session.removed

@@ -1,137 +1,135 @@
-"""A plan attached to a model."""
+"""What a person has in hand of the rules on a model: control, records, events, and how it looks."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from itertools import islice
-from pathlib import Path
-from types import CodeType, FrameType, TracebackType
-from typing import TYPE_CHECKING, Self
+from collections.abc import Sequence
+from html import escape
+from types import TracebackType
+from typing import Self
 
-from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch import Tensor
 
-from gradsurgeon.actions import Rule
-from gradsurgeon.compiler import compile_plan
-from gradsurgeon.errors import GradSurgeonError, did_you_mean
+from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.planning import Plan, bind, from_model
-from gradsurgeon.runtime.captures import CaptureKey
-from gradsurgeon.runtime.clock import Clocks
-from gradsurgeon.runtime.compiled import Compiled
-from gradsurgeon.runtime.engine import Engine
-from gradsurgeon.runtime.journal import Journal
-from gradsurgeon.runtime.recorder import Recorder
-from gradsurgeon.runtime.scaling import Scaling, refuse_scaling
-from gradsurgeon.runtime.state import Mode, State
-from gradsurgeon.runtime.targets import Targets
-from gradsurgeon.store import Logged, Lookup, Names, Records
+from gradsurgeon.planning import Plan
+from gradsurgeon.runtime.attachment import Attachment
+from gradsurgeon.runtime.captured_tensors import CaptureKey
 
-if TYPE_CHECKING:
-    from gradsurgeon.store.writer import RunWriter
-
-_TEMPORARY = (
-    "the session is over already, because nobody holds the model that rules were applied to: keep a "
-    "reference to the model (model = ...; session = gradsurgeon.apply(model, rules))"
-)
-_PACKAGE = str(Path(__file__).parents[1])
-
-
-def _calls() -> Iterator[tuple[CodeType, int]]:
-    """Yield the calls under way outside of this package, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
-            yield frame.f_code, frame.f_lasti
-        frame = frame.f_back
+# A notebook shows the last events; `events` has all of them.
+_EVENTS_SHOWN = 5
 
 
 class Session:
     """Rules acting on one model, until `remove()` or the end of the ``with`` block.
 
-    Made by `gradsurgeon.apply`. It reaches the model weakly and lives as long as the model does,
-    even if the caller drops it. It belongs to this very model: where a session is kept as an attribute
-    of its model, copies of the model and what is loaded from files have ``None`` there.
+    `gradsurgeon.apply` makes it. The rules stay on the model as long as the model lives, even if nobody
+    keeps the session. If a session is an attribute of its model, copies of the model and models loaded
+    from a file have ``None`` in its place.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        *,
-        optimizers: Sequence[Optimizer] | None,
-        mode: Mode,
-        start_step: int,
-        writer: RunWriter | None = None,
-        scaler: GradScaler | None = None,
-        optimize: bool = True,
-        outside: bool = False,
-        provisional: bool = False,
-    ) -> None:
-        program = compile_plan(plan, optimize=optimize)
-        rules = plan.rules.rules
-        self.plan = plan
-        self._records = Records()
-        journal = Journal(rules, [len(plan.of(rule.id)) for rule in rules])
-        recorder = Recorder(self._records, writer, journal.status)
-        journal.sink = recorder.event
-        if writer is None:
-            self._records.on_drop = journal.records_dropped
-        else:
-            writer.on_failure = partial(journal.emit, "notice", warn=True)
-        self._state = State(
-            program=program,
-            targets=Targets(model, program.names),
-            clocks=Clocks(len(program.names), start_step),
-            journal=journal,
-            recorder=recorder,
-            mode=mode,
-            rules=tuple(rules),
-            outside=outside,
-            provisional=provisional,
-            scaling=Scaling(scaler),
-            edits={
-                rule.id: rule.compile() for rule in (*rules, *program.merged) if rule.role == "edit"
-            },
-        )
-        if scaler is not None and scaler.is_enabled():
-            refuse_scaling(program)
-        for rule, text in plan.elsewhere.items():
-            journal.emit("notice", text, rule=rule, step=start_step)
-        self._compiled = Compiled(program, journal, model)
-        self._engine = Engine(
-            model,
-            self._state,
-            plan,
-            lambda now: bind(plan.rules, from_model(now), alone=False),
-            optimizers,
-        )
-        recorder.late = self._engine.settle
-        self._aliases = {
-            alias: param.name for param in plan.manifest.params for alias in param.aliases
-        }
-        self._made_in = next(_calls(), None)
-        self._when_removed: Callable[[], None] | None = None
-        self._removed = False
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
 
-    def attach(self, removed: Callable[[], None]) -> None:
-        """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
-        self._engine.attach()
-        try:
-            self._compiled.attach(self.step)
-        except BaseException:
-            self._compiled.detach(None)
-            self._engine.detach()
-            raise
-        self._when_removed = removed
+    @property
+    def plan(self) -> Plan:
+        """What each rule is bound to: ``print(session.plan)`` is a table."""
+        return self._attachment.plan
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Let copies and files have ``None`` in the place of the session, without our name in it."""
-        return type(None), ()
+    def remove(self) -> None:
+        """Take everything off the model and its optimizers. Records and events stay readable.
+
+        A second call does nothing.
+        """
+        self._attachment.remove()
+
+    def pause(self) -> None:
+        """Let no rule act until `resume()`. Steps are still counted."""
+        self._attachment.pause()
+
+    def resume(self) -> None:
+        """Let the rules act again."""
+        self._attachment.resume()
+
+    @property
+    def step(self) -> int:
+        """The number of the next update, counted from ``start_step``, skipped updates included.
+
+        If several optimizers update the model, this is the largest of their numbers.
+        """
+        return self._attachment.step
+
+    def tick(self) -> bool:
+        """Mark one update of a script without a torch optimizer, right before it happens.
+
+        Returns:
+            Whether to update: ``False`` if a trap with ``then: skip-step`` tripped.
+
+        Raises:
+            NonFiniteGradientError: a trap stops the update.
+            GradSurgeonError: a torch optimizer owns the parameters, so its steps are counted already.
+        """
+        return self._attachment.tick()
+
+    @property
+    def events(self) -> list[Event]:
+        """What happened so far, oldest first.
+
+        Waits for nothing: what a device has not told yet comes later. `status()` waits for it.
+        """
+        return self._attachment.events
+
+    def status(self) -> dict[str, RuleStatus]:
+        """Return what each rule has done so far, by its id. Waits for the device."""
+        return self._attachment.status()
+
+    def captured(self, rule: str) -> dict[CaptureKey, Tensor]:
+        """Return what a `capture` rule has kept, oldest first.
+
+        Args:
+            rule: id of the rule.
+
+        Returns:
+            Detached copies, each of the shape and dtype of its tensor, by ``(name, step, call)``;
+            ``call`` counts from 0 within a step.
+
+        Raises:
+            KeyError: no `capture` rule has this id.
+        """
+        return self._attachment.captured(rule)
+
+    def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
+        """Return the newest record of one parameter, module or tag. Waits for the device.
+
+        Args:
+            name: canonical name or alias.
+            stat: the statistic.
+            rule: id of the `norm-log` rule; needed if several recorded it.
+
+        Raises:
+            KeyError: there is no such name; the error suggests the nearest ones.
+            RecordError: nothing was recorded, or by several rules, or nothing in the last three steps in
+                which the rule was due.
+        """
+        return self._attachment.lookup().latest(name, stat, rule=rule)
+
+    def history(
+        self, name: str, stat: str = "l2", *, rule: str | None = None
+    ) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` of one parameter, module or tag. Waits for the device.
+
+        Args:
+            name: canonical name or alias.
+            stat: the statistic.
+            rule: id of the `norm-log` rule; needed if several recorded it.
+
+        Returns:
+            Oldest first; an empty list if no value has come yet.
+
+        Raises:
+            KeyError: there is no such name; the error suggests the nearest ones.
+            RecordError: no rule records it, or several do.
+        """
+        return self._attachment.lookup().history(name, stat, rule=rule)
 
     def __enter__(self) -> Self:
         return self
@@ -144,251 +142,75 @@ class Session:
     ) -> None:
         self.remove()
 
-    def remove(self) -> None:
-        """Take everything off the model and its optimizers. Records and events stay readable."""
-        if not self._removed:
-            self._removed = True
-            self._state.flags.close()
-            self._engine.say_what_changed()
-            for rule, due in self._state.journal.never_fired():
-                text = f"{self._engine.why_never(due=due)} until the end"
-                self._state.journal.emit("never-fired", text, rule=rule, step=self.step)
-            self._compiled.detach(self.step)
-            self._close()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        # Copies and files get `None` in the place of the session, without our name in it.
+        return type(None), ()
 
-    def discard(self) -> None:
-        """Take everything off, the files of the records included: another session takes its place."""
-        if not self._removed:
-            self._state.recorder.discard()
-            self._let_go()
-
-    def model_gone(self) -> None:
-        """Let go of everything that belonged to the model, and say so where it has not lived at all."""
-        if not self._removed:
-            if self._state.provisional:
-                self._state.recorder.discard()
-            self._let_go()
-            if self._is_temporary():
-                self._state.journal.emit("notice", _TEMPORARY, step=self.step, warn=True)
-
-    def _is_temporary(self) -> bool:
-        """Tell whether the model has gone while the call that put rules on it was still under way."""
-        return any(call == self._made_in for call in _calls())
-
-    def _let_go(self) -> None:
-        self._removed = True
-        self._compiled.detach(None)
-        self._close()
-
-    def _close(self) -> None:
-        self._settle()
-        self._engine.detach()
-        self._state.recorder.flush()
-        self._state.recorder.close()
-        if self._when_removed is not None:
-            self._when_removed()
-
-    @property
-    def removed(self) -> bool:
-        """Whether `remove()` has been called, or the model is gone."""
-        return self._removed
-
-    def pause(self) -> None:
-        """Let no rule act until `resume()`; the clocks go on."""
-        self._state.paused = True
-
-    def resume(self) -> None:
-        """Let the rules act again."""
-        if not self._removed:
-            self._state.paused = False
-
-    @property
-    def step(self) -> int:
-        """The largest clock: the number of the next update, from ``start_step``."""
-        return self._state.clocks.latest
-
-    def tick(self) -> bool:
-        """Mark one update of a script without torch optimizer, right before it happens.
-
-        Returns:
-            Whether to update: ``False`` where a trap with ``then: skip-step`` tripped.
-
-        Raises:
-            NonFiniteGradientError: a trap stops the update.
-            GradSurgeonError: a torch optimizer owns the parameters; its steps count by themselves.
-        """
-        if self._engine.steps.owned:
-            raise GradSurgeonError(
-                "tick() marks updates that are written by hand, but a torch optimizer owns the "
-                "parameters and its steps are counted by themselves: remove the call"
+    def __repr__(self) -> str:
+        plan, fired = self.plan, sum(status.fired > 0 for status in self._statuses().values())
+        rules, params = len(plan.rules.rules), len(plan.manifest.params)
+        return "\n".join(
+            (
+                printable(f"Session of {plan.rules.file} on {plan.subject} ({params} parameters)"),
+                f"  {self._condition()}; {self._last_trap()}",
+                f"  {fired} of {rules} rules have fired",
             )
-        return self._removed or self._engine.manual.tick()
+        )
 
-    def name_model(self, title: str) -> None:
-        """Let messages of traps say which model they are about: there are several."""
-        self._state.title = title
-
-    def again(self) -> None:
-        """Let the next backward pass take the place of the last: nothing was updated in between."""
-        self._engine.manual.again()
-
-    def confirm(self) -> None:
-        """Take notice that weights are updated by hand, where that was not certain.
-
-        Raises:
-            GradSurgeonError: the rules cannot act on such updates, or not on these.
-        """
-        self._engine.manual.confirm()
-
-    @property
-    def events(self) -> list[Event]:
-        """What happened so far, oldest first. Waits for the device."""
-        self._settle()
-        return list(self._state.journal.events)
-
-    def status(self) -> dict[str, RuleStatus]:
-        """Return what each rule has done so far. Waits for the device."""
-        self._settle()
-        return self._state.journal.status()
-
-    def _settle(self) -> None:
-        self._engine.settle()
-        self._state.journal.settle()
-
-    @property
-    def records(self) -> Records:
-        """Everything measured so far. Waits for the device."""
-        self._state.recorder.flush()
-        return self._records
-
-    def captured(self, rule: str) -> dict[CaptureKey, Tensor]:
-        """Return what a `capture` rule has kept, oldest first.
-
-        Args:
-            rule: id of the rule.
-
-        Returns:
-            Detached copies by ``(name, step, call)``; ``call`` counts from 0 within a step.
-
-        Raises:
-            KeyError: no `capture` rule has this id.
-        """
-        known = [one.id for one in self.plan.rules.rules if one.role == "capture"]
-        if rule not in known:
-            hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
-            raise KeyError(f"no capture rule {rule!r}; {hint}")
-        return self._state.captures.of(rule)
-
-    @property
-    def tag_rules(self) -> tuple[Rule, ...]:
-        """The rules on tensors that the script tags."""
-        return self._state.program.tags
-
-    def tag(self, tensor: Tensor, name: str) -> Tensor:
-        """Run the rules on tags on a tensor that the script has tagged."""
-        return self._engine.sites.tag(tensor, name)
-
-    def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
-        """Return the newest record of one parameter.
-
-        Args:
-            name: canonical name or alias.
-            stat: the statistic.
-            rule: id of the `norm-log` rule; needed where several recorded it.
-
-        Raises:
-            KeyError: no such parameter; the nearest names are given.
-            RecordError: nothing recorded, or by several rules, or nothing in the last three steps in
-                which there should have been.
-        """
-        return self._lookup().latest(name, stat, rule=rule)
-
-    def history(
-        self, name: str, stat: str = "l2", *, rule: str | None = None
-    ) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one parameter, oldest first; nothing where none has come.
-
-        Args:
-            name: canonical name or alias.
-            stat: the statistic.
-            rule: id of the `norm-log` rule; needed where several recorded it.
-
-        Raises:
-            KeyError: no such parameter; the nearest names are given.
-            RecordError: recorded by no rule, or by several.
-        """
-        return self._lookup().history(name, stat, rule=rule)
-
-    def _lookup(self) -> Lookup:
-        records = self.records
-        measured: dict[str, set[str]] = {}
-        for series in records:
-            measured.setdefault(series.key.rule, set()).update(series.key.names)
-        logged = {
-            rule.id: Logged(
-                getattr(rule, "stats", ()),
-                # A module can return several tensors, which have names of their own.
-                frozenset({b.name for b in self.plan.of(rule.id)} | measured.get(rule.id, set())),
+    def _repr_html_(self) -> str:
+        lines = repr(self).splitlines()
+        statuses = self._statuses()
+        rows = [
+            (
+                rule.id,
+                rule.action,
+                status.matched,
+                f"{status.fired:,}",
+                f"{status.changed:.0%}",
+                "-" if status.last_step is None else status.last_step,
             )
             for rule in self.plan.rules.rules
-            if rule.role == "observe"
-        }
-        manifest = self.plan.manifest
-        things = [*(param.name for param in manifest.params), *(m.name for m in manifest.modules)]
-        more = sorted({name for names in measured.values() for name in names} - set(things))
-        names = Names((*things, *more), self._aliases, logged)
-        return Lookup(names, records.series, self._due_since)
+            for status in (statuses[rule.id],)
+        ]
+        events = [
+            (event.step, event.kind, event.rule, event.message.partition("\n")[0])
+            for event in self._attachment.events[-_EVENTS_SHOWN:]
+        ]
+        shown = [f"<p>{'<br>'.join(map(_html, lines))}</p>"]
+        shown.append(_table(("rule", "action", "matched", "fired", "changed", "last step"), rows))
+        if events:
+            shown.append(_table(("step", "event", "rule", "message"), events))
+        return "\n".join(shown)
 
-    def _due_since(self, rule_id: str, name: str, step: int) -> int:
-        """Return in how many finished steps of a parameter after one a rule was due, up to some."""
-        tensors = self._state.program.names
-        if name not in tensors:
-            return 0  # a module need not run in every step
-        over = self._state.clocks[tensors.index(name)].step
-        schedule = next(rule.steps for rule in self.plan.rules.rules if rule.id == rule_id)
-        last = over if schedule.to is None else min(over, schedule.to)
-        due = (one for one in range(last - 1, step, -1) if schedule.due(one))
-        return len(list(islice(due, 3)))
+    def _statuses(self) -> dict[str, RuleStatus]:
+        # A debugger that shows a session must not make the training wait for it.
+        return self._attachment.status(wait=False)
 
-    def scaler_scales(self, scaler: GradScaler, losses: Sequence[Tensor]) -> None:
-        """Take notice of losses that a scaler has scaled."""
-        self._state.scaling.scaled(scaler, losses)
+    def _condition(self) -> str:
+        attachment = self._attachment
+        words = [f"step {self.step}"]
+        if attachment.removed:
+            words.append("removed")
+        elif attachment.paused:
+            words.append("paused")
+        if attachment.mode == "observe":
+            words.append("observing only")
+        return ", ".join(words)
 
-    @contextmanager
-    def scaler_steps(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
-        """Take notice of a scaler that steps an optimizer, or decides not to."""
-        begun = self._engine.steps.begun(optimizer)
-        with self._state.scaling.steps(scaler, optimizer) as news:
-            yield
-            if news and not self.removed:
-                self._engine.scaler_stepped(optimizer, begun)
+    def _last_trap(self) -> str:
+        traps = [event for event in self._attachment.events if event.kind == "trap"]
+        if not traps:
+            return "no trap has tripped"
+        last = traps[-1]
+        on = f" on {last.name}" if last.name else ""
+        return printable(f"the last trap tripped at step {last.step}: rule {last.rule}{on}")
 
-    def knows(self, module: nn.Module) -> bool:
-        """Tell whether a module is part of the model, as it was looked at last."""
-        return self._engine.knows(module)
 
-    def model_changed(self) -> None:
-        """Find parameters and modules again, before a forward pass."""
-        self._engine.model_changed()
+def _table(head: tuple[str, ...], rows: Sequence[tuple[object, ...]]) -> str:
+    cells = [f"<tr>{''.join(f'<th>{_html(name)}</th>' for name in head)}</tr>"]
+    cells += [f"<tr>{''.join(f'<td>{_html(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    return f"<table>{''.join(cells)}</table>"
 
-    def swapped(self, tensors: Sequence[Tensor]) -> None:
-        """Take notice of tensors whose contents were exchanged."""
-        self._engine.swapped(tensors)
 
-    def meet(self, optimizer: Optimizer) -> None:
-        """Take notice of an optimizer that is about to step."""
-        self._engine.steps.meet(optimizer)
-
-    def go_last(self) -> None:
-        """Let the rules act after those of a session that came later."""
-        self._engine.go_last()
-
-    def newest_hook(self, optimizer: Optimizer) -> int:
-        """Return the number of the newest hook on an optimizer, -1 where there is none."""
-        return self._engine.steps.newest_hook(optimizer)
-
-    def step_after(self, others: Sequence[Session], optimizer: Optimizer) -> None:
-        """Let the rules at the step of an optimizer act after those of other sessions."""
-        own = self.newest_hook(optimizer)
-        if own >= 0 and any(other.newest_hook(optimizer) > own for other in others):
-            self._engine.steps.go_last(optimizer)
+def _html(value: object) -> str:
+    return escape(printable(str(value)))

@@ -30,7 +30,8 @@ def _items(value: Any) -> Iterator[tuple[int | str, Any]]:
     elif isinstance(value, tuple | list):
         yield from enumerate(value)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from ((one.name, getattr(value, one.name)) for one in dataclasses.fields(value))
+        fields = (field.name for field in dataclasses.fields(value))
+        yield from ((name, getattr(value, name)) for name in fields)
 
 
 def resolve(value: Any, path: Path) -> Path | None:
@@ -38,7 +39,7 @@ def resolve(value: Any, path: Path) -> Path | None:
 
     An index into a mapping counts its values, and a name of a named tuple is one of its indices.
     """
-    found: list[int | str] = []
+    resolved: list[int | str] = []
     for step in path:
         items = dict(_items(value))
         names = getattr(value, "_fields", ())
@@ -48,9 +49,9 @@ def resolve(value: Any, path: Path) -> Path | None:
             step = names.index(step)  # noqa: PLW2901 # the same
         if step not in items:
             return None
-        found.append(step)
+        resolved.append(step)
         value = items[step]
-    return tuple(found)
+    return tuple(resolved)
 
 
 def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
@@ -60,7 +61,8 @@ def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
     steps: dict[int | str, dict[Path, Tensor]] = {}
     for path, tensor in new.items():
         steps.setdefault(path[0], {})[path[1:]] = tensor
-    changed = {step: with_tensors(_get(value, step), inner) for step, inner in steps.items()}
+    children = dict(_items(value))
+    changed = {step: with_tensors(children[step], inner) for step, inner in steps.items()}
     if isinstance(value, tuple):
         items = [changed.get(index, item) for index, item in enumerate(value)]
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
@@ -72,12 +74,6 @@ def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
         else:
             object.__setattr__(out, str(step), item)
     return out
-
-
-def _get(value: Any, step: int | str) -> Any:
-    if isinstance(value, Mapping | tuple | list):
-        return value[step]  # type: ignore[index] # paths come from this very structure
-    return getattr(value, str(step))
 
 
 def describe(value: Any) -> str:

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 
 from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
-from gradsurgeon.runtime.clock import Clock
 from gradsurgeon.runtime.optimizers import Counters, Snapshot
+from gradsurgeon.runtime.step_counter import StepCounter
 
 
 class Arguments(dict[str, Any]):
@@ -33,14 +33,16 @@ class Update:
 
     Args:
         optimizer: reached weakly.
-        clock: that of the optimizer.
+        counter: that of the optimizer.
         frame: the id of the frame that calls the hooks: that of torch around `step`.
         inside: whether it runs inside a backward pass, on what that pass has finished so far.
     """
 
-    def __init__(self, optimizer: Optimizer, clock: Clock, frame: int, *, inside: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, counter: StepCounter, frame: int, *, inside: bool
+    ) -> None:
         self.optimizer = weakref.ref(optimizer)
-        self.clock = clock
+        self.counter = counter
         self.inside = inside
         self.thread = threading.get_ident()
         self.key = self.thread, id(optimizer)

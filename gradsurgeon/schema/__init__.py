@@ -3,7 +3,7 @@
 from gradsurgeon.schema._document import bounded
 from gradsurgeon.schema._files import DISK, Files
 from gradsurgeon.schema._located import Built, Located
-from gradsurgeon.schema._tree import Inspection, RuleSet, check, from_rules, inspect, validate
+from gradsurgeon.schema._tree import Inspection, RuleSet, from_rules, inspect, validate
 from gradsurgeon.schema._version import FORMAT, VERSION, meets
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "Located",
     "RuleSet",
     "bounded",
-    "check",
     "from_rules",
     "inspect",
     "meets",

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from gradsurgeon.actions import ACTIONS, Flaw, Rule, check_rule, found, steps_of
+from gradsurgeon.actions import Flaw, Rule, check_rule, described, known_actions, steps_of
 from gradsurgeon.errors import Place, Problem, did_you_mean
 from gradsurgeon.packs import PREFIX
 from gradsurgeon.schema._located import Located
@@ -23,7 +23,7 @@ def no_mapping(source: Located) -> list[Problem]:
     """Return why a document holds no keys at all."""
     if source.data is None and source.problems:
         return list(source.problems)
-    message = f"a rule file is a mapping with `version` and `rules`, found {found(source.data)}"
+    message = f"a rule file is a mapping with `version` and `rules`, found {described(source.data)}"
     hint = f"begin the file with `version: {FORMAT}`, then `rules:` and the list of rules"
     problem = Problem(source.place(()), "not-a-mapping", message, hint)
     return tidy([*source.problems, problem])
@@ -82,13 +82,13 @@ def _values(source: Located, key: str, value: object) -> Iterator[Problem]:
     """Yield what is wrong with the value of a known key of the top level."""
     place = source.place((key,))
     if key == "version" and (value != FORMAT or type(value) is not int):
-        message = f"`version` must be the number {FORMAT}, found {found(value)}"
+        message = f"`version` must be the number {FORMAT}, found {described(value)}"
         yield Problem(place, "bad-version", message, f"write `version: {FORMAT}`")
     if key == "requires" and (not isinstance(value, str) or meets(VERSION, value) is None):
-        message = f"`requires` must be a text with comparisons, found {found(value)}"
+        message = f"`requires` must be a text with comparisons, found {described(value)}"
         yield Problem(place, "bad-requires", message, 'such as ">=0.1" or ">=0.1, <0.3"')
     if key == "rules" and not isinstance(value, list | tuple):
-        message = f"`rules` must be a list of rules, found {found(value)}"
+        message = f"`rules` must be a list of rules, found {described(value)}"
         hint = "begin each rule with `- id: ...`"
         yield Problem(place, "wrong-type", message, hint)
     elif key == "rules" and not value:
@@ -102,7 +102,7 @@ def _entries(source: Located, value: object) -> Iterator[Problem]:
     """Yield what is wrong with the list of includes, whatever its entries name."""
     place = source.place(("include",))
     if not isinstance(value, list | tuple):
-        message = f"`include` must be a list of packs and files, found {found(value)}"
+        message = f"`include` must be a list of packs and files, found {described(value)}"
         example = value[:60] if isinstance(value, str) else f"{PREFIX}nan-trap@1"
         yield Problem(place, "wrong-type", message, f'write `include: ["{example}"]`')
     elif not value:
@@ -113,7 +113,9 @@ def _entries(source: Located, value: object) -> Iterator[Problem]:
     else:
         for index, entry in enumerate(value):
             if not isinstance(entry, str):
-                message = f"`include`: expected a pack or the path of a file, found {found(entry)}"
+                message = (
+                    f"`include`: expected a pack or the path of a file, found {described(entry)}"
+                )
                 where = source.place(("include", index))
                 yield Problem(where, "wrong-type", message, f'such as "{PREFIX}nan-trap@1"')
 
@@ -159,10 +161,10 @@ def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, li
     """Return the rule at ``index`` of the list, ``None`` where it is wrong, and its problems."""
     at: Path = ("rules", index)
     if not isinstance(entry, dict):
-        message = f"a rule is a mapping with `id`, `action` and `params`, found {found(entry)}"
+        message = f"a rule is a mapping with `id`, `action` and `params`, found {described(entry)}"
         hint = 'such as `- {id: my-rule, action: zero, params: "*.bias"}`'
         return None, [Problem(source.place(at), "wrong-type", message, hint)]
-    rule, flaws = check_rule(entry, ACTIONS)
+    rule, flaws = check_rule(entry, known_actions)
     return rule, [_problem(source, at, flaw, entry) for flaw in flaws]
 
 

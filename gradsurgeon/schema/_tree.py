@@ -36,7 +36,6 @@ class RuleSet:
 
     Attributes:
         rules: the rules.
-        places: where each is written, by its id; in whichever file that is.
         warnings: what is doubtful about the files.
         file: name of the file that was loaded.
         text: its text, empty where there is none.
@@ -44,15 +43,30 @@ class RuleSet:
     """
 
     rules: tuple[Rule, ...]
-    places: Mapping[str, Place] = field(default_factory=dict)
     warnings: tuple[Problem, ...] = ()
     file: str = "<python>"
     text: str = ""
     files: tuple[tuple[str, str], ...] = ()
+    # By id of a rule the file that holds it, whichever that is, and its index there.
+    _written: Mapping[str, tuple[Located, int]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    # By the name of an included file the entry of `include` that names it.
+    _entries: Mapping[str, Place] = field(default_factory=dict, repr=False, compare=False)
 
-    def place(self, rule_id: str) -> Place:
-        """Return where the rule ``rule_id`` is written."""
-        return self.places.get(rule_id, Place(self.file, 0, 0))
+    def place(self, rule_id: str, *path: str | int) -> Place:
+        """Return where a rule is written, or an option of it, such as ``"expect", "params"``."""
+        if rule_id not in self._written:
+            return Place(self.file, 0, 0)
+        source, index = self._written[rule_id]
+        return source.place(("rules", index, *(path or ("id",))))
+
+    def place_to_correct(self, rule_id: str, *path: str | int) -> Place:
+        """Return the place of an option; of a pack, which nobody can change, where it is included."""
+        place = self.place(rule_id, *path)
+        while place.file.startswith(packs.PREFIX) and place.file in self._entries:
+            place = self._entries[place.file]
+        return place
 
     @property
     def sha256(self) -> str:
@@ -82,8 +96,8 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
         problems.append(Problem(source.place(()), "no-rules", "there are no rules"))
     if problems:
         raise RuleFileError(problems)
-    places = {rule.id: source.place(("rules", index)) for index, rule in enumerate(rules)}
-    return RuleSet(tuple(rules), places)
+    written = {rule.id: (source, index) for index, rule in enumerate(rules)}
+    return RuleSet(tuple(rules), _written=written)
 
 
 def validate(source: Located, files: Files = DISK) -> RuleSet:
@@ -92,17 +106,10 @@ def validate(source: Located, files: Files = DISK) -> RuleSet:
     Raises:
         RuleFileError: with every problem found, those of reading the text included.
     """
-    tree = _Tree(source, files)
-    problems = tree.problems
-    if any(problem.severity == "error" for problem in problems):
-        raise RuleFileError(problems)
-    return tree.rule_set(source)
-
-
-def check(source: Located, files: Files = DISK) -> tuple[list[Rule], list[Problem]]:
-    """Return the valid rules of a document and its includes, and all problems, file by file."""
-    tree = _Tree(source, files)
-    return [rule for rule, _ in tree.rules], tree.problems
+    inspection = inspect(source, files)
+    if inspection.rules is None:
+        raise RuleFileError(list(inspection.problems))
+    return inspection.rules
 
 
 @dataclass(frozen=True)
@@ -129,8 +136,8 @@ class Inspection:
     def options(self, rule_id: str) -> Mapping[str, object]:
         """Return the options of a rule as they are written."""
         source, index = self._written[rule_id]
-        found: Any = source.data
-        options: Mapping[str, object] = found["rules"][index]
+        data: Any = source.data
+        options: Mapping[str, object] = data["rules"][index]
         return options
 
     def place(self, rule_id: str, *path: str | int) -> Place:
@@ -160,7 +167,7 @@ class _Tree:
 
     def __init__(self, source: Located, files: Files) -> None:
         self._from = files
-        self.rules: list[tuple[Rule, Place]] = []
+        self.rules: list[Rule] = []
         self.files: list[tuple[str, str]] = []
         self.sources: list[Located] = []
         self.entries: dict[str, Place] = {}
@@ -170,7 +177,7 @@ class _Tree:
         self._followed = 0  # entries
         self._reached: dict[pathlib.Path, Place] = {}  # by which entry
         trail = () if source.folder is None else (files.itself(source, source.folder),)
-        self._take(source, source.folder, trail)
+        self._add_file(source, source.folder, trail)
 
     @property
     def problems(self) -> list[Problem]:
@@ -180,24 +187,19 @@ class _Tree:
     def rule_set(self, source: Located) -> RuleSet:
         """Return the rules, of which none is wrong."""
         return RuleSet(
-            rules=tuple(rule for rule, _ in self.rules),
-            places={rule.id: place for rule, place in self.rules},
+            rules=tuple(self.rules),
             warnings=tuple(self.problems),
             file=source.file,
             text=source.text,
             files=tuple(self.files),
+            _written=self.written,
+            _entries=self.entries,
         )
 
-    def _take(
+    def _add_file(
         self, source: Located, folder: pathlib.Path | None, trail: tuple[packs.Included, ...]
     ) -> None:
-        """Take the rules of one file, after those of its includes.
-
-        Args:
-            source: the file.
-            folder: what its relative entries start from.
-            trail: the files by which it was reached, itself included.
-        """
+        # `trail` are the files by which it was reached, itself included.
         group: list[Problem] = []
         self._problems.append(group)
         self.sources.append(source)
@@ -214,11 +216,10 @@ class _Tree:
         problems = [*source.problems, *top_level(source, data)]
         for index, entry in entries(data):
             place = source.place(("include", index))
-            problems += self._include(entry, place, folder, trail)
-        group += tidy([*problems, *self._own(source, data)])
+            problems += self._follow(entry, place, folder, trail)
+        group += tidy([*problems, *self._add_rules(source, data)])
 
-    def _own(self, source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
-        """Take the rules that a file itself holds; yield what is wrong with them."""
+    def _add_rules(self, source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
         given = data.get("rules")
         given = given if isinstance(given, list | tuple) else []
         wrong = 0
@@ -232,18 +233,17 @@ class _Tree:
             yield from flaws
             if rule is not None:
                 self.written.setdefault(rule.id, (source, index))
-                self.rules.append((rule, source.place(("rules", index, "id"))))
+                self.rules.append(rule)
         ids = [(i, entry.get("id")) for i, entry in enumerate(given) if isinstance(entry, dict)]
         yield from duplicate_ids(source, ids, self._ids)
 
-    def _include(
+    def _follow(
         self,
         entry: str,
         place: Place,
         folder: pathlib.Path | None,
         trail: tuple[packs.Included, ...],
     ) -> Iterator[Problem]:
-        """Take the rules of an included file; yield what is wrong with the entry that names it."""
         # Counted whether they lead to a file or not: to look for what was meant takes time, too.
         self._followed += 1
         if self._followed > MAX_FILES or len(trail) > MAX_DEPTH:
@@ -253,7 +253,7 @@ class _Tree:
             return
         try:
             target = packs.locate(entry, folder, self._from.find)
-            self._admit(target, place, trail)
+            self._refuse_second_time(target, place, trail)
             # A pack has no folder, and comes with gradsurgeon.
             document = (DISK if target.folder is None else self._from).read(target)
             target.check(document.text)
@@ -264,12 +264,11 @@ class _Tree:
             (problem,) = error.problems
             yield Problem(place, "bad-include", f"`{entry[:80]}`: {problem.message}", problem.hint)
         else:
-            self._take(document, target.folder, (*trail, target))
+            self._add_file(document, target.folder, (*trail, target))
 
-    def _admit(
+    def _refuse_second_time(
         self, target: packs.Included, place: Place, trail: tuple[packs.Included, ...]
     ) -> None:
-        """Refuse a file that was reached before."""
         paths = [one.path for one in trail]
         if target.path in paths:
             circle = [one.name for one in trail[paths.index(target.path) :]]

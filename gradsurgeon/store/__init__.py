@@ -4,18 +4,15 @@ What needs SQLite is imported from where it is, `store.writer` and `store.run`: 
 its records in memory works on a Python that was built without it.
 """
 
-from gradsurgeon.store.lookup import Logged, Lookup, Names
-from gradsurgeon.store.memory import MEMORY_LIMIT, Key, Measured, Records, Row, Series, merged
+from gradsurgeon.store.lookup import Logged, Lookup, RecordedNames, RecordQueries
+from gradsurgeon.store.memory import Key, Records, merged
 
 __all__ = [
-    "MEMORY_LIMIT",
     "Key",
     "Logged",
     "Lookup",
-    "Measured",
-    "Names",
+    "RecordQueries",
+    "RecordedNames",
     "Records",
-    "Row",
-    "Series",
     "merged",
 ]

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from gradsurgeon.events import Event
 from gradsurgeon.store import layout
 from gradsurgeon.store.memory import Key
-from gradsurgeon.store.places import on_network, uri
 
+# WAL needs memory that all processes share, which readers on another machine do not. These file
+# systems do not refuse it: they lose or mix up what is written.
+_NETWORK = re.compile(
+    r"9p|afs|beegfs|ceph|cifs|fuse\..*|gfs2|glusterfs|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs"
+    r"|smb3|smbfs|virtiofs"
+)
+_MOUNTS = Path("/proc/self/mountinfo")
+_MOUNT_POINT = 4  # the field of a line
 # A reader of a file without WAL can be in the way for a moment; training must not wait for it.
 _PATIENCE = 0.05
 # Pages of 16 kB: 16 MB of log between two checkpoints, each of which waits for the disk.
@@ -23,7 +32,7 @@ StoredRow = tuple[int, int, bytes, bytes | None]
 
 
 @dataclass(slots=True)
-class Slot:
+class WrittenSeries:
     """One series in the file: its id, how many rows it has, and how many chunks are summarised."""
 
     id: int
@@ -37,7 +46,7 @@ class Slot:
 class Batch:
     """What is to be written in one transaction. Rows are by id, so that a later one replaces."""
 
-    series: list[Slot] = field(default_factory=list)
+    series: list[WrittenSeries] = field(default_factory=list)
     rows: dict[int, StoredRow] = field(default_factory=dict)
     events: list[tuple[float, Event]] = field(default_factory=list)
     statuses: dict[str, str] = field(default_factory=dict)
@@ -84,7 +93,7 @@ def create(path: Path, meta: Mapping[str, str], vfs: str = "") -> sqlite3.Connec
 
 
 def _prepare(connection: sqlite3.Connection, mode: str) -> bool:
-    """Set the mode; tell whether SQLite agreed to it."""
+    """Set the mode; return whether SQLite agreed to it."""
     connection.execute(f"PRAGMA page_size={layout.PAGE}")
     (agreed,) = connection.execute(f"PRAGMA journal_mode={mode}").fetchone()
     connection.execute("PRAGMA synchronous=NORMAL")
@@ -99,7 +108,7 @@ def _lay_out(connection: sqlite3.Connection, meta: Mapping[str, str]) -> None:
     for table in layout.TABLES.values():
         connection.execute(table)
     noted = {"pid": str(os.getpid()), "host": platform.node(), **meta}
-    write_meta(connection, noted)
+    _write_meta(connection, noted)
     connection.execute("COMMIT")
 
 
@@ -109,37 +118,30 @@ def _start_over(path: Path) -> None:
     os.truncate(path, 0)
 
 
-def write_meta(connection: sqlite3.Connection, meta: Mapping[str, str]) -> None:
-    """Note texts by key."""
+def _write_meta(connection: sqlite3.Connection, meta: Mapping[str, str]) -> None:
     rows = [(key, layout.clean(value)) for key, value in meta.items()]
     connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
 
 
-def write(connection: sqlite3.Connection, batch: Batch, slots: Sequence[Slot]) -> dict[int, int]:
-    """Write a batch in one transaction.
-
-    Returns:
-        By series, the number of chunks that are summarised now.
-    """
+def write(connection: sqlite3.Connection, batch: Batch, series: Sequence[WrittenSeries]) -> None:
     connection.execute("BEGIN IMMEDIATE")
-    connection.executemany(
-        "INSERT INTO series VALUES (?, ?, ?, ?, ?)", (_series(slot) for slot in batch.series)
-    )
+    connection.executemany("INSERT INTO series VALUES (?, ?, ?, ?, ?)", map(_series, batch.series))
     connection.executemany("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", batch.rows.values())
     connection.executemany(
         "INSERT INTO events (time, kind, rule, step, rank, name, message) VALUES (?, ?, ?, ?, ?, ?, ?)",
         (_event(time, event) for time, event in batch.events),
     )
     connection.executemany("INSERT OR REPLACE INTO statuses VALUES (?, ?)", batch.statuses.items())
-    write_meta(connection, batch.meta)
-    done = {slot.id: _summarise(connection, slot) for slot in slots}
+    _write_meta(connection, batch.meta)
+    chunks = [_summarise(connection, written) for written in series]
     connection.execute("COMMIT")
-    return done
+    for written, number in zip(series, chunks, strict=True):
+        written.chunks = number
 
 
-def _series(slot: Slot) -> tuple[int, str, str, str, str]:
-    key = slot.key
-    return slot.id, key.rule, key.stat, key.point, layout.as_json(key.names)
+def _series(series: WrittenSeries) -> tuple[int, str, str, str, str]:
+    key = series.key
+    return series.id, key.rule, key.stat, key.point, layout.as_json(key.names)
 
 
 def _event(time: float, event: Event) -> tuple[float, str, str, int, int, str, str]:
@@ -147,29 +149,63 @@ def _event(time: float, event: Event) -> tuple[float, str, str, int, int, str, s
     return time, event.kind, event.rule, event.step, event.rank, name, message
 
 
-def _summarise(connection: sqlite3.Connection, slot: Slot) -> int:
+def _summarise(connection: sqlite3.Connection, series: WrittenSeries) -> int:
     """Write the summaries of chunks that are complete, and return how many there are then."""
-    done = slot.chunks
+    done = series.chunks
     # The last row can still be replaced, so that a chunk is complete once there is a row after it.
-    while slot.rows > (done + 1) * layout.CHUNK:
-        summary = layout.summarise(list(_chunk(connection, slot.id, done)), len(slot.key.names))
+    while series.rows > (done + 1) * layout.CHUNK:
+        summary = layout.summarise(_chunk(connection, series.id, done), len(series.key.names))
         connection.execute(
             "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                layout.row_id(slot.id, done),
-                summary.first,
-                summary.last,
-                *layout.as_blobs(summary),
-            ),
+            (layout.row_id(series.id, done), *layout.as_columns(summary)),
         )
         done += 1
     return done
 
 
-def _chunk(connection: sqlite3.Connection, series: int, number: int) -> Iterator[layout.Stored]:
+def _chunk(connection: sqlite3.Connection, series: int, number: int) -> list[layout.Stored]:
     first = layout.row_id(series, number * layout.CHUNK)
     # Read back rather than kept: a chunk of 10,000 tensors is 10 MB per statistic.
-    yield from connection.execute(
+    return connection.execute(
         "SELECT step, floats, absent FROM rows WHERE id BETWEEN ? AND ?",
         (first, first + layout.CHUNK - 1),
-    )
+    ).fetchall()
+
+
+def is_busy(error: BaseException) -> bool:
+    """Return whether someone else holds the file for the moment."""
+    primary = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    return primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def uri(path: Path, *options: str) -> str:
+    """Return a path as SQLite takes it with options."""
+    query = "&".join(option for option in options if option)
+    return f"file:{quote(os.fsencode(path.absolute()))}{'?' * bool(query)}{query}"
+
+
+def on_network(path: Path, mounts: str | None = None) -> bool:
+    """Return whether an existing path lies on a network file system, where this machine lists its mounts.
+
+    Args:
+        path: the path.
+        mounts: the list in the form of ``/proc/self/mountinfo``, that of this process by default.
+    """
+    if mounts is None:
+        try:
+            mounts = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape")
+        except OSError:
+            return False
+    real = os.path.realpath(path)
+    nearest, kind = "", ""
+    for line in mounts.splitlines():
+        mount, dash, rest = line.partition(" - ")
+        fields = mount.split(" ")
+        if not dash or len(fields) <= _MOUNT_POINT:
+            continue
+        point = fields[_MOUNT_POINT].replace("\\040", " ").rstrip("/")
+        inside = real == point or real.startswith(f"{point}/")
+        # Of two on the same point the later one hides the earlier.
+        if inside and len(point) >= len(nearest):
+            nearest, kind = point, rest.split(" ")[0]
+    return _NETWORK.fullmatch(kind) is not None

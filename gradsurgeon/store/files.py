@@ -19,7 +19,7 @@ _DATABASE = re.compile(r"rank-\d+\.db")
 
 
 def is_of_a_run(path: Path) -> bool:
-    """Tell whether a path is that of a file that belongs to a run, whether or not it is there yet."""
+    """Return whether a path is that of a file that belongs to a run, whether or not it is there yet."""
     real = Path(os.path.realpath(path))
     if not _OWN.fullmatch(real.name):
         return False

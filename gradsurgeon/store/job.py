@@ -20,47 +20,46 @@ _TOGETHER_SECONDS = 60.0
 
 def current() -> dict[str, str]:
     """Return what tells this start of ranks from others, nothing where there are no ranks."""
-    told = os.environ
-    if "RANK" not in told:
+    if "RANK" not in os.environ:
         return {}
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     return {
         "host": platform.node(),
         "parent": str(os.getppid()),
-        "launch": "/".join(told.get(name, "") for name in names),
-        "attempt": told.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        "launch": "/".join(os.environ.get(name, "") for name in names),
+        "attempt": os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
     }
 
 
 def is_taken(folder: Path) -> bool:
-    """Tell whether a directory holds a run that is no earlier part of this job."""
-    file, own = folder / RUN_FILE, current()
-    if not file.exists() or not own:
+    """Return whether a directory holds a run that is no earlier part of this job."""
+    file, ours = folder / RUN_FILE, current()
+    if not file.exists() or not ours:
         return file.exists()
-    if own["attempt"] != "0":
+    if ours["attempt"] != "0":
         return False  # It is this job that is started once more.
-    theirs = _of(file)
-    if theirs.get("host") == own["host"]:
-        return theirs.get("parent") != own["parent"]
-    return theirs.get("launch") != own["launch"] or _age(file) > _TOGETHER_SECONDS
+    theirs = _read_job(file)
+    if theirs.get("host") == ours["host"]:
+        return theirs.get("parent") != ours["parent"]
+    return theirs.get("launch") != ours["launch"] or _age(file) > _TOGETHER_SECONDS
 
 
 def is_of_another_start(folder: Path) -> bool:
-    """Tell whether a directory holds a run of ranks that were started before these."""
-    file, own = folder / RUN_FILE, current()
-    if not own or not file.exists():
+    """Return whether a directory holds a run of ranks that were started before these."""
+    file, ours = folder / RUN_FILE, current()
+    if not ours or not file.exists():
         return False
-    theirs = _of(file)
-    same = ("attempt", "parent") if theirs.get("host") == own["host"] else ("attempt", "launch")
-    return any(theirs.get(key) != own[key] for key in same)
+    theirs = _read_job(file)
+    same = ("attempt", "parent") if theirs.get("host") == ours["host"] else ("attempt", "launch")
+    return any(theirs.get(key) != ours[key] for key in same)
 
 
-def _of(file: Path) -> dict[str, str]:
+def _read_job(file: Path) -> dict[str, str]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("job")
+        job = json.loads(file.read_text(encoding="utf-8")).get("job")
     except (OSError, ValueError, AttributeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return job if isinstance(job, dict) else {}
 
 
 def _age(file: Path) -> float:

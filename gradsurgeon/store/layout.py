@@ -12,8 +12,9 @@ import json
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 FORMAT = 1
 APPLICATION = 0x67737267  # "gsrg", in the header of every file
@@ -47,7 +48,6 @@ TABLES = {
 
 
 def database_name(rank: int) -> str:
-    """Return the name of the file that one rank writes."""
     return f"rank-{rank}.db"
 
 
@@ -69,8 +69,8 @@ def pack_absent(absent: frozenset[int], width: int) -> bytes | None:
 def unpack_absent(bits: bytes | None) -> frozenset[int]:
     """Return the columns that have no value."""
     return frozenset(
-        place * 8 + bit
-        for place, byte in enumerate(bits or b"")
+        index * 8 + bit
+        for index, byte in enumerate(bits or b"")
         if byte
         for bit in range(8)
         if byte >> bit & 1
@@ -78,7 +78,6 @@ def unpack_absent(bits: bytes | None) -> frozenset[int]:
 
 
 def absent_size(width: int) -> int:
-    """Return how many bytes hold one bit per column."""
     return (width + 7) // 8
 
 
@@ -92,15 +91,16 @@ def to_file(values: array[float] | array[int]) -> bytes:
 
 def floats(blob: bytes) -> array[float]:
     """Return the float32 numbers of little-endian bytes."""
-    values = array("f", blob)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
+    return _from_file("f", blob)
 
 
 def counts(blob: bytes) -> array[int]:
     """Return the small whole numbers of little-endian bytes."""
-    values = array("H", blob)
+    return _from_file("H", blob)
+
+
+def _from_file(kind: str, blob: bytes) -> array[Any]:
+    values: array[Any] = array(kind, blob)
     if sys.byteorder == "big":
         values.byteswap()
     return values
@@ -108,7 +108,7 @@ def counts(blob: bytes) -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run of rows amounts to, column by column.
+    """A summary of successive rows, column by column.
 
     Attributes:
         first: step of the first row.
@@ -131,30 +131,31 @@ Stored = tuple[int, bytes, bytes | None]  # step, values, absent columns
 
 
 def summarise(rows: Sequence[Stored], width: int) -> Summary:
-    """Return the summary of a run of at most 65,535 rows, which is not empty."""
+    """Return the summary of at least one and at most 65,535 rows."""
     values = floats(b"".join(row[1] for row in rows))
     holes: dict[int, set[int]] = {}
     for number, row in enumerate(rows):
         for column in unpack_absent(row[2]):
             holes.setdefault(column, set()).add(number)
-    found = Summary(rows[0][0], rows[-1][0], array("f"), array("f"), array("H"), array("H"))
+    summary = Summary(rows[0][0], rows[-1][0], array("f"), array("f"), array("H"), array("H"))
     for column in range(width):
-        one = values[column::width].tolist()
-        if column in holes:
-            gone = holes[column]
-            one = [value for number, value in enumerate(one) if number not in gone]
-        found.present.append(len(one))
+        present = values[column::width].tolist()
+        if missing := holes.get(column):
+            present = [value for number, value in enumerate(present) if number not in missing]
+        summary.present.append(len(present))
         # The sum tells at once whether all are finite: in double precision it cannot overflow.
-        finite = one if math.isfinite(sum(one)) else [v for v in one if math.isfinite(v)]
-        found.nonfinite.append(len(one) - len(finite))
-        found.maxima.append(max(finite, default=math.nan))
-        found.minima.append(min(finite, default=math.nan))
-    return found
+        finite = present if math.isfinite(sum(present)) else list(filter(math.isfinite, present))
+        summary.nonfinite.append(len(present) - len(finite))
+        summary.maxima.append(max(finite, default=math.nan))
+        summary.minima.append(min(finite, default=math.nan))
+    return summary
 
 
-def as_blobs(summary: Summary) -> tuple[bytes, bytes, bytes, bytes]:
-    """Return the columns of a summary as they lie in the file."""
+def as_columns(summary: Summary) -> tuple[int, int, bytes, bytes, bytes, bytes]:
+    """Return a summary as it lies in the file."""
     return (
+        summary.first,
+        summary.last,
         to_file(summary.maxima),
         to_file(summary.minima),
         to_file(summary.nonfinite),
@@ -170,3 +171,9 @@ def clean(text: str) -> str:
 def as_json(value: object) -> str:
     """Return a value as JSON in ASCII, in which nothing can be lost on the way."""
     return json.dumps(value, separators=(",", ":"))
+
+
+def section(meta: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a mapping inside another one that was read from a file, empty where there is none."""
+    value = meta.get(key)
+    return value if isinstance(value, dict) else {}

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 from gradsurgeon.errors import RecordError, did_you_mean
-from gradsurgeon.store.memory import Measured, merged
+from gradsurgeon.store.memory import RecordedSeries, merged
 
 # Returns the series that measure one tensor with one statistic, of one rule or of all.
-Find = Callable[[str, str, str | None], Sequence[Measured]]
+Find = Callable[[str, str, str | None], Sequence[RecordedSeries]]
 
 _NEAREST = 3
 # One step can pass without a gradient for innocent reasons; a value from before three is no news.
@@ -29,7 +29,7 @@ class Logged:
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class RecordedNames:
     """What can be asked for.
 
     Attributes:
@@ -43,14 +43,9 @@ class Names:
     logged: Mapping[str, Logged] = field(default_factory=dict)
 
     def canonical(self, name: str) -> str:
-        """Return the canonical name.
-
-        Raises:
-            KeyError: there is no such name; the nearest ones are given.
-        """
-        found = self.aliases.get(name, name)
-        if found in self.known:
-            return found
+        canonical = self.aliases.get(name, name)
+        if canonical in self.known:
+            return canonical
         every = [*self.known, *self.aliases]
         near = did_you_mean(name, every)
         if not near:
@@ -65,23 +60,63 @@ class Names:
         Raises:
             RecordError: no rule records that of the tensor.
         """
-        logging = {one: what for one, what in self.logged.items() if name in what.names}
+        logging = {key: logged for key, logged in self.logged.items() if name in logged.names}
         if rule is not None and rule not in logging:
             hint = did_you_mean(rule, logging)
             hint = hint or f"rules that record it: {', '.join(logging) or 'none'}"
             raise RecordError(f"the rule {rule!r} records nothing of {name}; {hint}")
         asked = [logging[rule]] if rule is not None else logging.values()
-        stats = sorted({one for what in asked for one in what.stats})
+        stats = sorted({recorded for logged in asked for recorded in logged.stats})
         if stat not in stats:
-            what = ", ".join(stats) or "nothing"
-            raise RecordError(f"no rule records {stat} of {name}; recorded: {what}")
+            recorded = ", ".join(stats) or "nothing"
+            raise RecordError(f"no rule records {stat} of {name}; recorded: {recorded}")
+
+
+class RecordQueries:
+    """`history` and `latest` of whatever can make a `Lookup` of its records."""
+
+    def _lookup(self) -> Lookup:
+        raise NotImplementedError
+
+    def history(
+        self, name: str, stat: str = "l2", *, rule: str | None = None
+    ) -> list[tuple[int, float]]:
+        """Return ``(step, value)`` of one tensor, oldest first; nothing where no gradient has arrived.
+
+        Of a run of several ranks these are the records of the lowest rank that has some.
+
+        Args:
+            name: canonical name or alias.
+            stat: the statistic.
+            rule: id of the `norm-log` rule; needed where several recorded it.
+
+        Raises:
+            KeyError: no such name; the nearest ones are given.
+            RecordError: recorded by no rule, or by several.
+        """
+        return self._lookup().history(name, stat, rule=rule)
+
+    def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
+        """Return the newest value of what `history` returns, without reading the rest.
+
+        Args:
+            name: canonical name or alias.
+            stat: the statistic.
+            rule: id of the `norm-log` rule; needed where several recorded it.
+
+        Raises:
+            KeyError: no such name; the nearest ones are given.
+            RecordError: nothing recorded, or by several rules, or, in a session, nothing in the last
+                three steps in which there should have been.
+        """
+        return self._lookup().latest(name, stat, rule=rule)
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """Records by name or alias."""
 
-    names: Names
+    names: RecordedNames
     find: Find
     # By rule, tensor and step, in how many steps after that the rule was due, where that is known.
     due_since: Callable[[str, str, int], int] | None = None
@@ -89,31 +124,20 @@ class Lookup:
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None
     ) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor, oldest first; nothing where no gradient has arrived.
-
-        Raises:
-            KeyError: no such name; the nearest ones are given.
-            RecordError: recorded by no rule, or by several.
-        """
-        canonical = self.names.canonical(name)
-        rows = merged(self._found(canonical, stat, rule), canonical)
+        canonical, series = self._series(name, stat, rule)
+        rows = merged(series, canonical)
         if not rows:
             self.names.check_recorded(canonical, stat, rule)
         return rows
 
     def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
-        """Return the newest of what `history` returns, without reading the rest.
-
-        Raises:
-            KeyError: no such name; the nearest ones are given.
-            RecordError: nothing recorded, or by several rules, or nothing in the last three steps in
-                which there should have been.
-        """
-        canonical = self.names.canonical(name)
-        series = self._found(canonical, stat, rule)
-        found = [one.last(canonical) for one in series]
+        canonical, series = self._series(name, stat, rule)
         # Of two series with the same step the later one stands, as in `merged`.
-        ends = [(end[0], place, end[1]) for place, end in enumerate(found) if end is not None]
+        ends = [
+            (end[0], number, end[1])
+            for number, recorded in enumerate(series)
+            if (end := recorded.last(canonical)) is not None
+        ]
         if not ends:
             self.names.check_recorded(canonical, stat, rule)
             raise RecordError(
@@ -122,27 +146,26 @@ class Lookup:
         self._check_age(canonical, stat, series)
         return max(ends, key=lambda end: end[:2])[2]
 
-    def _check_age(self, name: str, stat: str, series: Sequence[Measured]) -> None:
-        """Refuse what is old where there should be something newer.
-
-        Raises:
-            RecordError: nothing was measured in several steps in which the rule was due.
-        """
-        newest = max(step for one in series if (step := one.newest()) is not None)
-        by = series[0].key.rule
-        missed = 0 if self.due_since is None else self.due_since(by, name, newest)
+    def _check_age(self, name: str, stat: str, series: Sequence[RecordedSeries]) -> None:
+        """Refuse a value that is old although the rule was due since."""
+        newest = max(step for recorded in series if (step := recorded.newest()) is not None)
+        rule = series[0].key.rule
+        missed = 0 if self.due_since is None else self.due_since(rule, name, newest)
         if missed >= _QUIET_STEPS:
             raise RecordError(
-                f"rule {by}: the last record of {stat} of {name} is of step {newest}, and nothing was "
+                f"rule {rule}: the last record of {stat} of {name} is of step {newest}, and nothing was "
                 f"measured in the {_QUIET_STEPS} steps in which the rule was due last; history() returns "
                 "what there is"
             )
 
-    def _found(self, name: str, stat: str, rule: str | None) -> Sequence[Measured]:
-        found = self.find(name, stat, rule)
-        rules = sorted({series.key.rule for series in found})
+    def _series(
+        self, name: str, stat: str, rule: str | None
+    ) -> tuple[str, Sequence[RecordedSeries]]:
+        canonical = self.names.canonical(name)
+        series = self.find(canonical, stat, rule)
+        rules = sorted({recorded.key.rule for recorded in series})
         if len(rules) > 1:
             raise RecordError(
-                f"{stat} of {name} is recorded by several rules: pass rule= one of {', '.join(rules)}"
+                f"{stat} of {canonical} is recorded by several rules: pass rule= one of {', '.join(rules)}"
             )
-        return found
+        return canonical, series

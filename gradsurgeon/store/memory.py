@@ -7,7 +7,6 @@ which is not the same as a value of NaN.
 
 from __future__ import annotations
 
-import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +15,14 @@ from typing import Protocol
 
 from gradsurgeon.store.layout import pack_absent
 
-# 500 parameters keep 33,000 steps, which is what a memory-only debugging session looks back on;
+# 500 parameters keep 32,000 steps, which is what a memory-only debugging session looks back on;
 # longer runs have a run directory.
 MEMORY_LIMIT = 64 * 2**20
 _VALUE_BYTES = 4
-# The step, where the absent columns are, and whose row it is.
-_ROW_BYTES = 3 * 8
+# The step, and whose row it is.
+_ROW_BYTES = 2 * 8
+# Which columns are absent, one bit each.
+_WORD_BYTES, _WORD_BITS = 8, 64
 # Rows that made room stay in the arrays until they are this part of them.
 _SLACK = 8
 
@@ -36,21 +37,11 @@ class Key:
     names: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class Row:
-    """The values of one step; ``absent`` holds the columns that have none."""
-
-    step: int
-    values: array[float]
-    absent: frozenset[int] = frozenset()
-
-
-class Measured(Protocol):
+class RecordedSeries(Protocol):
     """One series, in memory or in a file."""
 
     @property
-    def key(self) -> Key:
-        """What identifies it."""
+    def key(self) -> Key: ...
 
     def of(self, name: str) -> list[tuple[int, float]]:
         """Return ``(step, value)`` of one tensor, oldest first."""
@@ -71,82 +62,65 @@ class Series:
     def __init__(self, key: Key) -> None:
         self.key = key
         self.columns = {name: column for column, name in enumerate(key.names)}
-        self._steps, self._values = array("q"), array("f")
-        self._absent: list[bytes | None] = []
+        self._width = len(key.names)
+        self._absent_bytes = _WORD_BYTES * -(-self._width // _WORD_BITS)
+        self.row_bytes = _ROW_BYTES + _VALUE_BYTES * self._width + self._absent_bytes
+        self._steps, self._values, self._absent = array("q"), array("f"), bytearray()
         # So many rows at the beginning have made room.
-        self._gone = 0
-        # Bytes that the others take.
-        self.held = 0
+        self._dropped = 0
 
     def __len__(self) -> int:
-        return len(self._steps) - self._gone
+        return len(self._steps) - self._dropped
 
     def add(
         self, step: int, values: bytes, absent: frozenset[int] = frozenset(), *, replace: bool
-    ) -> None:
-        """Append a row, or overwrite the last one where it is of the same step."""
-        width = len(self.key.names)
-        again = replace and len(self) > 0 and self._steps[-1] == step
-        if again:
-            self.held -= self._size(len(self._steps) - 1)
-            self._steps.pop()
-            self._absent.pop()
-            del self._values[len(self._values) - width :]
-        bits = pack_absent(absent, width)
-        if len(self) and bits == self._absent[-1]:
-            bits = self._absent[-1]  # as a rule the same tensors get no gradient in all steps
+    ) -> bool:
+        """Append a row, or overwrite the last one where it is of the same step; return whether there is one more."""
+        overwrite = replace and len(self) > 0 and self._steps[-1] == step
+        if overwrite:
+            self._cut(len(self._steps) - 1, len(self._steps))
         self._steps.append(step)
         self._values.frombytes(values)
-        self._absent.append(bits)
-        self.held += self._size(len(self._steps) - 1)
+        bits = pack_absent(absent, self._width) or b""
+        self._absent += bits.ljust(self._absent_bytes, b"\0")
+        return not overwrite
 
-    def drop(self) -> None:
-        """Let go of the oldest row."""
-        self.held -= self._size(self._gone)
-        self._absent[self._gone] = None
-        self._gone += 1
-        if self._gone * _SLACK > len(self._steps):
-            del self._values[: self._gone * len(self.key.names)]
-            del self._steps[: self._gone], self._absent[: self._gone]
-            self._gone = 0
+    def drop_oldest(self) -> None:
+        self._dropped += 1
+        if self._dropped * _SLACK > len(self._steps):
+            self._cut(0, self._dropped)
+            self._dropped = 0
 
-    def _size(self, row: int) -> int:
-        """Return how many bytes the first or the last row takes, beside what its neighbour shares."""
-        bits = self._absent[row]
-        near = row + 1 if row == self._gone else row - 1
-        shared = self._gone <= near < len(self._absent) and self._absent[near] is bits
-        own = 0 if bits is None or shared else sys.getsizeof(bits)
-        return _ROW_BYTES + _VALUE_BYTES * len(self.key.names) + own
+    def _cut(self, start: int, stop: int) -> None:
+        del self._steps[start:stop]
+        del self._values[start * self._width : stop * self._width]
+        del self._absent[start * self._absent_bytes : stop * self._absent_bytes]
 
     def newest(self) -> int | None:
-        """Return the step of the last row, ``None`` where there is none."""
         return self._steps[-1] if len(self) else None
 
     @property
     def steps(self) -> array[int]:
-        """The step of each row."""
-        return self._steps[self._gone :]
+        return self._steps[self._dropped :]
 
     def of(self, name: str) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor, oldest first."""
         return [(step, value) for step, value in self.cells(name) if value is not None]
 
     def cells(self, name: str) -> list[tuple[int, float | None]]:
         """Return step and value of one tensor for every row, ``None`` where it has no value."""
-        column, width = self.columns[name], len(self.key.names)
-        byte, bit = column >> 3, 1 << (column & 7)
-        values = self._values[self._gone * width + column :: width]
-        rows = zip(self.steps, values, self._absent[self._gone :], strict=True)
-        return [(s, None if bits is not None and bits[byte] & bit else v) for s, v, bits in rows]
+        column, bit = self.columns[name], 1 << (self.columns[name] & 7)
+        values = self._values[self._dropped * self._width + column :: self._width]
+        absent = self._absent[
+            self._dropped * self._absent_bytes + (column >> 3) :: self._absent_bytes
+        ]
+        rows = zip(self.steps, values, absent, strict=True)
+        return [(step, None if bits & bit else value) for step, value, bits in rows]
 
     def last(self, name: str) -> tuple[int, float] | None:
-        """Return the last ``(step, value)`` of one tensor, ``None`` where there is none."""
-        column, width = self.columns[name], len(self.key.names)
-        byte, bit = column >> 3, 1 << (column & 7)
-        for row in range(len(self._steps) - 1, self._gone - 1, -1):
-            bits = self._absent[row]
-            if bits is None or not bits[byte] & bit:
-                return self._steps[row], self._values[row * width + column]
+        column, bit = self.columns[name], 1 << (self.columns[name] & 7)
+        for row in range(len(self._steps) - 1, self._dropped - 1, -1):
+            if not self._absent[row * self._absent_bytes + (column >> 3)] & bit:
+                return self._steps[row], self._values[row * self._width + column]
         return None
 
 
@@ -164,7 +138,7 @@ class Records:
         self._named: dict[str, list[Series]] = {}
         # The series of each row, by age.
         self._order: deque[Series] = deque()
-        self._held = 0
+        self._bytes = 0
         self.dropped = 0
         self.on_drop: Callable[[int], None] | None = None
 
@@ -191,16 +165,13 @@ class Records:
             series = self._series[key] = Series(key)
             for name in series.columns:
                 self._named.setdefault(name, []).append(series)
-        rows, held = len(series), series.held
-        series.add(step, values, absent, replace=replace)
-        self._held += series.held - held
-        if len(series) > rows:
+        if series.add(step, values, absent, replace=replace):
             self._order.append(series)
-        while self._held > self._limit and len(self._order) > 1:
+            self._bytes += series.row_bytes
+        while self._bytes > self._limit and len(self._order) > 1:
             oldest = self._order.popleft()
-            held = oldest.held
-            oldest.drop()
-            self._held += oldest.held - held
+            oldest.drop_oldest()
+            self._bytes -= oldest.row_bytes
             self.dropped += 1
             if self.dropped == 1 and self.on_drop is not None:
                 self.on_drop(step)
@@ -220,7 +191,7 @@ class Records:
         return len(self._order)
 
 
-def merged(series: Sequence[Measured], name: str) -> list[tuple[int, float]]:
+def merged(series: Sequence[RecordedSeries], name: str) -> list[tuple[int, float]]:
     """Return ``(step, value)`` over several series of one rule, in order of step.
 
     A tensor moves on to a new series when another optimizer claims it. Where the point of a rule has
@@ -228,7 +199,7 @@ def merged(series: Sequence[Measured], name: str) -> list[tuple[int, float]]:
     """
     if len(series) == 1:
         return series[0].of(name)
-    pairs = sorted((pair for one in series for pair in one.of(name)), key=lambda pair: pair[0])
-    if any(one.key.point == "backward" for one in series):
+    pairs = sorted((pair for part in series for pair in part.of(name)), key=lambda pair: pair[0])
+    if any(part.key.point == "backward" for part in series):
         return pairs
     return list(dict(pairs).items())

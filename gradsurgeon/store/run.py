@@ -13,15 +13,15 @@ from typing import Any, Self
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name
-from gradsurgeon.store.lookup import Logged, Lookup, Names
-from gradsurgeon.store.rankfile import RankFile, StoredSeries
+from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
+from gradsurgeon.store.lookup import Logged, Lookup, RecordedNames, RecordQueries
+from gradsurgeon.store.rank_file import RankFile, StoredSeries
 
 _LARGEST = 256 * 2**20
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 
 
-class Run:
+class Run(RecordQueries):
     """The records and events of a run. A context manager; reading goes on while it is written.
 
     Attributes:
@@ -68,30 +68,26 @@ class Run:
     @property
     def events(self) -> list[Event]:
         """What happened so far on all ranks, oldest first."""
-        found = [event for file in self._files for event in file.events()]
+        timed = [event for file in self._files for event in file.events()]
         # The sort is stable: at one time, the lower rank comes first.
-        return [event for _, event in sorted(found, key=lambda pair: pair[0])]
+        return [event for _, event in sorted(timed, key=lambda pair: pair[0])]
 
     def status(self) -> dict[str, RuleStatus]:
         """Return what each rule has done, over all ranks: firings are added up."""
-        found: dict[str, list[RuleStatus]] = {}
+        by_rule: dict[str, list[RuleStatus]] = {rule["id"]: [] for rule in self.rules}
         for file in self._files:
             for rule, status in file.statuses().items():
-                found.setdefault(rule, []).append(status)
-        order = [rule["id"] for rule in self.rules]
-        ids = [*(rule for rule in order if rule in found), *(r for r in found if r not in order)]
-        return {rule: _joined(found[rule]) for rule in ids}
+                by_rule.setdefault(rule, []).append(status)
+        return {rule: _joined(statuses) for rule, statuses in by_rule.items() if statuses}
 
     @property
     def rules(self) -> list[dict[str, Any]]:
         """What the plan says of each rule, in file order: at least `id`, `action`, and names."""
-        plan = self.meta.get("plan")
-        rules = plan.get("rules") if isinstance(plan, dict) else None
         return [
             rule
-            for rule in (rules if isinstance(rules, list) else [])
+            for rule in _items(section(self.meta, "plan").get("rules"))
             if isinstance(rule, dict)
-            and all(isinstance(rule.get(k), str) for k in ("id", "action"))
+            and all(isinstance(rule.get(key), str) for key in ("id", "action"))
         ]
 
     def __iter__(self) -> Iterator[StoredSeries]:
@@ -101,14 +97,14 @@ class Run:
 
     def series(self, name: str, stat: str, rule: str | None = None) -> list[StoredSeries]:
         """Return the series that measure one tensor, of the lowest rank that recorded it."""
-        found = [
+        matches = [
             series
             for series in self
             if series.key.stat == stat
             and name in series.columns
             and rule in (None, series.key.rule)
         ]
-        return [series for series in found if series.rank == found[0].rank]
+        return [series for series in matches if series.rank == matches[0].rank]
 
     def lowest(self) -> Iterator[StoredSeries]:
         """Yield every series but those of tensors that a lower rank has recorded as well."""
@@ -118,86 +114,49 @@ class Run:
             if all(owners.setdefault(column, series.rank) == series.rank for column in columns):
                 yield series
 
-    def history(
-        self, name: str, stat: str = "l2", *, rule: str | None = None
-    ) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor, oldest first, of the lowest rank that has it.
-
-        Args:
-            name: canonical name or alias.
-            stat: the statistic.
-            rule: id of the `norm-log` rule; needed where several recorded it.
-
-        Raises:
-            KeyError: no such name; the nearest ones are given.
-            RecordError: recorded by no rule, or by several.
-        """
-        return self._lookup().history(name, stat, rule=rule)
-
-    def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
-        """Return the newest record of one tensor.
-
-        Args:
-            name: canonical name or alias.
-            stat: the statistic.
-            rule: id of the `norm-log` rule; needed where several recorded it.
-
-        Raises:
-            KeyError: no such name; the nearest ones are given.
-            RecordError: nothing recorded, or by several rules.
-        """
-        return self._lookup().latest(name, stat, rule=rule)
-
     def _lookup(self) -> Lookup:
-        every = dict.fromkeys(self.params)
-        logged: dict[str, dict[str, dict[str, None]]] = {}
+        stats: dict[str, dict[str, None]] = {}
+        names: dict[str, dict[str, None]] = {}
         for series in self:
-            every |= dict.fromkeys(series.key.names)
-            rule = logged.setdefault(series.key.rule, {"stats": {}, "names": {}})
-            rule["stats"][series.key.stat] = None
-            rule["names"] |= dict.fromkeys(series.key.names)
-        for planned, stats in self.stats.items():
-            rule = logged.setdefault(planned, {"stats": {}, "names": {}})
-            rule["stats"] |= dict.fromkeys(stats)
-            rule["names"] |= dict.fromkeys(self.names_of(planned))
-        what = {
-            rule: Logged(tuple(found["stats"]), frozenset(found["names"]))
-            for rule, found in logged.items()
-        }
-        return Lookup(Names(tuple(every), self._aliases, what), self.series)
+            stats.setdefault(series.key.rule, {})[series.key.stat] = None
+            names.setdefault(series.key.rule, {}).update(dict.fromkeys(series.key.names))
+        known = tuple({name: None for recorded in names.values() for name in recorded})
+        for rule, planned in self.stats.items():
+            stats.setdefault(rule, {}).update(dict.fromkeys(planned))
+            names.setdefault(rule, {}).update(dict.fromkeys(self.names_of(rule)))
+        logged = {rule: Logged(tuple(stats[rule]), frozenset(names[rule])) for rule in stats}
+        every = tuple(dict.fromkeys((*self.params, *known)))
+        return Lookup(RecordedNames(every, self._aliases, logged), self.series)
 
     @property
     def stats(self) -> dict[str, tuple[str, ...]]:
         """By id of each rule that records, the statistics that it was to record."""
-        roles = self.meta.get("roles")
-        found = {}
-        for rule, role in (roles if isinstance(roles, dict) else {}).items():
-            stats = role.get("stats") if isinstance(role, dict) else None
-            if isinstance(stats, list) and stats:
-                found[rule] = tuple(map(str, stats))
-        return found
+        roles = section(self.meta, "roles")
+        stats = {rule: _items(section(roles, rule).get("stats")) for rule in roles}
+        return {rule: tuple(map(str, recorded)) for rule, recorded in stats.items() if recorded}
 
     def names_of(self, rule: str) -> tuple[str, ...]:
         """Return the names that a rule was bound to."""
         for planned in self.rules:
             if planned["id"] == rule:
-                lists = [planned.get("params"), planned.get("modules")]
-                return tuple(str(name) for own in lists if isinstance(own, list) for name in own)
+                names = [*_items(planned.get("params")), *_items(planned.get("modules"))]
+                return tuple(map(str, names))
         return ()
 
     def _read_params(self) -> Iterator[str]:
-        model = self.meta.get("model")
-        params = model.get("params") if isinstance(model, dict) else None
-        for param in params if isinstance(params, list) else []:
+        for param in _items(section(self.meta, "model").get("params")):
             name = param.get("name") if isinstance(param, dict) else None
             if not isinstance(name, str):
                 raise RecordError(
                     f"{printable(str(self.path / RUN_FILE))}: is damaged: a parameter has no name"
                 )
             yield name
-            aliases = param.get("aliases")
-            for alias in aliases if isinstance(aliases, list) else []:
+            for alias in _items(param.get("aliases")):
                 self._aliases[str(alias)] = name
+
+
+def _items(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
@@ -221,7 +180,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     if RUN_FILE not in names:
         begun = "it has records, but rank 0 has not begun" if ranks else "it is no run directory"
         raise RecordError(f"{where}: holds no {RUN_FILE}: {begun}")
-    meta = _meta(folder / RUN_FILE)
+    meta = _read_meta(folder / RUN_FILE)
     if not ranks:
         raise RecordError(
             f"{where}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
@@ -234,7 +193,7 @@ def open_run(path: str | os.PathLike[str]) -> Run:
     return run
 
 
-def _meta(path: Path) -> dict[str, Any]:
+def _read_meta(path: Path) -> dict[str, Any]:
     where = printable(str(path))
     try:
         with path.open("rb") as file:
@@ -259,13 +218,13 @@ def _meta(path: Path) -> dict[str, Any]:
 
 
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:
-    fired = sum(one.fired for one in ranks)
-    steps = [one.last_step for one in ranks if one.last_step is not None]
+    fired = sum(status.fired for status in ranks)
+    steps = [status.last_step for status in ranks if status.last_step is not None]
     return RuleStatus(
         # Each rank has all the parameters, or a part of each.
-        matched=max(one.matched for one in ranks),
+        matched=max(status.matched for status in ranks),
         fired=fired,
-        changed=sum(one.changed * one.fired for one in ranks) / fired if fired else 0.0,
+        changed=sum(status.changed * status.fired for status in ranks) / fired if fired else 0.0,
         last_step=max(steps, default=None),
-        warnings=tuple(dict.fromkeys(text for one in ranks for text in one.warnings)),
+        warnings=tuple(dict.fromkeys(text for status in ranks for text in status.warnings)),
     )

@@ -14,7 +14,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from threading import RLock
 from typing import Any
@@ -22,10 +22,10 @@ from typing import Any
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
-from gradsurgeon.store.database import Batch, Slot, create, write
+from gradsurgeon.store.claim import claim
+from gradsurgeon.store.database import Batch, WrittenSeries, create, is_busy, write
 from gradsurgeon.store.files import replacing
 from gradsurgeon.store.memory import Key
-from gradsurgeon.store.places import claim, is_busy
 
 _INTERVAL = 1.0
 # Someone else can hold the file for long where there is no WAL. Then rows wait, up to this many bytes.
@@ -44,7 +44,7 @@ class RunWriter:
         vfs: SQLite's layer for files, its own choice where empty.
 
     Raises:
-        RecordError: the place cannot be written, or holds a run already; nothing has been changed.
+        RecordError: the directory cannot be written, or holds a run already; nothing has been changed.
     """
 
     def __init__(
@@ -55,43 +55,38 @@ class RunWriter:
         meta: Mapping[str, Any] | None = None,
         vfs: str = "",
     ) -> None:
-        about = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
+        run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
         self.rank = rank
         self.failed = ""
         self.on_failure: Callable[[str], None] | None = None
         self._claim = claim(path, rank)
         self.path = self._claim.folder
-        self._connection = self._open(about, vfs)
-        found = self._claim.database.stat()
-        self._identity = (found.st_dev, found.st_ino)
-        self._slots: dict[Key, Slot] = {}
+        self._connection = self._open(run_json, vfs)
+        self._identity = self._file_identity()
+        self._series: dict[Key, WrittenSeries] = {}
         self._batch = Batch()
-        self._said: dict[str, str] = {}
+        self._written_statuses: dict[str, str] = {}
         self._pid = os.getpid()
         self._lock = RLock()
         self._closed = False
-        self._last_commit = self._last_tick = time.monotonic()
+        self._last_commit = self._last_step = time.monotonic()
         self._large = _LARGE
 
-    def _open(self, about: str, vfs: str) -> sqlite3.Connection:
-        try:
-            connection = create(self._claim.database, {"rank": str(self.rank)}, vfs)
+    def _open(self, run_json: str, vfs: str) -> sqlite3.Connection:
+        with ExitStack() as undo:
+            undo.callback(self._claim.undo)
             try:
+                connection = create(self._claim.database, {"rank": str(self.rank)}, vfs)
+                undo.callback(connection.close)
                 if self.rank == 0:
                     with replacing(self._claim.folder / layout.RUN_FILE) as file:
-                        file.write(about)
-            except BaseException:
-                connection.close()
-                raise
-        except (sqlite3.Error, OSError) as error:
-            self._claim.undo()
-            raise RecordError(
-                f"{printable(str(self._claim.folder))}: cannot write records there: "
-                f"{printable(str(error))}; pass a directory on another file system"
-            ) from None
-        except BaseException:
-            self._claim.undo()
-            raise
+                        file.write(run_json)
+            except (sqlite3.Error, OSError) as error:
+                raise RecordError(
+                    f"{printable(str(self._claim.folder))}: cannot write records there: "
+                    f"{printable(str(error))}; pass a directory on another file system"
+                ) from None
+            undo.pop_all()
         return connection
 
     @property
@@ -109,32 +104,24 @@ class RunWriter:
         *,
         replace: bool = False,
     ) -> None:
-        """Take one row, as `Records.add` does.
-
-        Args:
-            key: the series, created when it is new.
-            step: the clock of the tensors concerned.
-            values: float32 in native byte order, one per name of the key.
-            absent: columns without a value.
-            replace: overwrite the last row where it is of the same step, written already or not.
-        """
+        """Take one row, as `Records.add` does; one that is to be replaced may be written already."""
         if self.closed:
             return
         with self._lock:
-            slot = self._slots.get(key)
-            if slot is None:
-                slot = self._slots[key] = Slot(len(self._slots) + 1, key)
-                self._batch.series.append(slot)
-            if not (replace and slot.step == step):
-                slot.rows += 1
-                slot.step = step
-            where = layout.row_id(slot.id, slot.rows - 1)
-            if where not in self._batch.rows:
+            series = self._series.get(key)
+            if series is None:
+                series = self._series[key] = WrittenSeries(len(self._series) + 1, key)
+                self._batch.series.append(series)
+            if not (replace and series.step == step):
+                series.rows += 1
+                series.step = step
+            row_id = layout.row_id(series.id, series.rows - 1)
+            if row_id not in self._batch.rows:
                 self._batch.size += len(values)
             if sys.byteorder == "big":
                 values = layout.to_file(array("f", values))
             bits = layout.pack_absent(absent, len(key.names))
-            self._batch.rows[where] = (where, step, values, bits)
+            self._batch.rows[row_id] = (row_id, step, values, bits)
             if self._batch.size >= self._large:
                 self.commit()
 
@@ -151,23 +138,18 @@ class RunWriter:
             return
         for rule, status in statuses.items():
             text = layout.as_json(asdict(status))
-            if self._said.get(rule) != text:
-                self._said[rule] = self._batch.statuses[rule] = text
+            if self._written_statuses.get(rule) != text:
+                self._written_statuses[rule] = self._batch.statuses[rule] = text
 
     def due(self) -> bool:
-        """Tell whether a second has passed since the last commit."""
+        """Return whether a second has passed since the last commit."""
         return time.monotonic() - self._last_commit >= _INTERVAL and not self.closed
 
     def ends_step(self) -> bool:
-        """Mark the end of a step; tell whether its rows would be too old at the end of the next."""
+        """Mark the end of a step; return whether its rows would be too old at the end of the next."""
         now = time.monotonic()
-        step, self._last_tick = now - self._last_tick, now
+        step, self._last_step = now - self._last_step, now
         return now + step - self._last_commit >= _INTERVAL and not self.closed
-
-    def tick(self) -> None:
-        """Commit where a second has passed since the last time."""
-        if self.due():
-            self.commit()
 
     def commit(self) -> None:
         """Write what waits. Raises nothing of its own, only what `on_failure` raises."""
@@ -178,13 +160,13 @@ class RunWriter:
             if not self._batch:
                 return
             try:
-                self._check_there()
-                done = write(self._connection, self._batch, list(self._slots.values()))
+                # A file that was removed can be written for ever, and nobody will see it.
+                if self._file_identity() != self._identity:
+                    raise FileNotFoundError("it was removed or replaced")  # noqa: TRY301 # it is what failed
+                write(self._connection, self._batch, list(self._series.values()))
             except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
                 self._failed(error)
             else:
-                for slot in self._slots.values():
-                    slot.chunks = done[slot.id]
                 self._batch = Batch()
                 self._large = _LARGE
 
@@ -201,7 +183,7 @@ class RunWriter:
                 # A reader that is there right now prevents that, and loses nothing by it.
                 with suppress(sqlite3.Error):
                     self._connection.execute("PRAGMA journal_mode=DELETE").fetchall()
-                self._let_go()
+                self._release()
 
     def discard(self) -> None:
         """Remove everything that was made: what was to be recorded did not begin."""
@@ -216,11 +198,9 @@ class RunWriter:
                     (self.path / layout.RUN_FILE).unlink()
             self._claim.undo()
 
-    def _check_there(self) -> None:
-        # A file that was removed can be written for ever, and nobody will see it.
-        found = self._claim.database.stat()
-        if (found.st_dev, found.st_ino) != self._identity:
-            raise FileNotFoundError("it was removed or replaced")
+    def _file_identity(self) -> tuple[int, int]:
+        stat = self._claim.database.stat()
+        return stat.st_dev, stat.st_ino
 
     def _failed(self, error: Exception) -> None:
         with suppress(sqlite3.Error):
@@ -235,11 +215,11 @@ class RunWriter:
             f"{printable(reason)}; training goes on, and records go on in memory"
         )
         self._batch = Batch()
-        self._let_go()
+        self._release()
         if self.on_failure is not None:
             self.on_failure(self.failed)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         with suppress(sqlite3.Error):
             self._connection.close()
         self._claim.release()

@@ -16,7 +16,7 @@ from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.schema import VERSION
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
 PARAMS = pathlib.Path(__file__).parent.parent / "cases/review/params.json"
 FOURTEEN = pathlib.Path(__file__).parent.parent / "cases/schema/bad/fourteen-mistakes.yaml"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from commands import WITHOUT_TORCH, call, git
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
 CASES = pathlib.Path(__file__).parent.parent / "cases" / "review"
 FORMS = {"text": "txt", "markdown": "md", "json": "json"}

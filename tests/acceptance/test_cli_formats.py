@@ -12,7 +12,7 @@ import pytest
 from bounds import TIMEOUT
 from commands import WITHOUT_TORCH, call, environment, write_rules
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
 MACHINE = {"json": "problems", "sarif": "runs"}
 

@@ -14,10 +14,10 @@ from commands import WITHOUT_TORCH, call
 from gradsurgeon import cli
 from gradsurgeon.actions import ACTIONS, TARGETS
 from gradsurgeon.actions._target import parse_tensor, target_flaws
-from gradsurgeon.review import catalogue
 from gradsurgeon.review.checks import CHECKS
+from gradsurgeon.review.reading_checks import READING_CHECKS
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
 
 class TestExplain:
@@ -27,7 +27,7 @@ class TestExplain:
         done = call("explain", cwd=tmp_path, code=WITHOUT_TORCH)
         assert (done.returncode, done.stderr) == (0, "")
         listed = [line.split()[0] for line in done.stdout.splitlines()]
-        assert listed == [*ACTIONS, *sorted([*CHECKS, *catalogue.CHECKS])]
+        assert listed == [*ACTIONS, *sorted([*CHECKS, *READING_CHECKS])]
         assert re.search(r"^zero +Set a gradient to zero\.$", done.stdout, re.MULTILINE)
         assert re.search(
             r"^scale-by-one +A factor of one does nothing\.$", done.stdout, re.MULTILINE
@@ -43,12 +43,12 @@ class TestExplain:
         assert "\nFound\n  - id: no-bias\n    action: scale\n" in done.stdout
         assert max(map(len, lines)) <= 100
 
-    @pytest.mark.parametrize("check", sorted(catalogue.CHECKS))
+    @pytest.mark.parametrize("check", sorted(READING_CHECKS))
     def test_the_page_of_a_check_of_reading(
         self, check: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert cli.main(["explain", check]) == 0
-        about = catalogue.CHECKS[check]
+        about = READING_CHECKS[check]
         head, _, *rest = capsys.readouterr().out.splitlines()
         assert head == f"{check} ({about.severity}): {about.summary}"
         assert " ".join(line.strip() for line in rest) == about.help

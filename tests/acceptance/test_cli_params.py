@@ -9,6 +9,8 @@ import re
 import pytest
 from commands import WITHOUT_TORCH, call, call_here, write_rules
 
+pytestmark = pytest.mark.slow
+
 NET = """
 import torch
 from torch import nn

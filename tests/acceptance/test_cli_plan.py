@@ -12,6 +12,8 @@ import sys
 import pytest
 from commands import WITHOUT_TORCH, call, call_here, environment, write_rules
 
+pytestmark = pytest.mark.slow
+
 NET = """
 import os, subprocess, time, torch
 print("printed by the import")
@@ -188,7 +190,7 @@ class TestPlan:
             "plan", "astray.yaml", "--model", "net:build", "--format", "json", cwd=here
         )
         assert (done.returncode, done.stdout) == (1, "")
-        assert 'astray.yaml:3:10: rule norms: no parameter of the model matches "head.*"' in (
+        assert 'astray.yaml:3:43: rule norms: no parameter of the model matches "head.*"' in (
             done.stderr
         )
 

@@ -22,7 +22,7 @@ from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
 EVIL = '=cmd|"/c calc"!A1,C:\\\n\x1b[2J\x7f\u202e'
 

@@ -12,6 +12,8 @@ from bounds import TIMEOUT
 import gradsurgeon
 from gradsurgeon import demo, packs
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(demo.__file__).resolve().parent.parent
 
 RULES = """\
@@ -158,7 +160,7 @@ def test_a_missing_package_names_the_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     assert demo.main([]) == 2
-    assert "pip install 'gradsurgeon[dev]'" in capsys.readouterr().err
+    assert "pip install 'gradsurgeon[demo]'" in capsys.readouterr().err
 
 
 def test_the_quickstart_fits_any_model() -> None:

@@ -14,6 +14,8 @@ import yaml
 from bounds import TIMEOUT
 from commands import CLEAN, ROOT, environment, git
 
+pytestmark = pytest.mark.slow
+
 HOOKS = ROOT / ".pre-commit-hooks.yaml"
 
 

@@ -26,6 +26,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_every_rule_file_is_clean(text: str, tmp_path: Path) -> None:
     assert gradsurgeon.load(text).warnings == ()
@@ -36,22 +37,24 @@ def test_every_rule_file_is_clean(text: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def newcomer(tmp_path: Path) -> Path:
-    (tmp_path / "rules.yaml").write_text(blocks("yaml")[1], encoding="utf-8")
-    (tmp_path / "train.py").write_text(blocks("python")[1], encoding="utf-8")
+    (tmp_path / "rules.yaml").write_text(blocks("yaml")[0], encoding="utf-8")
+    (tmp_path / "train.py").write_text(blocks("python")[0], encoding="utf-8")
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_quickstart_does_what_its_comments_say(newcomer: Path) -> None:
     done = run("train.py", cwd=newcomer)
     assert (done.returncode, done.stderr) == (0, "")
     kept, latest, history, status = done.stdout.splitlines()[-4:]
-    assert "3 rules, 4 parameters, 161 elements" in done.stdout
+    assert "4 rules, 4 parameters, 161 elements" in done.stdout
     assert kept == "True"
     assert float(latest) > 0
     assert history.startswith("[(0, ")
     assert "matched=2, fired=200" in status
 
 
+@pytest.mark.slow
 def test_a_broken_rule_reads_as_shown(newcomer: Path) -> None:
     rules = newcomer / "rules.yaml"
     rules.write_text(rules.read_text().replace("params", "parms", 1), encoding="utf-8")
@@ -65,16 +68,18 @@ def test_a_broken_rule_reads_as_shown(newcomer: Path) -> None:
     assert shown in script.stderr
 
 
+@pytest.mark.slow
 def test_a_pattern_that_matches_nothing(newcomer: Path) -> None:
     rules = newcomer / "rules.yaml"
     rules.write_text(rules.read_text().replace("fc*.bias", "fc3.*", 1), encoding="utf-8")
     done = run("train.py", cwd=newcomer)
     assert done.returncode == 1
     assert (
-        'rules.yaml:3:9: rule keep-bias: no parameter of the model matches "fc3.*"' in done.stderr
+        'rules.yaml:5:13: rule keep-bias: no parameter of the model matches "fc3.*"' in done.stderr
     )
 
 
+@pytest.mark.slow
 def test_the_launcher_prints_the_header_that_is_shown(newcomer: Path) -> None:
     # The same training, without a word about rules.
     lines, inside = [], False
@@ -91,8 +96,37 @@ def test_the_launcher_prints_the_header_that_is_shown(newcomer: Path) -> None:
 
 
 def test_every_action_is_in_the_table() -> None:
-    rows = re.findall(r"^\| `([a-z-]+)` \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z][a-z-]*)` \|", README, re.MULTILINE)
     assert sorted(rows) == sorted(ACTIONS)
+
+
+@pytest.mark.slow
+def test_every_option_of_run_is_in_the_table() -> None:
+    rows = re.findall(r"^\| `(--[a-z-]+)[^`]*` \|", README, re.MULTILINE)
+    shown = run("-m", "gradsurgeon", "run", "--help", cwd=ROOT).stdout
+    options = re.findall(r"^  (--[a-z-]+)", shown, re.MULTILINE)
+    # The commands above the table show how a rule file is given.
+    assert sorted(rows) == sorted({*options} - {"--rules"})
+
+
+def test_it_is_read_to_the_end() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "rules").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+            linked = page.parent / target if target else page
+            assert linked.exists(), (page, target)
+            if anchor:
+                assert anchor in anchors(linked), (page, target, anchor)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in heads}
 
 
 def test_the_two_commands_are_what_ci_runs() -> None:

@@ -16,6 +16,8 @@ import yaml
 from commands import CLEAN, EDITS, ROOT, git
 from pull_requests import ACTION, WRONG, Job, pull_request
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def job(tmp_path: pathlib.Path) -> Iterator[Job]:

@@ -12,6 +12,8 @@ import pytest
 from commands import EDITS, git
 from pull_requests import WRONG, Job, answering, pull_request
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def job(tmp_path: pathlib.Path) -> Iterator[Job]:

@@ -16,13 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
-from gradsurgeon.runtime import rollcall
+from gradsurgeon.runtime import session_discovery
 
 STEPS = 5
 FAULT = 2
 NAN = float("nan")
 # Four seconds are enough for two ranks that have just reduced a gradient together.
-rollcall.LIMIT = 4.0
+session_discovery.LIMIT = 4.0
 
 
 def trap(then: str = "skip-step", **options: Any) -> dict[str, Any]:

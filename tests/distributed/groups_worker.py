@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
-from gradsurgeon.runtime import rollcall
+from gradsurgeon.runtime import session_discovery
 
 STEPS = 4
 FAULT = 1
-rollcall.LIMIT = 4.0
+session_discovery.LIMIT = 4.0
 
 
 def apply(net: nn.Module, *rules: dict[str, Any]) -> tuple[Any, str]:

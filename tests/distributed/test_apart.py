@@ -9,7 +9,7 @@ import pytest
 from distributed.apart_worker import FAULT, STEPS
 from ranks import run_ranks
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
 ALL = list(range(STEPS))
 SKIPPED = [step for step in ALL if step != FAULT]

@@ -15,6 +15,8 @@ from outside import NORMS, TRAIN, Folder
 import gradsurgeon
 from gradsurgeon.launcher.settings import BOOTSTRAP
 
+pytestmark = pytest.mark.slow
+
 ODD = os.fsdecode(b"run\xff")
 TRAP = "  - {id: trap, action: nan-trap, params: '*', then: skip-step}\n"
 CLIP = "  - {id: clip, action: clip-norm, params: '*', max_norm: 1}\n"

@@ -147,6 +147,7 @@ print("moved", model.weight.tolist() != before, sys.path)
 FROZEN = "version: 1\nrules:\n  - {id: still, action: zero, params: weight}\n"
 
 
+@pytest.mark.slow
 def test_the_environment_does_the_same_without_the_command(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(FROZEN, encoding="utf-8")
     (tmp_path / "t.py").write_text(TRAINS, encoding="utf-8")
@@ -176,6 +177,7 @@ def test_the_environment_does_the_same_without_the_command(tmp_path: Path) -> No
     assert alone.stderr == ""
 
 
+@pytest.mark.slow
 def test_where_everything_is_turned_off_nothing_is_needed(tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text("print('of its own'); raise SystemExit(7)", encoding="utf-8")
     done = subprocess.run(
@@ -195,6 +197,7 @@ print(sys.stdout.write_through, sys.flags.inspect, sys.flags.optimize, sorted(sy
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [(), ("-u",), ("-i",), ("-u", "-O", "-X", "dev", "-X", "int_max_str_digits=700")],

@@ -11,6 +11,8 @@ from bounds import TIMEOUT
 from commands import environment
 from ranks import torchrun
 
+pytestmark = pytest.mark.slow
+
 TRAIN = """
 import atexit, os, sys, threading, time, torch, torch.distributed as dist
 import torch.multiprocessing as mp

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from outside import Folder
 
+pytestmark = pytest.mark.slow
+
 IDLE = "gradsurgeon: no rule acted: "
 
 
@@ -189,8 +191,10 @@ def test_nobody_else_is_told_so(script: str, code: int, folder: Folder) -> None:
     assert not any(line.startswith(IDLE) for line in done.lines)
 
 
-def test_the_mark_of_a_busy_process_does_not_stay(folder: Folder, tmp_path: Path) -> None:
-    done = folder.run("import os\nprint(os.environ['GRADSURGEON_MARK'])\n" + CHILD)
-    mark = Path(done.out.strip())
-    assert mark.parent.is_dir()
-    assert not mark.exists()
+def test_the_status_file_of_a_process_that_trains_does_not_stay(
+    folder: Folder, tmp_path: Path
+) -> None:
+    done = folder.run("import os\nprint(os.environ['GRADSURGEON_STATUS_FILE'])\n" + CHILD)
+    status_file = Path(done.out.strip())
+    assert status_file.parent.is_dir()
+    assert not status_file.exists()

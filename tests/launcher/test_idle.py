@@ -16,6 +16,8 @@ from outside import NORMS, TRAIN
 
 from gradsurgeon.launcher.settings import BOOTSTRAP
 
+pytestmark = pytest.mark.slow
+
 CHILD = (
     f"import subprocess, sys, torch\nsubprocess.run([sys.executable, '-c', {TRAIN!r}], check=True)"
 )

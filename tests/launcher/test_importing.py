@@ -150,6 +150,7 @@ def test_a_spec_that_nobody_executes_tells_nobody(told: list[str]) -> None:
     assert told == ["executed", "other", "launcher"]
 
 
+@pytest.mark.slow
 @pytest.mark.cover_children
 def test_a_hook_of_the_script_runs_beside_the_rules(tmp_path: Path) -> None:
     done = Folder(tmp_path).run(OTHERS + TRAIN, record=False)

@@ -1,6 +1,7 @@
 """Scripts that nobody edits: watched they do the same to the last bit, and rules act in all of them.
 
-Each script of `tests/scripts` runs plain and under `gradsurgeon run`; a run serves several tests.
+Each script of `tests/scripts` runs plain, in a fork where that is the same, and under `gradsurgeon run`,
+in a process of its own; a run serves several tests.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from launching import (
     states,
     trained,
 )
-from matrix import CASES
+from matrix import CASES, scripts
 from ranks import torchrun
 
 
@@ -54,7 +55,7 @@ def shown(outcome: Outcome) -> str:
     return f"exit {outcome.code}\n{outcome.stdout.decode()}\n{outcome.stderr}"
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", scripts(CASES))
 def test_a_watched_script_does_the_same(name: str, runs: Runs) -> None:
     case = CASES[name]
     before, after = both(runs, name)
@@ -69,7 +70,7 @@ def test_a_watched_script_does_the_same(name: str, runs: Runs) -> None:
         assert "Warning" not in rest, shown(after)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", scripts(CASES))
 def test_every_step_of_every_model_has_a_record(name: str, runs: Runs) -> None:
     case = CASES[name]
     _, after = both(runs, name)
@@ -85,7 +86,7 @@ def test_every_step_of_every_model_has_a_record(name: str, runs: Runs) -> None:
     assert states(after.record) == {"finished"}
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.killed])
+@pytest.mark.parametrize("name", scripts(name for name in CASES if not CASES[name].killed))
 def test_each_model_has_one_header_and_one_summary(name: str, runs: Runs) -> None:
     case = CASES[name]
     _, after = both(runs, name)
@@ -101,12 +102,13 @@ def test_each_model_has_one_header_and_one_summary(name: str, runs: Runs) -> Non
 ENDINGS = [name for name, case in CASES.items() if "endings.py" in case.words and not case.killed]
 
 
-@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("name", scripts(ENDINGS))
 def test_however_it_ends_the_summary_is_of_the_last_step(name: str, runs: Runs) -> None:
     _, after = both(runs, name)
     assert "gradsurgeon: Sequential, 3 steps" in after.stderr.splitlines(), shown(after)
 
 
+@pytest.mark.slow
 def test_what_is_said_beside_a_progress_bar_is_on_lines_of_its_own(runs: Runs) -> None:
     _, after = both(runs, "progress bar")
     lines = [line for line in after.stderr.split("\n") if "gradsurgeon: " in line]
@@ -125,7 +127,8 @@ EVENTFUL = {"scaler", "phases"} | BY_HAND
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, case in CASES.items() if not case.killed and name not in EVENTFUL]
+    "name",
+    scripts(name for name, case in CASES.items() if not case.killed and name not in EVENTFUL),
 )
 def test_nothing_is_worth_an_event(name: str, runs: Runs) -> None:
     _, after = both(runs, name)
@@ -137,13 +140,14 @@ def test_a_scaler_that_skips_is_an_event(runs: Runs) -> None:
     assert [text.partition(":")[0] for text in events_of(after.record)] == ["scaler-skip"]
 
 
-@pytest.mark.parametrize("name", sorted(BY_HAND - {"SIGKILL"}))
+@pytest.mark.parametrize("name", scripts(sorted(BY_HAND - {"SIGKILL"})))
 def test_updates_by_hand_are_told_once(name: str, runs: Runs) -> None:
     _, after = both(runs, name)
     (notice,) = events_of(after.record)
     assert notice.startswith("notice: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exception", "progress bar"])
 def test_quiet_leaves_stderr_alone_too(name: str, runs: Runs) -> None:
     before = runs.plain(CASES[name]).result()
@@ -156,6 +160,7 @@ def test_quiet_leaves_stderr_alone_too(name: str, runs: Runs) -> None:
 EVERYTHING = 'version: 1\ninclude: ["gradsurgeon:debug-everything@1"]\n'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adjoint method", "distillation", "package"])
 def test_the_pack_that_looks_at_everything_changes_nothing(name: str, runs: Runs) -> None:
     case = CASES[name]
@@ -165,6 +170,7 @@ def test_the_pack_that_looks_at_everything_changes_nothing(name: str, runs: Runs
     assert "debug-everything-output-gradients" in after.stderr
 
 
+@pytest.mark.slow
 def test_an_error_in_forward_still_shows_the_lines_of_the_script(runs: Runs) -> None:
     def own(stderr: str) -> list[str]:
         lines = stderr.splitlines()
@@ -178,6 +184,7 @@ def test_an_error_in_forward_still_shows_the_lines_of_the_script(runs: Runs) -> 
     assert "/gradsurgeon/launcher/" not in after.stderr
 
 
+@pytest.mark.slow
 def test_the_switch_turns_everything_off(runs: Runs) -> None:
     case = CASES["exception"]
     before = runs.plain(case).result()
@@ -187,6 +194,7 @@ def test_the_switch_turns_everything_off(runs: Runs) -> None:
     assert not after.record.exists()
 
 
+@pytest.mark.slow
 def test_warnings_as_errors_stay_those_of_the_script(runs: Runs) -> None:
     strict = (("PYTHONWARNINGS", "error"),)
     # Updates by hand get a notice of ours.
@@ -203,6 +211,7 @@ rules:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain loop", "LBFGS", "no optimizer"])
 def test_a_rule_that_matches_nothing_stops_the_first_step(name: str, runs: Runs) -> None:
     after = runs.launched(CASES[name], UNMATCHED).result()
@@ -224,6 +233,7 @@ rules:
 """
 
 
+@pytest.mark.slow
 def test_a_rule_may_match_in_one_of_two_models(runs: Runs) -> None:
     case = CASES["actor and critic"]
     before = runs.plain(case).result()
@@ -235,8 +245,9 @@ def test_a_rule_may_match_in_one_of_two_models(runs: Runs) -> None:
 NO_TORCH = "no_torch.py"
 
 
+@pytest.mark.slow
 def test_a_script_without_torch_pays_for_no_import(runs: Runs, tmp_path: Path) -> None:
-    cases = [Case((NO_TORCH, str(tmp_path / how))) for how in ("plain", "launched")]
+    cases = [Case((NO_TORCH, str(tmp_path / how)), forked=False) for how in ("plain", "launched")]
     before, after = runs.plain(cases[0]), runs.launched(cases[1])
     assert after.result().code == 0
     assert after.result().stdout == before.result().stdout
@@ -250,15 +261,17 @@ def test_a_script_without_torch_pays_for_no_import(runs: Runs, tmp_path: Path) -
     assert not after.result().record.exists()
 
 
+@pytest.mark.slow
 def test_flags_of_the_interpreter_are_passed_on(runs: Runs, tmp_path: Path) -> None:
     case = Case((NO_TORCH, str(tmp_path / "modules")))
     (tmp_path / "rules.yaml").write_text(OBSERVE)
     command = ("-O", "-m", "gradsurgeon", "run", "--rules", str(tmp_path / "rules.yaml"))
-    after = runs.plain(Case((*command, *case.words))).result()
+    after = runs.plain(Case((*command, *case.words), forked=False)).result()
     assert after.code == 0, shown(after)
     assert b"optimised 1 assertions False arguments 2" in after.stdout
 
 
+@pytest.mark.slow
 def test_a_sitecustomize_of_the_user_still_runs(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('customised')\n")
     case = Case((NO_TORCH, str(tmp_path / "modules")))
@@ -301,6 +314,7 @@ EDITED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edited", EDITED)
 def test_rules_put_on_from_outside_do_what_they_do_from_inside(edited: str, runs: Runs) -> None:
     case = CASES[edited]
@@ -315,6 +329,7 @@ def test_rules_put_on_from_outside_do_what_they_do_from_inside(edited: str, runs
     )
 
 
+@pytest.mark.slow
 def test_a_command_of_its_own_carries_the_rules_to_its_ranks(runs: Runs) -> None:
     case = CASES["DDP"]
     # `gradsurgeon run -- python -m torch.distributed.run ...`: the ranks are grandchildren.

@@ -14,6 +14,8 @@ from outside import Folder
 
 import gradsurgeon
 
+pytestmark = pytest.mark.slow
+
 PAIR = """
 import sys, torch
 from torch import nn

@@ -16,6 +16,8 @@ from ranks import torchrun
 
 import gradsurgeon
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import sys, torch
 from torch import nn

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from outside import NORMS, Folder
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
 HALF = (
     "  - {id: half, action: scale, factor: 0.5, params: '*', at: step, steps: {from: 0, to: 1}}\n"

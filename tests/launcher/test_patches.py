@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from outside import Folder
 
+pytestmark = pytest.mark.slow
+
 WRAPS = """
 import torch
 from torch import nn

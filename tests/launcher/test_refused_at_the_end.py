@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from outside import NORMS, Folder
 
+pytestmark = pytest.mark.slow
+
 RULES = NORMS + "  - {id: nowhere, action: zero, params: 'decodr.*'}\n"
 ERROR = "gradsurgeon: error: "
 NO_STEP = """

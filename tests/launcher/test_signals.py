@@ -11,7 +11,7 @@ import pytest
 from bounds import TIMEOUT
 from commands import environment
 
-pytestmark = pytest.mark.cover_children
+pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
 RULES = "version: 1\nrules:\n  - {id: norms, action: norm-log, params: '*'}\n"
 TRAIN = """

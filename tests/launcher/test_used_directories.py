@@ -18,6 +18,8 @@ from runs import JOB
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.store import job
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Folder:

@@ -12,6 +12,8 @@ from bounds import TIMEOUT
 from commands import environment
 from ranks import torchrun
 
+pytestmark = pytest.mark.slow
+
 # A parameter is replaced in the second step, of which the session warns.
 TRAIN = """
 import sys, warnings, torch

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from outside import Folder
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import os, time, torch
 import torch.distributed as dist

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon.actions import ACTIONS, Example, Rule
+from gradsurgeon.actions import ACTIONS, Edit, Example, Rule
 
 CASES = [
     (name, number, point)
@@ -106,6 +106,7 @@ def test_laws_of_an_edit(name: str, shape: str, dtype: torch.dtype) -> None:
     for number, example in enumerate(ACTIONS[name].EXAMPLES):
         rule = build(name, example, ACTIONS[name].points[0])
         edit = rule.compile()
+        assert isinstance(edit, Edit)
         before = grad.clone()
         out = edit.apply(grad)
         # Out of place, and what torch demands of a tensor hook.

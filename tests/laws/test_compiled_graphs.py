@@ -89,6 +89,7 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "stated"),
     [
@@ -228,6 +229,7 @@ def test_rules_that_come_after_the_first_call_act_and_say_what_it_costs(way: str
     assert torch.equal(called(data(0, 5, 4)), bare)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [only(PARAMS), only(TAGGED)], ids=["parameters", "tags"])
 def test_compiled_code_stays_where_guards_see_the_rules(rules: dict[str, Any]) -> None:
     model = Net()
@@ -241,6 +243,7 @@ def test_compiled_code_stays_where_guards_see_the_rules(rules: dict[str, Any]) -
     assert torch.equal(compiled(data(0, 5, 4)), bare)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["the model", "in place", "the step function"])
 def test_rules_on_the_model_itself_after_the_first_call_act(way: str) -> None:
     model = Net()
@@ -261,36 +264,23 @@ def test_rules_on_the_model_itself_after_the_first_call_act(way: str) -> None:
     assert torch.equal(called(data(0, 5, 4)), bare)
 
 
-class Other(nn.Module):
-    """Layers of the same classes under other names, and those of the same name in another place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(4, 6)
-        self.first = nn.LayerNorm(6)
-        self.parts = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.parts(self.first(self.a(x)))
-        return out
+def test_code_of_another_model_is_dropped_as_well() -> None:
+    x, model = data(0, 5, 4), Net()
+    other: Any = torch.compile(nn.Linear(4, 2), backend="eager")
+    bare = other(x)
+    with pytest.warns(GradSurgeonWarning, match="came after the first compiled call"):
+        session = gradsurgeon.apply(model, only(on("first")))
+    assert [event.kind for event in session.events] == ["notice"]
+    assert torch.equal(other(x), bare)
+    assert graphs() == 2
 
 
-def test_code_that_has_nothing_to_do_with_the_model_is_kept() -> None:
-    others: list[Any] = [Other(), Other().double(), torch.exp]
-    compiled: list[Any] = [torch.compile(other, backend="eager") for other in others]
-    inputs = [data(0, 5, 4), data(0, 5, 4).double(), data(0, 5, 4)]
-    for one, x in zip(compiled, inputs, strict=True):
-        one(x)
-    made = graphs()
-    assert made == 3
-    model = Net()
-    with gradsurgeon.apply(model, only(on(["first", "outer.*", "parts.*"]))) as session:
-        model(data(0, 5, 4))
-        assert session.events == []
-    assert session.events == []
-    for one, x in zip(compiled, inputs, strict=True):
-        one(x)
-    assert graphs() == made
+def test_dropped_code_is_told_of_once() -> None:
+    first, second = Net(), Net()
+    torch.compile(nn.Linear(4, 2), backend="eager")(data(0, 5, 4))
+    with pytest.warns(GradSurgeonWarning, match="came after the first compiled call"):
+        gradsurgeon.apply(first, only(on("first")))
+    assert gradsurgeon.apply(second, only(on("first"))).events == []
 
 
 def test_a_rule_on_a_part_that_another_model_calls() -> None:
@@ -312,6 +302,7 @@ def test_nothing_is_dropped_where_nothing_was_compiled() -> None:
     assert [event.kind for event in session.events] == ["never-fired"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", ["outer.norm", "*"])
 def test_removed_rules_leave_no_graph_break_behind(modules: str) -> None:
     model = Net()
@@ -341,6 +332,7 @@ class Many(nn.Module):
         return out
 
 
+@pytest.mark.slow
 def test_many_shapes_do_not_exhaust_the_limit_of_graphs() -> None:
     model = Many()
     compiled: Any = torch.compile(model, backend="eager")
@@ -375,6 +367,7 @@ def test_hooks_of_the_script_run_once_and_in_their_order(order: str) -> None:
     assert all(bool(one.any()) is (order == "before ours") for one in seen)
 
 
+@pytest.mark.slow
 def test_who_compiles_nothing_does_not_pay_for_the_compiler() -> None:
     script = """
 import sys, torch, gradsurgeon

@@ -17,6 +17,8 @@ from gradsurgeon.planning import outside_graphs
 # As in the tests of rules on modules: torch warns about its own doing.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    # Importing inductor, torch warns of its own function.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
 ]
 
 

@@ -35,7 +35,11 @@ BOUNDS = {"input": 0.8, "output": 0.7, "tag.value": 0.6}
 BOUNDS |= {"tag.grad": 1e-3, "output.grad": 4e-4, "input.grad": 1e-4}
 WHERE = ["the model", "a submodule", "in place", "a submodule in place", "the step function"]
 WHEN = ["before", "after", "after the first call"]
-SETUPS = [f"{where}, {when}" for where in WHERE for when in WHEN]
+SETUPS = [
+    pytest.param(f"{where}, {when}", marks=() if when == "before" else pytest.mark.slow)
+    for where in WHERE
+    for when in WHEN
+]
 
 
 class Gate(nn.Module):
@@ -215,6 +219,7 @@ FIRST = {"input": "gate", "output": "gate.lin", "tag.value": "hidden"}
 FIRST |= {"tag.grad": "hidden", "output.grad": "gate", "input.grad": "gate.lin"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", SITES)
 @pytest.mark.parametrize("place", WHERE)
 def test_a_trap_stops_the_update(place: str, where: str) -> None:
@@ -231,6 +236,7 @@ def test_a_trap_stops_the_update(place: str, where: str) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_another_backend() -> None:
     wanted, found = run("not compiled"), run("the model, before", "aot_eager")
     for a, b in zip(found.params, wanted.params, strict=True):
@@ -252,6 +258,7 @@ class Two(nn.Module):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="inductor needs a C++ compiler")
 # Importing inductor, torch warns of a function of its own that it calls.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")

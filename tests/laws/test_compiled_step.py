@@ -126,6 +126,7 @@ def run(setup: str, kind: str) -> Outcome:
         return Outcome(params, status, norms, clock, compiled, stopped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [one["id"] for one in RULES])
 @pytest.mark.parametrize("setup", SETUPS)
 def test_a_rule_acts_as_without_compilation(setup: str, rule: str) -> None:
@@ -139,6 +140,7 @@ def test_a_rule_acts_as_without_compilation(setup: str, rule: str) -> None:
     assert values == pytest.approx([value for _, value in rows], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("setup", SETUPS)
 def test_weights_updates_and_traps(setup: str, kind: str) -> None:
@@ -153,6 +155,7 @@ def test_weights_updates_and_traps(setup: str, kind: str) -> None:
     assert found.stopped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("what", WHAT)
 def test_a_skipped_step_touches_nothing(what: str, kind: str) -> None:

@@ -279,6 +279,7 @@ def norms_without_rules() -> list[float]:
     return [round(param.grad.norm().item(), 5) for param in model.parameters()]
 
 
+@pytest.mark.slow
 def test_saved_models_load_where_gradsurgeon_is_not_installed(tmp_path: Path) -> None:
     paths = [tmp_path / "model.pt", tmp_path / "model.pickle"]
     model = make()
@@ -297,6 +298,7 @@ def test_saved_models_load_where_gradsurgeon_is_not_installed(tmp_path: Path) ->
     assert done.stdout.splitlines() == [str(norms_without_rules())] * 3
 
 
+@pytest.mark.slow
 def test_a_model_as_argument_of_a_spawned_process_comes_without_rules() -> None:
     model = make()
     context = torch.multiprocessing.get_context("spawn")
@@ -401,7 +403,7 @@ def by_copying(model: Any, session: Any) -> None:
 def by_looking(model: Any, session: Any) -> None:
     train(model)
     assert session.status()
-    assert session.records
+    assert session._attachment.records
     assert str(session.plan)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
+import forks
 import pytest
 from bounds import TIMEOUT
 from commands import ROOT, environment
@@ -15,15 +14,9 @@ from commands import ROOT, environment
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     """What the cases have found; in a process of its own, since a device stays registered."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "device_cases.py")],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env=environment(),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    cases = str(ROOT / "tests" / "device_cases.py")
+    done = forks.start([cases], cwd=ROOT, env=environment()).wait(TIMEOUT)
+    assert done.returncode == 0, done.stderr[-3000:].decode()
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

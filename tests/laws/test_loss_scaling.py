@@ -197,6 +197,17 @@ def test_a_scale_below_one_is_a_trap_at_once() -> None:
             scaler.step(optimizer)
 
 
+def test_a_scaler_that_skips_gradients_of_no_backward_pass_is_a_trap_as_well() -> None:
+    model, optimizer = make()
+    scaler = GradScaler("cpu", init_scale=0.5)
+    with gradsurgeon.apply(model, rules({"action": "nan-trap"})):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, math.inf)
+        scaler.scale(torch.ones(()))
+        with pytest.raises(NonFiniteGradientError, match="not finite right before the update"):
+            scaler.step(optimizer)
+
+
 @pytest.mark.cell("GradScaler", "backward", refused="`sanitize`: the scaler must see its overflow")
 def test_sanitize_is_refused_where_a_scaler_must_see_its_overflow() -> None:
     model, optimizer = make()

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning, NonFiniteGradientError
-from gradsurgeon.runtime import flags
+from gradsurgeon.runtime import activation_flags
 
 NAN = float("nan")
 
@@ -830,9 +830,9 @@ def test_no_full_backward_hooks() -> None:
 # --- what must not pile up, and what must not get lost --------------------------------------------
 
 
-def notes() -> int:
+def hooks_on_tensors() -> int:
     gc.collect()
-    return sum(type(one).__name__ == "Arrival" for one in gc.get_objects())
+    return sum(type(one).__name__ == "GradHook" for one in gc.get_objects())
 
 
 def test_forwards_that_no_backward_follows_leave_nothing() -> None:
@@ -840,11 +840,11 @@ def test_forwards_that_no_backward_follows_leave_nothing() -> None:
     x = data(0, 5, 4)
     with gradsurgeon.apply(model, rules(scale("*", "output.grad"))):
         kept = [model(x) for _ in range(20)]
-        assert notes() >= 20
+        assert hooks_on_tensors() >= 20
         del kept
-        assert notes() == 0
+        assert hooks_on_tensors() == 0
         run(model)
-        assert notes() == 0
+        assert hooks_on_tensors() == 0
 
 
 def test_an_output_written_in_place_is_told_of_at_the_step_of_its_own_optimizer() -> None:
@@ -935,7 +935,7 @@ def test_a_rule_on_a_tag_acts_once_on_a_leaf_however_often_it_is_tagged() -> Non
 def test_a_trap_misses_nothing_in_a_model_of_many_modules(
     tensor: str, passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flags, "_MOST", 8)
+    monkeypatch.setattr(activation_flags, "_MOST", 8)
     model: Any = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     place = 3 if tensor == "output" else 36
@@ -1027,7 +1027,7 @@ def test_rules_on_a_temporary_model_say_that_they_are_over() -> None:
     with pytest.warns(GradSurgeonWarning, match="keep a reference to the model") as warned:
         session = gradsurgeon.apply(nn.Linear(2, 2), rules(capture(".", "output")))
     assert warned[0].filename == __file__
-    assert session.removed
+    assert session._attachment.removed
     assert [event.kind for event in session.events] == ["notice"]
 
 
@@ -1036,7 +1036,7 @@ def test_a_model_that_goes_later_is_no_temporary_one() -> None:
         model = nn.Linear(2, 2)
         session = gradsurgeon.apply(model, rules(capture(".", "output")))
     del model
-    assert session.removed
+    assert session._attachment.removed
     assert session.events == []
 
 

@@ -217,7 +217,7 @@ def test_a_model_that_is_dropped_is_freed_and_leaves_no_global_hook() -> None:
     gc.collect()
     assert [one() for one in gone] == [None] * len(gone)
     assert [one() for one in weights] == [None] * len(weights)
-    assert session.removed
+    assert session._attachment.removed
     assert global_hooks() == before
     # What was measured stays readable.
     assert len(session.history("fc1.weight", rule="norms")) == 2

@@ -6,14 +6,16 @@ import json
 from typing import Any
 
 import pytest
+from fuzzing import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradsurgeon
 from gradsurgeon import planning
 from gradsurgeon.planning import Manifest, Module, Param
-from gradsurgeon.review import fields, markdown, text
+from gradsurgeon.review import markdown, text
 from gradsurgeon.review.difference import Difference, compare
+from gradsurgeon.review.option_changes import changed_options, comparable_options
 from gradsurgeon.schema import RuleSet
 
 # Thousands of inputs take the same few lines, and tracing them twice the time.
@@ -104,6 +106,7 @@ def load(rules: list[dict[str, Any]]) -> RuleSet:
     return gradsurgeon.load({"version": 1, "rules": rules})
 
 
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_a_file_written_in_another_way_is_no_difference(data: st.DataObject) -> None:
     rules = data.draw(rule_lists())
@@ -117,10 +120,10 @@ def test_a_file_written_in_another_way_is_no_difference(data: st.DataObject) -> 
 
 
 def both(found: Difference) -> set[tuple[str, str]]:
-    return {(one.was, one.id) for one in (*found.changed, *found.renamed)}
+    return {(one.old_id, one.id) for one in (*found.changed, *found.renamed)}
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(rule_lists(), rule_lists())
 def test_the_way_back_is_a_mirror_image(before: Any, after: Any) -> None:
     old, new = load(before), load(after)
@@ -133,11 +136,12 @@ def test_the_way_back_is_a_mirror_image(before: Any, after: Any) -> None:
     assert there.order_changed == back.order_changed
     mirrored = [(one.name, one.after, one.before) for one in back.params]
     assert [(one.name, one.before, one.after) for one in there.params] == mirrored
-    words = {(f.name, f.word) for one in there.changed for f in one.fields}
+    words = {(o.name, o.direction) for one in there.changed for o in one.options}
     turned = {"tightened": "loosened", "loosened": "tightened", "changed": "changed"}
-    assert words == {(f.name, turned[f.word]) for one in back.changed for f in one.fields}
+    assert words == {(o.name, turned[o.direction]) for one in back.changed for o in one.options}
 
 
+@settings(max_examples=examples(100))
 @given(rule_lists(), rule_lists())
 def test_chains_are_those_of_the_plan(before: Any, after: Any) -> None:
     for rules in (before, after):  # or they would not bind
@@ -155,15 +159,16 @@ def test_chains_are_those_of_the_plan(before: Any, after: Any) -> None:
         assert tuple(renamed.get(one, one) for one in first) == second
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(bodies, bodies)
 def test_rules_look_the_same_exactly_where_no_field_differs(one: Any, other: Any) -> None:
     (first, second) = load([{"id": "a", **one}, {"id": "b", **other}]).rules
-    assert (fields.canonical(first) == fields.canonical(second)) == (
-        fields.compare(first, second) == ()
+    assert (comparable_options(first) == comparable_options(second)) == (
+        changed_options(first, second) == ()
     )
 
 
+@settings(max_examples=examples(100))
 @given(rule_lists(), rule_lists())
 def test_it_can_always_be_written(before: Any, after: Any) -> None:
     found = compare(load(before), load(after), MANIFEST)

@@ -7,7 +7,8 @@ import json
 import re
 
 import pytest
-from hypothesis import given
+from fuzzing import examples
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gradsurgeon
@@ -93,6 +94,7 @@ OURS = re.compile(r"[A-Za-z0-9 .,:;*_()/%'~&\[\]!>|+=→-]*|<!-- gradsurgeon:dif
 TAGS = re.compile(r"</?(?:details|summary)>|<br>")
 
 
+@settings(max_examples=examples(100))
 @given(names, hostile, hostile, st.booleans())
 def test_in_markdown_only_code_holds_what_users_wrote(
     known: list[str], file: str, pattern: str, turned: bool
@@ -116,6 +118,7 @@ def test_in_markdown_only_code_holds_what_users_wrote(
         assert written.count(f"<{tag}>") == written.count(f"</{tag}>") <= 1
 
 
+@settings(max_examples=examples(100))
 @given(hostile.filter(bool))
 def test_code_shows_the_text_itself(shown: str) -> None:
     written = markdown.code(shown)
@@ -123,6 +126,7 @@ def test_code_shows_the_text_itself(shown: str) -> None:
     assert inner == printable(shown)
 
 
+@settings(max_examples=examples(100))
 @given(names, hostile, hostile, st.booleans())
 def test_in_a_terminal_and_a_log_nothing_acts(
     known: list[str], file: str, pattern: str, turned: bool
@@ -200,11 +204,11 @@ class TestSize:
             assert not re.match(r"\|-|\| \||\| Tensors|<|> \[|The rules of each", line)
 
     def test_what_stops_training_comes_first_and_stays(self, found: Difference) -> None:
-        assert found.findings[0].kind == "no-match"
+        assert found.warnings[0].kind == "no-match"
         assert "> - `none` matches nothing" in markdown.render(found, limit=2_000)
 
     def test_many_pairs_of_rules_are_counted(self, found: Difference) -> None:
-        pairs = sum(one.kind == "overlap" for one in found.findings)
+        pairs = sum(one.kind == "overlap" for one in found.warnings)
         assert pairs > 100
         for written in (markdown.render(found), text.render(found)):
             assert f"{pairs - 10} other pairs of rules now change tensors together" in written

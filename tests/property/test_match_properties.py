@@ -6,6 +6,7 @@ import re
 
 import pytest
 from bounds import within
+from fuzzing import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from gradsurgeon.match import PatternError, compile_pattern, select, suggest
 # Thousands of inputs take the same few lines, and tracing them twice the time.
 pytestmark = pytest.mark.no_cover
 
-SETTINGS = settings(derandomize=True, deadline=None, max_examples=500)
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=examples(500))
 
 
 def reference(pattern: str, name: str, at: int = 0) -> bool:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 from bounds import within
+from fuzzing import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +30,7 @@ if hasattr(yaml, "CSafeLoader"):
 SETTINGS = settings(
     derandomize=True,
     deadline=None,
-    max_examples=200,
+    max_examples=examples(200),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

@@ -116,7 +116,9 @@ def test_a_rule_ends_with_the_weights_of_the_loop_by_hand(
         fit(model, tmp_path)
         assert session.step == STEPS
         # Lightning's own optimizer object shares the hooks of the one it wraps: they are one.
-        assert [type(one) for one in session._engine.steps._owners] == [torch.optim.SGD]
+        assert [type(one) for one in session._attachment.controller.steps._owners] == [
+            torch.optim.SGD
+        ]
     assert session.events == []
     wanted.check(model, session.history(LOGGED, rule="norms"))
     if name != "no rule":

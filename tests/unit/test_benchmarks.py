@@ -194,6 +194,7 @@ def test_what_is_worse_is_measured_again_and_must_be_worse_again() -> None:
     assert asked == [{("tiny", "rules"), ("tiny", BARE_NAME)}] * 2
 
 
+@pytest.mark.slow
 def test_the_command_tells_a_doctored_baseline(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -69,6 +69,7 @@ def test_models_have_the_sizes_that_the_tables_name(net: Any, tensors: int, elem
     assert (len(params), sum(param.numel() for param in params)) == (tensors, elements)
 
 
+@pytest.mark.slow
 def test_a_step_can_be_measured_with_everything_on_it() -> None:
     cases = [case for case in overhead.all_cases() if case.package != "wandb"]
     rows = list(overhead.of_workload(SMALL, cases, "cpu", ONCE))
@@ -114,6 +115,7 @@ def test_a_recorded_run_is_read_again(tmp_path: Path) -> None:
     assert found["bytes"] == sum(file.stat().st_size for file in (tmp_path / "run").iterdir())
 
 
+@pytest.mark.slow
 def test_collectives_and_their_bytes_are_counted() -> None:
     found = {(one["wrapper"], one["params"], one["case"]): one for one in ranks.counted(1)}
     for layers in (4, 16):

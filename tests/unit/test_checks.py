@@ -7,23 +7,19 @@ A file named like a check is about that check. Files in folders are included by 
 
 from __future__ import annotations
 
-import itertools
 import pathlib
-import random
 import re
 import time
 
 import pytest
 
 from gradsurgeon import packs, planning, review, schema, source
-from gradsurgeon.actions import Steps
 from gradsurgeon.errors import BindError, Problem
-from gradsurgeon.match import PatternError, compile_pattern
 from gradsurgeon.planning import Manifest, Module, Param
-from gradsurgeon.review import case as cases
-from gradsurgeon.review import catalogue, sources
+from gradsurgeon.review import sources
 from gradsurgeon.review.checks import CHECKS
-from gradsurgeon.review.globs import Prover
+from gradsurgeon.review.lint_context import MAX_COMPARED
+from gradsurgeon.review.reading_checks import READING_CHECKS
 
 ROOT = pathlib.Path(__file__).parents[2]
 CASES = ROOT / "tests" / "cases" / "lint"
@@ -60,7 +56,7 @@ def test_a_bad_file_shows_exactly_its_problems(
     problems = review.lint(case.name, names_of(case))
     assert problems
     assert text_of(problems) == case.with_suffix(".out").read_text(encoding="utf-8")
-    assert {one.check for one in problems} <= {*CHECKS, *catalogue.CHECKS}
+    assert {one.check for one in problems} <= {*CHECKS, *READING_CHECKS}
 
 
 @pytest.mark.parametrize("case", GOOD, ids=lambda case: case.stem)
@@ -106,7 +102,7 @@ def test_every_place_lies_in_its_file(case: pathlib.Path) -> None:
 
 
 def test_no_name_is_that_of_two_checks() -> None:
-    assert not set(CHECKS) & set(catalogue.CHECKS)
+    assert not set(CHECKS) & set(READING_CHECKS)
     assert all(re.fullmatch("[a-z]+(-[a-z]+)*", check) for check in CHECKS)
 
 
@@ -330,116 +326,16 @@ class TestSuppression:
 
 
 @pytest.mark.no_cover  # thousands of inputs, the same few lines
-class TestProofs:
-    PIECES = (
-        "a",
-        "1",
-        "2",
-        ".",
-        "*",
-        "?",
-        "[1-2]",
-        "[!a]",
-        "{a,1}",
-        "{a.,*1}",
-        "{1..2}",
-        "{0..12}",
-    )
-    NAMES = tuple(
-        "".join(chars) for size in range(5) for chars in itertools.product("a12.", repeat=size)
-    )
-
-    def patterns(self) -> list[str]:
-        chosen = random.Random(0)
-        found: list[str] = []
-        while len(found) < 80:
-            text = "".join(chosen.choices(self.PIECES, k=chosen.randint(1, 5)))
-            try:
-                compile_pattern(text)
-            except PatternError:
-                continue
-            found.append(text)
-        return found
-
-    def test_nothing_is_proved_that_is_wrong(self) -> None:
-        patterns = self.patterns()
-        matched = {
-            text: {name for name in self.NAMES if compile_pattern(text).matches(name)}
-            for text in patterns
-        }
-        contained = apart = 0
-        for one, other in itertools.product(patterns, patterns):
-            prover = Prover()
-            if prover.contains(one, other):
-                contained += one != other
-                assert matched[other] <= matched[one], (one, other)
-            if prover.disjoint(one, other):
-                apart += 1
-                assert not matched[one] & matched[other], (one, other)
-        assert contained > 100
-        assert apart > 1000
-
-    @pytest.mark.parametrize(
-        ("wide", "narrow"),
-        [
-            ("*", "re:x"),
-            ("h.*", "h.{0..5}.attn.*"),
-            ("h.{0..11}.*", "h.{3..5}.attn.*"),
-            ("*.{weight,bias}", "fc*.bias"),
-            ("layer?.*", "layer[1-3].*"),
-            ("re:h\\.\\d", "h.1"),
-        ],
-    )
-    def test_what_is_contained(self, wide: str, narrow: str) -> None:
-        assert Prover().contains(wide, narrow)
-        assert not Prover().contains(narrow, wide)
-
-    @pytest.mark.parametrize(
-        ("one", "other"),
-        [
-            ("h.{0..5}.*", "h.{6..11}.*"),
-            ("*.bias", "*.weight"),
-            ("layers.*", "bias"),
-            ("layer[1-3].*", "layer4.*"),
-            ("h{1..1}*", "h1{0..9}"),
-            ("h1{0..9}", "h1?"),  # no number begins behind a digit
-        ],
-    )
-    def test_what_never_meets(self, one: str, other: str) -> None:
-        assert Prover().disjoint(one, other)
-        assert Prover().disjoint(other, one)
-
-    def test_without_a_budget_nothing_is_proved(self) -> None:
-        assert not Prover(0).contains("*.*s", "*.bias")
-        assert not Prover(3).disjoint("*.bias", "*.weight")
-
-    def test_schedules_that_share_a_step(self) -> None:
-        chosen = random.Random(0)
-        for _ in range(2000):
-            one, other = (
-                Steps.model_validate(
-                    {"from": (start := chosen.randint(0, 9)), "every": chosen.randint(1, 6)}
-                    | ({"to": start + chosen.randint(1, 20)} if chosen.random() < 0.7 else {})
-                )
-                for _ in range(2)
-            )
-            due, also = ({step for step in range(100) if it.due(step)} for it in (one, other))
-            assert cases.meet(one, other) == bool(due & also), (one, other)
-            if cases.within(one, other):
-                assert due <= also, (one, other)
-
-
-@pytest.mark.no_cover  # thousands of inputs, the same few lines
 class TestHugeFiles:
     def test_many_rules_are_compared_up_to_a_limit_which_is_said(
         self, tmp_path: pathlib.Path
     ) -> None:
         rules = "".join(
             f'  - {{id: r{index}, action: scale, params: "h.{index}.*.w{index}", factor: 2}}\n'
-            for index in range(cases.MAX_COMPARED + 5)
+            for index in range(MAX_COMPARED + 5)
         )
         problems = lint(tmp_path, rules)
-        assert found(problems) == [("too-large", cases.MAX_COMPARED + 3, 10)]
+        assert found(problems) == [("too-large", MAX_COMPARED + 3, 10)]
         assert problems[0].severity == "warning"
 
     def test_many_doubts_are_shown_up_to_a_limit(self, tmp_path: pathlib.Path) -> None:

@@ -13,8 +13,8 @@ import gradsurgeon
 from gradsurgeon import source
 from gradsurgeon.planning import Manifest, Param
 from gradsurgeon.review import markdown, text
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.difference import Difference, compare
+from gradsurgeon.review.lint_context import LintContext
 from gradsurgeon.schema import RuleSet, inspect
 
 MANY = 3_000
@@ -71,7 +71,7 @@ class TestOverlaps:
         return compare(old, gradsurgeon.load({"version": 1, "rules": new}), MANIFEST)
 
     def test_every_pair_with_a_new_rule_is_one(self) -> None:
-        pairs = [one.rules for one in self.found(2, others=2).findings if one.kind == "overlap"]
+        pairs = [one.rules for one in self.found(2, others=2).warnings if one.kind == "overlap"]
         olds, new = ["old-0", "old-1", "old-2"], ["r-0", "r-1"]
         every = [pair for pair in combinations([*olds, *new], 2) if pair[1] in new]
         assert sorted(pairs) == sorted(every)
@@ -81,7 +81,7 @@ class TestOverlaps:
     @pytest.mark.parametrize(("number", "pairs"), [(31, 31 * 30 // 2 + 31), (60, 500)])
     def test_of_very_many_the_first_are_listed(self, number: int, pairs: int) -> None:
         found = self.found(number)
-        kinds = [one.kind for one in found.findings if one.kind != "order"]
+        kinds = [one.kind for one in found.warnings if one.kind != "order"]
         assert kinds.count("overlap") == pairs
         over = pairs == 500
         assert kinds[pairs:] == ["more-overlaps"] * over
@@ -103,7 +103,7 @@ class TestOverlaps:
 def test_the_nearest_names_are_told_of_the_first_rules_that_match_nothing() -> None:
     old = rules(lambda at: scale(at, own(at)), 25)
     found = compare(old, rules(lambda at: scale(at, f"layer.{at}.w"), 25), MANIFEST)
-    details = [one.detail for one in found.findings if one.kind == "no-match"]
+    details = [one.detail for one in found.warnings if one.kind == "no-match"]
     assert len(details) == 25
     assert all(f'"layer.{at}.w"' in detail for at, detail in enumerate(details[:20]))
     assert set(details[20:]) == {"the nearest names are told for the first 20 such rules"}
@@ -114,7 +114,7 @@ def test_rules_that_select_the_same_share_what_is_compared() -> None:
     lines = "".join(entry.format(at) for at in range(2))
     inspected = inspect(source.parse(f"version: 1\nrules:\n{lines}"))
     assert inspected.rules is not None
-    asked = Case(inspected.rules, inspected, MANIFEST)
+    asked = LintContext(inspected.rules, inspected, MANIFEST)
     first, second = asked.rules
     assert asked.selected(first) is asked.selected(second)
     assert len(asked.selected(first) or ()) == 200

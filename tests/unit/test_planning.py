@@ -160,7 +160,7 @@ def complaints(model: nn.Module, *rules: dict[str, Any]) -> list[str]:
 def test_no_match_names_the_nearest() -> None:
     (text,) = complaints(deep(), rule(params="h.*.atn.weight"))
     assert text.startswith(
-        '<dict> rules[0].id: rule it: no parameter of the model matches "h.*.atn.weight"; '
+        '<dict> rules[0].params: rule it: no parameter of the model matches "h.*.atn.weight"; '
     )
     assert "h.*.attn.weight" in text
     assert "12" in text

@@ -55,6 +55,7 @@ def test_a_long_list_of_chains_is_folded_and_says_so() -> None:
     assert "  and 50 more chains, of 50 tensors: `plan --format json` has all of them" in text
 
 
+@pytest.mark.slow
 def test_many_patterns_that_match_nothing_are_looked_into_a_few_times() -> None:
     manifest = model(*(f"layers.{number}.weight" for number in range(10_000)))
     wrong = [f"lyers.{number}.weigth" for number in range(20_000)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradsurgeon import Event, load
 from gradsurgeon.report import describe, from_run
-from gradsurgeon.runtime.journal import Journal
+from gradsurgeon.runtime.event_log import EventLog
 from gradsurgeon.runtime.recorder import Recorder
 from gradsurgeon.store import Records
 from gradsurgeon.store.run import open_run
@@ -31,10 +31,9 @@ class Parts:
     def __init__(self, path: pathlib.Path) -> None:
         rules = load('version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n').rules
         self.writer = RunWriter(path, meta=meta())
-        self.journal = Journal(rules, [2])
+        self.journal = EventLog(rules, [2])
         self.records = Records()
-        self.recorder = Recorder(self.records, writer=self.writer, statuses=self.journal.status)
-        self.journal.sink = self.recorder.event
+        self.recorder = Recorder(self.records, writer=self.writer, event_log=self.journal)
         self.writer.on_failure = self.failed
 
     def failed(self, message: str) -> None:
@@ -155,6 +154,7 @@ raise SystemExit(sys.argv[3])
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_without_remove_leaves_a_whole_run(tmp_path: pathlib.Path) -> None:
     tests = str(pathlib.Path(__file__).parent.parent)
     done = subprocess.run(

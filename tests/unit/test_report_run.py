@@ -13,8 +13,8 @@ from runs import KEY, meta, values, write
 from gradsurgeon import Event
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import NONFINITE, RuleInfo, from_run, summary
-from gradsurgeon.report.digest import OnDisk
-from gradsurgeon.report.measured import InMemory
+from gradsurgeon.report.measurements import InMemory
+from gradsurgeon.report.stored_measurements import OnDisk
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
@@ -89,18 +89,20 @@ def test_the_numbers_of_a_long_run_are_those_of_every_row(tmp_path: pathlib.Path
         for series in run:
             for row in series.rows():
                 records.add(series.key, row.step, row.values.tobytes(), row.absent)
-        exact, digest = InMemory(records), OnDisk(run)
-        assert digest.span() == exact.span() == (0, STEPS - 1)
-        assert not digest.having("never")
+        exact, on_disk = InMemory(records), OnDisk(run)
+        assert on_disk.span() == exact.span() == (0, STEPS - 1)
+        assert not on_disk.keys_of("never")
         for name in list(histories)[:5]:
-            assert [key.names for key in digest.having(name)] == [tuple(histories)]
-            one, other = (source.line(name, "norms", "accumulated") for source in (exact, digest))
-            for field in ("first", "top", "spike", "last", "nonfinite", "nonfinite_step"):
+            assert [key.names for key in on_disk.keys_of(name)] == [tuple(histories)]
+            one, other = (
+                source.history(name, "norms", "accumulated") for source in (exact, on_disk)
+            )
+            for field in ("first", "largest", "spike", "last", "nonfinite", "nonfinite_step"):
                 assert getattr(one, field) == getattr(other, field), (name, field)
-            assert other.middle == pytest.approx(one.middle, rel=0.05)
-        line = digest.line("broken", "norms", "accumulated")
-        assert (line.nonfinite, line.nonfinite_step, line.first) == (STEPS, 0, math.inf)
-        assert math.isnan(line.middle)
+            assert other.median == pytest.approx(one.median, rel=0.05)
+        history = on_disk.history("broken", "norms", "accumulated")
+        assert (history.nonfinite, history.nonfinite_step, history.first) == (STEPS, 0, math.inf)
+        assert math.isnan(history.median)
 
 
 @pytest.mark.usefixtures("as_if_long")

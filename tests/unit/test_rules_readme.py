@@ -1,4 +1,4 @@
-"""`rules/README.md` and `rules/rules.schema.json`: what they say holds, what is generated is fresh.
+"""The pages in `rules/` and `rules.schema.json`: what they say holds, what is generated is fresh.
 
 Run this file as a script to write what is generated anew.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -18,20 +19,22 @@ import gradsurgeon
 from gradsurgeon import packs, schema, source
 from gradsurgeon.cli.explain import reference
 from gradsurgeon.cli.schema import document_schema
-from gradsurgeon.compiler import listing
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning import Manifest, Param
 
 FOLDER = Path(__file__).parents[2] / "rules"
-README, SCHEMA = FOLDER / "README.md", FOLDER / "rules.schema.json"
-MARK = "do not edit below this line. -->\n"
+README, REFERENCE, API = (FOLDER / name for name in ("README.md", "reference.md", "python-api.md"))
+SCHEMA = FOLDER / "rules.schema.json"
 TEXT = README.read_text(encoding="utf-8")
+# What follows is made of the tests.
+MARK = "do not edit below this line. -->\n"
 GUIDE = TEXT.partition(MARK)[0]
-SETUPS = """
-## Set-ups
+REFERENCE_HEAD = """\
+# Reference
 
-What rules do where training is more than one process and one backward pass per step. This table is made of the tests
-that back it.
+Every option of every rule, every action, and every check of `gradsurgeon lint`. `gradsurgeon explain NAME` prints the same
+in a terminal. The [guide](README.md) shows how to use them.
+
+<!-- Written by `python tests/unit/test_rules_readme.py` from the actions and checks themselves: do not edit. -->
 
 """
 REMEDY = "run `python tests/unit/test_rules_readme.py`"
@@ -42,12 +45,14 @@ EXAMPLE = Path(__file__).parents[1] / "cases" / "review"
 
 @cache
 def generated() -> dict[Path, str]:
+    import python_api
     import setups
 
     guide = with_example("the change", the_change(), with_example("the comment", comment(), GUIDE))
-    guide = with_example("the programs", programs(), guide)
     return {
-        README: f"{guide}{MARK}\n{reference()}{SETUPS}{setups.table(setups.collected())}",
+        README: f"{guide}{MARK}\n{setups.table(setups.collected())}",
+        REFERENCE: REFERENCE_HEAD + re.sub("^##", "#", reference(), flags=re.MULTILINE),
+        API: python_api.page(),
         SCHEMA: json.dumps(document_schema(), indent=2, ensure_ascii=False) + "\n",
     }
 
@@ -73,17 +78,6 @@ def comment() -> str:
     return (EXAMPLE / "expected.md").read_text(encoding="utf-8")
 
 
-def programs() -> str:
-    """Return the end of the plan of the rules that run as one, on a model with two layers."""
-    layers = {"fc1.weight": (3, 2), "fc1.bias": (3,), "fc2.weight": (2, 3), "fc2.bias": (2,)}
-    params = [
-        Param(name, (), shape, "float32", True, ("Linear",)) for name, shape in layers.items()
-    ]
-    model = Manifest("Net", tuple(params))
-    text = next(text for text in blocks(GUIDE) if "# together.yaml" in text)
-    return f"```text\n{listing(gradsurgeon.plan(model, gradsurgeon.load(text)))}\n```\n"
-
-
 def blocks(text: str) -> list[str]:
     return re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
@@ -99,16 +93,20 @@ def words(cell: str) -> list[str]:
     return re.findall("`([^`]+)`", cell)
 
 
-@pytest.fixture(params=range(len(blocks(TEXT))))
+def shown() -> list[str]:
+    """Return every rule file that the guide and the reference show."""
+    return [*blocks(TEXT), *blocks(REFERENCE.read_text(encoding="utf-8"))]
+
+
+@pytest.fixture(params=range(len(shown())))
 def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Return one of the files shown, with those beside it that have names."""
-    shown = blocks(TEXT)
-    for text in shown:
+    for text in blocks(GUIDE):
         if name := re.match(r"# (\S+\.yaml)\n", text):
             (tmp_path / name[1]).parent.mkdir(exist_ok=True)
             (tmp_path / name[1]).write_text(text, encoding="utf-8")
     path = tmp_path / "shown.yaml"
-    path.write_text(shown[request.param], encoding="utf-8")
+    path.write_text(shown()[request.param], encoding="utf-8")
     return path
 
 
@@ -119,7 +117,7 @@ def rules_of(rule_id: str) -> schema.RuleSet:
     )
 
 
-@pytest.mark.parametrize("path", [README, SCHEMA], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [README, REFERENCE, API, SCHEMA], ids=lambda path: path.name)
 def test_what_is_generated_is_fresh(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == generated()[path], REMEDY
 
@@ -138,7 +136,7 @@ def test_patterns_match_what_the_table_says(row: list[str]) -> None:
 @pytest.mark.parametrize("row", table("written | found"), ids=lambda row: row[0])
 def test_mistakes_are_found_as_the_table_says(row: list[str]) -> None:
     written = row[0].strip("`").replace(r"\|", "|")
-    _, problems = schema.check(source.parse(f"version: 1\nrules:\n  - {written}\n"))
+    problems = schema.inspect(source.parse(f"version: 1\nrules:\n  - {written}\n")).problems
     assert len(problems) == 1
     assert row[1] in problems[0].concise()
 
@@ -152,18 +150,25 @@ def test_every_pack_is_in_the_table() -> None:
 def test_every_action_is_in_the_reference() -> None:
     from gradsurgeon.actions import ACTIONS
 
-    assert re.findall(r"^### `(.*)`$", TEXT.partition(MARK)[2], re.MULTILINE) == list(ACTIONS)
+    text = REFERENCE.read_text(encoding="utf-8")
+    assert re.findall(r"^## `(.*)`$", text, re.MULTILINE) == list(ACTIONS)
+
+
+def test_everything_exported_is_on_the_page_of_the_python_api() -> None:
+    import python_api
+
+    assert python_api.exported() == set(gradsurgeon.__all__)
 
 
 def test_every_check_is_in_the_reference() -> None:
-    from gradsurgeon.review import catalogue
+    from gradsurgeon.review import reading_checks
     from gradsurgeon.review.checks import CHECKS
 
-    reference = TEXT.partition(MARK)[2]
-    found = re.findall(r"^#### `(.*)` \((.*)\)$", reference, re.MULTILINE)
+    reference = REFERENCE.read_text(encoding="utf-8")
+    found = re.findall(r"^### `(.*)` \((.*)\)$", reference, re.MULTILINE)
     assert found == [(name, check.severity) for name, check in CHECKS.items()]
-    table = reference.partition("### Checks of reading")[2].partition("\n\n## ")[0]
-    assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(catalogue.CHECKS)
+    table = reference.partition("## Checks of reading")[2]
+    assert re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE) == list(reading_checks.READING_CHECKS)
 
 
 def test_the_table_of_points_is_that_of_the_code() -> None:
@@ -186,6 +191,19 @@ def test_schedules() -> None:
     start, sometimes = (rule.steps for rule in rules_of("gentle-start").rules)
     assert [step for step in range(200) if start.due(step)] == list(range(100))
     assert [step for step in range(1101) if sometimes.due(step)] == [1000, 1050, 1100]
+
+
+@pytest.mark.slow
+def test_an_action_of_your_own(tmp_path: Path) -> None:
+    (module,) = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_actions.py").write_text(module, encoding="utf-8")
+    (rule,) = re.findall(r"`(\{id: \w+, action: my_actions:[^`]*)`", GUIDE)
+    (tmp_path / "rules.yaml").write_text(f"version: 1\nrules:\n  - {rule}\n", encoding="utf-8")
+    for options, code in (([], 1), (["--import", "my_actions"], 0)):
+        command = [sys.executable, "-m", "gradsurgeon", "lint", "rules.yaml", *options]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert ("--import my_actions" in done.stdout) is (code == 1)
 
 
 class TestOnModels:
@@ -248,7 +266,7 @@ class TestOnModels:
 def test_no_cell_of_the_table_of_set_ups_is_without_a_test() -> None:
     import setups
 
-    rows = TEXT.partition("## Set-ups")[2].partition("\n\n1. ")[0]
+    rows = TEXT.partition("## Set-ups\n")[2].partition("\n\n1. ")[0]
     assert [setup for setup in setups.SETUPS if f"| {setup} | " not in rows] == []
     assert "not tested" not in rows
 

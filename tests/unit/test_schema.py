@@ -41,7 +41,7 @@ def refused(rules: Any) -> list[tuple[str, str, str]]:
 
 
 def of_text(text: str) -> list[Problem]:
-    return schema.check(source.parse(text, "r.yaml"))[1]
+    return list(schema.inspect(source.parse(text, "r.yaml")).problems)
 
 
 class TestValues:
@@ -178,7 +178,7 @@ class TestBuiltInPython:
         ]
         found = gradsurgeon.load(rules)
         assert found.rules == tuple(rules)
-        assert str(found.place("two")) == "<python> rules[1]"
+        assert str(found.place("two")) == "<python> rules[1].id"
 
     def test_ids_must_differ(self) -> None:
         rule = ACTIONS["zero"].model_validate(ZERO)
@@ -312,9 +312,9 @@ class TestProblems:
         """No option may crash the reader, and a refusal names the rule and its place."""
         for option in ACTIONS[action].model_fields:
             rule = {"id": "a", "action": action, "params": "*", option: value}
-            rules, problems = schema.check(schema.Built({"version": 1, "rules": [rule]}))
-            assert bool(rules) != bool(problems)
-            assert all(str(p.place).startswith("<dict> rules[0]") for p in problems)
+            found = schema.inspect(schema.Built({"version": 1, "rules": [rule]}))
+            assert (found.rules is None) == bool(found.problems)
+            assert all(str(p.place).startswith("<dict> rules[0]") for p in found.problems)
 
     def test_a_list_of_plain_rules_is_told_what_it_lacks(self) -> None:
         rules: Any = [ZERO]

@@ -21,7 +21,7 @@ GOOD = sorted(CASES.glob("good/*.yaml"))
 
 def problems_of(case: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(case.parent)
-    _, problems = schema.check(source.read(case.name))
+    problems = schema.inspect(source.read(case.name)).problems
     text = "".join(f"{problem.concise()}\n" for problem in problems)
     names = sorted(f"{packs.PREFIX}{spec}" for spec in packs.published())
     text = text.replace(schema.VERSION, "{version}").replace(", ".join(ACTIONS), "{actions}")
@@ -71,7 +71,7 @@ def test_messages_speak_of_rules_not_of_python(out: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case.stem)
 def test_every_place_lies_in_its_file(case: pathlib.Path) -> None:
-    for problem in schema.check(source.read(case))[1]:
+    for problem in schema.inspect(source.read(case)).problems:
         place = problem.place
         pack = packs.published().get(place.file.removeprefix(packs.PREFIX))
         path = pack.path if pack else pathlib.Path(place.file)

@@ -7,13 +7,13 @@ from bounds import within
 
 from gradsurgeon import schema, source
 from gradsurgeon.errors import Problem
-from gradsurgeon.review import checking
+from gradsurgeon.review import linter
 
 HEAD = "version: 1\nrules:\n"
 
 
 def problems_of(text: str) -> list[Problem]:
-    return list(checking.check(schema.inspect(source.parse(text, "rules.yaml"))))
+    return list(linter.lint_rules(schema.inspect(source.parse(text, "rules.yaml"))))
 
 
 FLOODS = {

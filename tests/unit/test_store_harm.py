@@ -37,7 +37,8 @@ writer = RunWriter(sys.argv[1], meta=meta(), vfs=sys.argv[2])
 print("ready", flush=True)
 for step in range(10**9):
     writer.add(KEY, step, values(0.0, float(step)))
-    writer.tick()
+    if writer.due():
+        writer.commit()
     if step % 100 == 0:
         print(step, flush=True)
     time.sleep(0.0005)

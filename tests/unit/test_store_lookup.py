@@ -7,9 +7,9 @@ from array import array
 import pytest
 
 from gradsurgeon import RecordError
-from gradsurgeon.store import Key, Logged, Lookup, Names, Records
+from gradsurgeon.store import Key, Logged, Lookup, RecordedNames, Records
 
-NAMES = Names(
+NAMES = RecordedNames(
     known=("a.weight", "b.weight", "c.weight"),
     aliases={"tied.weight": "a.weight"},
     logged={
@@ -79,7 +79,7 @@ def test_of_two_series_the_later_step_stands_and_of_one_step_the_later_series() 
     first, second = (Key("norms", "l2", "step", names) for names in (("a", "b"), ("a",)))
     records.add(second, 5, values(5.0))
     records.add(first, 3, values(3.0, 3.0))
-    lookup = Lookup(Names(("a", "b")), records.series)
+    lookup = Lookup(RecordedNames(("a", "b")), records.series)
     assert lookup.latest("a") == lookup.history("a")[-1][1] == 5.0
     records.add(first, 5, values(7.0, 7.0))
     assert lookup.latest("a") == lookup.history("a")[-1][1] == 7.0

@@ -31,12 +31,12 @@ clamp
 """
 
 
-@pytest.mark.parametrize("processes", ["0", "2"])
+@pytest.mark.parametrize("processes", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_the_table_is_printed(tmp_path: Path, processes: str) -> None:
     case = tmp_path / "tests" / "distributed" / "test_it.py"
     case.parent.mkdir(parents=True)
     case.write_text(CASE, encoding="utf-8")
-    for name in ("conftest.py", "ranks.py", "bounds.py"):
+    for name in ("conftest.py", "forks.py", "ranks.py", "bounds.py", "setups.py"):
         shutil.copy(TESTS / name, tmp_path / "tests")
     (tmp_path / "pytest.toml").write_text('[pytest]\npythonpath = ["tests"]\n', encoding="utf-8")
     done = subprocess.run(

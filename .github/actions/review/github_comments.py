@@ -8,38 +8,38 @@ import urllib.request
 
 
 def own_comment(path: str, marker: str, token: str) -> int | None:
-    """Return the id of the comment that an earlier run wrote."""
+    """Return the id of the comment that an earlier run wrote; ``None`` if there is none."""
     for page in range(1, 31):
-        found = json.loads(ask("GET", f"{path}?per_page=100&page={page}", token))
-        if not isinstance(found, list):
-            said = f"the API answered with no list of comments: {str(found)[:80]}"
+        comments = json.loads(ask("GET", f"{path}?per_page=100&page={page}", token))
+        if not isinstance(comments, list):
+            said = f"the API answered with no list of comments: {str(comments)[:80]}"
             raise ValueError(said)  # noqa: TRY004 # nothing of ours is of the wrong type
-        for one in filter(_is_comment, found):
+        for comment in filter(_is_comment, comments):
             # Anyone may write the marker, and a token may change what others wrote.
-            if one["user"].get("type") == "Bot" and one["body"].startswith(marker):
-                return int(one["id"])
-        if len(found) < 100:  # noqa: PLR2004 # as many as were asked for
+            if comment["user"].get("type") == "Bot" and comment["body"].startswith(marker):
+                return int(comment["id"])
+        if len(comments) < 100:  # noqa: PLR2004 # as many as were asked for
             break
     return None
 
 
-def _is_comment(one: object) -> bool:
-    """Tell whether something has what is asked of a comment; who is gone leaves no `user`."""
+def _is_comment(entry: object) -> bool:
+    """Tell whether an entry has what is asked of a comment: one whose author is gone has no `user`."""
     wanted = {"id": int, "body": str, "user": dict}
-    return isinstance(one, dict) and all(
-        isinstance(one.get(key), kind) for key, kind in wanted.items()
+    return isinstance(entry, dict) and all(
+        isinstance(entry.get(key), kind) for key, kind in wanted.items()
     )
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """The token is for the API that was named: where that leads elsewhere, nothing goes along."""
+    """Follows no redirect: the token is for the API that was named and goes nowhere else."""
 
     def redirect_request(self, *_: object) -> None:
-        """Return no request: the answer is an error then."""
+        """Return no request, which makes the answer an error."""
 
 
 def ask(method: str, path: str, token: str, body: dict[str, str] | None = None) -> bytes:
-    """Call GitHub and return its answer, which is whole."""
+    """Call the API of GitHub and return its whole answer."""
     url = os.environ.get("GITHUB_API_URL", "https://api.github.com") + path
     data = json.dumps(body).encode() if body is not None else None
     headers = {

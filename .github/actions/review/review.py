@@ -26,8 +26,8 @@ from github_comments import ask, own_comment  # found by the line above
 
 # As in `.pre-commit-hooks.yaml`.
 RULE_FILE = re.compile(r"(^|/)(gradsurgeon|rules|[^/]*\.gradsurgeon)\.ya?ml$")
-_SAME = "No rule file of this pull request does anything else than at its base."
-_UNTOLD = (
+_NO_CHANGE = "No rule file of this pull request does anything else than at its base."
+_NO_PARAMS = (
     "What this does to the model is not shown, because its parameters are not known: give the action "
     "`params`, a file that `gradsurgeon params` writes."
 )
@@ -47,30 +47,29 @@ class Review:
 
     lines: list[str] = field(default_factory=list)
     changed: bool = False
-    wrong: bool = False
-    code: int = 0
+    has_problems: bool = False
+    exit_code: int = 0
 
 
 def main() -> int:
-    """Review, tell, and return the exit code of the job step."""
     try:
         refuse()
         if sys.argv[1:] == ["--only-refuse"]:
             return 0
         check_inputs()
-        review = look()
+        review = review_rule_files()
         text = "\n".join(review.lines) + "\n"
-        where = tell(text, changed=review.changed)
+        file = write_results(text, changed=review.changed)
         comment(text, review)
     except ReviewError as error:
         annotate("error", str(error))
         return 2
-    print(f"The review: {where}")
-    return review.code
+    print(f"The review: {file}")
+    return review.exit_code
 
 
 def refuse() -> None:
-    """Stop where a job may write to the repository while it looks at the code of a stranger."""
+    """Stop under `pull_request_target`: such a job can write to the repository while it reads the files of a stranger."""
     if os.environ.get("GITHUB_EVENT_NAME") == "pull_request_target":
         raise ReviewError(
             "gradsurgeon does not review under `pull_request_target`: there a job that checked out "
@@ -80,7 +79,6 @@ def refuse() -> None:
 
 
 def check_inputs() -> None:
-    """Stop where an input is none of its choices, or names what is not there."""
     for name, known in _CHOICES.items():
         if given(name) not in known:
             raise ReviewError(f"`{name}: {given(name)}` is not known: use {', '.join(known)}")
@@ -102,11 +100,10 @@ def given(name: str) -> str:
     return text or {"comment": "auto", "fail-on": "error"}.get(name, "")
 
 
-# -- looking --------------------------------------------------------------------------------------
+# -- reviewing ------------------------------------------------------------------------------------
 
 
-def look() -> Review:
-    """Return what there is to say on the rule files."""
+def review_rule_files() -> Review:
     base = base_commit()
     now, before = rule_files(base)
     review = Review(["## gradsurgeon review", ""])
@@ -125,14 +122,14 @@ def look() -> Review:
     for file in sorted({*now, *before}.difference(linked)):
         review.lines += compare(file, base, now, before, review)
     if not review.changed:
-        review.lines.append(_SAME)
+        review.lines.append(_NO_CHANGE)
     elif not given("params"):
-        review.lines.append(_UNTOLD)
+        review.lines.append(_NO_PARAMS)
     return review
 
 
 def leads_out(file: str) -> bool:
-    """Tell whether a path is none of the checkout: links lead anywhere, and `.git` may hold a token."""
+    """Tell whether a path leaves the checkout through a link, or leads into `.git`, which may hold a token."""
     top = Path.cwd().resolve()
     try:
         path = Path(file).resolve()
@@ -142,11 +139,11 @@ def leads_out(file: str) -> bool:
 
 
 def refuse_link(file: str, review: Review) -> None:
-    """Say that a rule file is not read, because what it leads to is not under review."""
+    """Report that a rule file is not read, because it links to something that is not under review."""
     told = "it leads out of the checkout, so it is not read: put the rules into the file itself"
     annotate("error", f"{inline(file)}: {told}")
     review.lines += [f"### {inline(file)}", "", f"This file cannot be reviewed: {told}.", ""]
-    review.changed, review.wrong, review.code = True, True, 2
+    review.changed, review.has_problems, review.exit_code = True, True, 2
 
 
 def rule_files(base: str) -> tuple[list[str], list[str]]:
@@ -163,33 +160,34 @@ def rule_files(base: str) -> tuple[list[str], list[str]]:
 
 
 def lint(files: list[str], review: Review) -> None:
-    """Annotate what is wrong with files and list it."""
+    """Annotate the problems of files and list them in the review."""
     done = gradsurgeon("lint", "--format", "github", "--fail-on", given("fail-on"), "--", *files)
     sys.stdout.write(done.stdout)
     sys.stdout.flush()
     sys.stderr.write(done.stderr)
-    review.code = done.returncode
+    review.exit_code = done.returncode
     if given("sarif-file"):
         options = ("--format", "sarif", "--fail-on", "never", "--output", given("sarif-file"))
         written = gradsurgeon("lint", *options, "--", *files)
         if not Path(given("sarif-file")).exists():
             raise ReviewError(f"SARIF could not be written: {written.stderr.strip()}")
-    found = gradsurgeon("lint", "--format", "concise", "--", *files)
-    if found.stdout:
+    problems = gradsurgeon("lint", "--format", "concise", "--", *files).stdout
+    if problems:
         # A note that stands there for long is no reason for a comment on every pull request.
-        review.wrong = bool(re.search(r":\d+:\d+: (error|warning): ", found.stdout))
-        heading = "### Problems" if review.wrong else "### Notes"
-        review.lines += [heading, "", *fenced(found.stdout), ""]
+        review.has_problems = bool(re.search(r":\d+:\d+: (error|warning): ", problems))
+        heading = "### Problems" if review.has_problems else "### Notes"
+        review.lines += [heading, "", *fenced(problems), ""]
     else:
-        one = len(files) == 1
-        checked = "1 rule file was" if one else f"{len(files)} rule files were"
-        review.lines += [f"{checked} checked: nothing is wrong with {'it' if one else 'them'}.", ""]
+        single = len(files) == 1
+        checked = "1 rule file was" if single else f"{len(files)} rule files were"
+        them = "it" if single else "them"
+        review.lines += [f"{checked} checked: nothing is wrong with {them}.", ""]
 
 
 def compare(
     file: str, base: str, now: list[str], before: list[str], review: Review
 ) -> Iterator[str]:
-    """Yield what changed in a file, in effect where the model's parameters are known."""
+    """Yield what changed in a file: its effect, if the parameters of the model are known."""
     heading = [f"### {inline(file)}", ""]
     if file not in now:
         review.changed = True
@@ -214,7 +212,7 @@ def compare(
         review.changed = True
         yield from (*heading, done.stdout.rstrip(), "")
     elif done.returncode:
-        review.changed, review.wrong = True, True
+        review.changed, review.has_problems = True, True
         told = (
             "What the change does cannot be shown: the file cannot be read as it is, or as it was."
         )
@@ -222,7 +220,7 @@ def compare(
 
 
 def base_commit() -> str:
-    """Return the commit to compare with; empty where there is none."""
+    """Return the commit to compare with; empty if there is none."""
     wanted = given("base-ref") or pull_request().get("base", {}).get("sha", "")
     if not wanted:
         return ""
@@ -241,21 +239,21 @@ def base_commit() -> str:
 
 
 def commit_of(name: str) -> str:
-    """Return the commit that a name stands for; empty where there is none."""
+    """Return the commit that a name stands for; empty if there is none."""
     options = ("--verify", "--quiet", "--end-of-options")
     return git("rev-parse", *options, f"{name}^{{commit}}", check=False).strip()
 
 
 def pull_request() -> dict[str, Any]:
-    """Return what the event that started the workflow says of a pull request."""
+    """Return what the event says about the pull request; empty if it is about something else."""
     path = os.environ.get("GITHUB_EVENT_PATH")
     event = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
-    found = event.get("pull_request") if isinstance(event, dict) else None
-    return found if isinstance(found, dict) else {}
+    request = event.get("pull_request") if isinstance(event, dict) else None
+    return request if isinstance(request, dict) else {}
 
 
 def git(*arguments: str, check: bool = True) -> str:
-    """Return what git prints; nothing where it fails and that is no fault."""
+    """Return what git prints; an empty text where it fails and ``check`` is off."""
     done = run("git", *arguments)
     if check and done.returncode:
         raise ReviewError(f"`git {arguments[0]}` failed: {done.stderr.strip()}")
@@ -285,32 +283,31 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         raise ReviewError(f"`{shown} ...` took more than {_SECONDS} seconds") from None
 
 
-# -- telling --------------------------------------------------------------------------------------
+# -- reporting ------------------------------------------------------------------------------------
 
 
 def annotate(word: str, message: str) -> None:
-    """Print a workflow command."""
     text = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
     print(f"::{word} title=gradsurgeon::{text}", flush=True)
 
 
 def fenced(text: str) -> list[str]:
-    """Return text as a block that nothing inside it can end."""
+    """Return text as a code block, with a fence longer than any in the text."""
     longest = max((len(run) for run in re.findall("`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [f"{fence}text", text.rstrip(), fence]
 
 
 def inline(text: str) -> str:
-    """Return text as code inside a line, whatever it holds."""
+    """Return text as code within a line."""
     shown = "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
     longest = max((len(run) for run in re.findall("`+", shown)), default=0)
     fence = "`" * (longest + 1)
     return f"{fence} {shown} {fence}" if longest else f"`{shown}`"
 
 
-def tell(text: str, *, changed: bool) -> Path:
-    """Write the review, the job summary and the outputs; return where the review stands."""
+def write_results(text: str, *, changed: bool) -> Path:
+    """Write the review to a file, to the job summary and to the outputs; return the file."""
     folder = os.environ.get("RUNNER_TEMP") or tempfile.gettempdir()
     file = Path(folder) / "gradsurgeon-review.md"
     raw = text.encode("utf-8", "backslashreplace")
@@ -326,7 +323,7 @@ def tell(text: str, *, changed: bool) -> Path:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Return as many whole lines as fit, and say that more were left out."""
+    """Return as many whole lines as fit, with a note if some were left out."""
     text = text.encode("utf-8", "backslashreplace").decode()
     if len(text) <= limit:
         return text
@@ -341,7 +338,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def comment(text: str, review: Review) -> None:
-    """Update the comment of this review or write one. That it may not is no failure."""
+    """Update the comment of an earlier run, or write one. A token that may not is no failure."""
     number = pull_request().get("number")
     mode, token = given("comment"), given("token")
     if mode == "never" or not isinstance(number, int) or not token:
@@ -354,7 +351,7 @@ def comment(text: str, review: Review) -> None:
     try:
         if (known := own_comment(f"{issues}/{number}/comments", marker, token)) is not None:
             ask("PATCH", f"{issues}/comments/{known}", token, body)
-        elif mode == "always" or review.changed or review.wrong:
+        elif mode == "always" or review.changed or review.has_problems:
             ask("POST", f"{issues}/{number}/comments", token, body)
     except urllib.error.HTTPError as error:
         why = f"HTTP status {error.code}"

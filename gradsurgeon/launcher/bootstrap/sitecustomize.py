@@ -20,7 +20,7 @@ def _leave_the_path() -> None:
     sys.path[:] = [entry for entry in sys.path if entry != _HERE]
 
 
-def _run_the_hidden_one() -> None:
+def _run_the_hidden_sitecustomize() -> None:
     """Import the `sitecustomize` that this one has taken the place of, if there is one."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
@@ -44,11 +44,11 @@ def _make_importable() -> None:
             spec.loader.exec_module(module)
 
 
-def _leave_word() -> None:
-    """Tell who looks at the end that all has been said: `idle.busy` without the package."""
-    if mark := os.environ.get("GRADSURGEON_MARK"):
-        with contextlib.suppress(OSError), open(mark, "ab") as file:  # noqa: PTH123 # as above
-            file.write(b"b")
+def _note_explained() -> None:
+    """Tell who reads the status file at the end that all has been said: without the package."""
+    if file := os.environ.get("GRADSURGEON_STATUS_FILE"):
+        with contextlib.suppress(OSError), open(file, "ab") as out:  # noqa: PTH123 # as above
+            out.write(b"b")
 
 
 _leave_the_path()
@@ -57,10 +57,10 @@ try:
     from gradsurgeon.launcher.importing import start
 except Exception as error:  # noqa: BLE001 # whatever it is, the script is to run
     print(f"gradsurgeon: the script runs without rules: {error}", file=sys.stderr)  # noqa: T201
-    _leave_word()
+    _note_explained()
     if os.environ.get("GRADSURGEON_STRICT"):
         sys.stderr.flush()
         os._exit(2)  # An exception is a fatal error here: no script has begun.
 else:
     start()
-_run_the_hidden_one()
+_run_the_hidden_sitecustomize()

@@ -11,15 +11,15 @@ __all__ = ["CHECKS", "Check", "Finding"]
 
 
 def _discover() -> dict[str, Check]:
-    found: dict[str, Check] = {}
+    checks: dict[str, Check] = {}
     for info in pkgutil.iter_modules(__path__):
         if info.name.startswith("_"):
             continue
         module = import_module(f"{__name__}.{info.name}")
         class_name = "".join(word.capitalize() for word in info.name.split("_"))
         check: Check = getattr(module, class_name)()
-        found[check.id] = check
-    return found
+        checks[check.id] = check
+    return checks
 
 
 CHECKS: dict[str, Check] = _discover()

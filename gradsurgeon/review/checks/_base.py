@@ -1,7 +1,6 @@
 """What every check has in common.
 
-One file beside this one is one check: a class named like the file, whose docstring is its page, with
-an example that it finds nothing in and one that it finds. The file is found by itself.
+Each file beside this one is one check: a class named like the file. No list names it: the folder is searched.
 """
 
 from __future__ import annotations
@@ -14,51 +13,34 @@ from typing import ClassVar
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case
+from gradsurgeon.review.lint_context import LintContext
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that a check has found.
-
-    Attributes:
-        rule: the rule it is shown at.
-        at: the option, as a path such as ``("steps", "every")``; one that stands in the file.
-        message: what was found, and why it is doubtful.
-        hint: what to do.
-        others: the other rules that it is about.
-    """
-
-    rule: Rule
-    at: tuple[str | int, ...]
+    rule: Rule  # where it is shown
+    at: tuple[str | int, ...]  # at which option of the rule in its file: ``("steps", "every")``
     message: str
     hint: str
-    others: tuple[Rule, ...] = ()
+    others: tuple[Rule, ...] = ()  # which the finding is about as well
 
 
 class Check(ABC):
-    """A question to valid rules.
+    """One question about valid rules. The docstring of a subclass is its page, with the examples below."""
 
-    Attributes:
-        severity: ``error`` where training cannot begin with the rules, ``warning`` where they hardly do
-            what was meant, ``note`` where they may.
-        GOOD: rules in which it finds nothing.
-        BAD: rules in which it finds something.
-        NAMES: the parameters of the model that both are for; none where they hold for any model.
-        WEIGHTS: these come from a file of weights, which tells less.
-    """
-
+    # `error`: training cannot begin. `warning`: the rules hardly do what was meant. `note`: they may.
     severity: ClassVar[Severity] = "warning"
-    GOOD: ClassVar[str]
-    BAD: ClassVar[str]
-    NAMES: ClassVar[tuple[str, ...]] = ()
-    WEIGHTS: ClassVar[bool] = False
+    GOOD: ClassVar[str]  # rules in which it finds nothing
+    BAD: ClassVar[str]  # rules in which it finds something
+    NAMES: ClassVar[
+        tuple[str, ...]
+    ] = ()  # the parameters of the model, where the examples need one
+    WEIGHTS: ClassVar[bool] = False  # the names come from a file of weights, which tells less
 
     @property
     def id(self) -> str:
-        """Name in messages and in suppressions, from the name of the class."""
+        """The name in messages and suppressions, from the name of the class."""
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", type(self).__name__).lower()
 
     @abstractmethod
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield what it finds."""
+    def find(self, context: LintContext) -> Iterator[Finding]: ...

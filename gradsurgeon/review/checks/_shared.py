@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradsurgeon.actions import Rule
-from gradsurgeon.review.case import Case
+from gradsurgeon.actions import EditRule, FreezeRule, Rule
+from gradsurgeon.review.lint_context import LintContext
 
 
 def patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield every pattern of names of a rule with its path."""
+    """Yield the path and the text of every pattern of a rule, those it excludes included."""
     for key in (rule.target, "exclude"):
         for index, text in enumerate(getattr(rule, key)):
             yield (key, index), text
 
 
-def moot(case: Case, rule: Rule, by: Rule) -> str:
-    """Return why an edit has no effect beside another rule; empty where it has one, or may have."""
-    if rule is by or by.action not in ("zero", "freeze") or not case.covers(by, rule):
+def one_is_moot(context: LintContext, first: Rule, second: Rule) -> bool:
+    return bool(moot(context, first, second) or moot(context, second, first))
+
+
+def moot(context: LintContext, rule: Rule, by: Rule) -> str:
+    """Return why a rule has no effect beside another one; empty if it has one, or may have."""
+    if rule is by or by.action not in ("zero", "freeze") or not context.covers(by, rule):
         return ""
-    first = case.acts_before(by, rule)
+    first = context.acts_before(by, rule)
     if by.action == "freeze":
-        if rule.role == "edit" or (rule.role == "freeze" and first):
+        if isinstance(rule, EditRule) or (isinstance(rule, FreezeRule) and first):
             return f"does nothing: `{by.id}` keeps the optimizer off these parameters"
         return ""
-    if rule.role != "edit":
+    if not isinstance(rule, EditRule):
         return ""
     if first:
         return (

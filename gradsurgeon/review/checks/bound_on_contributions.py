@@ -1,12 +1,7 @@
-"""The check `bound-on-contributions`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class BoundOnContributions(Check):
@@ -25,7 +20,7 @@ class BoundOnContributions(Check):
     contribution is what you mean to bound, suppress the warning.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: bounded
   action: clamp
   params: "*.weight"
@@ -33,7 +28,7 @@ class BoundOnContributions(Check):
   min: -0.1
   max: 0.1
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: bounded
   action: clamp
   params: "*.weight"
@@ -42,9 +37,8 @@ class BoundOnContributions(Check):
   max: 0.1
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield the edits for which the sum of edited parts is not the edited sum."""
-        for rule in case.rules:
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in context.rules:
             if rule.target == "params" and rule.point == "backward" and not rule.linear:
                 message = (
                     f"{rule.action} at `backward` bounds what each backward pass contributes: under "

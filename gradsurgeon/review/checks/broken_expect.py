@@ -1,14 +1,8 @@
-"""The check `broken-expect`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
 from gradsurgeon.planning import examples
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class BrokenExpect(Check):
@@ -27,29 +21,28 @@ class BrokenExpect(Check):
     if it is right.
     """
 
-    severity: ClassVar[Severity] = "error"
-    NAMES: ClassVar[tuple[str, ...]] = ("fc1.weight", "fc1.bias", "fc2.weight")
-    GOOD: ClassVar[str] = """
+    severity = "error"
+    NAMES = ("fc1.weight", "fc1.bias", "fc2.weight")
+    GOOD = """
 - id: norms
   action: norm-log
   params: "fc*.weight"
   expect: {params: 2}
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: norms
   action: norm-log
   params: "fc*"
   expect: {params: 2}
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield the rules that select another number than they say."""
-        if case.effects is None:
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        if context.matched is None:
             return
-        for rule in case.rules:
-            if rule.expect is not None and case.effects.breaks_expect(rule.id):
-                things = case.effects.matches[rule.id].things
-                found = f"matched {len(things)}{examples(things)}"
-                message = f"expected {rule.expect.params} parameters, {found}"
+        for rule in context.rules:
+            if rule.expect is not None and context.matched.breaks_expect(rule.id):
+                things = context.matched.matches[rule.id].things
+                matched = f"matched {len(things)}{examples(things)}"
+                message = f"expected {rule.expect.params} parameters, {matched}"
                 hint = "correct the pattern or the `expect`"
                 yield Finding(rule, ("expect", "params"), message, hint)

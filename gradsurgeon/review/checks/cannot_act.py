@@ -1,13 +1,7 @@
-"""The check `cannot-act`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class CannotAct(Check):
@@ -28,25 +22,24 @@ class CannotAct(Check):
     names as `gradsurgeon params` writes them.
     """
 
-    severity: ClassVar[Severity] = "error"
-    NAMES: ClassVar[tuple[str, ...]] = ("fc.weight", "fc.bias")
-    WEIGHTS: ClassVar[bool] = True
-    GOOD: ClassVar[str] = """
+    severity = "error"
+    NAMES = ("fc.weight", "fc.bias")
+    WEIGHTS = True
+    GOOD = """
 - id: norms
   action: norm-log
   params: "fc.*"
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: norms
   action: norm-log
   params: "fc.*"
   where: {module_type: "Linear"}
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield each reason why a rule cannot act."""
-        if case.effects is None:
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        if context.matched is None:
             return
-        for rule in case.rules:
-            for text in case.effects.obstacles(rule.id):
+        for rule in context.rules:
+            for text in context.matched.obstacles(rule.id):
                 yield Finding(rule, ("id",), text, "")

@@ -1,13 +1,8 @@
-"""The check `clamp-without-zero`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.actions.clamp import Clamp
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class ClampWithoutZero(Check):
@@ -25,7 +20,7 @@ class ClampWithoutZero(Check):
     Let the bounds enclose 0, such as `min: -0.1` and `max: 0.1`.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: bounded
   action: clamp
   params: "*.weight"
@@ -33,7 +28,7 @@ class ClampWithoutZero(Check):
   min: -0.01
   max: 0.1
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: bounded
   action: clamp
   params: "*.weight"
@@ -42,9 +37,8 @@ class ClampWithoutZero(Check):
   max: 0.1
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield the bound that excludes zero."""
-        for rule in case.rules:
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in context.rules:
             # Values may well have to be positive; gradients may not.
             if not isinstance(rule, Clamp) or rule.keeps_zero or not rule.ref.grad:
                 continue

@@ -1,14 +1,9 @@
-"""The check `effective-order`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.actions import Rule
-from gradsurgeon.review.case import Case, listed
+from gradsurgeon.actions import EditRule
 from gradsurgeon.review.checks._base import Check, Finding
-from gradsurgeon.review.checks._shared import moot
+from gradsurgeon.review.checks._shared import one_is_moot
+from gradsurgeon.review.lint_context import LintContext, listed
 
 
 class EffectiveOrder(Check):
@@ -27,7 +22,7 @@ class EffectiveOrder(Check):
     `at`. The plan shows the effective order for each tensor.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: gentle-head
   action: scale
   params: "head.*"
@@ -38,7 +33,7 @@ class EffectiveOrder(Check):
   params: "*"
   max_norm: 1.0
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: clipped
   action: clip-norm
   params: "*"
@@ -50,21 +45,20 @@ class EffectiveOrder(Check):
   factor: 0.5
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield each edit that takes effect before edits above it."""
-        for rule, before in case.pairs():
-            if rule.role != "edit":
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule, above in context.pairs():
+            if not isinstance(rule, EditRule):
                 continue
-            met = tuple(one for one in before if one.role == "edit" and _swapped(case, one, rule))
-            if met:
-                ids = listed([one.id for one in met])
-                stand = f"which stand{'s' * (len(met) == 1)} above it"
-                message = f"it acts at `{rule.point}`, before {ids}, {stand}"
+            later = tuple(
+                other
+                for other in above
+                if isinstance(other, EditRule)
+                and context.acts_before(rule, other)
+                and context.overlap(other, rule)
+                and not one_is_moot(context, rule, other)
+            )
+            if later:
+                message = f"it acts at `{rule.point}`, before {listed(later)}, which stand{'s' * (len(later) == 1)} above it"
                 hint = "put them in the order in which they act, or choose another `at`"
-                yield Finding(rule, (case.written(rule, "at", "action"),), message, hint, met)
-
-
-def _swapped(case: Case, one: Rule, rule: Rule) -> bool:
-    if not case.acts_before(rule, one) or not case.overlap(one, rule):
-        return False
-    return not moot(case, rule, one) and not moot(case, one, rule)
+                key = context.given_key(rule, "at", "action")
+                yield Finding(rule, (key,), message, hint, later)

@@ -1,12 +1,7 @@
-"""The check `every-skips-window`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class EverySkipsWindow(Check):
@@ -23,22 +18,21 @@ class EverySkipsWindow(Check):
     Make `every` smaller or `to` larger. For a single step write `steps: {from: 100, to: 101}`.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: norms
   action: norm-log
   params: "*"
   steps: {from: 100, to: 200, every: 50}
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: norms
   action: norm-log
   params: "*"
   steps: {from: 100, to: 200, every: 500}
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield the schedules of one step that look like more."""
-        for rule in case.rules:
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in context.rules:
             start, stop, every = rule.steps.from_, rule.steps.to, rule.steps.every
             if stop is not None and every > 1 and start + every >= stop:
                 message = (

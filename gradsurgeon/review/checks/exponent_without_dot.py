@@ -1,14 +1,8 @@
-"""The check `exponent-without-dot`."""
-
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 # What YAML 1.1 takes for a number with a fraction or an exponent.
 _YAML_1_1 = re.compile(
@@ -32,8 +26,8 @@ class ExponentWithoutDot(Check):
     If other tools read the file, write `1.0e-3`, `1.0e+3`, `-0.5`.
     """
 
-    severity: ClassVar[Severity] = "note"
-    GOOD: ClassVar[str] = """
+    severity = "note"
+    GOOD = """
 - id: bounded
   action: clamp
   params: "*"
@@ -41,7 +35,7 @@ class ExponentWithoutDot(Check):
   min: -1.0e-3
   max: 0.001
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: bounded
   action: clamp
   params: "*"
@@ -50,10 +44,9 @@ class ExponentWithoutDot(Check):
   max: 1e-3
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield the numbers whose text is none to YAML 1.1."""
-        for rule in case.rules:
-            for path, text in case.numbers(rule):
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in context.rules:
+            for path, text in context.floats(rule):
                 parts = None if _YAML_1_1.fullmatch(text) else _PARTS.fullmatch(text)
                 if parts is None:
                     continue

@@ -1,13 +1,7 @@
-"""The check `no-match`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class NoMatch(Check):
@@ -26,24 +20,23 @@ class NoMatch(Check):
     `optional: true`, or `model:` with the class that it is for.
     """
 
-    severity: ClassVar[Severity] = "error"
-    NAMES: ClassVar[tuple[str, ...]] = ("encoder.fc.weight", "encoder.fc.bias")
-    GOOD: ClassVar[str] = """
+    severity = "error"
+    NAMES = ("encoder.fc.weight", "encoder.fc.bias")
+    GOOD = """
 - id: norms
   action: norm-log
   params: "encoder.*"
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: norms
   action: norm-log
   params: "encodr.*"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield the rules that select nothing although they must."""
-        if case.effects is None:
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        if context.matched is None:
             return
-        for rule in case.rules:
-            if case.effects.has_no_match(rule.id):
+        for rule in context.rules:
+            if context.matched.has_no_match(rule.id):
                 hint = "correct the pattern, or write `optional: true` if it may match nothing"
-                yield Finding(rule, (rule.target,), case.effects.no_match(rule.id), hint)
+                yield Finding(rule, (rule.target,), context.matched.no_match(rule.id), hint)

@@ -1,14 +1,9 @@
-"""The check `number-prefix`."""
-
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.checks._shared import patterns
+from gradsurgeon.review.lint_context import LintContext
 
 _NUMBER = re.compile(r"(?<![0-9])([0-9]+)\*")
 
@@ -28,23 +23,22 @@ class NumberPrefix(Check):
     Close the number by a dot, as in `layers.1.*`, or name a range: `layers.{10..19}.*`.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: second-layer
   action: norm-log
   params: ["layers.1.*", "layers.{10..19}.*"]
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: second-layer
   action: norm-log
   params: "layers.1*"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield the globs with a number that may go on."""
-        for rule in case.rules:
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in context.rules:
             for path, text in patterns(rule):
                 number = None if text.startswith("re:") else _NUMBER.search(text)
-                if number is None or not _goes_on(number[1], case.hits(rule, text)):
+                if number is None or not _goes_on(number[1], context.hits(rule, text)):
                     continue
                 digits = number[1][:20]
                 message = f"`{digits}*` means {digits}, {digits}0, {digits}1 and so on"

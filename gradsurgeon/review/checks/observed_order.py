@@ -1,15 +1,10 @@
-"""The check `observed-order`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case, listed
+from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext, listed
 
-_PAIRS = ({"edit", "observe"}, {"edit", "capture"})
+_OBSERVING = ObserverRule | CaptureRule
 
 
 class ObservedOrder(Check):
@@ -28,8 +23,8 @@ class ObservedOrder(Check):
     is right, and the order in the file does not matter.
     """
 
-    severity: ClassVar[Severity] = "note"
-    GOOD: ClassVar[str] = """
+    severity = "note"
+    GOOD = """
 - id: clipped
   action: clip-norm
   params: "*"
@@ -40,7 +35,7 @@ class ObservedOrder(Check):
   params: "*"
   at: step
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: clipped
   action: clip-norm
   params: "*"
@@ -51,20 +46,23 @@ class ObservedOrder(Check):
   params: "*"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield each rule that comes before one above it, where one edits and one records."""
-        for rule, before in case.pairs():
-            met = tuple(
-                one
-                for one in before
-                if {one.role, rule.role} in _PAIRS
-                and case.acts_before(rule, one)
-                and case.overlap(one, rule)
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule, above in context.pairs():
+            later = tuple(
+                other
+                for other in above
+                if _edit_and_observation(other, rule)
+                and context.acts_before(rule, other)
+                and context.overlap(other, rule)
             )
-            if not met:
-                continue
-            ids = listed([one.id for one in met])
-            what = "changes gradients" if rule.role == "edit" else "sees gradients"
-            message = f"it {what} at `{rule.point}`, before {ids}, which stand{'s' * (len(met) == 1)} above it"
-            hint = "put it above, or choose another `at`"
-            yield Finding(rule, (case.written(rule, "at", "action"),), message, hint, met)
+            if later:
+                what = "changes gradients" if isinstance(rule, EditRule) else "sees gradients"
+                message = f"it {what} at `{rule.point}`, before {listed(later)}, which stand{'s' * (len(later) == 1)} above it"
+                hint = "put it above, or choose another `at`"
+                key = context.given_key(rule, "at", "action")
+                yield Finding(rule, (key,), message, hint, later)
+
+
+def _edit_and_observation(first: Rule, second: Rule) -> bool:
+    edits = [isinstance(rule, EditRule) for rule in (first, second)]
+    return edits.count(True) == 1 and any(isinstance(rule, _OBSERVING) for rule in (first, second))

@@ -1,15 +1,9 @@
-"""The check `overlapping-edits`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.actions import Rule
-from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case, listed
+from gradsurgeon.actions import EditRule
 from gradsurgeon.review.checks._base import Check, Finding
-from gradsurgeon.review.checks._shared import moot
+from gradsurgeon.review.checks._shared import one_is_moot
+from gradsurgeon.review.lint_context import LintContext, listed
 
 
 class OverlappingEdits(Check):
@@ -17,8 +11,8 @@ class OverlappingEdits(Check):
 
     ## What it finds
     Rules that certainly change a tensor in the same step. Where the names of a model are known, that
-    is exact. Otherwise it is said where everything that a pattern of one rule matches is matched by
-    the other rule as well, as with equal patterns or with `*`.
+    is exact. Otherwise it is said where a pattern of one rule is `*`, is a pattern of the other rule as
+    well, or matches a name that the other rule gives without wildcards.
 
     ## Why it matters
     Every rule that matches applies; there is no "last match wins". The second one sees what the first
@@ -28,8 +22,8 @@ class OverlappingEdits(Check):
     If both are meant, nothing. Otherwise leave the names of one rule out of the other by `exclude`.
     """
 
-    severity: ClassVar[Severity] = "note"
-    GOOD: ClassVar[str] = """
+    severity = "note"
+    GOOD = """
 - id: gentle-head
   action: scale
   params: "head.*"
@@ -41,7 +35,7 @@ class OverlappingEdits(Check):
   exclude: "head.*"
   factor: 0.1
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: gentle-head
   action: scale
   params: "head.*"
@@ -53,19 +47,19 @@ class OverlappingEdits(Check):
   factor: 0.1
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield each rule that changes what rules before it in the file change."""
-        for rule, before in case.pairs():
-            if rule.role != "edit":
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule, above in context.pairs():
+            if not isinstance(rule, EditRule):
                 continue
-            met = tuple(one for one in before if one.role == "edit" and _meets(case, one, rule))
-            if met:
-                ids = listed([one.id for one in met])
-                message = f"it changes tensors that {ids} change{'s' * (len(met) == 1)} as well"
+            others = tuple(
+                other
+                for other in above
+                if isinstance(other, EditRule)
+                and not one_is_moot(context, rule, other)
+                and context.overlap(other, rule)
+            )
+            if others:
+                change = f"change{'s' * (len(others) == 1)}"
+                message = f"it changes tensors that {listed(others)} {change} as well"
                 hint = "both apply, one after the other: if one is enough, use `exclude`"
-                yield Finding(rule, (rule.target,), message, hint, met)
-
-
-def _meets(case: Case, one: Rule, rule: Rule) -> bool:
-    without_effect = moot(case, rule, one) or moot(case, one, rule)
-    return not without_effect and case.overlap(one, rule)
+                yield Finding(rule, (rule.target,), message, hint, others)

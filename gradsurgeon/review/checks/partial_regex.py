@@ -1,15 +1,10 @@
-"""The check `partial-regex`."""
-
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.actions import TargetKind
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.checks._shared import patterns
+from gradsurgeon.review.lint_context import LintContext
 
 # Matches a word or a choice of words: no name with a dot in it.
 _WORDS = re.compile(r"\^?[\w|()-]*[A-Za-z][\w|()-]*\$?")
@@ -32,23 +27,22 @@ class PartialRegex(Check):
     match one are not reported.
     """
 
-    GOOD: ClassVar[str] = r"""
+    GOOD = r"""
 - id: attention
   action: norm-log
   params: ['re:.*\.attn\..*', 're:h\.\d+\.attn\.bias']
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: attention
   action: norm-log
   params: ["re:attn", "re:^h.0"]
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield the expressions that look like a part of a name."""
-        for rule in case.rules:
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in context.rules:
             for path, text in patterns(rule):
                 body = text.removeprefix("re:")
-                if body == text or not _partial(body, rule.target) or case.hits(rule, text):
+                if body == text or not _partial(body, rule.target) or context.hits(rule, text):
                     continue
                 meant = body.removeprefix("^").removesuffix("$")
                 lead = "" if body.startswith("^") else ".*"

@@ -1,13 +1,8 @@
-"""The check `scale-by-one`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.actions.scale import Scale
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class ScaleByOne(Check):
@@ -23,22 +18,21 @@ class ScaleByOne(Check):
     Remove the rule. A `norm-log` does not need it to see a gradient.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: gentle-head
   action: scale
   params: "head.*"
   factor: 0.5
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: gentle-head
   action: scale
   params: "head.*"
   factor: 1.0
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield the factors that are one."""
-        for rule in case.rules:
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in context.rules:
             if isinstance(rule, Scale) and rule.factor == 1:
                 message = "scaling by 1 changes nothing"
                 yield Finding(rule, ("factor",), message, "remove the rule, or correct the factor")

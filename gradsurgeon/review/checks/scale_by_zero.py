@@ -1,13 +1,8 @@
-"""The check `scale-by-zero`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
 from gradsurgeon.actions.scale import Scale
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class ScaleByZero(Check):
@@ -24,21 +19,20 @@ class ScaleByZero(Check):
     Use `zero`, which writes zeros over whatever is there.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: no-bias
   action: zero
   params: "*.bias"
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: no-bias
   action: scale
   params: "*.bias"
   factor: 0
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield the factors that are zero."""
-        for rule in case.rules:
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in context.rules:
             if isinstance(rule, Scale) and rule.factor == 0:
                 message = "scaling by 0 leaves NaN: NaN times 0 is NaN"
                 yield Finding(rule, ("factor",), message, "use `action: zero`, without `factor`")

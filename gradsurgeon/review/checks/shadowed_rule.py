@@ -1,13 +1,8 @@
-"""The check `shadowed-rule`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.checks._shared import moot
+from gradsurgeon.review.lint_context import LintContext
 
 
 class ShadowedRule(Check):
@@ -24,7 +19,7 @@ class ShadowedRule(Check):
     Remove one of the two, or let them act on different names or in different `steps`.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: no-bias-at-first
   action: zero
   params: "*.bias"
@@ -36,7 +31,7 @@ class ShadowedRule(Check):
   factor: 0.1
   steps: {from: 100}
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: no-bias
   action: zero
   params: "*.bias"
@@ -47,11 +42,10 @@ class ShadowedRule(Check):
   factor: 0.1
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield each rule that is moot, once."""
-        for rule in case.compared:
-            found = ((moot(case, rule, by), by) for by in case.compared)
-            message, by = next((one for one in found if one[0]), ("", rule))
-            if message:
-                hint = "remove one of the two, or give them other names or `steps`"
-                yield Finding(rule, ("id",), f"`{rule.id}` {message}", hint, (by,))
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in context.compared:
+            for other in context.compared:
+                if reason := moot(context, rule, other):
+                    hint = "remove one of the two, or give them other names or `steps`"
+                    yield Finding(rule, ("id",), f"`{rule.id}` {reason}", hint, (other,))
+                    break

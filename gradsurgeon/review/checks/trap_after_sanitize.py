@@ -1,12 +1,8 @@
-"""The check `trap-after-sanitize`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.review.case import Case, listed
+from gradsurgeon.actions import TrapRule
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext, listed
 
 
 class TrapAfterSanitize(Check):
@@ -24,7 +20,7 @@ class TrapAfterSanitize(Check):
     there was something to replace, put a `norm-log` with `stats: [nonfinite]` and `at: backward` above.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: known-culprit
   action: sanitize
   params: "mask.weight"
@@ -33,7 +29,7 @@ class TrapAfterSanitize(Check):
   action: nan-trap
   params: "*"
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: clean
   action: sanitize
   params: "*"
@@ -43,19 +39,16 @@ class TrapAfterSanitize(Check):
   params: "*"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield each trap that cannot trip."""
-        cleaners = [one for one in case.compared if one.action in ("sanitize", "zero")]
-        for rule in case.compared:
-            if rule.role != "trap":
-                continue
-            met = tuple(
-                one for one in cleaners if case.acts_before(one, rule) and case.covers(one, rule)
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        cleaners = [rule for rule in context.compared if rule.action in ("sanitize", "zero")]
+        for trap in (rule for rule in context.compared if isinstance(rule, TrapRule)):
+            before = tuple(
+                rule
+                for rule in cleaners
+                if context.acts_before(rule, trap) and context.covers(rule, trap)
             )
-            if met:
-                ids = listed([one.id for one in met])
-                message = (
-                    f"the trap never sees a NaN: {ids} replace{'s' * (len(met) == 1)} it before"
-                )
+            if before:
+                replace = f"replace{'s' * (len(before) == 1)}"
+                message = f"the trap never sees a NaN: {listed(before)} {replace} it before"
                 hint = "narrow that rule down, or remove the trap"
-                yield Finding(rule, ("action",), message, hint, met)
+                yield Finding(trap, ("action",), message, hint, before)

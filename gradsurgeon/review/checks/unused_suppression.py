@@ -1,12 +1,7 @@
-"""The check `unused-suppression`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
 
 
 class UnusedSuppression(Check):
@@ -24,18 +19,17 @@ class UnusedSuppression(Check):
     line below; behind the `id` of a rule for the whole rule. Several names are separated by commas.
     """
 
-    GOOD: ClassVar[str] = """
+    GOOD = """
 - id: no-bias
   action: zero  # gradsurgeon: ignore[zero-is-not-freeze]
   params: "*.bias"
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: no-bias
   action: freeze  # gradsurgeon: ignore[zero-is-not-freeze]
   params: "*.bias"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield nothing: it is known once all other checks have found what they find."""
-        del case
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        del context  # it is known once all other checks have found what they find
         return iter(())

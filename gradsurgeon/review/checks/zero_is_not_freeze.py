@@ -1,14 +1,8 @@
-"""The check `zero-is-not-freeze`."""
-
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import ClassVar
 
-from gradsurgeon.errors import Severity
-from gradsurgeon.review.case import Case
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.checks._shared import moot
+from gradsurgeon.review.lint_context import LintContext
 
 
 class ZeroIsNotFreeze(Check):
@@ -25,25 +19,24 @@ class ZeroIsNotFreeze(Check):
     To keep a parameter as it is, use `freeze`. To drop what a loss contributes to it, `zero` is right.
     """
 
-    severity: ClassVar[Severity] = "note"
-    GOOD: ClassVar[str] = """
+    severity = "note"
+    GOOD = """
 - id: keep-backbone
   action: freeze
   params: "backbone.*"
 """
-    BAD: ClassVar[str] = """
+    BAD = """
 - id: keep-backbone
   action: zero
   params: "backbone.*"
 """
 
-    def find(self, case: Case) -> Iterator[Finding]:
-        """Yield every `zero` on parameters, but those that do nothing anyway."""
+    def find(self, context: LintContext) -> Iterator[Finding]:
         message = "zero is not freeze: weight decay and momentum still move the weight"
-        for rule in case.rules:
+        for rule in context.rules:
             if rule.action != "zero" or rule.target != "params":
                 continue
-            if not any(moot(case, rule, by) for by in case.compared):
+            if not any(moot(context, rule, by) for by in context.compared):
                 yield Finding(
                     rule, ("action",), message, "to keep a parameter as it is use `freeze`"
                 )

@@ -1,0 +1,76 @@
+"""Gradients in parts, as statistics are taken of them: many in one tensor, or one over many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _dist, _numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Small gradients that lie one after another in one tensor.
+
+    Attributes:
+        flat: all their elements.
+        lengths: how many each of them has, at least 1.
+    """
+
+    flat: Tensor
+    lengths: Tensor
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up a value per element. Shape ``[len(lengths)]``, float64."""
+        # A plain sum, one after another, would lose digits in float32.
+        return _numbers.by_segments(values.double(), "sum", self.lengths)
+
+    def min(self, values: Tensor) -> Tensor:
+        """Take the smallest of a value per element; NaN where one is."""
+        return _numbers.by_segments(values, "min", self.lengths)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Take the largest of a value per element; NaN where one is."""
+        return _numbers.by_segments(values, "max", self.lengths)
+
+    def per_element(self, values: Tensor) -> Tensor:
+        """Repeat a value per gradient for each of its elements."""
+        return values.repeat_interleave(self.lengths, output_size=len(self.flat))
+
+
+class Shards:
+    """Sharded gradients, of each of which this rank holds a part. Putting numbers together is a collective.
+
+    Args:
+        grads: the gradients. All ranks come here with the same ones in the same order.
+
+    Attributes:
+        parts: the elements that this rank holds of each; there may be none.
+        sizes: number of elements of each whole gradient, float64.
+    """
+
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        self._grads = [_dist.settled(grad) for grad in grads]
+        self.parts = [_dist.local(grad) for grad in self._grads]
+        sizes = [grad.numel() for grad in self._grads]
+        self.sizes = torch.tensor(sizes, dtype=torch.float64, device=self.parts[0].device)
+
+    def each(self, measure: Callable[..., Tensor], *arguments: Iterable[object]) -> Tensor:
+        """Return a number of each part as float64, of which ``arguments`` hold more to go by."""
+        rows = zip(self.parts, *arguments, strict=True)
+        return torch.stack([measure(*row) for row in rows]).double()
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add up what the ranks have of each gradient; one that is not sharded keeps what it has."""
+        return _dist.sums(self._grads, values)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Take the largest of what the ranks have of each gradient; NaN stays NaN."""
+        return _dist.maxima(self._grads, values)
+
+    def min(self, values: Tensor) -> Tensor:
+        """Take the smallest of what the ranks have of each gradient; NaN stays NaN."""
+        return -self.max(-values)

@@ -1,0 +1,115 @@
+"""What a compiled rule does: the values that `compile` of a rule returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from gradsurgeon.errors import did_you_mean
+from gradsurgeon.statistics import STATISTICS
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+Then = Literal["raise", "skip-step", "warn"]
+
+
+@dataclass(frozen=True, slots=True)
+class ByNorm:
+    """An edit that multiplies a gradient by a function of a norm.
+
+    Attributes:
+        order: of the norm.
+        over_rule: one norm over all gradients of the rule, instead of one for each.
+        factor: maps norms, float32 of any shape, to factors; 1 leaves a gradient as it is.
+    """
+
+    order: float
+    over_rule: bool
+    factor: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Arithmetic that makes another gradient of a gradient.
+
+    Attributes:
+        apply: maps a strided gradient to a new one of the same shape, dtype and device, out of place,
+            because autograd may hand one tensor to several consumers.
+        apply_: the same in place on many gradients that nobody else holds.
+        by_norm: where the edit is a multiplication by what a norm says, how: the norm may have to be
+            taken over several gradients, or over the parts of one on several ranks.
+        alters: tells, as a 0-dim bool tensor on the gradient's device, whether ``apply`` would change
+            an element. It never waits for the device.
+        decided: tells the same from the smallest and the largest element, of a gradient of some dtype;
+            ``None`` where they do not say. Both are NaN where an element is. Only of an edit that maps
+            smaller elements to smaller ones (or, as all of them, to larger ones).
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    apply_: Callable[[Sequence[Tensor]], None]
+    alters: Callable[[Tensor], Tensor]
+    by_norm: ByNorm | None = None
+    decided: Callable[[float, float, dtype], bool | None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observer:
+    """Numbers that are recorded of each gradient.
+
+    Attributes:
+        statistics: their names, of `gradsurgeon.statistics.STATISTICS`.
+    """
+
+    statistics: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        for name in self.statistics:
+            _check_statistic(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Whether an update takes place.
+
+    Attributes:
+        statistic: what is taken of each gradient before the update.
+        trips: maps the statistic of several gradients, float32 of shape ``[n]``, to bool of the same
+            shape: which of them must not reach a weight. It never waits for the device.
+        then: what happens to the update where one trips.
+        give_up_after: raise after so many trips in a row, whatever ``then`` says.
+    """
+
+    statistic: str
+    trips: Callable[[Tensor], Tensor]
+    then: Then
+    give_up_after: int
+
+    def __post_init__(self) -> None:
+        _check_statistic(self.statistic)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies of the tensors themselves.
+
+    Attributes:
+        max_bytes: of all that the rule keeps; the oldest make room.
+    """
+
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """The optimizer finds no gradient."""
+
+
+Effect = Edit | Observer | Decision | Copies | Hidden
+
+
+def _check_statistic(name: str) -> None:
+    if name not in STATISTICS:
+        hint = did_you_mean(name, STATISTICS) or f"known: {', '.join(STATISTICS)}"
+        raise ValueError(f"there is no statistic {name!r}: {hint}")

@@ -1,0 +1,105 @@
+"""What a report reads off measurements, whether they are in memory or on disk."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+from gradsurgeon.report.spikes import Spike, largest_spike
+from gradsurgeon.store import Key, Records, merged
+
+STAT = "l2"
+
+
+@dataclass(frozen=True, slots=True)
+class NormHistory:
+    """The norms of one parameter. The numbers are over its finite values, but first and last.
+
+    Attributes:
+        norms: oldest first, or the largest of each few hundred of them; ``None`` for no gradient.
+        first: the first norm.
+        median: the median.
+        largest: the largest norm.
+        spike: the norm that stands out most from those around it, ``None`` where none does.
+        last: the last norm.
+        nonfinite: how many norms are not finite.
+        nonfinite_step: the step of the first of them.
+    """
+
+    norms: tuple[float | None, ...]
+    first: float
+    median: float
+    largest: float
+    spike: Spike | None
+    last: float
+    nonfinite: int
+    nonfinite_step: int
+
+
+class Measurements(Protocol):
+    """Measurements of a run."""
+
+    @property
+    def dropped(self) -> int:
+        """How many rows had to make room."""
+
+    @property
+    def sampled(self) -> int:
+        """The median is taken over one of so many rows."""
+
+    def keys(self) -> Sequence[Key]: ...
+
+    def span(self) -> tuple[int, int] | None:
+        """Return the first and the last step, ``None`` where nothing was measured."""
+
+    def keys_of(self, name: str) -> list[Key]:
+        """Return the keys of the series that hold an l2 norm of one parameter."""
+
+    def history(self, name: str, rule: str, point: str) -> NormHistory:
+        """Return the l2 norms of one parameter, by a rule that has one."""
+
+
+class InMemory:
+    """The records of a session, or those of a run that fits into memory."""
+
+    sampled = 1
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    @property
+    def dropped(self) -> int:
+        return self._records.dropped
+
+    def keys(self) -> list[Key]:
+        return [series.key for series in self._records]
+
+    def span(self) -> tuple[int, int] | None:
+        ends = [end for s in self._records if len(s) for end in (min(s.steps), max(s.steps))]
+        return (min(ends), max(ends)) if ends else None
+
+    def keys_of(self, name: str) -> list[Key]:
+        return [series.key for series in self._records.series(name, STAT) if series.last(name)]
+
+    def history(self, name: str, rule: str, point: str) -> NormHistory:
+        candidates = self._records.series(name, STAT, rule)
+        series = [s for s in candidates if s.key.point == point and s.last(name)]
+        pairs = merged(series, name)
+        missing = [(step, None) for s in series for step, value in s.cells(name) if value is None]
+        timeline: list[tuple[int, float | None]] = [*pairs, *missing]
+        finite = [value for _, value in pairs if math.isfinite(value)]
+        nonfinite = [step for step, value in pairs if not math.isfinite(value)]
+        return NormHistory(
+            # By step alone: a step without a gradient has no value to compare.
+            norms=tuple(value for _, value in sorted(timeline, key=lambda pair: pair[0])),
+            first=pairs[0][1],
+            median=median(finite) if finite else math.nan,
+            largest=max(finite, default=math.nan),
+            spike=largest_spike(pairs),
+            last=pairs[-1][1],
+            nonfinite=len(nonfinite),
+            nonfinite_step=min(nonfinite, default=0),
+        )

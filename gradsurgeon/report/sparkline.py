@@ -1,0 +1,65 @@
+"""A history as one line of characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII_BLOCKS = ".:-=+*#@"
+NONFINITE, ASCII_NONFINITE = "✗", "!"
+ZERO = "_"
+ABSENT = " "
+
+# Noise of a few percent must not look like an earthquake, so a row spans a decade at least; below
+# eight decades from its top a row is flat, so that a step stays visible next to a vanishing gradient.
+_DECADES_LEAST, _DECADES_MOST = 1.0, 8.0
+
+
+def needs_ascii(encoding: str | None) -> bool:
+    """Return whether a stream of this encoding cannot show the blocks of a sparkline."""
+    try:
+        (BLOCKS + NONFINITE).encode(encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return True
+    return False
+
+
+def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
+    """Draw a history of norms on a log scale, oldest first.
+
+    Args:
+        values: one norm per step, ``None`` where there was no gradient.
+        width: the most characters to use. Each stands for a run of steps by its largest value, so
+            that a spike of one step survives; a single non-finite one marks the whole run.
+        ascii_only: draw with ASCII only.
+    """
+    cells = min(width, len(values))
+    edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
+    tops = [_top(values[start:stop]) for start, stop in pairwise(edges)]
+    logs = [math.log10(top) for top in tops if top is not None and 0 < top < math.inf]
+    low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
+    low = max(low, high - _DECADES_MOST)
+    middle, span = (low + high) / 2, max(high - low, _DECADES_LEAST)
+    blocks, nonfinite = (ASCII_BLOCKS, ASCII_NONFINITE) if ascii_only else (BLOCKS, NONFINITE)
+
+    def draw(top: float | None) -> str:
+        if top is None:
+            return ABSENT
+        if not math.isfinite(top):
+            return nonfinite
+        if top <= 0:
+            return ZERO
+        share = (math.log10(top) - middle) / span + 0.5
+        return blocks[max(0, min(len(blocks) - 1, int(share * len(blocks))))]
+
+    return "".join(map(draw, tops))
+
+
+def _top(values: Sequence[float | None]) -> float | None:
+    """Return the largest value, NaN where one is not finite, ``None`` where there is none."""
+    there = [value for value in values if value is not None]
+    if not all(map(math.isfinite, there)):
+        return math.nan
+    return max(there, default=None)

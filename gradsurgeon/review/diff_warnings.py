@@ -1,0 +1,152 @@
+"""What a reviewer must not miss about a change of rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+from gradsurgeon.actions import MOMENTS, EditRule, Rule
+from gradsurgeon.review.matched_rules import ChainChange
+from gradsurgeon.review.rule_pairs import RulePairs
+
+Kind = Literal[
+    "lost-protection",  # of parameters
+    "no-match",  # these three: of a rule that did not have it before
+    "expect",
+    "cannot-act",
+    "overlap",  # of two rules that newly change the same tensors
+    "more-overlaps",  # than are listed
+    "order",  # of effects
+]
+_MAX_OVERLAPS = 500  # pairs of rules: who reads on knows enough
+_MAX_EXPLAINED = 20  # to look for the nearest names takes time for each
+_UNEXPLAINED = f"the nearest names are told for the first {_MAX_EXPLAINED} such rules"
+
+
+@dataclass(frozen=True, slots=True)
+class DiffWarning:
+    kind: Kind
+    rules: tuple[str, ...] = ()  # ids, in order of effect where there are two
+    names: tuple[str, ...] = ()  # of parameters or modules
+    detail: str = ""  # why, in words; of an overlap the moments, of an ``expect`` the numbers
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the documented JSON form."""
+        return {
+            "kind": self.kind,
+            "rules": list(self.rules),
+            "names": list(self.names),
+            "detail": self.detail,
+        }
+
+
+def warnings(
+    pairs: RulePairs, chains: Sequence[ChainChange], lost: Sequence[str]
+) -> Iterator[DiffWarning]:
+    """Yield the warnings, the worst first. What was just as wrong before is left out."""
+    before, after = pairs.before, pairs.after
+    unmatched = 0
+    for rule in after.rules:
+        old = pairs.old_ids.get(rule)
+        if after.has_no_match(rule) and not (old and before.has_no_match(old)):
+            unmatched += 1
+            explained = unmatched <= _MAX_EXPLAINED
+            detail = after.no_match(rule) if explained else _UNEXPLAINED
+            yield DiffWarning("no-match", (rule,), detail=detail)
+        if texts := after.obstacles(rule):
+            known = before.obstacles(old) if old else []
+            for text in (text for text in texts if text not in known):
+                yield DiffWarning("cannot-act", (rule,), detail=text)
+        yield from _broken_expect(pairs, rule)
+    if lost:
+        yield DiffWarning("lost-protection", names=tuple(lost))
+    yield from _overlaps(pairs)
+    # Few distinct chains stand for many tensors.
+    sides = {(chain.before, chain.after) for chain in chains}
+    reordered = {side for side in sides if _is_reordered(*side, pairs.new_ids)}
+    if names := [chain.name for chain in chains if (chain.before, chain.after) in reordered]:
+        ids = [rule for rule in after.rules if rule in pairs.old_ids]
+        yield DiffWarning("order", tuple(ids), tuple(names))
+
+
+def _broken_expect(pairs: RulePairs, rule: str) -> Iterator[DiffWarning]:
+    before, after, old = pairs.before, pairs.after, pairs.old_ids.get(rule)
+    expect = after.rules[rule].expect
+    if expect is None or not after.breaks_expect(rule):
+        return
+    count = len(after.matches[rule].names)
+    if old and before.breaks_expect(old):
+        same = before.rules[old].expect == expect
+        if same and len(before.matches[old].names) == count:
+            return
+    yield DiffWarning("expect", (rule,), detail=f"expects {expect.params}, matches {count}")
+
+
+def _overlaps(pairs: RulePairs) -> Iterator[DiffWarning]:
+    """Yield the pairs of rules that change tensors which they did not both change before."""
+    before, after = pairs.before, pairs.after
+    new = set(islice(_new_overlaps(pairs), _MAX_OVERLAPS + 1))
+    position = {rule: at for at, rule in enumerate(after.rules)}
+    ordered = sorted(new, key=lambda ids: (position[ids[0]], position[ids[1]]))
+    for ids in ordered[:_MAX_OVERLAPS]:
+        rules = [after.rules[rule] for rule in ids]
+        first, second = (after.matches[rule] for rule in ids)
+        shared = first.members & second.members
+        olds = [before.rules[pairs.old_ids[rule]] for rule in ids if rule in pairs.old_ids]
+        if len(olds) == len(ids) and _edit_same_tensors(*olds):
+            shared -= before.matches[olds[0].id].members & before.matches[olds[1].id].members
+        rules.sort(key=lambda rule: MOMENTS.index(rule.point))
+        # Mostly it is all that the first one matches: ten thousand names are not copied per pair.
+        every = len(shared) == len(first.names)
+        names = first.names if every else tuple(name for name in first.names if name in shared)
+        detail = ", then ".join(f"at {rule.point}" for rule in rules)
+        yield DiffWarning("overlap", tuple(rule.id for rule in rules), names, detail)
+    if len(new) > _MAX_OVERLAPS:
+        yield DiffWarning("more-overlaps", detail=f"over {_MAX_OVERLAPS} pairs")
+
+
+def _new_overlaps(pairs: RulePairs) -> Iterator[tuple[str, str]]:
+    """Yield, once each and the upper rule first, the ids of two rules that newly change the same tensors.
+
+    Tensors that go through the same rules are looked at together, and of their rules only those that are
+    new there, each with all the others: what was together before is not looked at pair by pair.
+    """
+    before, after = pairs.before, pairs.after
+    position = {rule: at for at, rule in enumerate(after.rules)}
+    chains = ((before.chains.get(name, ()), chain) for name, chain in after.chains.items())
+    seen = set()
+    for old, new in dict.fromkeys(chains):
+        known = {
+            pairs.new_ids.get(rule) for rule in old if isinstance(before.rules[rule], EditRule)
+        }
+        edits = [rule for rule in new if isinstance(after.rules[rule], EditRule)]
+        edits.sort(key=position.__getitem__)
+        for other in (rule for rule in edits if rule not in known):
+            for rule in edits:
+                upper_first = position[rule] < position[other]
+                overlap = (rule, other) if upper_first else (other, rule)
+                if rule != other and overlap not in seen:
+                    seen.add(overlap)
+                    yield overlap
+
+
+def _edit_same_tensors(first: Rule, second: Rule) -> bool:
+    """Tell whether two rules would change the same tensors if they matched the same names."""
+    return (
+        isinstance(first, EditRule)
+        and isinstance(second, EditRule)
+        and first.target == second.target
+        and (first.target == "params" or first.tensor == second.tensor)
+    )
+
+
+def _is_reordered(
+    before: tuple[str, ...], after: tuple[str, ...], new_ids: Mapping[str, str]
+) -> bool:
+    """Tell whether the rules that a tensor keeps now take effect in another order."""
+    there = set(after)
+    kept = [new_ids[rule] for rule in before if new_ids.get(rule) in there]
+    both = set(kept)
+    return kept != [rule for rule in after if rule in both]

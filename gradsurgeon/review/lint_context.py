@@ -1,0 +1,180 @@
+"""What checks ask about the rules of a file: what each selects, which of two acts first, how they meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from gradsurgeon.actions import MOMENTS, Rule
+from gradsurgeon.match import contains, disjoint
+from gradsurgeon.planning import ROOT, Manifest
+from gradsurgeon.review.matched_rules import MatchedRules, Matcher
+from gradsurgeon.review.schedules import includes, meet
+from gradsurgeon.schema import Inspection, RuleSet
+
+# Rules are compared two by two, pattern by pattern: a file may hold thousands.
+MAX_COMPARED = 400
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is asked of a rule for every other rule, so it is worked out once."""
+
+    tensor: tuple[str, str]
+    when: tuple[int, int]  # moment, then position in the file
+    patterns: tuple[str, ...]
+    where: dict[str, object]
+
+
+class LintContext:
+    """The rules of a file and its includes, with the names of a model where those are known.
+
+    Attributes:
+        rules: in file order.
+        compared: those of them that are compared with each other, all but in a huge file.
+        matched: what the rules match in the model; ``None`` where names are not known.
+    """
+
+    def __init__(
+        self, rules: RuleSet, inspected: Inspection, manifest: Manifest | None = None
+    ) -> None:
+        self.rules = rules.rules
+        self.matched = None if manifest is None else MatchedRules(rules, Matcher(manifest))
+        self._inspected = inspected
+        self._facts = {
+            rule.id: _Facts(
+                (rule.target, str(rule.ref)),
+                (MOMENTS.index(rule.point), index),
+                tuple(getattr(rule, rule.target)),
+                rule.where.model_dump(exclude_none=True),
+            )
+            for index, rule in enumerate(self.rules)
+        }
+        self._overlaps: dict[tuple[str, str], bool] = {}
+        self._within: dict[tuple[frozenset[str], frozenset[str]], bool] = {}
+        sizes = (len(self._facts[rule.id].patterns) + len(rule.exclude) for rule in self.rules)
+        self.compared = self.rules[: sum(total <= MAX_COMPARED for total in accumulate(sizes))]
+
+    def pairs(self) -> Iterator[tuple[Rule, list[Rule]]]:
+        """Yield each rule with the rules above it in the file, in file order."""
+        for index, rule in enumerate(self.compared):
+            yield rule, list(self.compared[:index])
+
+    def given_key(self, rule: Rule, *keys: str) -> str:
+        """Return the first of these options that the rule gives in its file; the last where it gives none."""
+        options = self._inspected.options(rule.id)
+        return next((key for key in keys if key in options), keys[-1])
+
+    def floats(self, rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """Yield the path and the text of every number in a rule that is not a whole one."""
+        queue: list[tuple[tuple[str | int, ...], object]] = [((), self._inspected.options(rule.id))]
+        for path, value in queue:
+            if isinstance(value, dict):
+                queue += [((*path, key), item) for key, item in value.items()]
+            elif isinstance(value, list):
+                queue += [((*path, index), item) for index, item in enumerate(value)]
+            elif isinstance(value, float):
+                place = self._inspected.place(rule.id, *path)
+                yield path, place.line_text[place.col - 1 :][: place.width]
+
+    # -- names --------------------------------------------------------------------------------
+
+    def hits(self, rule: Rule, pattern: str) -> list[str] | None:
+        """Return the names that a pattern of a rule matches; ``None`` where names are not known."""
+        hits = self.matched.matcher.hits(rule, pattern) if self.matched else None
+        return None if hits is None else list(hits)
+
+    def canonical_hits(self, rule: Rule, pattern: str) -> set[str]:
+        """Return the canonical names of what a pattern matches by any alias; empty where names are not known."""
+        hits = self.matched.matcher.hits(rule, pattern) if self.matched else None
+        return {thing.name for thing in (hits or {}).values()}
+
+    def selected(self, rule: Rule) -> frozenset[str] | None:
+        """Return the names that a rule selects; ``None`` where names are not known."""
+        if self.matched is None or rule.target == "tensors":
+            return None
+        return self.matched.matches[rule.id].members
+
+    def never_matches(self, rule: Rule, pattern: str) -> bool:
+        """Tell whether it is certain that a pattern matches nothing that the patterns of a rule match."""
+        patterns = self._facts[rule.id].patterns
+        if len(rule.exclude) + len(patterns) > MAX_COMPARED:
+            return False
+        return all(disjoint(text, pattern) for text in patterns)
+
+    # -- two rules ----------------------------------------------------------------------------
+
+    def acts_before(self, first: Rule, second: Rule) -> bool:
+        """Tell whether ``first`` takes effect before ``second``: by moment, then by file order."""
+        return self._facts[first.id].when < self._facts[second.id].when
+
+    def overlap(self, first: Rule, second: Rule) -> bool:
+        """Tell whether it is certain that two rules act on one tensor in one step.
+
+        Without names it is certain where what a pattern of one matches is matched by the other.
+        """
+        if self._facts[first.id].tensor != self._facts[second.id].tensor:
+            return False
+        key = (first.id, second.id)
+        if key not in self._overlaps:
+            self._overlaps[key] = self._overlap(first, second)
+        return self._overlaps[key]
+
+    def _overlap(self, first: Rule, second: Rule) -> bool:
+        names, others = self.selected(first), self.selected(second)
+        if names is not None and others is not None:
+            shared = not names.isdisjoint(others)
+        else:
+            shared = self._shares_pattern(first, second) or self._shares_pattern(second, first)
+        return shared and meet(first.steps, second.steps)
+
+    def _shares_pattern(self, wide: Rule, narrow: Rule) -> bool:
+        texts = self._facts[narrow.id].patterns
+        return any(self._selects_all_of(wide, narrow, text) for text in texts)
+
+    def covers(self, wide: Rule, narrow: Rule) -> bool:
+        """Tell whether it is certain that ``wide`` acts on all that ``narrow`` acts on, in every step of it."""
+        if self._facts[wide.id].tensor != self._facts[narrow.id].tensor:
+            return False
+        if wide.when not in (None, narrow.when) or not includes(wide.steps, narrow.steps):
+            return False
+        names, wider = self.selected(narrow), self.selected(wide)
+        if names is not None and wider is not None:
+            key = (names, wider)
+            if key not in self._within:
+                self._within[key] = bool(names) and names <= wider
+            return self._within[key]
+        texts = self._facts[narrow.id].patterns
+        return all(self._selects_all_of(wide, narrow, text) for text in texts)
+
+    def _selects_all_of(self, wide: Rule, narrow: Rule, text: str) -> bool:
+        """Tell whether ``wide`` selects all that ``narrow`` selects by ``text``, one of its patterns."""
+        facts, narrow_facts = self._facts[wide.id], self._facts[narrow.id]
+        if not any(_contains(wide, pattern, text) for pattern in facts.patterns):
+            return False
+        # The conditions of the one hold wherever those of the other do.
+        if not facts.where.items() <= narrow_facts.where.items():
+            return False
+        if wide.model not in (None, narrow.model):
+            return False
+        return all(
+            any(_contains(narrow, left_out, out) for left_out in narrow.exclude)
+            or disjoint(out, text)
+            for out in wide.exclude
+        )
+
+
+def _contains(rule: Rule, wide: str, narrow: str) -> bool:
+    # The root has a name that no pattern but itself matches.
+    if rule.target == "modules" and ROOT in (wide, narrow):
+        return wide == narrow
+    return contains(wide, narrow)
+
+
+def listed(rules: Sequence[Rule]) -> str:
+    """Return the ids of the first few rules for a message, and how many more there are."""
+    shown = [f"`{rule.id[:60]}`" for rule in rules[:3]]
+    if len(rules) > len(shown):
+        shown.append(f"{len(rules) - len(shown)} more")
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

@@ -1,0 +1,92 @@
+"""All that lint finds in valid rules, less what comments suppress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gradsurgeon.errors import Place, Problem
+from gradsurgeon.packs import PREFIX
+from gradsurgeon.planning import Manifest
+from gradsurgeon.review.checks import CHECKS, Finding
+from gradsurgeon.review.lint_context import MAX_COMPARED, LintContext
+from gradsurgeon.review.reading_checks import READING_CHECKS
+from gradsurgeon.review.suppressions import Suppressions
+from gradsurgeon.schema import Inspection, bounded
+
+_MAX_PROBLEMS = 200
+
+
+def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[Problem]:
+    """Return the problems of reading a file and of its rules, in file order, without the suppressed ones.
+
+    Args:
+        inspected: a rule file; where it has errors, its rules are not looked at.
+        manifest: the names of a model, if they are known.
+    """
+    problems = [*inspected.problems, *_problems_of_rules(inspected, manifest)]
+    own_files = [source for source in inspected.sources if not source.file.startswith(PREFIX)]
+    suppressions = Suppressions(own_files)
+    kept = [problem for problem in problems if not suppressions.take(problem)]
+    if manifest is not None:
+        # What is needed where no names are known is not useless where they are.
+        for problem in _problems_of_rules(inspected, None):
+            suppressions.take(problem)
+    unused = suppressions.unused(severities(), checked=inspected.rules is not None)
+    kept += bounded(list(unused))
+    order = {source.file: index for index, source in enumerate(inspected.sources)}
+    return sorted(
+        dict.fromkeys(kept),
+        key=lambda problem: (
+            order.get(problem.place.file, len(order)),
+            problem.place.line,
+            problem.place.col,
+        ),
+    )
+
+
+def severities() -> dict[str, str]:
+    return {name: check.severity for name, check in (READING_CHECKS | CHECKS).items()}
+
+
+def _problems_of_rules(inspected: Inspection, manifest: Manifest | None) -> Iterator[Problem]:
+    if inspected.rules is None:
+        return
+    context = LintContext(inspected.rules, inspected, manifest)
+    count = 0
+    # Errors first: no number of doubts may hide them.
+    for check in sorted(CHECKS.values(), key=lambda check: check.severity != "error"):
+        for finding in check.find(context):
+            place = _place(inspected, finding, always=check.severity == "error")
+            if place is None:
+                continue
+            count += 1
+            if count > _MAX_PROBLEMS:
+                message = f"over {_MAX_PROBLEMS} findings about the rules, no more are shown"
+                hint = "correct these first, or suppress what is meant so"
+                yield Problem(place, "too-large", message, hint, "warning")
+                return
+            message = finding.message
+            if inspected.source(finding.rule.id).file != place.file:  # shown at the include
+                message = f"rule `{finding.rule.id}` of this pack: {message}"
+            yield Problem(place, check.id, message, finding.hint, check.severity)
+    if len(context.compared) < len(context.rules):
+        first = context.rules[len(context.compared)]
+        message = f"over {MAX_COMPARED} patterns: the rules from here on are not compared"
+        yield Problem(inspected.place(first.id, "id"), "too-large", message, "", "warning")
+
+
+def _place(inspected: Inspection, finding: Finding, *, always: bool) -> Place | None:
+    """Return where to show a finding; ``None`` where it is about rules of one pack only.
+
+    Nobody can change a pack: what it does beside other rules is shown at the entry that includes it,
+    and so is, ``always``, what makes it unusable for a model.
+    """
+    source = inspected.source(finding.rule.id)
+    if not source.file.startswith(PREFIX):
+        return inspected.place(finding.rule.id, *finding.at)
+    if not always and all(inspected.source(rule.id) is source for rule in finding.others):
+        return None
+    place = inspected.entries[source.file]
+    while place.file.startswith(PREFIX):  # one pack includes another
+        place = inspected.entries[place.file]
+    return place

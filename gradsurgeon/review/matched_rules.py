@@ -1,0 +1,170 @@
+"""What each rule of a set matches in a model, and the chain of rules of each tensor.
+
+Unlike `planning.bind` this never raises: a rule that cannot act is what a review is about. And it is
+made for two rule sets that are nearly alike: what both select is matched once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from gradsurgeon.actions import MOMENTS, EditRule, FreezeRule, Rule, TrapRule
+from gradsurgeon.match import compile_pattern
+from gradsurgeon.planning import Manifest, NameIndex, Thing, is_for, obstacles, undecided
+from gradsurgeon.schema import RuleSet
+
+# What stands between a gradient and the weight; the others look on.
+PROTECTING = EditRule | TrapRule | FreezeRule
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What one selection picks out of a model."""
+
+    things: tuple[Thing, ...] = ()  # none for tags, whose names the script makes
+    names: tuple[str, ...] = ()  # canonical, in model order; of tags the patterns
+    members: frozenset[str] = frozenset()  # the names as a set
+    elements: int = 0  # of the parameters
+    is_for: bool = True  # whether the rule is for this model at all
+    undecided: tuple[
+        str, ...
+    ] = ()  # conditions that the names do not tell; then nothing is matched
+
+    @property
+    def decided(self) -> bool:
+        """Whether the number of matches is known and means something."""
+        return self.is_for and not self.undecided
+
+
+class Matcher:
+    """Matches rules with the names of a model, once per distinct selection."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self._names = {
+            "params": NameIndex("parameter", manifest.params),
+            "modules": NameIndex("module", manifest.modules),
+        }
+        self._sizes = {param.name: param.numel for param in manifest.params}
+        self._matches: dict[object, Match] = {}
+        # Rules that select the same share one set, so that two sets are compared once.
+        self._sets: dict[frozenset[str], frozenset[str]] = {}
+
+    def match(self, rule: Rule) -> Match:
+        texts = frozenset(getattr(rule, rule.target))
+        key = (rule.target, texts, frozenset(rule.exclude), rule.where, rule.model)
+        if key not in self._matches:
+            self._matches[key] = self._match(rule)
+        return self._matches[key]
+
+    def _match(self, rule: Rule) -> Match:
+        if texts := undecided(rule, self.manifest):
+            return Match(undecided=tuple(texts))
+        if rule.model is not None and not is_for(rule.model, self.manifest):
+            return Match(is_for=False)
+        if rule.target == "tensors":
+            names = tuple(dict.fromkeys(pattern.text for pattern in rule.patterns))
+            return Match(names=names, members=frozenset(names))
+        things = tuple(self._names[rule.target].select(rule))
+        names = tuple(thing.name for thing in things)
+        members = frozenset(names)
+        elements = sum(map(self._sizes.__getitem__, names)) if rule.target == "params" else 0
+        return Match(things, names, self._sets.setdefault(members, members), elements)
+
+    def hits(self, rule: Rule, pattern: str) -> dict[str, Thing] | None:
+        """Return what a pattern of a rule matches, by the name that it matched; ``None`` for tags."""
+        names = self._names.get(rule.target)
+        return None if names is None else names.hits(compile_pattern(pattern))
+
+    def no_match(self, rule: Rule) -> str:
+        return self._names[rule.target].no_match(rule)
+
+
+class MatchedRules:
+    """The rules of one set by their ids, in file order, with what each matches in one model."""
+
+    def __init__(self, rules: RuleSet, matcher: Matcher) -> None:
+        self.rules = {rule.id: rule for rule in rules.rules}
+        self.matches = {rule.id: matcher.match(rule) for rule in rules.rules}
+        self.matcher = matcher
+
+    @cached_property
+    def chains(self) -> dict[str, tuple[str, ...]]:
+        """Per tensor, the ids of its rules in order of effect; keys and order as in `Plan.chains`."""
+        chains: dict[str, list[str]] = {}
+        # The sort is stable: within one point the file order stands.
+        for rule in sorted(self.rules.values(), key=lambda rule: MOMENTS.index(rule.point)):
+            suffix = "" if rule.target == "params" else f" {rule.ref}"
+            for name in self.matches[rule.id].names:
+                chains.setdefault(f"{name}{suffix}" if suffix else name, []).append(rule.id)
+        return {key: tuple(chain) for key, chain in chains.items()}
+
+    @cached_property
+    def covered(self) -> frozenset[str]:
+        """Names of the parameters that any rule acts on."""
+        return frozenset().union(*(self._params_of(rule) for rule in self.rules.values()))
+
+    @cached_property
+    def protected(self) -> frozenset[str]:
+        """Names of the parameters whose gradients a rule edits, traps or keeps from the optimizer."""
+        protecting = [rule for rule in self.rules.values() if isinstance(rule, PROTECTING)]
+        return frozenset().union(*map(self._params_of, protecting))
+
+    def _params_of(self, rule: Rule) -> frozenset[str]:
+        return self.matches[rule.id].members if rule.target == "params" else frozenset()
+
+    def has_no_match(self, rule_id: str) -> bool:
+        """Tell whether a rule matches nothing although it is not optional."""
+        rule, match = self.rules[rule_id], self.matches[rule_id]
+        return match.decided and not match.names and not rule.optional
+
+    def no_match(self, rule_id: str) -> str:
+        """Return why a rule matches nothing, with the nearest names."""
+        return self.matcher.no_match(self.rules[rule_id])
+
+    def breaks_expect(self, rule_id: str) -> bool:
+        """Tell whether a rule matches another number of parameters than it says."""
+        rule, match = self.rules[rule_id], self.matches[rule_id]
+        return match.decided and rule.expect is not None and rule.expect.params != len(match.names)
+
+    def obstacles(self, rule_id: str) -> list[str]:
+        """Return why a rule cannot act on what it matches."""
+        match = self.matches[rule_id]
+        if not match.is_for or self.rules[rule_id].target == "tensors":
+            return []
+        if match.undecided:
+            return list(match.undecided)
+        return obstacles(self.rules[rule_id], match.things, self.matcher.manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class ChainChange:
+    """A tensor that goes through other rules than before, by id in order of effect."""
+
+    name: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the documented JSON form."""
+        return {"name": self.name, "before": list(self.before), "after": list(self.after)}
+
+
+def changed_chains(
+    before: MatchedRules, after: MatchedRules, new_ids: Mapping[str, str]
+) -> list[ChainChange]:
+    """Return the tensors whose chain differs; that a rule has another id is no difference."""
+    # Few distinct chains stand for many tensors.
+    renamed = {
+        chain: tuple(new_ids.get(rule, rule) for rule in chain)
+        for chain in set(before.chains.values())
+    }
+    changes = []
+    for name in dict.fromkeys((*before.chains, *after.chains)):
+        old, new = before.chains.get(name, ()), after.chains.get(name, ())
+        if renamed.get(old, ()) != new:
+            changes.append(ChainChange(name, old, new))
+    return changes

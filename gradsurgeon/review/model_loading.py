@@ -1,0 +1,128 @@
+"""What ``--model`` and ``--import`` name: the only part of reviews that runs code of the user."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+from gradsurgeon.errors import ModelError, printable
+
+
+def load_model(spec: str) -> Any:
+    """Return the module that ``pkg.mod:name`` names, built on the meta device where that works.
+
+    Raises:
+        ModelError: it cannot be imported or built, or is no module.
+    """
+    with _stdout_to_stderr():
+        return _model(spec)
+
+
+def import_module(name: str) -> Any:
+    """Import a module of the user; the current folder is searched as well.
+
+    Raises:
+        ModelError: it cannot be imported.
+    """
+    with _stdout_to_stderr():
+        return _imported(name)
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Send what the user's code prints to stderr, also from compiled parts and child processes."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        # Prints, too, or they would come out of the buffer later than the rest.
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def _model(spec: str) -> Any:
+    torch = _torch()
+    target = _target(spec)
+    model = target if isinstance(target, torch.nn.Module) else _build(torch, spec, target)
+    if not isinstance(model, torch.nn.Module):
+        message = f"`{printable(spec)}` must give a torch.nn.Module, it gives"
+        raise ModelError(f"{message} a value of the type {type(model).__name__}")
+    return model
+
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name == "torch":
+            install = "pip install 'gradsurgeon[torch]'"
+            raise ModelError(
+                f"`--model` needs PyTorch, which is not installed: {install}"
+            ) from None
+        raise ModelError(_failure("cannot import torch", error)) from None
+    except (ImportError, OSError) as error:  # a build that does not fit the machine
+        raise ModelError(_failure("cannot import torch", error)) from None
+
+
+def _target(spec: str) -> Any:
+    name, _, path = spec.partition(":")
+    if not name or not path:
+        example = "write MODULE:NAME, such as train.net:build"
+        raise ModelError(f"`--model {printable(spec)}` names no model: {example}")
+    target = _imported(name)
+    for step in path.split("."):
+        if not hasattr(target, step):
+            raise ModelError(f"`{printable(name)}` has no `{printable(path)}`")
+        target = getattr(target, step)
+    return target
+
+
+def _imported(name: str) -> Any:
+    if (here := os.getcwd()) not in sys.path:  # noqa: PTH109 # an entry of sys.path is a text
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
+        what = f"cannot import `{printable(name)}`, looked for in {printable(here)} and on sys.path"
+        raise ModelError(_failure(what, error)) from None
+
+
+def _build(torch: Any, spec: str, build: Any) -> Any:
+    if not callable(build):
+        kind = type(build).__name__
+        message = f"`{printable(spec)}` is neither a module nor something that builds one"
+        raise ModelError(f"{message}, but a value of the type {kind}")
+    try:
+        with torch.device("meta"):
+            return build()
+    except Exception as error:  # noqa: BLE001 # anything may fail on a device without values
+        reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
+        sys.stderr.write(f"not built on the meta device ({reason}): building it for real\n")
+    except SystemExit as error:
+        raise ModelError(_failure(f"cannot build `{printable(spec)}`", error)) from None
+    try:
+        return build()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 # as above
+        raise ModelError(_failure(f"cannot build `{printable(spec)}`", error)) from None
+
+
+def _failure(what: str, error: BaseException) -> str:
+    """Return a message with the traceback of the user's code, without our own frames."""
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    lines = traceback.format_exception(type(error), error, trace)
+    return f"{what}:\n{''.join(lines).rstrip()}"
+
+
+def _is_ours(file: str) -> bool:
+    return file in {__file__, importlib.__file__} or file.startswith("<frozen importlib")

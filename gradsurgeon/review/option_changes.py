@@ -1,0 +1,145 @@
+"""The options that differ between two rules, and whether that makes the rule stricter."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from gradsurgeon.actions import Direction, Options, Rule, Steps, Stricter
+from gradsurgeon.review.matched_rules import PROTECTING
+from gradsurgeon.review.schedules import includes, last_step
+
+SELECTION = ("params", "modules", "tensors", "exclude", "where", "model")
+# Not given, these are shown as such: what that means is not their default, but depends on the rule.
+_NEVER_FILLED_IN = ("at", "tensor", "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class OptionChange:
+    name: str  # with dots into mappings: ``where.ndim``
+    before: Any  # the value as a rule file has it, ``None`` where it is not given
+    after: Any
+    direction: Direction = "changed"
+    meaning: str = ""  # what that means where the direction alone would not tell
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the documented JSON form."""
+        return {
+            "name": self.name,
+            "before": self.before,
+            "after": self.after,
+            "word": self.direction,
+            "why": self.meaning,
+        }
+
+
+def given_options(rule: Rule) -> dict[str, Any]:
+    """Return the options of a rule that differ from their defaults, as plain values.
+
+    Defaults that depend on the rule are filled in, so that writing them out is no difference: ``at``
+    and ``tensor`` are always there where they mean something.
+    """
+    options: dict[str, Any] = {"action": rule.action}
+    for name, info in type(rule).model_fields.items():
+        value = getattr(rule, name)
+        if name in {"id", "action", "at", "tensor"} or value == info.default:
+            continue
+        if isinstance(value, Steps):
+            options[name] = _plain(value)
+        elif isinstance(value, Options):
+            options |= {f"{name}.{key}": item for key, item in _plain(value).items()}
+        else:
+            options[name] = list(dict.fromkeys(value)) if isinstance(value, tuple) else value
+    if rule.target != "params":
+        options["tensor"] = str(rule.ref)
+    elif rule.takes_at:
+        options["at"] = rule.point
+    if "where.dtype" in options:
+        options["where.dtype"] = options["where.dtype"].removeprefix("torch.")
+    return options
+
+
+def _plain(options: Options) -> dict[str, Any]:
+    return options.model_dump(by_alias=True, exclude_defaults=True)
+
+
+def comparable_options(rule: Rule) -> dict[str, Hashable]:
+    """Return the options of a rule in a form that is equal for two rules exactly if no option differs."""
+    options: dict[str, Hashable] = {}
+    for name, value in given_options(rule).items():
+        if isinstance(value, list):
+            default = type(rule).model_fields[name].default
+            if not isinstance(default, tuple) or set(default) != set(value):
+                options[name] = frozenset(value)
+        else:
+            options[name] = tuple(sorted(value.items())) if isinstance(value, dict) else value
+    steps, last = rule.steps, last_step(rule.steps)
+    options["steps"] = (steps.from_, last, 1 if last == steps.from_ else steps.every)
+    return options
+
+
+def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
+    """Return the options that differ, in the order in which rules have them. Ids do not count."""
+    before, after = given_options(old), given_options(new)
+    changes = []
+    for name in dict.fromkeys((*before, *after)):
+        first, second = _value(old, before, name), _value(new, after, name)
+        if _same(first, second) or (name == "steps" and _same_steps(old.steps, new.steps)):
+            continue
+        direction, meaning = _judge(old, new, name, first, second)
+        changes.append(OptionChange(name, first, second, direction, meaning))
+    return tuple(changes)
+
+
+def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
+    """Return the value of an option, its default where the rule does not give it."""
+    info = _field(rule, name)
+    if name in options or info is None or info.is_required() or name in _NEVER_FILLED_IN:
+        return options.get(name)
+    return list(info.default) if isinstance(info.default, tuple) else info.default
+
+
+def _same(first: Any, second: Any) -> bool:
+    # Of lists only the content counts: the order of patterns selects nothing else.
+    if isinstance(first, list) and isinstance(second, list):
+        return set(first) == set(second)
+    return bool(first == second)
+
+
+def _same_steps(old: Steps, new: Steps) -> bool:
+    return includes(old, new) and includes(new, old)
+
+
+def _judge(old: Rule, new: Rule, name: str, before: Any, after: Any) -> tuple[Direction, str]:
+    if old.action != new.action:
+        return "changed", ""
+    if name == "steps":
+        return (
+            _judge_steps(old.steps, new.steps) if isinstance(old, PROTECTING) else ("changed", "")
+        )
+    info = _field(old, name) or _field(new, name)
+    for item in info.metadata if info is not None else ():
+        if isinstance(item, Stricter):
+            return item.compare(before, after)
+    return "changed", ""
+
+
+def _judge_steps(before: Steps, after: Steps) -> tuple[Direction, str]:
+    if includes(before, after):
+        return "loosened", "acts in fewer steps"
+    if includes(after, before):
+        return "tightened", "acts in more steps"
+    return "changed", "acts in other steps"
+
+
+def _field(rule: Rule, name: str) -> FieldInfo | None:
+    """Return the field of an option, ``None`` where the rule has no such field or mapping."""
+    options: Any = rule
+    *mappings, key = name.split(".")
+    for mapping in mappings:
+        options = getattr(options, mapping)
+    fields = type(options).model_fields if isinstance(options, Options) else {}
+    return fields.get(key) or next((info for info in fields.values() if info.alias == key), None)

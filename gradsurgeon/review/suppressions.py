@@ -1,0 +1,162 @@
+"""``# gradsurgeon: ignore[check-id]``: comments that suppress problems, and those that suppress none."""
+
+from __future__ import annotations
+
+import bisect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from gradsurgeon.errors import Place, Problem, did_you_mean
+from gradsurgeon.schema import Located
+
+CHECK = "unused-suppression"
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_HASH = re.compile(r"(?<!\S)#")
+_COMMENT = re.compile(r"#\s*gradsurgeon:\s*ignore\b(?:\[([^\]\n]*)\])?")
+
+_Spans = dict[int, list[tuple[int, int]]]  # by line, first column and column behind the last
+
+
+@dataclass(slots=True)
+class Suppression:
+    """One name in one comment."""
+
+    check: str
+    place: Place
+    lines: tuple[int, int]  # the first and the last line for whose problems it counts
+    used: bool = field(default=False, compare=False)
+
+
+class Suppressions:
+    """The suppressions in some files."""
+
+    def __init__(self, sources: Sequence[Located]) -> None:
+        self._by_check: dict[tuple[str, str], list[Suppression]] = {}
+        for source in sources:
+            if "gradsurgeon:" in source.text:
+                for suppression in _read(source):
+                    key = (source.file, suppression.check)
+                    self._by_check.setdefault(key, []).append(suppression)
+
+    def take(self, problem: Problem) -> bool:
+        """Tell whether a comment suppresses a problem, and mark that comment as used."""
+        if problem.severity == "error":
+            return False
+        suppressed = False
+        for suppression in self._by_check.get((problem.place.file, problem.check), []):
+            first, last = suppression.lines
+            if first <= problem.place.line <= last:
+                suppression.used = suppressed = True
+        return suppressed
+
+    def unused(self, severities: Mapping[str, str], *, checked: bool) -> Iterator[Problem]:
+        """Yield a problem for each name in a comment that suppresses nothing.
+
+        Args:
+            severities: of every check that there is.
+            checked: all checks have looked: otherwise nothing is known of those that could not.
+        """
+        for group in self._by_check.values():
+            for suppression in group:
+                unused = checked and not suppression.used
+                if reason := _why_useless(suppression.check, severities, unused=unused):
+                    yield Problem(suppression.place, CHECK, *reason, severity="warning")
+
+
+def _why_useless(
+    check: str, severities: Mapping[str, str], *, unused: bool
+) -> tuple[str, str] | None:
+    """Return message and hint about a suppression that suppresses nothing; ``None`` if it is fine."""
+    shown = check[:60]
+    if not check:
+        return "the comment names no check", "write `# gradsurgeon: ignore[check-id]`"
+    if check not in severities:
+        hint = did_you_mean(check, severities) or "`gradsurgeon explain` lists all checks"
+        return f"there is no check `{shown}`", hint
+    if severities[check] == "error" or check == CHECK:
+        reason = "" if check == CHECK else ": it is an error"
+        return f"`{shown}` cannot be suppressed{reason}", "remove the comment"
+    if unused:
+        return f"`{shown}` finds nothing here that could be suppressed", "remove the comment"
+    return None
+
+
+def _read(source: Located) -> Iterator[Suppression]:
+    lines = [line.removesuffix("\r") for line in source.text.removeprefix("\ufeff").split("\n")]
+    try:
+        scalars = _quoted_scalars(source)
+    except yaml.YAMLError:
+        return
+    rules, below = _lines_of_rules(source), _lines_below(lines)
+    for number, line in enumerate(lines, 1):
+        if "gradsurgeon:" not in line:
+            continue
+        start = _comment_start(line, scalars.get(number, []))
+        comment = None if start is None else _COMMENT.search(line, start)
+        if comment is None:
+            continue
+        alone = not line[:start].strip()
+        scope = (below[number],) * 2 if alone else rules.get(number, (number, number))
+        for column, name in _names(comment):
+            place = Place(source.file, number, column + 1, line, max(1, len(name)))
+            yield Suppression(name, place, scope)
+
+
+def _names(comment: re.Match[str]) -> Iterator[tuple[int, str]]:
+    """Yield column and text of each name in the brackets; one empty name if there is none."""
+    if comment[1] is None or not comment[1].strip(" ,\t"):
+        yield comment.start(), ""
+        return
+    for part in re.finditer(r"[^,\s][^,]*", comment[1]):
+        yield comment.start(1) + part.start(), part[0].rstrip()
+
+
+def _lines_below(lines: Sequence[str]) -> list[int]:
+    """Return, for each line, the next line that is not just a comment."""
+    below = [0, *range(2, len(lines) + 2)]
+    for number in range(len(lines) - 1, 0, -1):
+        if lines[number].lstrip().startswith("#"):
+            below[number] = below[number + 1]
+    return below
+
+
+def _comment_start(line: str, scalars: Sequence[tuple[int, int]]) -> int | None:
+    for sign in _HASH.finditer(line):
+        before = bisect.bisect_right(scalars, sign.start(), key=lambda scalar: scalar[0])
+        if not before or scalars[before - 1][1] <= sign.start():
+            return sign.start()
+    return None
+
+
+def _quoted_scalars(source: Located) -> _Spans:
+    """Return where quoted and block scalars stand: a `#` inside one begins no comment."""
+    spans: _Spans = {}
+    for token in yaml.scan(source.text.removeprefix("\ufeff"), Loader=_LOADER):
+        if isinstance(token, yaml.ScalarToken) and token.style:
+            start, end = token.start_mark, token.end_mark
+            # The line of a block's indicator ends in what may be a comment.
+            for line in range(start.line + (token.style in "|>"), end.line + 1):
+                low = start.column if line == start.line else 0
+                high = end.column if line == end.line else 1 << 30
+                spans.setdefault(line + 1, []).append((low, high))
+    return spans
+
+
+def _lines_of_rules(source: Located) -> dict[int, tuple[int, int]]:
+    """Return the first and the last line of each rule, by the line of its id."""
+    data: Any = source.data
+    entries = data.get("rules") if isinstance(data, dict) else None
+    if not isinstance(entries, list):
+        return {}
+    ids = [
+        (source.missing_place(("rules", index)).line, source.key_place(("rules", index, "id")).line)
+        for index, entry in enumerate(entries)
+        if isinstance(entry, dict) and entry
+    ]
+    starts = sorted(start for start, _ in ids)
+    ends = [*(start - 1 for start in starts), source.text.count("\n") + 1]
+    return {line: (start, ends[bisect.bisect_right(starts, start)]) for start, line in ids}

@@ -1,0 +1,135 @@
+"""What traps saw of module tensors and tags, kept on the device until the next update decides."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.actions import Rule
+from gradsurgeon.runtime.event_log import EventLog
+from gradsurgeon.runtime.measure import read
+from gradsurgeon.runtime.step_counter import StepCounter
+
+# A long validation between two updates, or many micro-batches, must not pile up flags without end.
+_MOST = 4096
+
+
+@dataclass(slots=True)
+class Flag:
+    """The number of non-finite elements of one tensor at the moment it existed.
+
+    ``fed`` says that it takes part in an update: a gradient does, a value does once backward has
+    come back to it.
+    """
+
+    rule: Rule
+    name: str
+    what: str
+    counter: Callable[[], StepCounter]
+    count: Tensor
+    fed: bool
+    # Of a value: what stays as long as a backward pass can come back to it.
+    graph: weakref.ref[object] | None = None
+    # A value that needs no gradient, such as a batch, in a forward that is trained through: no pass comes
+    # back to it, and the next one tells.
+    waits: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.rule.id, self.name
+
+    @property
+    def can_feed(self) -> bool:
+        """Whether a backward pass can still come back to the tensor."""
+        return self.waits or (self.graph is not None and self.graph() is not None)
+
+
+class Flags:
+    """All flags since the last update, in the order in which the tensors appeared."""
+
+    def __init__(self, event_log: EventLog) -> None:
+        self._event_log = event_log
+        self._flags: list[Flag] = []
+        self._most = _MOST
+        # The last of each rule and tensor that a forward pass has left.
+        self._last: dict[tuple[str, str], Flag] = {}
+
+    def passed(self) -> None:
+        """Take notice of a backward pass: the forward pass before it feeds an update."""
+        for flag in self._flags:
+            flag.fed |= flag.waits
+
+    def is_known(self, rule: str, name: str) -> bool:
+        """Tell whether the forward pass that is now run again has left a flag that can feed an update.
+
+        Reentrant checkpointing runs it without gradients first.
+        """
+        last = self._last.get((rule, name))
+        return last is not None and (last.fed or last.waits or last.graph is not None)
+
+    def add(self, flag: Flag, *, again: bool = False) -> None:
+        """Note a flag, ``again`` where a forward pass is run again inside a backward pass."""
+        if not again:
+            self._last[flag.key] = flag
+        if len(self._flags) >= self._most:
+            self._compact()
+        self._flags.append(flag)
+
+    def _compact(self) -> None:
+        """Drop the flags of forwards that can feed no update, and make one of those of one tensor.
+
+        None that an update has to answer for is lost: a model may have more modules than `_MOST`.
+        """
+        self._mention(_counted(flag for flag in self._flags if not (flag.fed or flag.can_feed)))
+        kept: list[Flag] = []
+        first: dict[tuple[str, str, torch.device], Flag] = {}
+        for flag in self._flags:
+            same = first.setdefault((*flag.key, flag.count.device), flag) if flag.fed else flag
+            if same is not flag:
+                same.count = same.count + flag.count
+            elif flag.fed or flag.can_feed:
+                kept.append(flag)
+        self._flags = kept
+        self._most = max(_MOST, 2 * len(kept))
+
+    def take(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
+        """Return the flags that an update of ``clock`` has to answer for, with their counts.
+
+        Those of the ``common`` clock belong to modules that no optimizer owns, such as a backbone that is
+        left out: whichever update comes next answers for them. Those of forwards that fed no update are
+        dropped; where one of them was non-finite, that is an event. Reads the device once.
+        """
+        counted = _counted(flag for flag in self._flags if flag.counter() in (counter, common))
+        self._flags = [flag for flag in self._flags if flag.counter() not in (counter, common)]
+        self._last.clear()
+        fed = [(flag, count) for flag, count in counted if flag.fed]
+        trapped = {flag.key for flag, count in fed if count}
+        self._mention((f, c) for f, c in counted if not f.fed and f.key not in trapped)
+        return fed
+
+    def forget(self, counter: StepCounter) -> None:
+        self._flags = [flag for flag in self._flags if flag.counter() is not counter]
+
+    def close(self) -> None:
+        """Drop what no update has answered for."""
+        self._mention(_counted(self._flags))
+        self._flags = []
+
+    def _mention(self, dropped: Iterable[tuple[Flag, int]]) -> None:
+        for flag, count in dropped:
+            if count:
+                text = (
+                    f"the {flag.what} of {flag.name} had {count:,} non-finite element"
+                    f"{'s' if count > 1 else ''} in a forward that fed no update: no trap"
+                )
+                rule, step = flag.rule.id, flag.counter().step
+                self._event_log.emit("notice", text, rule=rule, step=step, name=flag.name)
+
+
+def _counted(flags: Iterable[Flag]) -> list[tuple[Flag, int]]:
+    flags = list(flags)
+    return list(zip(flags, read([flag.count for flag in flags]), strict=True))

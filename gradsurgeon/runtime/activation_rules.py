@@ -1,0 +1,199 @@
+"""What rules do to the values and gradients of activations: tensors of modules, and tagged ones."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import MutableMapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from threading import RLock
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gradsurgeon import _numbers, _statistics, _torch
+from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.runtime.activation_flags import Flag
+from gradsurgeon.runtime.backward_watch import BackwardWatch
+from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.edit_effect import changes
+from gradsurgeon.runtime.module_schedule import ModuleCounters, NamedRule
+from gradsurgeon.runtime.norm_clip import NormClip
+from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
+from gradsurgeon.store import Key
+
+_BATCHED = (
+    "left a tensor of vmap alone, which stands for a whole batch and cannot be looked into "
+    "(torch.func.vmap, jacrev, is_grads_batched): compute this part in a loop if the rule is to act there"
+)
+_HOLLOW = (
+    "left a tensor alone that has a shape and no numbers (the meta device, or torch.export at its trace): "
+    "nothing was measured or edited there; export the model after session.remove()"
+)
+# The columns of a row with one value.
+_ALONE = (0,)
+
+
+@dataclass(eq=False)
+class ActivationRules:
+    """Runs rules on activations. Each has an owner: the module whose clock counts."""
+
+    context: Context
+    passes: BackwardWatch
+    counters: ModuleCounters
+    # The rules that have edited a tensor, by id.
+    _edited: MutableMapping[Tensor, set[str]] = field(default_factory=WeakTensorKeyDictionary)
+    _keys: dict[tuple[str, str], list[Key]] = field(default_factory=dict)
+    # Replicas of one model run in threads, and autograd calls hooks in one thread per device.
+    lock: RLock = field(default_factory=RLock)
+
+    def on_value(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str) -> Tensor:
+        """Run rules on the value of a tensor of any shape and dtype; return the one to go on with."""
+        if not rules or self.is_unreadable(tensor, rules, owner):
+            return tensor
+        # Checkpointing runs forward again inside backward: edits must repeat, records must not.
+        again = _torch.graph_task() != -1
+        out = tensor
+        with self.lock:
+            for rule, name in rules:
+                if isinstance(rule, EditRule):
+                    # Ids and masks are values too, but nothing that a bound or a factor is meant for.
+                    if is_numeric(out) and not self.has_edited(rule, out):
+                        step = None if again else self.counters.of(owner).step
+                        out = self._edit(rule, out, step, None)
+                        self.mark_edited(rule, out)
+                elif not again:
+                    self._observe(rule, name, out, owner)
+                elif isinstance(rule, TrapRule) and not self.context.flags.is_known(rule.id, name):
+                    self._flag(rule, name, out, owner, again=True)
+        return out if self.context.mode == "act" else tensor
+
+    def on_gradient(self, rules: Sequence[NamedRule], grad: Tensor, owner: str) -> Tensor:
+        """Run rules on the gradient of a tensor; return the gradient to go on with."""
+        if self.is_unreadable(grad, rules, owner):
+            return grad
+        with self.lock:
+            # A session without rules on parameters learns from this that a backward pass is running.
+            self.passes.current()
+            out, scale = grad, self.context.scaling.scale
+            for rule, name in rules:
+                if isinstance(rule, EditRule):
+                    out = self._edit(rule, out, self.counters.of(owner).step, scale)
+                else:
+                    self._observe(rule, name, unscaled(out, scale), owner)
+        return out if self.context.mode == "act" else grad
+
+    def is_unreadable(self, tensor: Tensor, rules: Sequence[NamedRule], owner: str) -> bool:
+        """Tell whether rules have to leave a tensor alone that has no numbers to read; say so once."""
+        if _torch.is_batched(tensor):
+            topic, text = "vmap", _BATCHED
+        elif _torch.is_hollow(tensor):
+            topic, text = "hollow", _HOLLOW
+        else:
+            return False
+        self.warn(topic, text, rules, owner)
+        return True
+
+    def warn(self, topic: str, text: str, rules: Sequence[NamedRule], owner: str) -> None:
+        """Say of each rule, once, what keeps it from acting on a tensor."""
+        step = self.counters.of(owner).step
+        for rule, _ in rules:
+            self.context.event_log.once(topic, text, rule=rule.id, step=step, warn=True)
+
+    def has_edited(self, rule: Rule, tensor: Tensor) -> bool:
+        """Tell whether a rule has edited this very tensor, or is about to edit its gradient.
+
+        A container returns the tensor of its last child; a rule that matches both acts once.
+        """
+        return rule.id in self._edited.get(tensor, ())
+
+    def mark_edited(self, rule: Rule, tensor: Tensor) -> None:
+        # Weak references on parameters break the conversion of a model by swapping tensors.
+        if isinstance(rule, EditRule) and not isinstance(tensor, nn.Parameter):
+            self._edited.setdefault(tensor, set()).add(rule.id)
+
+    def _edit(self, rule: Rule, tensor: Tensor, step: int | None, scale: Tensor | None) -> Tensor:
+        """Return an edited value or gradient.
+
+        ``step`` is what the edit counts for, ``None`` where it repeats one that has been counted, and
+        ``scale`` what a `GradScaler` has multiplied the tensor by.
+        """
+        edit, event_log = self.context.edits[rule.id], self.context.event_log
+        if step is not None:
+            event_log.fired(rule.id, step)
+        if edit.by_norm is not None:
+            with _torch.aside(tensor) as plain:
+                clip = NormClip(edit.by_norm, plain.detach(), scale)
+                if step is not None:
+                    clip.tell(self.context, rule.id, step)
+            return clip.of(tensor)
+        if step is not None:
+            with torch.no_grad(), _torch.aside(tensor) as plain:
+                changed = changes(edit, unscaled(plain, scale))
+                event_log.altered(rule.id, changed)
+            # What comes out as it is need not be written; autograd has to know of an edit of a value.
+            if changed is False and rule.ref.grad:
+                return tensor
+        return _numbers.on_values(in_true_units(edit.apply, scale), tensor)
+
+    def _observe(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
+        step = self.counters.of(owner).step
+        if isinstance(rule, CaptureRule):  # counts by itself
+            with _torch.aside(tensor) as plain:
+                self.context.captures.keep(rule, name, step, plain)
+        elif is_numeric(tensor):
+            if isinstance(rule, ObserverRule):
+                self._record(rule, name, tensor, step)
+            else:
+                self._flag(rule, name, tensor, owner)
+            self.context.event_log.fired(rule.id, step)
+
+    def _record(self, rule: Rule, name: str, tensor: Tensor, step: int) -> None:
+        keys = self._keys.get((rule.id, name))
+        if keys is None:
+            stats: tuple[str, ...] = getattr(rule, "stats", ())
+            keys = [Key(rule.id, stat, rule.point, (name,)) for stat in stats]
+            self._keys[rule.id, name] = keys
+        with torch.no_grad(), _torch.aside(tensor) as plain:
+            for key in keys:
+                value = _statistics.statistic(key.stat, plain.detach())
+                self.context.recorder.add(key, step, _ALONE, value, replace=False)
+
+    def _flag(
+        self, rule: Rule, name: str, tensor: Tensor, owner: str, *, again: bool = False
+    ) -> None:
+        if not is_numeric(tensor):
+            return
+        with torch.no_grad(), _torch.aside(tensor) as plain:
+            bad = _numbers.nonfinite(plain)
+        ref, counter = rule.ref, partial(self.counters.of, owner)
+        flag = Flag(rule, name, str(ref), counter, bad, fed=ref.grad or again)
+        if not flag.fed and torch.is_grad_enabled():
+            if tensor.requires_grad:
+                feeds = FeedsHook(flag)
+                flag.graph = weakref.ref(feeds)
+                _torch.register_hook(tensor, feeds)
+            else:
+                flag.waits = True
+        self.context.flags.add(flag, again=again)
+
+
+class FeedsHook:
+    """Tensor hook that tells a trap that a value takes part in a backward pass."""
+
+    __torch_unserializable__ = True
+
+    def __init__(self, flag: Flag) -> None:
+        self._flag = flag
+        self.__name__ = f"{flag.rule.id}:{flag.name}"
+
+    @in_backward
+    def __call__(self, _grad: Tensor | None) -> None:
+        self._flag.fed = True
+
+
+def is_numeric(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds numbers that can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()

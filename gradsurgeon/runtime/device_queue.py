@@ -1,0 +1,115 @@
+"""Numbers on their way from devices to the host, many at a time, while training goes on."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Sequence
+from threading import RLock
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _torch
+
+Item = TypeVar("Item")
+
+# A device that is steps behind is not waited for, until what travels takes this much memory on the
+# host. Two transfers have it in any case: one arrives while the next one is on its way.
+_MOST_BYTES = 64 * 2**20
+_FEWEST_UNDER_WAY = 2
+
+
+class DeviceQueue(Generic[Item]):
+    """Takes numbers of all devices and hands them over on the host, in the order they came.
+
+    Nothing is moved while a CUDA graph is being captured: what is on the device has no value then, and
+    to ask whether something has arrived would break the capture.
+
+    Args:
+        take: called with items and their numbers, float32.
+    """
+
+    def __init__(self, take: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:
+        self._take = take
+        self._waiting: dict[Hashable, tuple[Item, Tensor]] = {}
+        self._under_way: deque[_Transfer[Item]] = deque()
+        self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
+        # Hooks can be called by several threads, and readers live in others.
+        self._lock = RLock()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def under_way(self) -> bool:
+        return bool(self._under_way)
+
+    def put(self, item: Item, values: Tensor, *, slot: Hashable = None) -> None:
+        """Let a copy of numbers wait; it takes the place of what waits in the same slot."""
+        with self._lock, torch.no_grad():
+            self._streams[values.device].follow(values.device)
+            copied = values.detach().reshape(-1).to(torch.float32, copy=True)
+            self._waiting[object() if slot is None else slot] = item, copied
+
+    def send(self) -> None:
+        """Let what waits travel to the host, and hand over what has arrived.
+
+        Waits for the oldest transfer where those under way take all the memory that there may be.
+        """
+        if _torch.is_capturing():
+            return
+        with self._lock:
+            if self._waiting:
+                for device in {values.device for _, values in self._waiting.values()}:
+                    self._streams[device].follow(device)
+                self._under_way.append(_Transfer(list(self._waiting.values())))
+                self._waiting.clear()
+            self.collect()
+            while len(self._under_way) > _FEWEST_UNDER_WAY and self._bytes() > _MOST_BYTES:
+                self._hand_over()
+
+    def collect(self) -> None:
+        """Hand over what has arrived, without waiting."""
+        if _torch.is_capturing():
+            return
+        with self._lock:
+            while self._under_way and self._under_way[0].arrived():
+                self._hand_over()
+
+    def settle(self) -> None:
+        """Hand everything over. Waits for the device where something is there."""
+        self.send()
+        if _torch.is_capturing():
+            return
+        with self._lock:
+            while self._under_way:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._take(self._under_way.popleft().read())
+
+    def _bytes(self) -> int:
+        return sum(transfer.bytes for transfer in self._under_way)
+
+
+class _Transfer(Generic[Item]):
+    def __init__(self, rows: Sequence[tuple[Item, Tensor]]) -> None:
+        self._rows = rows
+        self.bytes = sum(values.nbytes for _, values in rows)
+        devices: dict[torch.device, list[Tensor]] = {}
+        for _, values in rows:
+            if not _torch.is_host(values):
+                devices.setdefault(values.device, []).append(values)
+        self._arrivals = {device: _torch.send(parts) for device, parts in devices.items()}
+
+    def arrived(self) -> bool:
+        return all(arrival.done() for arrival in self._arrivals.values())
+
+    def read(self) -> list[tuple[Item, Tensor]]:
+        """Return the numbers on the host. Waits for those that have not arrived."""
+        landed = {device: iter(arrival.wait()) for device, arrival in self._arrivals.items()}
+        return [
+            (item, next(landed[values.device]) if values.device in landed else values)
+            for item, values in self._rows
+        ]

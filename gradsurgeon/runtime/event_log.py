@@ -1,0 +1,306 @@
+"""The event log: what happened, and what each rule has done.
+
+Each event is told once, in one of three ways:
+
+* as an exception, where a trap stops the training;
+* as a `GradSurgeonWarning`, where the caller should change something: a rule that never fired, a hook
+  that got lost, a set-up that cannot honour a rule, and a trap with ``then: warn``;
+* to the logger ``gradsurgeon``: a trap that lets the training go on and a skipped step at WARNING,
+  which Python prints to stderr where nobody has configured logging; all else at INFO.
+
+What happens again and again, a trap or a step that the scaler skips, is told in full the first time,
+and then counted and told in a line: the 10th, the 100th, the 1,000th time, and once a minute.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import RLock
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _dist, _torch
+from gradsurgeon.actions import Rule
+from gradsurgeon.errors import GradSurgeonWarning, printable
+from gradsurgeon.events import Event, EventKind, RuleStatus
+from gradsurgeon.runtime.device_queue import DeviceQueue
+
+_LOGGER = logging.getLogger("gradsurgeon")
+# A trap with `then: warn` can trip in every step of a long run.
+_MOST_EVENTS = 10_000
+# Of these the repetitions make room first, and so many of them are written to a run at most.
+_INNOCENT = frozenset({"notice", "scaler-skip", "hook-rearmed"})
+# What can happen in every step, with how it is logged; a trap and the step that it skips are one thing.
+_REPEATED = {
+    "trap": ("trap", logging.WARNING),
+    "skipped-step": ("trap", logging.WARNING),
+    "scaler-skip": ("scaler-skip", logging.INFO),
+}
+_MINUTE = 60.0
+# One step can pass without a gradient for innocent reasons; three in a row are worth a warning.
+_QUIET_STEPS = 3
+# Flags wait on the device until so many of them are worth a transfer.
+_FLAGS_PER_TRANSFER = 256
+
+_NOT_THE_SCRIPT = (
+    *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
+    weakref.__file__,  # which tells that a model is gone
+)
+
+
+def _level_of_the_script() -> int:
+    """Return the stack level, for a warning of the caller, of the line of the script that led to it."""
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
+    while frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
+        level += 1
+        if frame.f_back is None:
+            break  # a thread of autograd: no line of the script is there
+        frame = frame.f_back
+    return level
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one rule has done; ``counters`` hold what devices have altered and the host does not know."""
+
+    matched: int
+    fired: int = 0
+    altered: int = 0
+    counters: dict[torch.device, Tensor] = field(default_factory=dict)
+    last_step: int | None = None
+    quiet: int = 0
+    due: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+    def status(self) -> RuleStatus:
+        return RuleStatus(
+            matched=self.matched,
+            fired=self.fired,
+            changed=self.altered / self.fired if self.fired else 0.0,
+            last_step=self.last_step,
+            warnings=tuple(self.warnings),
+        )
+
+
+@dataclass(slots=True)
+class _Repeated:
+    """How often something has happened, in which step last, and when it was last told."""
+
+    times: int = 0
+    step: int | None = None
+    told: float = 0.0
+
+
+class EventLog:
+    """Events in order, and one tally per rule. Several threads may write to it."""
+
+    def __init__(self, rules: Sequence[Rule], matched: Sequence[int]) -> None:
+        self.events: list[Event] = []
+        # Is called with each event that is noted.
+        self.sink: Callable[[Event], None] | None = None
+        self._tallies = {rule.id: Tally(count) for rule, count in zip(rules, matched, strict=True)}
+        self._said: set[tuple[str, str]] = set()
+        self._repeated: dict[tuple[str, str], _Repeated] = {}
+        self._innocent = 0
+        self._flags: DeviceQueue[Callable[[int], None]] = DeviceQueue(self._read)
+        # Never held while something else is called: the recorder has a lock of its own, and calls back.
+        self._lock = RLock()
+
+    def emit(
+        self,
+        kind: EventKind,
+        message: str,
+        *,
+        rule: str = "",
+        step: int = 0,
+        name: str = "",
+        warn: bool = False,
+        raised: bool = False,
+    ) -> None:
+        """Note an event, and tell of it: by a warning, where the caller ought to see it at once.
+
+        The first line of the message stands for itself. ``raised``: an exception is about to tell it.
+        """
+        self._note(Event(kind, rule, step, _dist.rank(), name, message))
+        text, level = message, logging.INFO
+        if kind in _REPEATED:
+            topic, level = _REPEATED[kind]
+            text = self._news((topic, rule), step, message)
+        if not text:
+            return
+        if warn:
+            self.warn(text, rule=rule)
+        else:
+            lines = "\n".join(map(printable, _with_rule(text, rule).split("\n")))
+            _LOGGER.log(logging.INFO if raised else level, "%s", lines)
+
+    def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
+        """Return what to tell of something that happens again and again, empty for nothing."""
+        now = time.monotonic()
+        with self._lock:
+            repeated = self._repeated.setdefault(topic, _Repeated())
+            if repeated.step == step:
+                return ""  # The same has been told in other words.
+            repeated.step = step
+            repeated.times += 1
+            times = repeated.times
+            is_power_of_ten = times == 10 ** (len(str(times)) - 1)
+            if not is_power_of_ten and now - repeated.told < _MINUTE:
+                return ""
+            repeated.told = now
+        if times == 1:
+            return message
+        return f"{'; '.join(message.split(chr(10))[:2])} ({times:,} times so far)"
+
+    def warn(self, message: str, *, rule: str = "") -> None:
+        if rule:
+            with self._lock:
+                self._tallies[rule].warnings.append(message)
+        warnings.warn(_with_rule(message, rule), GradSurgeonWarning, _level_of_the_script())
+
+    def _note(self, event: Event) -> None:
+        innocent = event.kind in _INNOCENT
+        with self._lock:
+            self.events.append(event)
+            self._innocent += innocent
+            written = not innocent or self._innocent <= _MOST_EVENTS
+            full = len(self.events) > _MOST_EVENTS
+            if full:
+                self._make_room()
+        if self.sink is not None and written:
+            self.sink(event)
+        if full:
+            text = f"more than {_MOST_EVENTS:,} events: of those that repeat others the oldest are not kept"
+            self.once("events", text, step=event.step)
+
+    def _make_room(self) -> None:
+        """Drop a tenth of the events: repetitions first, innocent ones before others."""
+        kinds: set[tuple[str, str, str]] = set()
+        ranked = []
+        for position, event in enumerate(self.events):
+            kind = (event.kind, event.rule, event.name)
+            ranked.append((kind not in kinds, event.kind not in _INNOCENT, position))
+            kinds.add(kind)
+        dropped = {position for _, _, position in sorted(ranked)[: _MOST_EVENTS // 10]}
+        self.events = [event for i, event in enumerate(self.events) if i not in dropped]
+
+    def once(
+        self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
+    ) -> None:
+        """Note a notice the first time the topic comes up."""
+        with self._lock:
+            if (topic, rule) in self._said:
+                return
+            self._said.add((topic, rule))
+        self.emit("notice", message, rule=rule, step=step, warn=warn)
+
+    def records_dropped(self, step: int) -> None:
+        text = (
+            "records in memory have reached their bound: from here on the oldest make room for new ones; "
+            "a run directory (record=) keeps all of them"
+        )
+        self.once("records", text, step=step)
+
+    def said(self, topic: str, rule: str = "") -> bool:
+        return (topic, rule) in self._said
+
+    def has_fired(self, rule: str) -> bool:
+        return bool(self._tallies[rule].fired)
+
+    def fired(self, rule: str, step: int, count: int = 1) -> None:
+        tally = self._tallies[rule]
+        with self._lock:
+            tally.fired += count
+            tally.last_step = step
+
+    def altered(self, rule: str, count: Tensor | int) -> None:
+        """Count firings that altered something, on a device without reading it."""
+        tally = self._tallies[rule]
+        if not isinstance(count, Tensor) or _torch.is_host(count):
+            self._add(tally, int(count))
+        elif not _torch.is_capturing():  # Every replay would begin to count from zero.
+            with self._lock, torch.no_grad():
+                if (counter := tally.counters.get(count.device)) is None:
+                    # What is made in inference mode, where validation may come first, is no use outside.
+                    with torch.inference_mode(mode=False):
+                        counter = torch.zeros((), dtype=torch.int64, device=count.device)
+                    tally.counters[count.device] = counter
+                counter.add_(count)
+
+    def _add(self, tally: Tally, count: int) -> None:
+        with self._lock:
+            tally.altered += count
+
+    def later(
+        self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
+    ) -> None:
+        """Note an event if ``flag`` is set, once that can be read without waiting."""
+        if _torch.is_capturing():
+            return  # The flag has no value yet, and belongs to the graph.
+
+        def note(_: int) -> None:
+            self.emit(kind, message, rule=rule, step=step)
+
+        if _torch.is_host(flag):
+            self._read([(note, flag)])
+            return
+        self._flags.put(note, flag)
+        if len(self._flags) >= _FLAGS_PER_TRANSFER:
+            self._flags.send()
+
+    @staticmethod
+    def _read(arrived: Sequence[tuple[Callable[[int], None], Tensor]]) -> None:
+        for act, values in arrived:
+            if count := int(values):
+                act(count)
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Note what devices know. Without waiting, what they have told so far; the rest comes later."""
+        if _torch.is_capturing():
+            return  # What is on the device has no value then.
+        # Counters travel with the flags, and begin anew.
+        for tally in self._tallies.values():
+            with self._lock:
+                counters, tally.counters = tally.counters, {}
+            for counter in counters.values():
+                self._flags.put(partial(self._add, tally), counter)
+        if wait:
+            self._flags.settle()
+        else:
+            self._flags.send()
+
+    def passed(self, rule: str, step: int, cause: Callable[[], str]) -> None:
+        """Note that a step in which a rule was due is over; say so where it never fires."""
+        tally = self._tallies[rule]
+        with self._lock:
+            tally.due = True
+            tally.quiet += not tally.fired
+            news = not tally.fired and tally.quiet == _QUIET_STEPS
+        if news:
+            text = f"was due in {_QUIET_STEPS} steps and never fired: {cause()}"
+            self.emit("never-fired", text, rule=rule, step=step, warn=True)
+
+    def never_fired(self) -> list[tuple[str, bool]]:
+        """Return the rules that bound to something and never fired, and whether they were due."""
+        tallies = self._tallies.items()
+        return [(rule, tally.due) for rule, tally in tallies if tally.matched and not tally.fired]
+
+    def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
+        """Return what each rule has done. Without waiting, what devices have counted is a moment old."""
+        self.settle(wait=wait)
+        return {rule: tally.status() for rule, tally in self._tallies.items()}
+
+
+def _with_rule(message: str, rule: str) -> str:
+    # The message of a trap, which is raised as well, names the rule by itself.
+    return message if not rule or f"rule {rule}" in message else f"rule {rule}: {message}"

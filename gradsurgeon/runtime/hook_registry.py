@@ -1,0 +1,149 @@
+"""Every hook on a parameter: put on all together or not at all, taken off without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from gradsurgeon import _torch
+from gradsurgeon.runtime.backward_watch import BackwardWatch
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.manual_steps import GuardHook, ManualSteps
+from gradsurgeon.runtime.param_hooks import PassHook, TensorHook
+
+
+class HookRegistry:
+    """The hooks of one session on the parameters of its model."""
+
+    def __init__(self, context: Context, passes: BackwardWatch, manual: ManualSteps) -> None:
+        self._context = context
+        self._backward = passes
+        self._manual = manual
+        program = context.program
+        # Rules on modules alone must learn of backward passes as well.
+        self._armed = program.armed or tuple(range(len(program.names)))
+        self._handles: dict[int, list[RemovableHandle]] = {}
+        self._ids: dict[int, int] = {}
+        self._guards: dict[int, bool] = {}
+
+    def arm(self) -> None:
+        with ExitStack() as undo:
+            undo.callback(self.disarm)
+            for tensor in self._armed:
+                self._arm(tensor)
+            undo.pop_all()
+
+    def guard(self, tensors: dict[int, bool]) -> None:
+        """Put guards on tensors whose steps are counted by backward passes."""
+        self._guards = tensors
+        for tensor in tensors:
+            if (param := self._context.parameters.param(tensor)) is not None:
+                self._handles.setdefault(tensor, []).append(self._put_guard(tensor, param))
+
+    def replaced(self) -> list[int]:
+        """Return the tensors whose parameter is not the one with the hooks."""
+        places = self._context.parameters.places_of(self._armed)
+        now = [id(owner.get(key)) for owner, key in places]
+        if now == list(self._ids.values()):
+            return []
+        armed = zip(self._armed, now, strict=True)
+        return [tensor for tensor, param in armed if self._ids.get(tensor, param) != param]
+
+    def rearm(self, tensor: int) -> bool:
+        """Put the hooks on the parameter that now stands under the name.
+
+        Returns:
+            Whether there is one.
+        """
+        for handle in self._handles.pop(tensor, []):
+            handle.remove()
+        self._arm(tensor)
+        return self._context.parameters.param(tensor) is not None
+
+    def again(self) -> None:
+        for tensor in self._armed:
+            self.rearm(tensor)
+
+    def carried(self, param: Tensor) -> int | None:
+        """Return the tensor whose hooks a parameter carries, if it does."""
+        for hook in _torch.post_accumulate_hooks(param):
+            if isinstance(hook, PassHook) and hook.belongs_to(self._context):
+                return hook.tensor
+        return None
+
+    def missing(self, tensors: Iterable[int]) -> list[int]:
+        """Return the tensors that somebody has taken our hooks off."""
+        found = []
+        for tensor in tensors:
+            param = self._context.parameters.param(tensor)
+            handles = self._handles.get(tensor)
+            if param is not None and handles and not _is_on(handles[-1]):
+                found.append(tensor)
+        return found
+
+    def revive(self, param: Tensor) -> int | None:
+        """Install the hooks of a parameter anew, whose content was swapped with that of another tensor.
+
+        Returns:
+            The tensor, if it is one with hooks of ours.
+        """
+        for tensor, identity in self._ids.items():
+            same = identity == id(param) and self._context.parameters.param(tensor) is param
+            if same and self._handles.get(tensor):
+                _torch.reinstall_hooks(param)
+                return tensor
+        return None
+
+    def disarm(self) -> None:
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+        for tensor in self._armed:
+            param = self._context.parameters.param(tensor)
+            if param is not None:
+                _torch.forget_empty_hooks(param)
+
+    def _arm(self, tensor: int) -> None:
+        param = self._context.parameters.param(tensor)
+        self._ids[tensor] = id(param)
+        if param is None:
+            return
+        self._handles[tensor] = list(self._put(tensor, param))
+
+    def _put(self, tensor: int, param: Tensor) -> Iterable[RemovableHandle]:
+        if param.is_inference() or not (param.is_floating_point() or param.is_complex()):
+            return  # Integers and tensors made for inference have no gradient, now or later.
+        name = self._context.program.names[tensor]
+        rules = self._context.program.per_tensor.get(tensor, ())
+        frozen = not param.requires_grad
+        if frozen:
+            # torch refuses hooks on frozen parameters, but keeps those that are there, so that a
+            # rule acts as soon as the parameter is thawed.
+            param.requires_grad_(True)
+        try:
+            if rules:
+                label = "+".join(rule.id for rule in rules)
+                hook = TensorHook(self._context, self._backward, tensor, f"{label}:{name}", rules)
+                yield _torch.register_hook(param, hook)
+            if tensor in self._guards:
+                yield self._put_guard(tensor, param)
+            watch = PassHook(self._context, self._backward, tensor, f"gradsurgeon:{name}")
+            yield _torch.register_post_accumulate_hook(param, watch)
+        finally:
+            if frozen:
+                param.requires_grad_(False)
+
+    def _put_guard(self, tensor: int, param: Tensor) -> RemovableHandle:
+        name = self._context.program.names[tensor]
+        label, edited = f"gradsurgeon:{name}", self._guards[tensor]
+        guard = GuardHook(self._context, self._backward, self._manual, tensor, label, edited=edited)
+        return _torch.register_hook(param, guard)
+
+
+def _is_on(handle: RemovableHandle) -> bool:
+    table = handle.hooks_dict_ref()
+    return table is not None and handle.id in table

@@ -1,0 +1,278 @@
+"""Hooks on modules: what they take and what they return, as values and as gradients.
+
+No full backward hooks: they break where a module works in place, and miss mappings. The gradient of
+an output is had by a hook on the output tensor; that of an input by a hook on a view of it that this
+module alone consumes, so that it is this module's own contribution and not the sum over consumers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradsurgeon.actions import Rule, spelled
+from gradsurgeon.compiler import ModuleProgram
+from gradsurgeon.runtime.compile_support import uncompiled_in_forward
+from gradsurgeon.runtime.module_schedule import Due, ModuleSchedule, NamedRule
+from gradsurgeon.runtime.structure import Path, describe, resolve, tensors_in, with_tensors
+from gradsurgeon.runtime.tensor_hooks import TensorHooks
+
+
+class _Call(NamedTuple):
+    """One call of a module, and what the rules on what it takes, or returns, have to do in it."""
+
+    tensor_hooks: TensorHooks
+    owner: str
+    due: Due
+    # Whether the gradient of a view is meant, because others use the tensor too.
+    needs_view: Callable[[Tensor], bool]
+
+    def act(self, tensor: Tensor) -> Tensor:
+        return self.tensor_hooks.act(self.due, tensor, self.owner, self.needs_view)
+
+    def exchanged(
+        self, structure: Any, path_of: Callable[[Path], Path] = lambda path: path
+    ) -> dict[Path, Tensor]:
+        """Run rules on the tensors of a structure; return those to be exchanged, by path.
+
+        ``path_of`` maps the path that a rule names to one in the structure.
+        """
+        exchanged: dict[Path, Tensor] = {}
+        done: dict[tuple[int, tuple[str, ...]], Tensor] = {}
+        named = {
+            rule.id: self._resolved(structure, rule, path_of(rule.ref.path))
+            for rule, _ in (*self.due.values, *self.due.grads)
+        }
+        for path, tensor in tensors_in(structure):
+            due = Due(*(tuple(self._matching(path, rules, named)) for rules in self.due))
+            rules = tuple(rule.id for rule, _ in (*due.values, *due.grads))
+            if not rules:
+                continue
+            # One tensor in several places, as query, key and value, is acted on once.
+            key = (id(tensor), rules)
+            if key not in done:
+                done[key] = self._replace(due=due).act(tensor)
+            if done[key] is not tensor:
+                exchanged[path] = done[key]
+        return exchanged
+
+    def _resolved(self, structure: Any, rule: Rule, path: Path) -> Path | None:
+        resolved = resolve(structure, path)
+        if resolved is None:
+            text = f"{self.owner} has no {rule.ref}: its {rule.ref.side} is {describe(structure)}"
+            named = NamedRule(rule, self.owner)
+            self.tensor_hooks.sites.warn("path", text, [named], self.owner)
+        return resolved
+
+    def _matching(
+        self, path: Path, rules: Sequence[NamedRule], named: Mapping[str, Path | None]
+    ) -> Iterator[NamedRule]:
+        for rule, _ in rules:
+            start = named[rule.id]
+            if start is not None and path[: len(start)] == start:
+                # A rule that names one tensor by path gives it the name of the module.
+                yield NamedRule(rule, f"{self.owner}{spelled(path[len(start) :])}")
+
+
+class ModuleHook:
+    """A hook on a module that reaches its session weakly."""
+
+    def __init__(self, tensor_hooks: TensorHooks, name: str, rules: Sequence[Rule]) -> None:
+        self._tensor_hooks = weakref.ref(tensor_hooks)
+        self._timetable = ModuleSchedule(rules, name, name)
+        # Where a module takes or returns one tensor, and no rule names a part, all is known ahead.
+        self._whole = not any(rule.ref.path for rule in rules)
+
+    def _begin(self, module: nn.Module, needs_view: Callable[[Tensor], bool]) -> _Call | None:
+        """Return what the rules have to do now, ``None`` where all of them rest."""
+        tensor_hooks = self._tensor_hooks()
+        if tensor_hooks is None:
+            return None
+        due = tensor_hooks.due(self._timetable, training=module.training)
+        owner = self._timetable.owner
+        return None if due is None else _Call(tensor_hooks, owner, due, needs_view)
+
+
+class InputHook(ModuleHook):
+    """Forward pre-hook: rules on what a module takes."""
+
+    @uncompiled_in_forward
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments with exchanged tensors, ``None`` to leave them as they are."""
+        # On a view, an operation in place would leave the hook on a tensor that no longer counts.
+        in_place = getattr(module, "inplace", False) is True
+        call = self._begin(module, lambda _: not in_place)
+        if call is None:
+            return None
+        if self._whole and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
+            out = call.act(args[0])
+            return None if out is args[0] else ((out,), kwargs)
+        arguments = _Arguments(module, args, kwargs)
+        exchanged = call.exchanged(arguments.named, arguments.path)
+        return arguments.exchange(exchanged) if exchanged else None
+
+
+class OutputHook(ModuleHook):
+    """Forward hook: rules on what a module returns."""
+
+    @uncompiled_in_forward
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Return the output with exchanged tensors, ``None`` to leave it as it is."""
+
+        def needs_view(tensor: Tensor) -> bool:
+            # A module may return its input, or a parameter. What others make of it must be told from
+            # its output, and a hook on a leaf would stay there.
+            return tensor.is_leaf or any(taken is tensor for _, taken in tensors_in((args, kwargs)))
+
+        call = self._begin(module, needs_view)
+        if call is None:
+            return None
+        if self._whole and isinstance(output, Tensor):
+            out = call.act(output)
+            return None if out is output else out
+        exchanged = call.exchanged(output)
+        return with_tensors(output, exchanged) if exchanged else None
+
+
+class _Arguments:
+    """Arguments of a call under the names of the signature, positional and by keyword alike."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
+        self._names = _positional(type(module), len(args))
+        self.named: dict[int | str, Any] = dict(enumerate(args))
+        self.named.update(kwargs)
+
+    def path(self, path: Path) -> Path:
+        """Return a path with its first step as it stands in this call."""
+        if not path:
+            # A tensor that is the only one goes by the name of the module.
+            paths = [path for path, _ in tensors_in(self.named)]
+            return paths[0] if len(paths) == 1 else ()
+        first = path[0]
+        if isinstance(first, str) and first not in self._kwargs and first in self._names:
+            index = self._names.index(first)
+            first = index if index < len(self._args) else first
+        elif isinstance(first, int) and len(self._args) <= first < len(self._names):
+            first = self._names[first]
+        return (first, *path[1:])
+
+    def exchange(self, new: Mapping[Path, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with exchanged tensors."""
+        whole = with_tensors(self.named, new)
+        args = tuple(whole[index] for index in range(len(self._args)))
+        return args, {key: whole[key] for key in self._kwargs}
+
+
+def _positional(kind: type[nn.Module], count: int) -> list[str]:
+    """Return the names of the positional parameters of ``forward``, without ``self``."""
+    try:
+        parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
+    return names if len(names) >= count else []
+
+
+class _Copied:
+    """What copies and saved files get of a table of hooks: the entries that are not ours.
+
+    Torch copies and pickles the tables of a module along with it. This stands on the table itself as
+    ``__reduce__``, which whoever copies or pickles asks it for, so that the table remains the very
+    one that handles of the script hold, of the type that torch and its compiler expect.
+    """
+
+    def __init__(self, table: OrderedDict[int, Any]) -> None:
+        self._table = weakref.ref(table)
+        self.ours: set[int] = set()
+
+    def __call__(self) -> tuple[Any, ...]:
+        """Return what to build the table of the copy from, as ``__reduce__`` does."""
+        table = self._table()
+        items = () if table is None else table.items()
+        theirs = [(number, entry) for number, entry in items if number not in self.ours]
+        return type(table), (), None, None, iter(theirs)
+
+
+def _tables(handle: RemovableHandle) -> list[OrderedDict[int, Any]]:
+    """Return the tables of a module in which a hook has entries."""
+    tables = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
+    return [table for table in tables if table is not None]
+
+
+def _leave_behind(handle: RemovableHandle) -> None:
+    """Keep a hook out of the copies of its module."""
+    for table in _tables(handle):
+        copied = vars(table).setdefault("__reduce__", _Copied(table))
+        copied.ours.add(handle.id)
+
+
+def _take_off(handle: RemovableHandle) -> None:
+    """Take a hook off its module, and with the last of ours what kept it out of copies."""
+    tables = _tables(handle)
+    handle.remove()
+    for table in tables:
+        copied = vars(table)["__reduce__"]
+        copied.ours.discard(handle.id)
+        if not copied.ours:
+            del vars(table)["__reduce__"]
+
+
+class ModuleHooks:
+    """The hooks of one session on the modules of its model."""
+
+    def __init__(self, programs: Sequence[ModuleProgram], tensor_hooks: TensorHooks) -> None:
+        self._programs = programs
+        self._tensor_hooks = tensor_hooks
+        self._hooked: dict[str, tuple[weakref.ref[nn.Module], list[RemovableHandle]]] = {}
+
+    def refresh(self, modules: Mapping[str, nn.Module]) -> list[tuple[str, bool]]:
+        """Put the hooks on the modules that now stand under the names.
+
+        Returns:
+            The names of those that were exchanged, and whether there is one in their place.
+        """
+        exchanged = []
+        for program in self._programs:
+            module = modules.get(program.name)
+            hooked = self._hooked.get(program.name)
+            if (None if hooked is None else hooked[0]()) is not module:
+                self._take_off(program.name)
+                if module is not None:
+                    self._put(program, module)
+                exchanged.append((program.name, module is not None))
+        return exchanged
+
+    def detach(self) -> None:
+        """Take all hooks off."""
+        for name in list(self._hooked):
+            self._take_off(name)
+        self._tensor_hooks.remove_from_leaves()
+
+    def _put(self, program: ModuleProgram, module: nn.Module) -> None:
+        handles: list[RemovableHandle] = []
+        self._hooked[program.name] = (weakref.ref(module), handles)
+        if program.on_input:
+            before = InputHook(self._tensor_hooks, program.name, program.on_input)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        if program.on_output:
+            after = OutputHook(self._tensor_hooks, program.name, program.on_output)
+            handles.append(module.register_forward_hook(after, with_kwargs=True))
+        for handle in handles:
+            _leave_behind(handle)
+
+    def _take_off(self, name: str) -> None:
+        _, handles = self._hooked.pop(name, (None, []))
+        for handle in handles:
+            _take_off(handle)

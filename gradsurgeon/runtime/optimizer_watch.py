@@ -1,0 +1,361 @@
+"""Right before an update: finds the optimizers, calls the rules at `step`, hides gradients to skip.
+
+Torch calls step hooks before a closure that the optimizer is given. The update happens after it, so
+the closure is wrapped and the rules act when it returns.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from gradsurgeon import _dist, _torch
+from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, TrapRule
+from gradsurgeon.runtime import optimizers
+from gradsurgeon.runtime.compile_support import uncompiled_at_step
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
+from gradsurgeon.runtime.model_changes import ModelChanges
+from gradsurgeon.runtime.nan_trap import SCALER_SKIP
+from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.training_events import Step, TrainingEvents
+from gradsurgeon.runtime.update import Arguments, Update
+
+
+@dataclass(slots=True)
+class Owner:
+    """An optimizer that owns parameters of the session, as far as the session knows it."""
+
+    counter: StepCounter
+    handles: tuple[RemovableHandle, ...]
+    # The ids of its parameters and of those of the model, by which it is told what it owns: all of them
+    # are alive when they are compared, so that no id stands for two.
+    identity: tuple[list[int], list[int]]
+    tensors: tuple[int, ...] = ()
+    version: int = -1
+    # How many steps it has begun; a scaler that skips one leaves it as it is.
+    begun: int = 0
+
+
+class OptimizerWatch:
+    """The optimizers that own parameters of one session, and each of their steps.
+
+    Args:
+        context: what rules may use while they act.
+        events: told of the steps.
+        model: where parameters are found again that an optimizer holds and nobody knows.
+    """
+
+    def __init__(self, context: Context, events: TrainingEvents, model: ModelChanges) -> None:
+        self._context = context
+        self._events = events
+        self._model = model
+        self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
+        self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Steps under way, by thread and optimizer: each thread may step optimizers of its own, one
+        # inside another.
+        self._running: dict[tuple[int, int], Update] = {}
+
+    @property
+    def owned(self) -> bool:
+        return len(self._owners) > 0
+
+    def search(self, model_params: Iterable[Tensor]) -> bool:
+        """Look for optimizers that own parameters of the model among all live objects.
+
+        Returns:
+            Whether there is one, be its parameters matched by a rule or not.
+        """
+        found = optimizers.owning(model_params)
+        for optimizer in found:
+            self.meet(optimizer)
+        return bool(found)
+
+    def meet(self, optimizer: Optimizer) -> Owner | None:
+        """Make an optimizer known; it is the owner from now on of what it holds."""
+        owner = self._owners.get(optimizer)
+        if owner is None:
+            # A wrapper and what it wraps are one optimizer, with one clock.
+            inner = _torch.stepping(optimizer)
+            if inner is not optimizer:
+                return None if inner is None else self.meet(inner)
+        params = optimizers.params_of(optimizer)
+        identity = list(map(id, params)), self._context.parameters.ids()
+        if owner is not None and owner.identity == identity:
+            return owner
+        if owner is None and self._foreign.get(optimizer) == identity:
+            return None
+        tensors = self._held(params)
+        identity = (
+            identity[0],
+            self._context.parameters.ids(),
+        )  # parameters may have been found again
+        if owner is None:
+            if not tensors:
+                self._foreign[optimizer] = identity
+                return None
+            if self._is_inner(tensors):
+                return None
+            self._check(optimizer, tensors)
+            if not self._owners:
+                self._events.optimizer_found()
+            owner = Owner(
+                StepCounter(self._context.counters.start), self._hooks_on(optimizer), identity
+            )
+            self._owners[optimizer] = owner
+        owner.identity, owner.tensors, owner.version = identity, tuple(tensors), -1
+        self._claim(owner)
+        return owner
+
+    def _hooks_on(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
+        return (
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        )
+
+    def newest_hook(self, optimizer: Optimizer) -> int:
+        owner = self._owners.get(optimizer)
+        return -1 if owner is None else max(handle.id for handle in owner.handles)
+
+    def go_last(self, optimizer: Optimizer) -> None:
+        if (owner := self._owners.get(optimizer)) is not None:
+            for handle in owner.handles:
+                handle.remove()
+            owner.handles = self._hooks_on(optimizer)
+
+    def _held(self, params: list[Tensor]) -> list[int]:
+        """Return the tensors of the session that are among the parameters of an optimizer."""
+        if any(_dist.is_flattened(param) for param in params):
+            self._model.check()
+        tensors = self._context.parameters.owned(params)
+        if len(tensors) < len(params):
+            # Of another model, or of this one, but unknown.
+            self._model.find_again()
+            tensors = self._context.parameters.owned(params)
+        return tensors
+
+    def _is_inner(self, tensors: Iterable[int]) -> bool:
+        """Tell whether an optimizer is stepped by one that owns its parameters and is stepping now.
+
+        `ZeroRedundancyOptimizer` has one inside for the part of the weights that is this rank's.
+        """
+        held = set(tensors)
+        return any(held <= set(outer.counter.tensors) for outer in self._under_way())
+
+    def _is_part_of(self, owner: Owner, outer: Update) -> bool:
+        """Tell whether a step that begins is part of one that this thread is in the middle of."""
+        optimizer = outer.optimizer()
+        around = None if optimizer is None else self._owners.get(optimizer)
+        if around is None:
+            return False
+        return around is owner or (outer.judged and set(owner.tensors) <= set(around.tensors))
+
+    def end_failed(self) -> None:
+        """End the steps of this thread that have raised, whose error the script may still hold."""
+        if self._running:
+            self._under_way()
+
+    def _under_way(self) -> list[Update]:
+        """Return the steps that this thread is in the middle of; those that have raised end here."""
+        mine = [one for one in list(self._running.values()) if one.thread == threading.get_ident()]
+        for update in mine:
+            if not update.is_on_stack():
+                self.end(update, took_place=False)
+        return [update for update in mine if not update.ended]
+
+    def _check(self, optimizer: Optimizer, tensors: Iterable[int]) -> None:
+        """Refuse an optimizer that no gradient can be hidden from.
+
+        Raises:
+            BindError: naming the rule.
+        """
+        own = set(tensors)
+        rules = [stage.rule for stage in self._context.program.freezes if own & set(stage.tensors)]
+        optimizers.refuse_freeze(optimizer, rules)
+
+    def _refuse_inside(self, owner: Owner) -> None:
+        """Refuse what needs all gradients together, where each is consumed as soon as it is there.
+
+        Raises:
+            BindError: naming the rules.
+        """
+        own = set(owner.tensors)
+        program = self._context.program
+        stages = (*program.after_backward, *program.at_step)
+        refused = [
+            stage.rule
+            for stage in stages
+            if own & set(stage.tensors)
+            and (
+                isinstance(stage.rule, TrapRule | FreezeRule)
+                or getattr(stage.rule, "per", "") == "rule"
+            )
+        ]
+        refused += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
+        optimizers.refuse_inside_backward(refused)
+
+    def _claim(self, owner: Owner) -> None:
+        """Give the tensors of an optimizer to its clock, where another one has taken them since."""
+        counters = self._context.counters
+        if owner.version != counters.version:
+            counters.claim(owner.tensors, owner.counter)
+            owner.version = counters.version
+
+    def begun(self, optimizer: Optimizer) -> int:
+        owner = self._owners.get(_torch.stepping(optimizer) or optimizer)
+        return 0 if owner is None else owner.begun
+
+    def close(self) -> None:
+        for update in list(self._running.values()):
+            update.end()
+        self._running.clear()
+        for owner in list(self._owners.values()):
+            for handle in owner.handles:
+                handle.remove()
+        self._owners.clear()
+
+    @uncompiled_at_step
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizers.only_makes_state(optimizer):
+            return None
+        frame = id(sys._getframe(1))  # noqa: SLF001 # the one way to tell a nested step from a failed one
+        owner = self._owners[optimizer]
+        if any(self._is_part_of(owner, outer) for outer in self._under_way()):
+            # `super().step()`, or a wrapper that steps an inner optimizer: one update, one visit.
+            return None
+        owner.begun += 1
+        self._claim(owner)
+        update = Update(optimizer, owner.counter, frame, inside=_torch.graph_task() != -1)
+        if update.inside:
+            self._refuse_inside(owner)
+        self._running[update.key] = update
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._act(optimizer, update, alone=True)
+            return args, self._arguments(update, kwargs)
+        if not optimizers.evaluates_before_moving(optimizer):
+            update.snapshot = optimizers.snapshot(optimizer)
+        wrapped = self._wrapped(closure, optimizer, update)
+        if len(args) > 1:
+            return (args[0], wrapped, *args[2:]), self._arguments(update, kwargs)
+        return args, self._arguments(update, {**kwargs, "closure": wrapped})
+
+    def _arguments(self, update: Update, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return keyword arguments by whose end a step is seen to end, if it raises."""
+        steps = weakref.ref(self)
+
+        def gone(_: object) -> None:
+            # A hook that comes later may have exchanged them: then the step goes on without.
+            if sys.is_finalizing() or (known := steps()) is None:
+                return
+            if not (update.ended or update.is_on_stack()):
+                known.end(update, took_place=False)
+
+        arguments = Arguments(kwargs)
+        update.arguments = weakref.ref(arguments, gone)
+        return arguments
+
+    def _wrapped(
+        self, closure: Callable[[], Any], optimizer: Optimizer, update: Update
+    ) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            # An optimizer may evaluate several times; the closure must find its gradients again.
+            if update.skipped:
+                return update.loss
+            update.give_back()
+            loss = closure()
+            self._act(optimizer, update)
+            return update.settled(loss)
+
+        return evaluate
+
+    def _act(self, optimizer: Optimizer, update: Update, *, alone: bool = False) -> None:
+        if not self._context.paused:
+            refuse_graph_capture(self._context)
+        # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
+        update.scale = getattr(optimizer, "grad_scale", None)
+        overflow = getattr(optimizer, "found_inf", None)
+        scaler = self._context.scaling.stepping(optimizer)
+        if overflow is not None and scaler is not None:
+            if not _torch.is_host(overflow) and not self._needs_to_know(update.counter):
+                # The optimizer asks the flag itself, on the device.
+                number = update.counter.step
+                text = SCALER_SKIP.format(step=number)
+                self._context.event_log.later(overflow, text, step=number, kind="scaler-skip")
+            elif bool(overflow):
+                update.overflowed = scaler
+                return
+        # With a closure, or under a scaler, more than the weights depends on what is decided.
+        update.flaggable = (
+            alone
+            and overflow is None
+            and update.scale is None
+            and not (update.inside or scaler is not None)
+            and bool(self._context.program.traps)
+            and optimizers.obeys_flag(optimizer)
+        )
+        step = Step(update.counter, update.scale, inside=update.inside, flaggable=update.flaggable)
+        decision = self._events.step_starting(step)
+        update.judged = True
+        if decision.error is not None:
+            self._undo(optimizer, update)
+            self.end(update)
+            raise decision.error
+        if decision.flag is not None:
+            update.flagged = True
+            _torch.set_found_inf(optimizer, decision.flag)
+        elif decision.skip:
+            update.skipped = True
+            self._undo(optimizer, update)
+            # A gradient of zero would still decay the weight and feed the moments; none at all is
+            # what optimizers leave alone. What they count for themselves is put back.
+            update.kept = optimizers.counters(optimizer)
+            update.hide(optimizers.params_of(optimizer))
+        elif decision.frozen:
+            update.hide([self._context.parameters.param(i) for i in decision.frozen])
+
+    def _needs_to_know(self, counter: StepCounter) -> bool:
+        """Tell whether some rule does another thing in a step that a scaler skips."""
+        bound_rules = self._context.due_rules(counter).at_step
+        return bool(self._context.program.traps) or any(
+            isinstance(bound_rule.rule, ObserverRule | CaptureRule) for bound_rule in bound_rules
+        )
+
+    def _undo(self, optimizer: Optimizer, update: Update) -> None:
+        """Take back what an optimizer did in this step before the trap could see its gradients."""
+        if update.snapshot is not None:
+            optimizers.restore(optimizer, update.snapshot)
+
+    @uncompiled_at_step
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        del args
+        update = self._running.get((threading.get_ident(), id(optimizer)))
+        if update is None or not update.ends_with(kwargs, id(sys._getframe(1))):  # noqa: SLF001 # as above
+            return
+        if update.skipped:
+            self._undo(optimizer, update)
+            if update.kept is not None:
+                optimizers.put_back(update.kept)
+        self.end(update)
+
+    def end(self, update: Update, *, took_place: bool = True) -> None:
+        """End a step: give back what was hidden, and count it."""
+        self._running.pop(update.key, None)
+        update.end()
+        if update.overflowed is not None:
+            self._events.step_skipped_by_scaler(update.counter, update.overflowed)
+        else:
+            step = Step(update.counter, inside=update.inside)
+            self._events.step_finished(step, took_place=took_place)

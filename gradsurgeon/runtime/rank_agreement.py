@@ -1,0 +1,219 @@
+"""One decision of all ranks on an update, where the ranks meet anyway.
+
+What one rank has seen by itself is put to all of them: gradients that were reduced are as a rule alike
+everywhere, but a parameter that DDP leaves alone, a communication hook or the script itself can make
+them differ, and a rank that stops or skips alone leaves the others waiting. None meets the others over
+what it alone has seen: rules, their schedules and the backward pass before the update say when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradsurgeon import _dist
+from gradsurgeon.actions import EditRule, FreezeRule, Rule
+from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.runtime import ranks, session_discovery
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.ranks import Cause
+from gradsurgeon.runtime.session_discovery import SessionInfo, Sessions
+from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.step_decision import FINE, then_of
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What the ranks have come to, or one that is on its own.
+
+    Attributes:
+        severity: the largest of all.
+        source: the first rank that has it.
+        guilty: the ranks that contributed what is not finite to an average.
+        groups: over which they met; none where this rank decides alone.
+    """
+
+    severity: int
+    source: int
+    guilty: tuple[int, ...] = ()
+    groups: _dist.Groups = ()
+
+    def hear(self, cause: Cause) -> Cause:
+        """Return on all ranks what the first of the worst off has to say. A collective."""
+        heard: Cause = _dist.broadcast(cause, self.source, self.groups)
+        return heard
+
+
+class RankAgreement:
+    """What a session has to do with those of other ranks."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        acting = context.rules if context.mode == "act" else ()
+        self._deciding = [rule for rule in acting if _decides(rule)]
+        self._edits = any(map(_edits_updates, acting))
+        self._drifts = self._edits or any(then_of(rule) == "skip-step" for rule in acting)
+        # What is divided over ranks can be measured by all of them together only.
+        self._measures = any(rule.target == "params" for rule in context.rules)
+        # By the name of a group: whether all of its ranks have the session's rules.
+        self._complete: dict[str, bool] = {}
+        self._refused = ""
+
+    def find_sessions(self, tensors: Sequence[int], *, update: bool) -> None:
+        """Find the other ranks, before the first measure or update that they take together.
+
+        Raises:
+            GradSurgeonError: they do not have the rules, and this one cannot go on without.
+        """
+        if self._measures:
+            self._with_rules(self._context.ranks.shard_groups(tensors))
+        if update and (self._deciding or self._drifts):
+            self._with_rules(self._context.ranks.reduction_groups(tensors))
+
+    def is_needed_by_others(self, tensors: Sequence[int], *, update: bool) -> bool:
+        """Tell whether other ranks cannot measure what is divided over all without this paused one."""
+        # Before an update all rest if one does that has to edit.
+        if not (self._context.paused and self._measures) or (update and self._edits):
+            return False
+        return bool(self._with_rules(self._context.ranks.shard_groups(tensors)))
+
+    def is_paused_anywhere(self, tensors: Sequence[int]) -> bool:
+        """Tell whether the rules are to rest in a step.
+
+        A pause on one rank is a pause on all that have a part of what a rule would edit: half a clip is
+        none. A collective there.
+        """
+        context = self._context
+        groups = self._with_rules(context.ranks.shard_groups(tensors)) if self._edits else ()
+        if not groups:
+            return context.paused
+        resting, rank = ranks.worst(int(context.paused), groups)
+        if resting and not context.paused:
+            text = (
+                f"rank {rank} is paused and has a part of what the rules would edit, so that they rest on "
+                "this rank as well"
+            )
+            context.event_log.once("paused", text, step=context.counters.latest, warn=True)
+        return bool(resting)
+
+    def meet(self, counter: StepCounter, severity: int, *, guilty: bool) -> Meeting:
+        """Let all ranks learn how the worst off of them is. A collective where they meet.
+
+        A rank is guilty that contributed what is not finite to an average.
+        """
+        alone = Meeting(severity, _dist.rank(), (_dist.rank(),) if guilty else ())
+        # Not by what a rule has matched: ranks may have different parts of the model.
+        due = any(rule.steps.due(counter.step) for rule in self._deciding)
+        if not due or _dist.world() == 1:
+            return alone
+        common = self.common(counter)
+        if not common:
+            self._mention_none(counter)
+        groups = self._with_rules(common)
+        if not groups:
+            return alone
+        worst, source = ranks.worst(severity, groups)
+        if worst == FINE:
+            return replace(alone, groups=groups)
+        return Meeting(worst, source, ranks.who(guilty, groups), groups)
+
+    def common(self, counter: StepCounter) -> _dist.Groups:
+        """Return the groups whose ranks all have a part in an update, with a session or without."""
+        known = self._context.ranks
+        groups = (*known.shard_groups(counter.tensors), *known.reduction_groups(counter.tensors))
+        return tuple(dict.fromkeys(groups))
+
+    def _with_rules(self, groups: _dist.Groups) -> _dist.Groups:
+        """Return those of some groups of which all ranks have the rules; ask where it is not known."""
+        if self._refused:
+            raise GradSurgeonError(self._refused)
+        for group in groups:
+            if group.group_name not in self._complete:
+                self._complete[group.group_name] = self._call(group)
+        return tuple(group for group in groups if self._complete[group.group_name])
+
+    def _call(self, group: Any) -> bool:
+        context = self._context
+        params = [param for param in context.parameters.params() if param is not None]
+        for device in {_dist.local(param).device for param in params}:
+            # The host may have run ahead of what the ranks do together, by more than the limit.
+            _dist.settle(device)
+        shared = self._measures and group in context.ranks.shard_groups(range(len(params)))
+        mine = SessionInfo(self._fingerprint(shared=shared), context.counters.latest, self._drifts)
+        roll = session_discovery.call(group, context.ranks.shapes(group), mine)
+        if not (roll.absent or roll.others(mine)):
+            return True
+        lacking = _lacking(roll, mine)
+        if shared or roll.drifts:
+            self._refused = f"{lacking}; {_SHARED if shared else _DRIFTING}"
+            raise GradSurgeonError(self._refused)
+        text = (
+            f"{lacking}: this rank decides alone, and where it stops the others wait for it; "
+            "apply the same rules on all ranks"
+        )
+        context.event_log.emit("notice", text, step=context.counters.latest, warn=True)
+        return False
+
+    def _fingerprint(self, *, shared: bool) -> str:
+        """Return what tells the rules that all ranks must have, and the mode, from others."""
+        rules = [
+            rule.model_dump_json()
+            for rule in self._context.rules
+            if _decides(rule) or isinstance(rule, _CHANGING) or (shared and rule.target == "params")
+        ]
+        return hashlib.sha256("\n".join([self._context.mode, *rules]).encode()).hexdigest()
+
+    def _mention_none(self, counter: StepCounter) -> None:
+        unreduced = self._context.ranks.reduction_groups(counter.tensors, any_pass=True)
+        if unreduced:
+            why = "the last backward pass before this update reduced nothing over ranks (`no_sync`)"
+        else:
+            why = (
+                "the ranks have no process group in common for these parameters (no "
+                "DistributedDataParallel around them, and they are not sharded)"
+            )
+        text = f"{why}: each rank decides alone whether to stop or to skip it"
+        self._context.event_log.once(
+            "alone in a step" if unreduced else "alone", text, step=counter.step
+        )
+
+
+_CHANGING = (EditRule, FreezeRule)
+
+
+def _decides(rule: Rule) -> bool:
+    return then_of(rule) in ("raise", "skip-step")
+
+
+def _edits_updates(rule: Rule) -> bool:
+    """Tell whether weights come to differ where only some ranks have a rule.
+
+    What a rule changes before gradients are averaged, all ranks get.
+    """
+    return isinstance(rule, _CHANGING) and rule.target == "params" and rule.point == "step"
+
+
+def _lacking(roll: Sessions, mine: SessionInfo) -> str:
+    me = _dist.rank()
+    if me in roll.absent:
+        rest = _dist.named([rank for rank in roll.wanted if rank != me])
+        return f"rank {me} has come with its rules after {rest} had begun to train without it"
+    parts = []
+    if roll.absent:
+        limit = f"nothing heard within {session_discovery.LIMIT:g} s"
+        parts.append(f"{_dist.having(roll.absent)} no rules ({limit})")
+    if others := roll.others(mine):
+        parts.append(f"{_dist.having(others)} other rules, mode or step than rank {me}")
+    return " and ".join(parts)
+
+
+_SHARED = (
+    "the model is divided over these ranks, so that its norms can be taken by all of them together "
+    "only: apply the same rules on all ranks, with the same `mode` and `start_step`"
+)
+_DRIFTING = (
+    "a rule that skips a step or edits final gradients would let the weights of the ranks drift apart: "
+    "apply the same rules on all ranks, with the same `mode` and `start_step`"
+)

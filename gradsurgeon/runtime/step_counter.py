@@ -1,0 +1,76 @@
+"""Which update a gradient feeds: one clock per optimizer, counting attempted updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class StepCounter:
+    """Counts the updates of one optimizer; ``step`` is the number of the next one, from 0."""
+
+    step: int
+    tensors: tuple[int, ...] = field(default=())
+    # Backward passes that feed the next update.
+    passes: int = 0
+
+    def tick(self) -> None:
+        self.step += 1
+        self.passes = 0
+
+
+class StepCounters:
+    """The clock of every tensor. Until an optimizer claims them, all go by one common clock."""
+
+    def __init__(self, count: int, start: int) -> None:
+        self.common = StepCounter(start, tuple(range(count)))
+        # Where the clock of an optimizer begins that takes over from nobody.
+        self.start = start
+        self._of = [self.common] * count
+        # Whoever caches a grouping by clock compares this number.
+        self.version = 0
+
+    def __getitem__(self, tensor: int) -> StepCounter:
+        return self._of[tensor]
+
+    def among(self, tensors: Sequence[int]) -> list[StepCounter]:
+        """Return the clocks of some tensors, each once, in the order of the tensors."""
+        if not tensors:
+            return []
+        first = self._of[tensors[0]]
+        if len(first.tensors) == len(self._of):  # one optimizer for everything, as nearly always
+            return [first]
+        return list(
+            {id(counter): counter for counter in map(self._of.__getitem__, tensors)}.values()
+        )
+
+    @property
+    def latest(self) -> int:
+        return max((counter.step for counter in self._of), default=self.common.step)
+
+    def claim(self, tensors: Iterable[int], counter: StepCounter | None = None) -> StepCounter:
+        """Give tensors to a clock, a new one unless ``clock`` is given, and return it.
+
+        A schedule must not begin anew because the script rebuilt its optimizer, so the clock goes
+        on from the latest one that its tensors had. What the clock had besides goes by the common one
+        again: an optimizer may exchange its parameters.
+        """
+        wanted = tuple(sorted(tensors))
+        counter = counter or StepCounter(self.start)
+        held = [tensor for tensor, holder in enumerate(self._of) if holder is counter]
+        if held == list(wanted):
+            return counter
+        for tensor in held:
+            self._of[tensor] = self.common
+        earlier = [self._of[tensor] for tensor in wanted]
+        counter.step = max([counter.step, *(one.step for one in earlier if one is not self.common)])
+        # Passes that came before their optimizer was known feed its next update all the same.
+        counter.passes = max([counter.passes, *(one.passes for one in earlier)])
+        for tensor in wanted:
+            self._of[tensor] = counter
+        counter.tensors = wanted
+        for other in {id(one): one for one in (*self._of, *earlier, self.common)}.values():
+            other.tensors = tuple(i for i, one in enumerate(self._of) if one is other)
+        self.version += 1
+        return counter

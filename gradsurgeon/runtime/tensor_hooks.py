@@ -1,0 +1,150 @@
+"""Hooks on activations: which gradient they wait for, and which of them never came."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gradsurgeon import _torch
+from gradsurgeon.actions import Rule
+from gradsurgeon.match import compile_pattern
+from gradsurgeon.planning import ROOT
+from gradsurgeon.runtime.activation_rules import ActivationRules
+from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
+from gradsurgeon.runtime.module_schedule import Due, ModuleSchedule, NamedRule
+from gradsurgeon.runtime.step_counter import StepCounter
+
+
+class TensorHooks:
+    """Brings the rules of a session to activations, and the hooks for gradients with them."""
+
+    def __init__(self, sites: ActivationRules) -> None:
+        self.sites = sites
+        self.context = sites.context
+        self._tags: dict[str, ModuleSchedule] = {}
+        # Each leaves with its tensor: a loop that only predicts never comes to an update.
+        self._since_update: MutableMapping[Tensor, dict[str, GradHook]] = WeakTensorKeyDictionary()
+        self._on_leaves: weakref.WeakSet[GradHook] = weakref.WeakSet()
+
+    def due(self, timetable: ModuleSchedule, *, training: bool) -> Due | None:
+        """Return the rules at one place that act now, ``None`` where all of them rest."""
+        if self.context.paused:
+            return None
+        refuse_graph_capture(self.context)
+        return timetable.due(self.sites.counters.of(timetable.owner).step, training=training)
+
+    def act(
+        self,
+        due: Due,
+        tensor: Tensor,
+        owner: str,
+        needs_view: Callable[[Tensor], bool] | None = None,
+    ) -> Tensor:
+        """Run rules on a tensor, and have them run on its gradient; return the tensor to go on with.
+
+        ``needs_view`` tells whether the gradient of a view is meant, because others use the tensor too.
+        """
+        out = self.sites.on_value(due.values, tensor, owner)
+        if due.grads and out.requires_grad and torch.is_grad_enabled():
+            if out is tensor and needs_view is not None and needs_view(tensor):
+                out = tensor.view_as(tensor)
+            self._hook(due.grads, out, owner)
+        return out
+
+    def tag(self, tensor: Tensor, name: str) -> Tensor:
+        """Run the rules on tags on a tensor that the script has tagged."""
+        if self.context.paused or not self.context.program.tags:
+            return tensor
+        if name not in self._tags:
+            rules = [rule for rule in self.context.program.tags if _matches(rule, name)]
+            self._tags[name] = ModuleSchedule(rules, ROOT, name)
+        due = self.due(self._tags[name], training=True)
+        return tensor if due is None else self.act(due, tensor, ROOT)
+
+    def _hook(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str) -> None:
+        if self.sites.is_unreadable(tensor, rules, owner):
+            return
+        acting = tuple(named for named in rules if not self.sites.has_edited(named.rule, tensor))
+        if not acting:
+            return
+        for rule, _ in acting:
+            self.sites.mark_edited(rule, tensor)
+        hook = GradHook(self.sites, acting, owner, tensor)
+        with self.sites.lock:
+            # Weak references on parameters break the conversion of a model by swapping tensors.
+            if not isinstance(tensor, nn.Parameter):
+                self._since_update.setdefault(tensor, {})[hook.__name__] = hook
+            if tensor.is_leaf:
+                # Other tensors go with their graph. A leaf stays, and so would its hooks, which would act
+                # once for each forward pass.
+                for earlier in hook.earlier():
+                    earlier.take_off()
+                self._on_leaves.add(hook)
+
+    def remove_from_leaves(self) -> None:
+        """Take the hooks off tensors that outlive their graph."""
+        for hook in list(self._on_leaves):
+            hook.take_off()
+
+    def missed(self, counter: StepCounter) -> None:
+        """Say which gradients of a step never came because their tensor was written in place."""
+        with self.sites.lock:
+            for tensor, hooks in list(self._since_update.items()):
+                for hook in list(hooks.values()):
+                    if self.sites.counters.of(hook.owner) is counter:
+                        del hooks[hook.__name__]
+                        self._tell_if_cut_off(hook, tensor)
+
+    def _tell_if_cut_off(self, hook: GradHook, tensor: Tensor) -> None:
+        if not hook.arrived and tensor._version != hook.version:  # noqa: SLF001 # counts writes
+            text = (
+                f"{hook.rules[0].name} was written in place by what follows it, so that no gradient "
+                "arrived: let the next operation work out of place, or name another module"
+            )
+            self.sites.warn("in-place", text, hook.rules, hook.owner)
+
+
+class GradHook:
+    """Tensor hook on an activation: the rules on its gradient, in file order."""
+
+    __torch_unserializable__ = True
+
+    def __init__(
+        self, sites: ActivationRules, rules: tuple[NamedRule, ...], owner: str, tensor: Tensor
+    ) -> None:
+        self._sites = weakref.ref(sites)
+        self.rules = rules
+        self.owner = owner
+        self.__name__ = f"{'+'.join(rule.id for rule, _ in rules)}:{owner}"
+        self.arrived = False
+        self.version = tensor._version  # noqa: SLF001 # counts writes
+        self._handle = _torch.register_hook(tensor, self)
+
+    @in_backward
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        """Return the edited gradient, ``None`` to leave it as it is."""
+        self.arrived = True
+        sites = self._sites()
+        if grad is None or sites is None or sites.context.paused:
+            return None
+        out = sites.on_gradient(self.rules, grad, self.owner)
+        return None if out is grad else out
+
+    def earlier(self) -> list[GradHook]:
+        """Return the hooks that earlier forward passes have put on the same tensor for the same rules."""
+        table = self._handle.hooks_dict_ref() or {}
+        hooks = [hook for hook in table.values() if isinstance(hook, GradHook) and hook is not self]
+        return [h for h in hooks if h._sites is self._sites and h.__name__ == self.__name__]  # noqa: SLF001
+
+    def take_off(self) -> None:
+        self._handle.remove()
+
+
+def _matches(rule: Rule, name: str) -> bool:
+    excluded = any(compile_pattern(text).matches(name) for text in rule.exclude)
+    return not excluded and any(pattern.matches(name) for pattern in rule.patterns)

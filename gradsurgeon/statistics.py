@@ -1,0 +1,167 @@
+"""The table of statistics: how each is measured, of many gradients at once, and merged over shards.
+
+A new statistic is one more entry, of gradsurgeon's here, of a user's own by `add_statistic`. Nothing here
+imports torch before it measures, because linting a rule file must not need it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gradsurgeon._parts import Segments, Shards
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """A number that can be taken of a gradient.
+
+    Attributes:
+        measure: maps the elements of one gradient to a 0-dim tensor on their device, without waiting
+            for it. It also gets the number of zeros that a sparse gradient leaves out. Half-precision
+            elements come as float32.
+        merge: how the numbers of the shards of a gradient become that of the whole: ``"sum"``,
+            ``"max"``, ``"min"``, or a function that returns the numbers of whole `Shards`.
+        empty: what a gradient without elements has.
+        segments: the same as ``measure`` for many small gradients in one call, where that is faster;
+            returns one number per gradient.
+        real: there is no such number of complex gradients.
+    """
+
+    measure: Callable[[Tensor, int], Tensor]
+    merge: Literal["sum", "max", "min"] | Callable[[Shards], Tensor]
+    empty: float = math.nan
+    segments: Callable[[Segments], Tensor] | None = None
+    real: bool = False
+
+
+def add_statistic(name: str, statistic: Statistic) -> None:
+    """Add a statistic of your own, to be named in `stats` of a rule.
+
+    Args:
+        name: of letters, digits and ``_``.
+        statistic: how to take it.
+
+    Raises:
+        ValueError: the name is taken, or is none.
+    """
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} is no name of a statistic: write letters, digits and `_`")
+    if STATISTICS.get(name, statistic) != statistic:
+        raise ValueError(f"there is a statistic {name!r} already")
+    STATISTICS[name] = statistic
+
+
+def _l2(elements: Tensor, _missing: int) -> Tensor:
+    from gradsurgeon import _numbers  # noqa: PLC0415 # needs torch
+
+    return _numbers.norm(elements)
+
+
+def _linf(elements: Tensor, _missing: int) -> Tensor:
+    if elements.is_cpu and not elements.is_complex():
+        # Two passes that write nothing take less time than one that does.
+        return elements.amax().maximum(-elements.amin())
+    return elements.abs().amax()
+
+
+def _mean(elements: Tensor, missing: int) -> Tensor:
+    return elements.sum() / (elements.numel() + missing)
+
+
+def _std(elements: Tensor, missing: int) -> Tensor:
+    count = elements.numel() + missing
+    mean = elements.sum() / count
+    # Two passes: the difference of the mean square and the squared mean cancels.
+    deviations = elements - mean
+    if deviations.is_complex():
+        deviations = deviations.abs()
+    return ((deviations.square_().sum() + missing * mean.abs().square()) / count).sqrt()
+
+
+def _min(elements: Tensor, missing: int) -> Tensor:
+    smallest = elements.amin()
+    return smallest.minimum(smallest.new_zeros(())) if missing else smallest
+
+
+def _max(elements: Tensor, missing: int) -> Tensor:
+    largest = elements.amax()
+    return largest.maximum(largest.new_zeros(())) if missing else largest
+
+
+def _nonfinite(elements: Tensor, _missing: int) -> Tensor:
+    from gradsurgeon import _torch  # noqa: PLC0415 # needs torch
+
+    total = elements.sum()
+    # Nearly always all are finite, and where reading is free their sum says so in one pass.
+    if _torch.is_host(total) and math.isfinite(abs(total.item())):
+        return total.abs().new_zeros(())
+    return elements.isfinite().logical_not_().sum()
+
+
+def _stds(segments: Segments) -> Tensor:
+    means = segments.sum(segments.flat) / segments.lengths
+    deviations = segments.flat.double() - segments.per_element(means)
+    return (segments.sum(deviations.square_()) / segments.lengths).sqrt_()
+
+
+def _mean_of_shards(shards: Shards) -> Tensor:
+    return shards.sum(shards.each(lambda part: part.double().sum())) / shards.sizes
+
+
+def _std_of_shards(shards: Shards) -> Tensor:
+    means = _mean_of_shards(shards)
+    squares = shards.each(lambda part, mean: (part.double() - mean).square().sum(), means)
+    return (shards.sum(squares) / shards.sizes).sqrt()
+
+
+def _l2_of_shards(shards: Shards) -> Tensor:
+    return shards.sum(shards.each(lambda part: _l2(part, 0)).square()).sqrt()
+
+
+STATISTICS: dict[str, Statistic] = {
+    "l1": Statistic(
+        lambda elements, _: elements.abs().sum(),
+        merge="sum",
+        empty=0.0,
+        segments=lambda segments: segments.sum(segments.flat.abs()),
+    ),
+    # One reduction of all gradients serves the trap and clipping, too, where nothing is sharded.
+    "l2": Statistic(_l2, merge=_l2_of_shards, empty=0.0),
+    "linf": Statistic(
+        _linf,
+        merge="max",
+        empty=0.0,
+        segments=lambda segments: segments.max(segments.flat.abs()),
+    ),
+    "mean": Statistic(
+        _mean,
+        merge=_mean_of_shards,
+        segments=lambda segments: segments.sum(segments.flat) / segments.lengths,
+        real=True,
+    ),
+    "std": Statistic(_std, merge=_std_of_shards, segments=_stds),
+    "min": Statistic(
+        _min, merge="min", segments=lambda segments: segments.min(segments.flat), real=True
+    ),
+    "max": Statistic(
+        _max, merge="max", segments=lambda segments: segments.max(segments.flat), real=True
+    ),
+    "zeros": Statistic(
+        lambda elements, missing: elements.numel() + missing - elements.count_nonzero(),
+        merge="sum",
+        empty=0.0,
+        segments=lambda segments: segments.sum(segments.flat == 0),
+    ),
+    "nonfinite": Statistic(
+        _nonfinite,
+        merge="sum",
+        empty=0.0,
+        segments=lambda segments: segments.sum(segments.flat.isfinite().logical_not_()),
+    ),
+}

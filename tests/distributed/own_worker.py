@@ -1,0 +1,79 @@
+"""A user's own actions and statistics on two ranks; each rank writes down what it saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import own_actions  # noqa: F401 # for its actions
+import torch
+from distributed.sharded_worker import data, make, mine, rules, shard, steps, whole
+from torch.nn.parallel import DistributedDataParallel
+from worker import work
+
+import gradsurgeon
+
+RULES = rules(
+    {"id": "flipped", "action": "flip", "params": "0.*", "at": "step", "strength": 0.5},
+    {"id": "sizes", "action": "size-log", "params": "*"},
+    {"id": "named", "action": "norm-log", "params": "*", "at": "step", "stats": ["large", "power"]},
+    {"id": "kept", "action": "keep", "params": "2.bias"},
+    {"id": "held", "action": "hold", "params": "2.weight"},
+)
+
+
+def told(session: gradsurgeon.Session, model: torch.nn.Module) -> dict[str, Any]:
+    names = [param.name for param in session.plan.manifest.params]
+    asked = [("sizes", stat) for stat in ("large", "top", "power")]
+    asked += [("named", stat) for stat in ("large", "power")]
+    return {
+        "records": {
+            f"{rule} {name} {stat}": [value for _, value in session.history(name, stat, rule=rule)]
+            for rule, stat in asked
+            for name in names
+        },
+        "copies": [whole(copy) for copy in session.captured("kept").values()],
+        "weights": [whole(param) for param in model.parameters()],
+        "fired": {rule: status.fired for rule, status in session.status().items()},
+    }
+
+
+def find() -> dict[str, Any]:
+    found = {}
+    for kind in ("one process", "DDP", "FSDP2"):
+        model = make()
+        if kind == "FSDP2":
+            model = shard(model)
+        trained = DistributedDataParallel(model) if kind == "DDP" else model
+        with gradsurgeon.apply(model, RULES) as session:
+            steps(trained, data if kind == "one process" else mine)
+            found[kind] = told(session, model)
+        found[kind]["trapped"] = trapped(kind)
+    return found
+
+
+def trapped(kind: str) -> dict[str, Any]:
+    """Train under a trap whose limit the gradients of the second step exceed, in which it is due."""
+    model = make()
+    if kind == "FSDP2":
+        model = shard(model)
+    trained = DistributedDataParallel(model) if kind == "DDP" else model
+    batch = data if kind == "one process" else mine
+    rule: dict[str, Any] = {
+        "id": "trap",
+        "action": "size-trap",
+        "params": "*",
+        "limit": 0,
+        "then": "skip-step",
+    }
+    rule["steps"] = {"from": 1, "to": 2}
+    with gradsurgeon.apply(model, rules(rule)) as session:
+        steps(trained, batch)
+        events = [event for event in session.events if event.kind == "trap"]
+    return {
+        "events": [(event.step, event.message.partition("\n")[0]) for event in events],
+        "weights": [whole(param) for param in model.parameters()],
+    }
+
+
+if __name__ == "__main__":
+    work(find)

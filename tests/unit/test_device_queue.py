@@ -1,0 +1,307 @@
+"""Numbers on their way from a device: who gets them when, and that nothing is mixed up."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from runs import KEY, meta
+from torch import Tensor
+
+import gradsurgeon
+from gradsurgeon import Event, _torch, load
+from gradsurgeon.runtime.device_queue import DeviceQueue
+from gradsurgeon.runtime.event_log import EventLog
+from gradsurgeon.runtime.recorder import Recorder
+from gradsurgeon.store import Key, Records
+from gradsurgeon.store.run import open_run
+from gradsurgeon.store.writer import RunWriter
+
+
+class Copy(_torch.Arrival):
+    """Copies that have their numbers when they are told to arrive, as late as that may be."""
+
+    def __init__(self, parts: Sequence[Tensor]) -> None:
+        # What comes later on the same stream does not change what is copied.
+        self._then = torch.cat(list(parts))
+        super().__init__(parts, torch.full_like(self._then, math.nan))
+        self.there = False
+
+    def done(self) -> bool:
+        return self.there
+
+    def arrive(self) -> None:
+        self._host.copy_(self._then)
+        self.there = True
+
+    def wait(self) -> Sequence[Tensor]:
+        self.arrive()
+        return super().wait()
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> list[Copy]:
+    """Let the CPU play a device from which copies arrive late."""
+    sent: list[Copy] = []
+
+    def send(parts: Sequence[Tensor]) -> Copy:
+        sent.append(Copy(parts))
+        return sent[-1]
+
+    monkeypatch.setattr(_torch, "is_host", lambda _: False)
+    monkeypatch.setattr(_torch, "send", send)
+    return sent
+
+
+def collecting() -> tuple[DeviceQueue[int], list[tuple[int, list[float]]]]:
+    taken: list[tuple[int, list[float]]] = []
+    return DeviceQueue(lambda rows: taken.extend((i, v.tolist()) for i, v in rows)), taken
+
+
+def test_what_has_arrived_is_handed_over_in_order_and_nothing_before(copies: list[Copy]) -> None:
+    ring, taken = collecting()
+    for number in range(3):
+        ring.put(number, torch.full((2,), float(number)))
+    ring.send()
+    ring.put(3, torch.tensor(3.0))
+    ring.send()
+    assert len(copies) == 2
+    copies[1].arrive()
+    ring.collect()
+    assert taken == []
+    copies[0].arrive()
+    ring.collect()
+    assert taken == [(0, [0.0, 0.0]), (1, [1.0, 1.0]), (2, [2.0, 2.0]), (3, [3.0])]
+
+
+def test_a_device_that_is_behind_is_not_waited_for(copies: list[Copy]) -> None:
+    ring, taken = collecting()
+    for number in range(300):
+        ring.put(number, torch.tensor([float(number)]))
+        ring.send()
+    assert not any(copy.there for copy in copies)
+    for copy in copies:
+        copy.arrive()
+    ring.put(300, torch.tensor([300.0]))
+    ring.send()
+    ring.collect()
+    assert taken == [(number, [float(number)]) for number in range(300)]
+    assert len(copies) == 301
+
+
+@pytest.mark.parametrize(("bound", "at_once"), [(0, 2), (4 * 5, 5)])
+def test_where_memory_is_at_its_bound_the_oldest_transfer_is_waited_for(
+    bound: int, at_once: int, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsurgeon.runtime.device_queue._MOST_BYTES", bound)
+    ring, taken = collecting()
+    for number in range(9):
+        ring.put(number, torch.tensor([float(number)]))
+        ring.send()
+    assert [copy.there for copy in copies] == [True] * (9 - at_once) + [False] * at_once
+    assert taken == [(number, [float(number)]) for number in range(9 - at_once)]
+    ring.settle()
+    assert taken == [(number, [float(number)]) for number in range(9)]
+
+
+def test_numbers_are_copied_when_they_are_put_and_not_later(copies: list[Copy]) -> None:
+    ring, taken = collecting()
+    values = torch.ones(2)
+    ring.put(0, values)
+    values.zero_()
+    ring.settle()
+    assert taken == [(0, [1.0, 1.0])]
+    assert len(copies) == 1
+
+
+@pytest.mark.parametrize("host", [True, False])
+def test_what_takes_the_place_of_another_stands_where_that_stood(
+    host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_torch, "is_host", lambda _: host)
+    ring, taken = collecting()
+    ring.put(0, torch.zeros(3), slot="a")
+    ring.put(1, torch.ones(2), slot="b")
+    ring.put(2, torch.full((1,), 2.0), slot="a")
+    ring.put(3, torch.full((2,), 3.0))
+    ring.put(4, torch.full((2,), 4.0))
+    ring.send()
+    assert taken == [(2, [2.0]), (1, [1.0, 1.0]), (3, [3.0, 3.0]), (4, [4.0, 4.0])]
+    ring.put(5, torch.full((1,), 5.0), slot="a")  # the other one has left
+    ring.settle()
+    assert taken[4:] == [(5, [5.0])]
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float16, torch.float64])
+def test_numbers_of_all_kinds_travel_together(dtype: torch.dtype, copies: list[Copy]) -> None:
+    ring, taken = collecting()
+    ring.put(0, torch.ones((), dtype=dtype))
+    ring.put(1, torch.full((2, 2), 0.5))
+    ring.settle()
+    assert taken == [(0, [1.0]), (1, [0.5] * 4)]
+    assert len(copies) == 1
+
+
+def play(recorder: Recorder, seed: int, meanwhile: Callable[[], None]) -> list[bytes]:
+    """Record what a run could, and return every byte of it."""
+    chance = random.Random(seed)
+    keys = [
+        (Key(f"r{number}", "l2", "accumulated", tuple("abcdef"[: 2 + number])), bool(number % 2))
+        for number in range(4)
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(120):
+        for key, replace in keys:
+            for _ in range(chance.randint(0, 2)):
+                width = len(key.names)
+                found = sorted(chance.sample(range(width), chance.randint(1, width)))
+                values = torch.randn(len(found), generator=generator)
+                recorder.add(key, step, found, values, replace=replace)
+                meanwhile()
+        if chance.random() < 0.05:
+            recorder.flush()
+    recorder.flush()
+    return [
+        repr((series.key, name, series.of(name))).encode()
+        for series in recorder.records
+        for name in series.key.names
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_records_are_the_same_however_late_they_arrive(
+    seed: int, request: pytest.FixtureRequest
+) -> None:
+    at_once = play(Recorder(Records()), seed, lambda: None)
+    copies: list[Copy] = request.getfixturevalue("copies")
+    chance = random.Random(-seed - 1)
+
+    def meanwhile() -> None:
+        late = [copy for copy in copies if not copy.there]
+        if late and chance.random() < 0.02:
+            late[0].arrive()
+
+    assert play(Recorder(Records()), seed, meanwhile) == at_once
+    assert len(copies) > 4
+
+
+def test_rows_are_written_once_they_have_arrived_and_events_after_them(
+    tmp_path: pathlib.Path, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    recorder = Recorder(Records(), RunWriter(tmp_path, meta=meta()))
+
+    def written() -> list[tuple[int, float]]:
+        with open_run(tmp_path) as run:
+            return [pair for series in run for pair in series.of("a.bias")]
+
+    recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
+    now[0] += 1.1
+    recorder.add(KEY, 1, [0, 1], torch.tensor([0.0, 2.0]), replace=False)
+    assert len(copies) == 1
+    recorder.end_step()
+    assert written() == []
+    copies[0].arrive()
+    now[0] += 0.1
+    recorder.end_step()  # long before the next second is over
+    assert written() == [(0, 1.0), (1, 2.0)]
+    recorder.add(KEY, 2, [0, 1], torch.tensor([0.0, 3.0]), replace=False)
+    recorder.event(Event("trap", "norms", 2, 0, "a.bias", "bad"))
+    assert written() == [(0, 1.0), (1, 2.0), (2, 3.0)]
+    recorder.add(KEY, 3, [0, 1], torch.tensor([0.0, 4.0]), replace=False)
+    recorder.close()
+    assert written()[-1] == (3, 4.0)
+
+
+def test_doubts_wait_together(copies: list[Copy]) -> None:
+    journal = EventLog([], [])
+    for step in range(300):
+        journal.later(torch.tensor(step in (7, 290)), "left alone", rule="", step=step)
+    assert len(copies) == 1
+    assert journal.events == []
+    journal.settle()
+    assert [event.step for event in journal.events] == [7, 290]
+    assert len(copies) == 2
+
+
+def test_the_status_of_a_moment_ago_waits_for_nothing(copies: list[Copy]) -> None:
+    rules = load('version: 1\nrules:\n  - {id: a, action: zero, params: "*", at: step}\n').rules
+    journal = EventLog(rules, [1])
+    for step in range(4):
+        journal.fired("a", step)
+        journal.altered("a", torch.ones((), dtype=torch.int64))
+    for _ in range(3):  # one transfer at a time
+        assert journal.status(wait=False)["a"].changed == 0.0
+    (copy,) = copies
+    assert not copy.there
+    copy.arrive()
+    journal.altered("a", torch.zeros((), dtype=torch.int64))
+    assert journal.status(wait=False)["a"].changed == 1.0
+    assert journal.status()["a"].changed == 1.0
+
+
+def test_events_wait_for_no_device_and_status_does(copies: list[Copy]) -> None:
+    model = torch.nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = {"id": "clip", "action": "clip-norm", "params": "*", "at": "step", "max_norm": 1.0}
+    session = gradsurgeon.apply(model, {"version": 1, "rules": [{**rule, "per": "rule"}]})
+
+    def spoil() -> None:
+        model.weight.grad = torch.full((1, 2), math.nan)
+        optimizer.step()
+
+    spoil()
+    assert session.events == []
+    copied = len(copies)
+    assert copied > 0
+    assert not any(copy.there for copy in copies)
+    for copy in copies:
+        copy.arrive()
+    assert [event.step for event in session.events] == [0]
+    spoil()
+    assert len(session.events) == 1
+    session.status()
+    assert [event.step for event in session.events] == [0, 1]
+    session.remove()
+
+
+def test_nothing_is_moved_while_a_graph_is_captured(
+    tmp_path: pathlib.Path, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    rules = load('version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n').rules
+    journal = EventLog(rules, [1])
+    recorder = Recorder(Records(), RunWriter(tmp_path, meta=meta()), journal)
+    recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(_torch, "is_capturing", lambda: True)
+        for _ in range(3):
+            now[0] += 5.0
+            recorder.end_step()
+        recorder.event(Event("trap", "norms", 0, 0, "a.bias", "bad"))
+        assert not copies
+    with open_run(tmp_path) as run:
+        assert [event.message for event in run.events] == ["bad"]
+        assert not list(run)
+    now[0] += 5.0
+    recorder.end_step()
+    assert len(copies) == 1
+    recorder.close()
+    with open_run(tmp_path) as run:
+        assert run.history("a.bias") == [(0, 1.0)]
+
+
+def test_a_notice_is_written_without_waiting(tmp_path: pathlib.Path, copies: list[Copy]) -> None:
+    recorder = Recorder(Records(), RunWriter(tmp_path, meta=meta()))
+    recorder.add(KEY, 0, [0, 1], torch.tensor([0.0, 1.0]), replace=False)
+    recorder.event(Event("notice", "norms", 0, 0, "", "by the way"))
+    assert [copy.there for copy in copies] == [False]
+    with open_run(tmp_path) as run:
+        assert [event.message for event in run.events] == ["by the way"]
+    recorder.close()

@@ -1,0 +1,245 @@
+"""What a session tells, how often, and by which way; and that nothing is lost on it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon import Event, GradSurgeonWarning, NonFiniteGradientError, load
+from gradsurgeon.runtime.event_log import EventLog, Tally
+
+NAN = float("nan")
+
+
+def make() -> EventLog:
+    rules = load(
+        'version: 1\nrules:\n  - {id: guard, action: nan-trap, params: "*"}\n'
+        '  - {id: other, action: nan-trap, params: "*"}\n'
+    ).rules
+    return EventLog(rules, [1, 1])
+
+
+def train(then: str, steps: int, **options: object) -> gradsurgeon.Session:
+    """Let a trap trip in every step."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = {"id": "guard", "action": "nan-trap", "params": "*", "then": then, **options}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 2)) * NAN).sum().backward()
+            optimizer.step()
+    return session
+
+
+@pytest.fixture
+def few_events(monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr("gradsurgeon.runtime.event_log._MOST_EVENTS", 100)
+    return 100
+
+
+def test_a_skipped_step_is_logged_in_full_once_and_then_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "gradsurgeon"):
+        session = train("skip-step", 100, give_up_after=1000)
+    assert Counter(event.kind for event in session.events) == {"trap": 100, "skipped-step": 100}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    first, *later = (record.getMessage() for record in caplog.records)
+    assert first.startswith("step 0, rule guard: 2 of 2 gradients are not finite after backward\n")
+    assert "\nstep skipped: no weight and no optimizer state was touched\n" in first
+    assert "> NaN" in first
+    both = "gradients are not finite after backward; step skipped: no weight and no optimizer state"
+    assert later == [
+        f"step {step}, rule guard: 2 of 2 {both} was touched ({step + 1} times so far)"
+        for step in (9, 99)
+    ]
+
+
+def test_python_shows_it_where_nobody_has_configured_logging(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logger = logging.getLogger("gradsurgeon")
+    monkeypatch.setattr(logger, "propagate", False)  # pytest has configured it
+    train("skip-step", 9)
+    said = capsys.readouterr().err
+    assert said.count("guard") == 1
+    assert said.startswith("step 0, rule guard: 2 of 2 gradients are not finite")
+
+
+def test_what_goes_on_is_said_once_a_minute(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    journal = make()
+    for step in range(9):
+        now[0] += 15.0
+        journal.emit(
+            "trap", f"step {step}, rule guard: bad\nskipped\nmore", rule="guard", step=step
+        )
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "step 0, rule guard: bad\nskipped\nmore"
+    assert said[1:] == [
+        f"step {step}, rule guard: bad; skipped ({step + 1} times so far)" for step in (4, 8)
+    ]
+
+
+def test_each_rule_is_counted_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    journal = make()
+    for rule in ("guard", "other"):
+        journal.emit("trap", "bad", rule=rule, step=3)
+        # It tells of the same step what the trap has told.
+        journal.emit("skipped-step", "step 3 skipped", rule=rule, step=3)
+    # That another rank trapped is news.
+    journal.emit("skipped-step", "step 4: rank 1 trapped", rule="", step=4)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["rule guard: bad", "rule other: bad", "step 4: rank 1 trapped"]
+
+
+def test_a_trap_that_warns_does_so_and_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        session = train("warn", 10, give_up_after=1000)
+    first, last = (str(one.message) for one in told)
+    assert all(one.category is GradSurgeonWarning for one in told)
+    assert first.startswith("step 0, rule guard: 2 of 2 gradients")
+    assert (first.count("guard"), "> NaN" in first) == (1, True)
+    assert last.count("\n") == 0
+    assert last.startswith("step 9, rule guard: ")
+    assert last.endswith("expect non-finite weights (10 times so far)")
+    assert session.status()["guard"].warnings == (first, last)
+    assert not caplog.records
+
+
+def test_a_trap_that_raises_is_told_by_its_error_alone(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(NonFiniteGradientError):
+        train("raise", 1)
+    assert not caplog.records
+
+
+def test_notices_and_scaler_skips_are_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    journal = make()
+    with caplog.at_level(logging.INFO, "gradsurgeon"):
+        journal.emit("notice", "by the way\x1b[2J", rule="guard")
+        for step in range(20):
+            journal.emit("scaler-skip", f"skipped step {step}", step=step)
+    assert {record.levelname for record in caplog.records} == {"INFO"}
+    assert [record.getMessage() for record in caplog.records] == [
+        "rule guard: by the way\\x1b[2J",
+        "skipped step 0",
+        "skipped step 9 (10 times so far)",
+    ]
+
+
+def test_what_is_innocent_makes_room_for_traps(few_events: int) -> None:
+    journal = make()
+    written: list[Event] = []
+    journal.sink = written.append
+    journal.emit("notice", "the first", rule="guard")
+    for step in range(3 * few_events):
+        journal.emit("trap", f"trap {step}", rule="guard", step=step, name="w", raised=True)
+        journal.emit("scaler-skip", f"skip {step}", step=step)
+        assert len(journal.events) <= few_events + 1
+        # Whatever comes last is there.
+        assert {f"trap {step}", f"skip {step}"} & {e.message for e in journal.events[-4:]}
+        assert f"trap {step}" in {event.message for event in journal.events}
+    kept = [event.message for event in journal.events]
+    assert {"the first", "trap 0", "skip 0"} <= set(kept)
+    assert sum(message.startswith("trap") for message in kept) > few_events * 0.8
+    notices = [event for event in journal.events if event.kind == "notice"]
+    assert len(notices) == 2
+    assert notices[1].message.startswith("more than 100 events: of those that repeat others")
+    # A run keeps every trap, and so many of the rest.
+    kinds = Counter(event.kind for event in written)
+    assert (kinds["trap"], kinds["scaler-skip"] + kinds["notice"]) == (3 * few_events, few_events)
+
+
+@pytest.mark.usefixtures("few_events")
+def test_the_error_of_a_trap_is_its_own_however_many_events_there_were() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    rule = {"id": "t", "action": "nan-trap", "params": "*", "then": "skip-step"}
+    rules = {"version": 1, "rules": [{**rule, "give_up_after": 1000}]}
+    with pytest.warns(GradSurgeonWarning, match="cannot hide gradients"):
+        session = gradsurgeon.apply(model, rules)
+        for step in range(150):
+            model.weight.grad = None
+            with pytest.raises(NonFiniteGradientError) as caught:
+                (model(torch.ones(1, 2)) * NAN).sum().backward()
+            error = caught.value
+            assert (error.step, error.rule, error.name, error.rank) == (step, "t", "weight", 0)
+            assert str(error).startswith(f"step {step}, rule t: 1 of 1 gradients are not finite")
+    session.remove()
+
+
+class Slow(set[tuple[str, str]]):
+    """Lets other threads in between the question and the answer to it."""
+
+    def __contains__(self, topic: object) -> bool:
+        found = super().__contains__(topic)
+        time.sleep(0.001)
+        return found
+
+
+class SlowTally(Tally):
+    """Lets other threads in between reading a number and writing it."""
+
+    @property
+    def fired(self) -> int:
+        found = self._fired
+        time.sleep(0.0001)
+        return found
+
+    @fired.setter
+    def fired(self, number: int) -> None:
+        self._fired = number
+
+
+@pytest.mark.parametrize("turn", ["once", "fired", "repeated"])
+def test_several_threads_lose_and_double_nothing(
+    turn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = make()
+    told: list[Event] = []
+    journal.sink = told.append
+    journal._said = Slow()
+    journal._tallies["guard"] = SlowTally(1)
+    start = threading.Barrier(4)
+
+    def work() -> None:
+        start.wait()
+        for number in range(50):
+            if turn == "once":
+                journal.once(f"topic {number}", f"notice {number}")
+            elif turn == "fired":
+                journal.fired("guard", number)
+                journal.altered("guard", 1)
+                journal.altered("guard", torch.ones((), dtype=torch.int64))
+            else:
+                journal.emit("trap", "bad", rule="other", step=threading.get_ident() + number)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    status = journal.status()["guard"]
+    if turn == "once":
+        for events in (told, journal.events):
+            assert sorted(e.message for e in events) == sorted(f"notice {i}" for i in range(50))
+    elif turn == "fired":
+        assert (status.fired, status.changed) == (200, 2.0)
+    else:
+        assert len(told) == len(journal.events) == 200
+        said = [record.getMessage() for record in caplog.records]
+        ends = ("rule other: bad", "(10 times so far)", "(100 times so far)")
+        assert [any(one.endswith(end) for one in said) for end in ends] == [True] * 3
+        assert len(said) == 3

@@ -1,0 +1,36 @@
+"""What a trap advises, by where the border lies."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradsurgeon.runtime.measure import NonfiniteCount
+from gradsurgeon.runtime.nonfinite_report import GradientReport
+
+NAMES = ["first.weight", "second.weight", "third.weight"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "advice"),
+    [
+        (
+            {2},
+            "third.weight is the first that backward reached and already non-finite: look at the loss "
+            "and at what comes after this layer in the forward pass",
+        ),
+        (
+            {0, 1, 2},
+            "third.weight is the first that backward reached and already non-finite, as is all that came "
+            "after it: look at the inputs of the model, at its weights, and at the loss, any of which can "
+            "be what is not finite",
+        ),
+        (
+            {0},
+            "the border lies between second.weight (still finite) and first.weight (first that is not)",
+        ),
+    ],
+)
+def test_the_advice_fits_what_was_seen(bad: set[int], advice: str) -> None:
+    found = {tensor: NonfiniteCount("NaN", 1) for tensor in bad}
+    border = GradientReport("after backward", (2, 1, 0), found, {})
+    assert border.finding(NAMES).lines[-1] == advice

@@ -1,0 +1,336 @@
+"""An action of each kind, and statistics, that a user defines: one class or one entry each is enough."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+import models
+import pytest
+import torch
+from commands import WITHOUT_TORCH, call
+
+import gradsurgeon
+from gradsurgeon import actions, planning, statistics
+from gradsurgeon.planning import manifest_file
+
+RULES = """version: 1
+rules:
+  - {id: flipped, action: own_actions:flip, params: "fc1.*", strength: 2, at: step}
+  - {id: sizes, action: size-log, params: "*"}
+  - {id: named, action: norm-log, params: "*", at: step, stats: [large, l2]}
+  - {id: kept, action: keep, params: "fc2.bias"}
+  - {id: held, action: hold, params: "fc2.weight"}
+"""
+TRAP = '  - {id: trap, action: size-trap, params: "*", limit: 100, then: warn}\n'
+OWN = ["flip", "size-log", "keep", "hold", "size-trap"]
+MODULE = pathlib.Path(__file__).parent.parent / "own_actions.py"
+NAMES = ["fc1.weight", "fc1.bias", "norm.weight", "norm.bias", "fc2.weight", "fc2.bias"]
+
+
+@pytest.fixture
+def own() -> Iterator[Any]:
+    """Import the module of the user, and forget it afterwards."""
+    known, table = dict(actions.known_actions), dict(statistics.STATISTICS)
+    sys.modules.pop("own_actions", None)
+    yield importlib.import_module("own_actions")
+    sys.modules.pop("own_actions")
+    for registry, before in ((actions.known_actions, known), (statistics.STATISTICS, table)):
+        registry.clear()
+        registry.update(before)  # type: ignore[arg-type] # each what it held
+
+
+class TestReview:
+    """On the command line, where nothing needs torch."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: pathlib.Path) -> pathlib.Path:
+        (tmp_path / "own_actions.py").write_text(MODULE.read_text(encoding="utf-8"))
+        (tmp_path / "rules.yaml").write_text(RULES + TRAP)
+        changed = (
+            (RULES + TRAP).replace("strength: 2", "strength: 1").replace("limit: 100", "limit: 50")
+        )
+        (tmp_path / "new.yaml").write_text(changed)
+        manifest_file.write(planning.from_model(models.Mlp()), tmp_path / "params.json")
+        return tmp_path
+
+    def run(self, folder: pathlib.Path, *arguments: str) -> tuple[int, str, str]:
+        done = call(*arguments, cwd=folder, code=WITHOUT_TORCH)
+        return done.returncode, done.stdout, done.stderr
+
+    def test_what_is_not_imported_is_an_error_that_says_so(self, folder: pathlib.Path) -> None:
+        code, out, _ = self.run(folder, "lint", "rules.yaml", "--format", "concise")
+        assert code == 1
+        assert (
+            "rules.yaml:3:27: error: no module `own_actions` with the action `flip` has been imported "
+            "(rule files import nothing: import it before `apply`, or by `gradsurgeon lint --import "
+            "own_actions`) [unknown-action]"
+        ) in out
+        assert "rules.yaml:4:25: error: unknown action `size-log` (" in out
+        assert "; an action of your own is written MODULE:NAME) [unknown-action]" in out
+        assert "rules.yaml:5:66: error: unknown statistic `large`" in out
+
+    def test_lint(self, folder: pathlib.Path) -> None:
+        given = ("lint", "rules.yaml", "--import", "own_actions", "--params", "params.json")
+        code, out, _ = self.run(folder, *given, "--fail-on", "error")
+        assert (code, "error" in out) == (0, False)
+
+    def test_a_wrong_option_of_it_is_found_at_its_place(self, folder: pathlib.Path) -> None:
+        (folder / "rules.yaml").write_text(RULES.replace("strength: 2", "strenght: 2"))
+        _, out, _ = self.run(
+            folder, "lint", "rules.yaml", "--import", "own_actions", "--format", "concise"
+        )
+        assert "rules.yaml:3:62: error: unknown key `strenght` (did you mean `strength`?)" in out
+
+    def test_plan(self, folder: pathlib.Path) -> None:
+        given = ("--params", "params.json", "--import", "own_actions", "--format", "json")
+        code, out, error = self.run(folder, "plan", "rules.yaml", *given)
+        assert code == 0, error
+        rules = {rule["id"]: rule for rule in json.loads(out)["rules"]}
+        assert [(rule["action"], rule["point"]) for rule in rules.values()] == [
+            ("flip", "step"),
+            ("size-log", "accumulated"),
+            ("norm-log", "step"),
+            ("keep", "accumulated"),
+            ("hold", "step"),
+            ("size-trap", "accumulated"),
+        ]
+        assert rules["trap"]["hook"] == "end of backward, step pre-hook"
+
+    def test_diff(self, folder: pathlib.Path) -> None:
+        given = ("--params", "params.json", "--import", "own_actions", "--format", "json")
+        code, out, error = self.run(folder, "diff", "rules.yaml", "new.yaml", *given)
+        assert code == 0, error
+        changed = {one["id"]: one["fields"] for one in json.loads(out)["changed"]}
+        fields = {rule: [field["name"] for field in own] for rule, own in changed.items()}
+        assert fields == {"flipped": ["strength"], "trap": ["limit"]}
+
+    def test_explain(self, folder: pathlib.Path) -> None:
+        code, out, _ = self.run(folder, "explain", "--import", "own_actions", "flip")
+        assert code == 0
+        assert out.startswith("flip: Turn a gradient around.")
+        assert "strength" in out
+        assert "# becomes   [-2, 6]" in out
+        listed = self.run(folder, "explain", "--import", "own_actions")[1]
+        assert all(f"\n{name} " in listed for name in OWN)
+
+    def test_a_module_that_cannot_be_imported(self, folder: pathlib.Path) -> None:
+        code, out, error = self.run(folder, "lint", "rules.yaml", "--import", "gone")
+        assert (code, out) == (2, "")
+        assert "cannot import `gone`" in error
+
+
+def train(model: torch.nn.Module, rules: Any, **options: Any) -> gradsurgeon.Session:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = gradsurgeon.apply(model, rules, optimizer=optimizer, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+    return session
+
+
+@pytest.mark.usefixtures("own")
+class TestTraining:
+    def test_each_kind_does_what_it_is_for(self, tmp_path: pathlib.Path) -> None:
+        torch.manual_seed(0)
+        model = models.Mlp()
+        held = model.fc2.weight.detach().clone()
+        session = train(model, RULES, record=tmp_path / "run")
+        grads = {name: param.grad for name, param in model.named_parameters()}
+        assert {rule: one.fired for rule, one in session.status().items()} == {
+            "flipped": 6,
+            "sizes": 18,
+            "named": 18,
+            "kept": 3,
+            "held": 3,
+        }
+        assert session.status()["flipped"].changed == 1.0
+        assert torch.equal(model.fc2.weight, held)
+        for name, grad in grads.items():
+            assert grad is not None
+            seen = {stat: session.latest(name, stat, rule="sizes") for stat in ("top", "power")}
+            flipped = -0.5 if name.startswith("fc1.") else 1.0  # `accumulated` comes before
+            assert seen["power"] == pytest.approx(float((grad * flipped).square().mean()), rel=1e-5)
+            assert seen["top"] == pytest.approx(float((grad * flipped).amax()), rel=1e-5)
+            large = session.latest(name, "large", rule="named")
+            assert large == int((grad.abs() > 0.01).sum())
+        (last,) = (copy for key, copy in session.captured("kept").items() if key[1] == 2)
+        assert grads["fc2.bias"] is not None
+        assert torch.equal(last, grads["fc2.bias"])
+        session.remove()
+        # The run is read where nothing of the user's is imported.
+        done = call("report", "run", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert all(f"  {rule} " in done.stdout for rule in ("flipped", "sizes", "kept", "held"))
+        recorded = gradsurgeon.open_run(tmp_path / "run")
+        assert recorded.latest("fc1.weight", "top") == session.latest("fc1.weight", "top")
+
+    def test_modules_and_tags(self) -> None:
+        rules = """version: 1
+rules:
+  - {id: seen, action: size-log, modules: "0", tensor: output}
+  - {id: turned, action: flip, modules: "1", tensor: output.grad}
+  - {id: turned-again, action: flip, tensors: "hidden"}
+"""
+
+        class Net(torch.nn.Sequential):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return gradsurgeon.tag(super().forward(x), "hidden")
+
+        def gradient(*, with_rules: bool) -> torch.Tensor:
+            torch.manual_seed(0)
+            model = Net(torch.nn.Linear(4, 2), torch.nn.Linear(2, 1))
+            log = 'version: 1\nrules:\n  - {id: log, action: norm-log, params: "*"}\n'
+            session = train(model, rules if with_rules else log)
+            if with_rules:
+                outputs = session.latest("0", "power", rule="seen")
+                assert outputs > 0.0
+                assert session.status()["turned"].fired == 3
+                assert session.status()["turned-again"].fired == 3
+            session.remove()
+            weight = model.get_parameter("0.weight").grad
+            assert weight is not None
+            return weight
+
+        # Twice turned around is where it was.
+        torch.testing.assert_close(gradient(with_rules=True), gradient(with_rules=False))
+
+    def test_a_rule_that_is_built_in_python(self, own: Any) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(4, 1, bias=False))
+        rule = own.Flip(id="turned", params="*", at="step", strength=3.0)
+        session = train(model, [rule])
+        assert session.status()["turned"].changed == 1.0
+        session.remove()
+
+    @pytest.mark.parametrize(("limit", "skipped"), [(0.0, 3), (1e9, 0)])
+    def test_a_trap_stops_what_it_asks_for(self, own: Any, limit: float, skipped: int) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        before = model.weight.detach().clone()
+        rule = own.SizeTrap.model_validate(
+            {"id": "trap", "params": "*", "limit": limit, "then": "skip-step"}
+        )
+        session = train(model, [rule])
+        kinds = [event.kind for event in session.events]
+        assert kinds.count("skipped-step") == skipped
+        assert torch.equal(model.weight, before) == (skipped > 0)
+        session.remove()
+
+    def test_what_a_trap_asks_is_in_what_it_compiles_to(self, own: Any) -> None:
+        rule = own.SizeTrap(id="trap", params="*", limit=2.0, then="skip-step")
+        decision = rule.compile()
+        assert (decision.statistic, decision.then, decision.give_up_after) == (
+            "linf",
+            "skip-step",
+            10,
+        )
+        assert decision.trips(torch.tensor([1.0, 3.0])).tolist() == [False, True]
+        trap = actions.ACTIONS["nan-trap"].model_validate({"id": "nans", "params": "*"})
+        found = trap.compile()
+        assert isinstance(found, actions.Decision)
+        assert found.trips(torch.tensor([0.0, 2.0])).tolist() == [False, True]
+
+    @pytest.mark.parametrize("then", ["skip-step", "raise", "warn"])
+    def test_a_trap_by_another_statistic_decides_before_the_update(self, then: str) -> None:
+        torch.manual_seed(0)
+        model = models.Mlp()
+        before = [param.detach().clone() for param in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        rule = {"id": "trap", "action": "size-trap", "params": "fc1.*", "limit": 5.0, "then": then}
+        with gradsurgeon.apply(
+            model, {"version": 1, "rules": [rule]}, optimizer=optimizer
+        ) as session:
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            optimizer.step()  # nothing is beyond the limit
+            assert not any(event.kind == "trap" for event in session.events)
+            moved = [param.detach().clone() for param in model.parameters()]
+            assert not torch.equal(moved[0], before[0])
+            assert model.fc1.bias.grad is not None
+            model.fc1.bias.grad[1] = -7.0
+            if then == "raise":
+                with pytest.raises(gradsurgeon.NonFiniteGradientError, match="for their linf"):
+                    optimizer.step()
+            elif then == "warn":
+                with pytest.warns(gradsurgeon.GradSurgeonWarning, match="for their linf"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+            (trap,) = (event for event in session.events if event.kind == "trap")
+            assert (trap.step, trap.name) == (1, "fc1.bias")
+            assert "1 of 2 gradients are refused for their linf" in trap.message
+            assert "> refused  fc1.bias    linf 7" in trap.message
+            assert "fc1.weight  linf 1" in trap.message
+            assert "non-finite" not in trap.message
+        after = [param.detach() for param in model.parameters()]
+        assert all(map(torch.equal, after, moved)) == (then != "warn")
+
+    def test_a_trap_by_another_statistic_is_for_parameters(self) -> None:
+        rule = {
+            "id": "trap",
+            "action": "size-trap",
+            "modules": "fc1",
+            "tensor": "output",
+            "limit": 5.0,
+        }
+        with pytest.raises(
+            gradsurgeon.BindError, match=r"rule trap: .*asks for `linf`; use `params`"
+        ):
+            gradsurgeon.apply(models.Mlp(), {"version": 1, "rules": [rule]})
+
+
+class TestRefused:
+    """What cannot work is said where it is defined, or where it is bound."""
+
+    def test_a_name_that_is_taken(self) -> None:
+        with pytest.raises(TypeError, match=r"zero\.Zero is the action `zero` already"):
+
+            class Zero(gradsurgeon.FreezeRule):
+                action: Literal["zero"] = "zero"
+
+    def test_a_class_of_no_kind(self) -> None:
+        with pytest.raises(TypeError, match="derive it from EditRule, ObserverRule"):
+
+            class Other(actions.Rule):
+                action: Literal["other"] = "other"
+
+    def test_a_name_that_no_file_could_hold(self) -> None:
+        with pytest.raises(TypeError, match="give it a name"):
+
+            class Other(gradsurgeon.FreezeRule):
+                action: Literal["Other Name"] = "Other Name"
+
+    def test_an_edit_without_arithmetic(self) -> None:
+        with pytest.raises(TypeError, match="define `compile`"):
+
+            class Other(gradsurgeon.EditRule):
+                action: Literal["other"] = "other"
+
+    @pytest.mark.usefixtures("own")
+    def test_a_statistic_that_is_not_there(self) -> None:
+        class Other(gradsurgeon.ObserverRule):
+            stats: ClassVar = ("nothing",)
+            action: Literal["other"] = "other"
+
+        rule = Other.model_validate({"id": "it", "params": "*"})
+        with pytest.raises(gradsurgeon.BindError, match="there is no statistic `nothing`"):
+            gradsurgeon.plan(torch.nn.Linear(2, 1), [rule])
+        with pytest.raises(ValueError, match="there is no statistic 'nothing': known: l1"):
+            rule.compile()
+
+    def test_a_statistic_of_a_name_that_is_taken(self) -> None:
+        mine = gradsurgeon.Statistic(lambda grad, _: grad.sum(), merge="sum")
+        with pytest.raises(ValueError, match="there is a statistic 'l2' already"):
+            gradsurgeon.add_statistic("l2", mine)
+        with pytest.raises(ValueError, match="is no name of a statistic"):
+            gradsurgeon.add_statistic("my stat", mine)
+
+    def test_a_statistic_must_say_how_it_is_merged(self) -> None:
+        with pytest.raises(TypeError, match="merge"):
+            gradsurgeon.Statistic(lambda grad, _: grad.sum())  # type: ignore[call-arg]

@@ -1,0 +1,96 @@
+"""What a session looks like in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import gradsurgeon
+
+RULES = {
+    "version": 1,
+    "rules": [
+        {"id": "norms", "action": "norm-log", "params": "*"},
+        {"id": "later", "action": "scale", "params": "bias", "factor": 0.5, "steps": {"from": 9}},
+        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+    ],
+}
+
+
+def train(model: nn.Module, *values: float) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for value in values:
+        optimizer.zero_grad()
+        model(torch.full((1, 2), value)).sum().backward()
+        optimizer.step()
+
+
+def test_a_session_says_of_what_it_is_and_what_has_happened() -> None:
+    model = nn.Linear(2, 1)
+    with gradsurgeon.apply(model, RULES) as session:
+        head = "Session of <dict> on Linear (2 parameters)"
+        assert repr(session).splitlines() == [
+            head,
+            "  step 0; no trap has tripped",
+            "  0 of 3 rules have fired",
+        ]
+        train(model, 1.0, float("nan"), 1.0)
+        assert repr(session).splitlines() == [
+            head,
+            "  step 3; the last trap tripped at step 1: rule trap on weight",
+            "  2 of 3 rules have fired",
+        ]
+        session.pause()
+        assert "  step 3, paused; the last trap" in repr(session)
+    assert "  step 3, removed; the last trap" in repr(session)
+
+
+def test_a_session_that_observes_says_so() -> None:
+    model = nn.Linear(2, 1)
+    with gradsurgeon.apply(model, RULES, mode="observe") as session:
+        assert "  step 0, observing only; no trap has tripped" in repr(session)
+
+
+def test_a_notebook_shows_tables_of_rules_and_events() -> None:
+    model = nn.Linear(2, 1)
+    with gradsurgeon.apply(model, RULES) as session:
+        assert session._repr_html_().count("<table>") == 1
+        train(model, *[1.0, float("nan")] * 6)
+        page = session._repr_html_()
+    assert page.count("<table>") == 2
+    assert "<td>norms</td><td>norm-log</td><td>2</td><td>24</td><td>0%</td><td>11</td>" in page
+    assert "<td>later</td><td>scale</td><td>1</td><td>3</td><td>100%</td><td>11</td>" in page
+    assert page.count("<tr>") == 1 + 3 + 1 + 5
+    # Of each event the first line.
+    assert "in the order in which" not in page
+
+
+class Marked(nn.Linear):
+    """A model whose name means something to a browser."""
+
+
+Marked.__name__ = "<script>Marked\u202e"
+
+
+def test_names_are_escaped() -> None:
+    model = Marked(2, 1)
+    with gradsurgeon.apply(model, RULES) as session:
+        page = session._repr_html_()
+        assert "\u202e" not in repr(session)
+        plan, summary = (
+            session.plan._repr_html_(),
+            gradsurgeon.report.summary(session)._repr_html_(),
+        )
+    for shown in (page, plan, summary):
+        assert "<script>" not in shown
+        assert r"&lt;script&gt;Marked\u202e" in shown
+
+
+def test_showing_a_session_asks_nothing_of_the_device() -> None:
+    model = nn.Linear(2, 1)
+    with gradsurgeon.apply(model, RULES) as session:
+        train(model, 1.0)
+        before = len(session._attachment._records)
+        assert repr(session)
+        assert session._repr_html_()
+        assert len(session._attachment._records) == before == 0
