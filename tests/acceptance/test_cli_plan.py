@@ -117,7 +117,7 @@ class TestPlan:
         )
         assert "no-bias (at backward) -> norms (at accumulated)" in table
 
-    def test_programs_before_and_after_optimization(self, here: pathlib.Path) -> None:
+    def test_neighbouring_edits_are_told_one_by_one(self, here: pathlib.Path) -> None:
         (here / "twice.yaml").write_text(
             "version: 1\n"
             "rules:\n"
@@ -126,16 +126,7 @@ class TestPlan:
         )
         done = call_here("plan", "twice.yaml", "--model", "net:build", cwd=here)
         assert done.returncode == 0
-        assert done.stdout.partition("\nprograms")[2].splitlines() == [
-            " that run shorter than they are written",
-            "  at backward: calm (scale factor 0.5) -> calmer (scale factor 0.25)",
-            "      runs as: calm+calmer (scale factor 0.125)",
-            "      2 parameters: {0..1}.weight",
-        ]
-        assert (
-            "programs"
-            not in call_here("plan", "edits.yaml", "--model", "net:build", cwd=here).stdout
-        )
+        assert "calm (at backward) -> calmer (at backward)" in done.stdout
         form = call_here("plan", "twice.yaml", "--model", "net:build", "--format", "json", cwd=here)
         assert json.loads(form.stdout)["chains"]["0.weight"] == ["calm", "calmer"]
 
