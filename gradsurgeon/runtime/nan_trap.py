@@ -257,10 +257,15 @@ class NanTraps:
         bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
         why = "its scale is below 1" if low else f"{history.scaler_skips} steps in a row"
         why = f"the GradScaler keeps skipping ({why}): "
-        trips = self._judge(
-            stuck, counter, counter.step, GradientEvidence(snapshots, list(norms), bad)
-        )
-        return [trip.given_up(why) for trip in trips]
+        # A skip for what a trap does not watch says nothing of it: its row goes on.
+        guilty = [
+            bound_rule for bound_rule in stuck if not bad.keys().isdisjoint(bound_rule.tensors)
+        ]
+        for bound_rule in guilty:
+            history.give_up(bound_rule.rule)
+        evidence = GradientEvidence(snapshots, list(norms), bad)
+        trips = self._judge(guilty, counter, counter.step, evidence)
+        return [trip.because(why) for trip in trips]
 
     def _judge(
         self,

@@ -54,11 +54,9 @@ class Trip:
             "warn": "the update goes on (`then: warn`)" + self.finding.expect,
         }[self.then]
 
-    def given_up(self, why: str) -> Trip:
-        """Return the same as the last of a row; its report begins with the reason."""
-        finding = replace(self.finding, head=why + self.finding.head)
-        in_a_row = max(self.in_a_row, self.rule.give_up_after)
-        return replace(self, in_a_row=in_a_row, finding=finding)
+    def because(self, why: str) -> Trip:
+        """Return the same with a report that begins with the reason."""
+        return replace(self, finding=replace(self.finding, head=why + self.finding.head))
 
 
 @dataclass(slots=True)
@@ -74,6 +72,11 @@ class TrapHistory:
 
     def clear(self, rule: Rule) -> None:
         self.in_a_row[rule.id] = 0
+
+    def give_up(self, rule: Rule) -> None:
+        """Let the next trip be one too many, as those after it, until the trap finds nothing."""
+        patience = cast("TrapRule", rule).give_up_after
+        self.in_a_row[rule.id] = max(self.in_a_row[rule.id], patience - 1)
 
     def is_stuck(self, rule: Rule) -> bool:
         """Tell whether a scaler has skipped as many steps in a row as a trap puts up with."""

@@ -209,6 +209,52 @@ def test_a_scaler_that_skips_gradients_of_no_backward_pass_is_a_trap_as_well() -
 
 
 @pytest.mark.cell("GradScaler", "backward", refused="`sanitize`: the scaler must see its overflow")
+def steps_under_a_scaler(model: nn.Module, rule: dict[str, Any], faults: list[str]) -> list[str]:
+    """Take a step for each fault: "overflow" in all parameters, "other" in the last, "nan" by hand."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14)
+    first, *_, last = model.parameters()
+    results = []
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, optimizer=optimizer):
+        for fault in faults:
+            optimizer.zero_grad()
+            loss = scaler.scale(model(torch.ones(1, 2)).sum())
+            (loss * math.inf if fault == "overflow" else loss).backward()
+            assert first.grad is not None
+            assert last.grad is not None
+            if fault == "other":
+                last.grad.fill_(math.inf)
+            scaler.unscale_(optimizer)
+            if fault == "nan":  # for the trap to find: the scaler has looked
+                first.grad.fill_(math.nan)
+            try:
+                scaler.step(optimizer)
+                results.append("went on")
+            except gradsurgeon.NonFiniteGradientError as error:
+                results.append(str(error))
+            scaler.update()
+    return results
+
+
+def test_a_trap_that_has_given_up_because_of_a_scaler_has_no_patience_left() -> None:
+    rule = {"id": "t", "action": "nan-trap", "params": "*", "then": "skip-step", "give_up_after": 3}
+    faults = ["overflow"] * 4 + ["nan", "none", "nan"]
+    results = steps_under_a_scaler(nn.Linear(2, 1), rule, faults)
+    assert [text == "went on" for text in results] == [True, True, False, False, False, True, True]
+    assert "keeps skipping (3 steps in a row)" in results[2]
+    for place, times in ((2, 3), (3, 4), (4, 5)):
+        assert f"tripped {times} times in a row" in results[place]
+
+
+def test_a_scaler_that_skips_for_other_parameters_leaves_the_row_of_a_trap_alone() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    rule = {"id": "t", "action": "nan-trap", "params": "0.*", "then": "skip-step"}
+    faults = ["nan", "other", "other", "nan"]
+    results = steps_under_a_scaler(model, {**rule, "give_up_after": 2}, faults)
+    assert results[:3] == ["went on"] * 3
+    assert "tripped 2 times in a row" in results[3]
+
+
 def test_sanitize_is_refused_where_a_scaler_must_see_its_overflow() -> None:
     model, optimizer = make()
     scaler = GradScaler("cpu")
