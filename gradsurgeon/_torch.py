@@ -344,7 +344,11 @@ def is_compiled_whole(module: Any) -> bool:
     contexts = [vars(module).get("dynamo_ctx")]
     compiled = vars(module).get("_compiled_call_impl")
     contexts += [cell.cell_contents for cell in getattr(compiled, "__closure__", None) or ()]
-    return any(getattr(context, "fullgraph", False) is True for context in contexts)
+    # Up to torch 2.8 the context does not say so, but what it calls for each frame does.
+    callbacks = [getattr(context, "callback", None) for context in contexts]
+    return any(getattr(context, "fullgraph", False) is True for context in contexts) or any(
+        getattr(callback, "_one_graph", False) is True for callback in callbacks
+    )
 
 
 def forget_compiled_code() -> bool:

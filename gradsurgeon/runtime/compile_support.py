@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from threading import RLock
 from types import FunctionType
 
 from torch import nn
@@ -25,9 +26,10 @@ class _Reason:
 
     def __str__(self) -> str:
         # Torch makes a text of the reason where a graph breaks, and only there.
-        for session in _attached:
+        sessions = _all_attached()
+        for session in sessions:
             session.broke = True
-        rules = {rule.id for session in _attached for rule in self._rules_of(session.program)}
+        rules = {rule.id for session in sessions for rule in self._rules_of(session.program)}
         return self._text.format(rules=", ".join(sorted(rules)) or "none")
 
 
@@ -75,7 +77,8 @@ class CompileSupport:
 
     def attach(self, step: int) -> None:
         """Let code that was compiled before hooks went onto modules be compiled anew, and say so."""
-        _attached.add(self)
+        with _attaching:
+            _attached.add(self)
         # Nothing public says which modules compiled code calls, so that all of it has to go.
         if self.program.modules and _torch.forget_compiled_code():
             rules = [rule.id for rule, _ in self.program.site_rules if rule.target == "modules"]
@@ -94,7 +97,8 @@ class CompileSupport:
         Args:
             step: where the model lives on, the step at which its rules are taken off.
         """
-        _attached.discard(self)
+        with _attaching:
+            _attached.discard(self)
         if step is not None and self.broke:
             _torch.forget_compiled_code()
             text = (
@@ -108,6 +112,13 @@ class CompileSupport:
 
 
 _attached: weakref.WeakSet[CompileSupport] = weakref.WeakSet()
+# Models can get their rules in several threads at once, and a set must not grow while it is gone through.
+_attaching = RLock()
+
+
+def _all_attached() -> list[CompileSupport]:
+    with _attaching:
+        return list(_attached)
 
 
 def _keep_layers_apart() -> None:
@@ -116,7 +127,7 @@ def _keep_layers_apart() -> None:
     All layers of a kind share one `forward`, so that each shape would add a graph to it and the limit
     of graphs per function (8) would soon be reached. For one operation a graph gains nothing.
     """
-    for session in _attached:
+    for session in _all_attached():
         for forward in session.layer_forwards:
             _torch.compile_apart(forward, allowed=False)
 
