@@ -9,6 +9,7 @@ from typing import Any
 
 import gradsurgeon
 from gradsurgeon.actions import ACTIONS
+from gradsurgeon.store.lookup import RecordQueries
 
 FUNCTIONS = ("apply", "load", "plan", "remove", "tag", "open_run", "report.summary")
 CLASSES = (
@@ -100,7 +101,8 @@ def _classes(names: Iterable[str]) -> Iterator[str]:
 
 def _members(kind: type) -> Iterator[tuple[str, Any]]:
     """Yield the documented members of a class, in the order in which they are written."""
-    for name, value in vars(kind).items():
+    inherited = vars(RecordQueries) if issubclass(kind, RecordQueries) else {}
+    for name, value in {**inherited, **vars(kind)}.items():
         written = getattr(value, "func", value)  # what a cached property holds
         if name.startswith("_") or not (isinstance(value, property) or inspect.isfunction(written)):
             continue

@@ -220,6 +220,7 @@ class Rule(Options):
 
     def compile(self) -> Effect:
         """Return what the rule does. May need torch; called once per session."""
+        # Not abstract: the options that all rules share are checked on a plain rule as well.
         raise NotImplementedError
 
     @classmethod

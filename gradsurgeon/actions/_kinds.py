@@ -27,7 +27,6 @@ class EditRule(Rule):
     @abstractmethod
     def compile(self) -> Edit:
         """Return the arithmetic. Needs torch; called once per session."""
-        raise NotImplementedError
 
 
 class ObserverRule(Rule):
@@ -67,7 +66,6 @@ class TrapRule(Rule):
     @abstractmethod
     def compile(self) -> Decision:
         """Return what is asked of the gradients."""
-        raise NotImplementedError
 
     @classmethod
     def no_at_reason(cls) -> str:

@@ -186,7 +186,8 @@ class Models:
         """
         waiting = [model for model in self._alive() if model.is_waiting]
         params = [param for model in waiting for param in model.params()]
-        for root in roots_of(params) if params else []:
+        known = [root for model in waiting if (root := model.module()) is not None]
+        for root in roots_of(params, known) if params else []:
             inside = {id(module) for module in root.modules()}
             parts = [model for model in waiting if id(model.module()) in inside]
             # A mere wrapper that came after it has the same parameters, and gives way to what it wraps.

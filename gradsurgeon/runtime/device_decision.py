@@ -48,7 +48,7 @@ class DeferredStep:
     snapshots: tuple[GradientSnapshot, ...]
 
     def evidence(self, numbers: Sequence[float]) -> GradientEvidence:
-        """Return what was seen, by the numbers that `judge` has sent."""
+        """Return what was seen, by the numbers of `decide_on_device`."""
         if math.isfinite(sum(numbers)):  # float32 cannot make a sum of doubles overflow
             return GradientEvidence((), self.tensors, {})
         worst = zip(self.tensors, numbers, strict=False)  # the norms follow

@@ -24,6 +24,10 @@ class BoundRule:
     keys: dict[str, Key]
     decision: Decision | None = None
 
+    @property
+    def decides_by_nonfinite(self) -> bool:
+        return self.decision is not None and self.decision.statistic == NONFINITE
+
     def columns(self, tensors: Sequence[int]) -> Sequence[int]:
         """Return the columns of a record that some of the tensors have, which come in its order."""
         if len(tensors) == len(self.tensors):
@@ -74,31 +78,23 @@ class DueRules:
         self.in_backward = tuple(in_backward)
         self.after = tuple(after)
         self.at_step = tuple(at_step)
-        deciding = [
-            (bound_rule, bound_rule.decision)
-            for bound_rule in self.after
-            if bound_rule.decision is not None
-        ]
-        self.traps = tuple(
-            bound_rule for bound_rule, decision in deciding if decision.statistic == NONFINITE
-        )
-        self.thresholds = tuple(
-            bound_rule for bound_rule, _ in deciding if bound_rule not in self.traps
-        )
+        deciding = [bound_rule for bound_rule in self.after if bound_rule.decision is not None]
+        self.traps = tuple(rule for rule in deciding if rule.decides_by_nonfinite)
+        self.thresholds = tuple(rule for rule in deciding if not rule.decides_by_nonfinite)
         self.watched = _tensors(self.after)
         self.trapped = _tensors(self.traps)
-        self.judged = _tensors((*self.traps, *self.thresholds))
+        self.judged = _tensors(deciding)
         self.normed = _tensors(
             bound_rule
             for bound_rule in self.after
-            if bound_rule in self.traps or "l2" in bound_rule.keys
+            if bound_rule.decides_by_nonfinite or "l2" in bound_rule.keys
         )
         self.stepped = _tensors(self.at_step)
         self.frozen = frozenset(
-            _tensors(ln for ln in self.at_step if isinstance(ln.rule, FreezeRule))
+            _tensors(bound for bound in self.at_step if isinstance(bound.rule, FreezeRule))
         )
         self.edited = frozenset(
-            _tensors(ln for ln in self.at_step if isinstance(ln.rule, EditRule))
+            _tensors(bound for bound in self.at_step if isinstance(bound.rule, EditRule))
         )
 
     @property
@@ -110,7 +106,7 @@ def _tensors(bound_rules: Iterable[BoundRule]) -> tuple[int, ...]:
     return tuple(sorted({tensor for bound_rule in bound_rules for tensor in bound_rule.tensors}))
 
 
-class _OfClock:
+class _RulesOfCounter:
     """The rules of one clock, whether due or not."""
 
     def __init__(self, *moments: list[BoundRule]) -> None:
@@ -155,7 +151,7 @@ class RulesByCounter:
             program.after_backward,
             program.at_step,
         )
-        self._of: dict[StepCounter, _OfClock] = {}
+        self._of: dict[StepCounter, _RulesOfCounter] = {}
         self._division = -1  # as of which division into clocks
 
     def due(self, counter: StepCounter) -> DueRules:
@@ -171,12 +167,12 @@ class RulesByCounter:
         )
         return next(bound_rule for bound_rule in bound_rules if bound_rule.rule.id == rule)
 
-    def _of_counter(self, counter: StepCounter) -> _OfClock:
+    def _of_counter(self, counter: StepCounter) -> _RulesOfCounter:
         if self._division != self._counters.version:
             self._division = self._counters.version
             self._of.clear()
         if counter not in self._of:
-            self._of[counter] = _OfClock(
+            self._of[counter] = _RulesOfCounter(
                 *([*self._parts(stages, counter)] for stages in self._moments)
             )
         return self._of[counter]

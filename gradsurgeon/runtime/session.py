@@ -14,12 +14,13 @@ from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.captured_tensors import CaptureKey
+from gradsurgeon.store import Lookup, RecordQueries
 
 # A notebook shows the last events; `events` has all of them.
 _EVENTS_SHOWN = 5
 
 
-class Session:
+class Session(RecordQueries):
     """Rules acting on one model, until `remove()` or the end of the ``with`` block.
 
     `gradsurgeon.apply` makes it. The rules stay on the model as long as the model lives, even if nobody
@@ -97,39 +98,8 @@ class Session:
         """
         return self._attachment.captured(rule)
 
-    def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
-        """Return the newest record of one parameter, module or tag. Waits for the device.
-
-        Args:
-            name: canonical name or alias.
-            stat: the statistic.
-            rule: id of the `norm-log` rule; needed if several recorded it.
-
-        Raises:
-            KeyError: there is no such name; the error suggests the nearest ones.
-            RecordError: nothing was recorded, or by several rules, or nothing in the last three steps in
-                which the rule was due.
-        """
-        return self._attachment.lookup().latest(name, stat, rule=rule)
-
-    def history(
-        self, name: str, stat: str = "l2", *, rule: str | None = None
-    ) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one parameter, module or tag. Waits for the device.
-
-        Args:
-            name: canonical name or alias.
-            stat: the statistic.
-            rule: id of the `norm-log` rule; needed if several recorded it.
-
-        Returns:
-            Oldest first; an empty list if no value has come yet.
-
-        Raises:
-            KeyError: there is no such name; the error suggests the nearest ones.
-            RecordError: no rule records it, or several do.
-        """
-        return self._attachment.lookup().history(name, stat, rule=rule)
+    def _lookup(self) -> Lookup:
+        return self._attachment.lookup()
 
     def __enter__(self) -> Self:
         return self

@@ -145,8 +145,7 @@ class StepRules:
             if decide(edit, parts[tensor], ends)
         ]
         event_log.altered(rule.id, len(biting))
-        unknown = parts.keys() - set(known)
-        blind = [tensor for tensor in tensors if tensor in unknown]
+        blind = [tensor for tensor, part in parts.items() if not can_decide(edit, part)]
         for tensor in blind:
             event_log.altered(rule.id, changes(edit, parts[tensor]))
         # Whether a gradient has changed must be the same on all ranks that share it: one that measured

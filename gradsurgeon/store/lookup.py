@@ -5,6 +5,7 @@ One implementation for a running session and for a run that was read from a dire
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -72,18 +73,20 @@ class RecordedNames:
             raise RecordError(f"no rule records {stat} of {name}; recorded: {recorded}")
 
 
-class RecordQueries:
+class RecordQueries(ABC):
     """`history` and `latest` of whatever can make a `Lookup` of its records."""
 
+    @abstractmethod
     def _lookup(self) -> Lookup:
-        raise NotImplementedError
+        """Return the records by name; of a session, after waiting for the device."""
 
     def history(
         self, name: str, stat: str = "l2", *, rule: str | None = None
     ) -> list[tuple[int, float]]:
         """Return ``(step, value)`` of one tensor, oldest first; nothing where no gradient has arrived.
 
-        Of a run of several ranks these are the records of the lowest rank that has some.
+        Of a run of several ranks these are the records of the lowest rank that has some; in a session it
+        waits for the device.
 
         Args:
             name: canonical name or alias.

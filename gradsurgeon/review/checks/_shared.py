@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from gradsurgeon.actions import EditRule, FreezeRule, Rule
-from gradsurgeon.review.lint_context import LintContext
+from gradsurgeon.review.lint_context import LintContext, listed
 
 
 def patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -13,6 +13,27 @@ def patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
     for key in (rule.target, "exclude"):
         for index, text in enumerate(getattr(rule, key)):
             yield (key, index), text
+
+
+def out_of_order(
+    context: LintContext, is_pair: Callable[[Rule, Rule], bool]
+) -> Iterator[tuple[Rule, tuple[Rule, ...]]]:
+    """Yield each rule that acts before rules that stand above it and make a pair with it, with these."""
+    for rule, above in context.pairs():
+        later = tuple(
+            other
+            for other in above
+            if is_pair(rule, other)
+            and context.acts_before(rule, other)
+            and context.overlap(other, rule)
+        )
+        if later:
+            yield rule, later
+
+
+def where_it_acts(rule: Rule, does: str, later: Sequence[Rule]) -> str:
+    stand = f"which stand{'s' * (len(later) == 1)} above it"
+    return f"it {does} at `{rule.point}`, before {listed(later)}, {stand}"
 
 
 def one_is_moot(context: LintContext, first: Rule, second: Rule) -> bool:

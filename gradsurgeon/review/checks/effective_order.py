@@ -1,9 +1,9 @@
 from collections.abc import Iterator
 
-from gradsurgeon.actions import EditRule
+from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.review.checks._base import Check, Finding
-from gradsurgeon.review.checks._shared import one_is_moot
-from gradsurgeon.review.lint_context import LintContext, listed
+from gradsurgeon.review.checks._shared import one_is_moot, out_of_order, where_it_acts
+from gradsurgeon.review.lint_context import LintContext
 
 
 class EffectiveOrder(Check):
@@ -46,19 +46,11 @@ class EffectiveOrder(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, above in context.pairs():
-            if not isinstance(rule, EditRule):
-                continue
-            later = tuple(
-                other
-                for other in above
-                if isinstance(other, EditRule)
-                and context.acts_before(rule, other)
-                and context.overlap(other, rule)
-                and not one_is_moot(context, rule, other)
-            )
-            if later:
-                message = f"it acts at `{rule.point}`, before {listed(later)}, which stand{'s' * (len(later) == 1)} above it"
-                hint = "put them in the order in which they act, or choose another `at`"
-                key = context.given_key(rule, "at", "action")
-                yield Finding(rule, (key,), message, hint, later)
+        def both_edit(rule: Rule, other: Rule) -> bool:
+            edits = isinstance(rule, EditRule) and isinstance(other, EditRule)
+            return edits and not one_is_moot(context, rule, other)
+
+        for rule, later in out_of_order(context, both_edit):
+            hint = "put them in the order in which they act, or choose another `at`"
+            key = context.given_key(rule, "at", "action")
+            yield Finding(rule, (key,), where_it_acts(rule, "acts", later), hint, later)

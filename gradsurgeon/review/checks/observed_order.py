@@ -2,7 +2,8 @@ from collections.abc import Iterator
 
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule
 from gradsurgeon.review.checks._base import Check, Finding
-from gradsurgeon.review.lint_context import LintContext, listed
+from gradsurgeon.review.checks._shared import out_of_order, where_it_acts
+from gradsurgeon.review.lint_context import LintContext
 
 _OBSERVING = ObserverRule | CaptureRule
 
@@ -47,20 +48,11 @@ class ObservedOrder(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, above in context.pairs():
-            later = tuple(
-                other
-                for other in above
-                if _edit_and_observation(other, rule)
-                and context.acts_before(rule, other)
-                and context.overlap(other, rule)
-            )
-            if later:
-                what = "changes gradients" if isinstance(rule, EditRule) else "sees gradients"
-                message = f"it {what} at `{rule.point}`, before {listed(later)}, which stand{'s' * (len(later) == 1)} above it"
-                hint = "put it above, or choose another `at`"
-                key = context.given_key(rule, "at", "action")
-                yield Finding(rule, (key,), message, hint, later)
+        for rule, later in out_of_order(context, _edit_and_observation):
+            does = "changes gradients" if isinstance(rule, EditRule) else "sees gradients"
+            hint = "put it above, or choose another `at`"
+            key = context.given_key(rule, "at", "action")
+            yield Finding(rule, (key,), where_it_acts(rule, does, later), hint, later)
 
 
 def _edit_and_observation(first: Rule, second: Rule) -> bool:
