@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -34,12 +35,18 @@ def queue_callback(callback: Callable[[], None]) -> None:
 graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 
 
-def is_nested() -> bool:
-    """Tell, at the end of a backward pass, whether it ran inside another one.
+def current_node() -> Any:
+    """Return the node of the graph that this thread is running, ``None`` outside of a backward pass."""
+    return torch._C._current_autograd_node()  # noqa: SLF001
 
-    Reentrant checkpointing runs one for each of its regions.
-    """
-    return torch._C._current_autograd_node() is not None  # noqa: SLF001
+
+# Where torch keeps the function that all backward passes of Python go through.
+BACKWARD = torch.autograd, "_engine_run_backward"
+
+
+def node_of(root: Node | Tensor) -> Node:
+    """Return a node as it is, and of a leaf the one that accumulates its gradient."""
+    return get_gradient_edge(root).node if isinstance(root, Tensor) else root
 
 
 def accumulates(param: Tensor) -> bool:
@@ -48,7 +55,7 @@ def accumulates(param: Tensor) -> bool:
     The latter returns gradients and must not see edits. It captures them before the accumulation
     node would run, and torch refuses to say of such a node whether it will.
     """
-    node = torch.autograd.graph.get_gradient_edge(param).node
+    node = get_gradient_edge(param).node
     try:
         # The answer itself is no use: of a leaf that `backward` was called on it is False.
         torch._C._will_engine_execute_node(node)  # noqa: SLF001
@@ -71,14 +78,6 @@ def is_capturing() -> bool:
     # Builds without CUDA have the question, but no answer.
     cuda: Any = torch.cuda  # has no types
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
-
-
-def awaits(param: Tensor) -> bool:
-    """Tell, inside a backward pass, whether ``param`` gets a gradient from it."""
-    if not param.requires_grad:
-        return False
-    node = torch.autograd.graph.get_gradient_edge(param).node
-    return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -280,9 +279,13 @@ def forget_empty_hooks(param: Tensor) -> None:
             setattr(param, table, None)
 
 
-def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
-    """Return the hooks that run once ``.grad`` of a leaf holds a contribution."""
-    return list((getattr(param, "_post_accumulate_grad_hooks", None) or {}).values())
+def hooks_on(param: Tensor) -> list[object]:
+    """Return the hooks of a leaf."""
+    tables = (
+        getattr(param, "_backward_hooks", None),
+        getattr(param, "_post_accumulate_grad_hooks", None),
+    )
+    return [hook for table in tables for hook in (table or {}).values()]
 
 
 def register_hook(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:

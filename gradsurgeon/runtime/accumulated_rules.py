@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from gradsurgeon.runtime.measure import (
     pick,
     statistics,
 )
+from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
@@ -31,35 +32,32 @@ class GradientSnapshot:
     """What was seen of the gradients of one clock after one backward pass.
 
     Attributes:
-        arrived: the tensors in the order in which backward delivered them, others than the watched
-            ones and repetitions included.
+        done: the pass.
         tensors: those of the tensors whose norm somebody reads that had a gradient, ascending.
         norms: their 2-norms, float32; one tensor per device, with the positions it covers.
         counts: exact numbers of non-finite elements, where looking was free (on the host).
-        averaged: whether an average over ranks followed the pass.
-        own: norms of what this rank alone contributed to it.
     """
 
-    arrived: Sequence[int]
+    done: BackwardPass
     tensors: tuple[int, ...]
     norms: Norms
     counts: dict[int, NonfiniteCount] | None = None
-    averaged: bool = False
-    own: dict[int, Tensor] = field(default_factory=dict)
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The tensors in the order in which backward delivered them."""
-        normed = set(self.tensors)
+    def order(self, params: Parameters) -> tuple[int, ...]:
+        """Return the tensors in the order in which backward delivered them."""
+        graph = self.done.graph
+        known = () if graph is None else params.owned_in_order(graph.leaves())
         # A tensor can receive its gradient twice in one pass (reentrant checkpointing).
-        return tuple(dict.fromkeys(tensor for tensor in self.arrived if tensor in normed))
+        ordered = dict.fromkeys((*known, *self.done.tensors))
+        got = set(self.tensors).intersection(self.done.tensors)
+        return tuple(tensor for tensor in ordered if tensor in got)
 
 
 def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
     """Record what the rules at `accumulated` ask for; return what was seen, per clock."""
     _log_contributions(context, done)
     snapshots: dict[StepCounter, GradientSnapshot] = {}
-    for counter in context.counters.among(done.order):
+    for counter in context.counters.among(done.tensors):
         due_rules = context.due_rules(counter)
         tensors, grads = context.parameters.grads(due_rules.watched)
         if not tensors:
@@ -71,7 +69,6 @@ def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, Gradie
                 _log(context, bound_rule, snapshot, by_tensor, done.scale)
             elif isinstance(bound_rule.rule, CaptureRule):
                 keep(context, bound_rule, by_tensor, done.scale)
-        snapshot.averaged = context.ranks.is_reducing
         snapshots[counter] = snapshot
     return snapshots
 
@@ -79,7 +76,7 @@ def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, Gradie
 def _look(done: BackwardPass, due_rules: DueRules, grads: dict[int, Tensor]) -> GradientSnapshot:
     tensors = [tensor for tensor in due_rules.normed if tensor in grads]
     found = norms(tensors, [grads[tensor] for tensor in tensors], scale=done.scale)
-    snapshot = GradientSnapshot(done.order, tuple(tensors), found, own=done.own)
+    snapshot = GradientSnapshot(done, tuple(tensors), found)
     if due_rules.traps and all(_torch.is_host(values) for _, values in found):
         # On the host a look is free, and an exact one now is worth more than one after the script
         # has clipped. On a device it would be a wait.

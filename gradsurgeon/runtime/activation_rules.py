@@ -76,7 +76,7 @@ class ActivationRules:
             return grad
         with self.lock:
             # A session without rules on parameters learns from this that a backward pass is running.
-            self.passes.current()
+            self.passes.seen.module = True
             out, scale = grad, self.context.scaling.scale
             for rule, name in rules:
                 if isinstance(rule, EditRule):

@@ -1,99 +1,167 @@
-"""One backward pass from its first gradient to its end: what arrived, in which order.
+"""Backward passes: which gradients they have left, and what hooks saw of them on the way.
 
-Passes can run inside one another, and end without a word where they raise. Between two of them
-nothing is known to be running.
+All passes that Python begins go through one function of torch, which is watched for all sessions
+together. What a pass has reached is told by the gradients before and after it, so that no parameter
+needs a hook for that.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from gradsurgeon import _torch
-from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon import _dist, _torch
+from gradsurgeon.runtime.backward_order import BackwardGraph, Root, roots_of
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
-from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
 
-# A backward pass that raised never ends, so its entry stays; more than this many are forgotten.
-_MOST_OPEN = 16
-# The task of no pass at all: -1 is what torch says where none is running.
-NONE = -2
 
+@dataclass(slots=True, eq=False)
+class RunningPass:
+    """A backward pass that is running.
 
-@dataclass(slots=True)
-class Arrivals:
-    """Where hooks note what has arrived: the pass that is running, and its list.
-
-    It reaches no parameter, so that a hook may hold it. All that a hook has to do, as long as one pass
-    follows its course, is to compare a number and to append to a list: a model has thousands of them.
+    Attributes:
+        graph: what it runs through.
+        beside: the graphs of the passes that other threads run meanwhile.
+        tasks: the number that autograd has given it, once it is known.
     """
 
-    # Both in one, because the hooks of one pass may run in the threads of several devices at once.
-    now: tuple[int, list[int]] = (NONE, [])
+    graph: BackwardGraph
+    beside: list[BackwardGraph] = field(default_factory=list)
+    tasks: list[int] = field(default_factory=list)
+
+
+_running: list[RunningPass] = []
+_lock = threading.RLock()
+
+
+def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any]:
+    """Return what is to be called around the function of torch that runs backward passes.
+
+    Args:
+        watches: returns what is to be told of a pass.
+    """
+
+    @_torch.uncompiled("gradsurgeon looks at the gradients before and after a backward pass")
+    def run(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **named: Any) -> Any:
+        known = list(watches())
+        scalings = [watch.scaling for watch in known if watch.scaling.in_use]
+        if (outer := _torch.graph_task()) != -1:
+            # A pass inside another one is a part of it.
+            roots = _note_inner(outputs)
+            with _numbered(roots, [partial(s.began_inside, outer=outer) for s in scalings]):
+                return original(outputs, *args, **named)
+        if not named.get("accumulate_grad"):
+            found = original(outputs, *args, **named)
+            for watch in known:
+                watch.end_of_grad()
+            return found
+        running = _begin(outputs)
+        try:
+            begun = [(watch, watch.begin()) for watch in known]
+            with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
+                found = original(outputs, *args, **named)
+        except BaseException:
+            for watch in known:
+                watch.seen = Seen()
+            raise
+        finally:
+            with _lock:
+                _running.remove(running)
+        for watch, before in begun:
+            watch.end(running, before)
+        return found
+
+    return run
+
+
+def _begin(outputs: Sequence[Any]) -> RunningPass:
+    running = RunningPass(BackwardGraph(roots_of(outputs)))
+    with _lock:
+        for other in _running:
+            other.beside.append(running.graph)
+            running.beside.append(other.graph)
+        _running.append(running)
+    return running
+
+
+def _note_inner(outputs: Sequence[Any]) -> Sequence[Root]:
+    roots = roots_of(outputs)
+    if (node := _torch.current_node()) is not None:
+        with _lock:
+            # Of several that run beside one another only one has the node.
+            for running in _running:
+                running.graph.inner.setdefault(node, []).append(roots)
+    return roots
+
+
+@contextmanager
+def _numbered(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]) -> Iterator[None]:
+    """Tell the number that autograd gives a pass, which only its nodes learn."""
+
+    def learn(_: object) -> None:
+        for take in tell:
+            take(_torch.graph_task())
+
+    handles = [_torch.node_of(root).register_prehook(learn) for root in roots[:1] if tell]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass(slots=True, eq=False)
+class Seen:
+    """What hooks saw since the last pass through their model.
+
+    Attributes:
+        order: the tensors in the order in which they got their gradients, where hooks tell it.
+        module: whether a gradient came to the input or output of a module, or to a tag.
+    """
+
+    order: list[int] = field(default_factory=list)
+    calls: Counter[int] = field(default_factory=Counter)
+    logged: defaultdict[str, dict[int, dict[str, Tensor]]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    contributed: dict[int, Tensor] = field(default_factory=dict)
+    module: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Before:
+    """The gradients that are there when a pass begins, with the number of writes to each."""
+
+    grads: dict[int, tuple[Tensor, int]]
+    held: dict[int, Tensor]
+    averaged: bool
 
 
 class BackwardWatch:
-    """Opens a `Pass` at its first gradient and hands it over when the backward pass has ended."""
+    """The backward passes that reach the model of one session.
 
-    def __init__(self, events: TrainingEvents, scaling: Scaling) -> None:
+    Args:
+        context: what rules may use while they act.
+        events: told of them.
+    """
+
+    def __init__(self, context: Context, events: TrainingEvents) -> None:
+        self._context = context
         self._events = events
-        self._scaling = scaling
-        self.arrivals = Arrivals()
-        # Passes that ended inside another one, by the thread that both run in.
-        self._inner: dict[int, BackwardPass] = {}
-        self._time = count()
-        self._open: dict[int, BackwardPass] = {}
+        self.scaling = context.scaling
+        self._watched = list(context.program.watched)
+        self.seen = Seen()
         self._training: tuple[int, bool] = (-1, False)
-        # Handed over while it was still running; what comes after that is no pass of its own.
-        self._early: tuple[int, BackwardPass] = (-1, BackwardPass())
-
-    def current(self) -> BackwardPass:
-        """Return the pass that is running, opening it if this is its first gradient."""
-        task = _torch.graph_task()
-        running = self._open.get(task)
-        if running is None:
-            if self._early[0] == task:
-                return self._early[1]
-            self._events.backward_started()
-            while len(self._open) >= _MOST_OPEN:
-                self._open.pop(next(iter(self._open)), None)
-            fresh = BackwardPass(scale=self._scaling.scale)
-            if _torch.in_compiled_autograd():
-                fresh.awaited = set()
-            # The threads of two devices can come here at once.
-            running = self._open.setdefault(task, fresh)
-            if running is fresh and running.awaited is None:
-                _torch.queue_callback(partial(self._ending, task))
-        return running
-
-    def arrived(self, tensor: int, context: Context) -> None:
-        """Note that a tensor has received its gradient, and let the hooks that follow do it alone."""
-        running = self.current()
-        first = not running.order
-        running.runs.append((next(self._time), len(running.order)))
-        running.order.append(tensor)
-        if first:
-            refuse_graph_capture(context)
-        task = _torch.graph_task()
-        if running.awaited is None:
-            # What each rank has got before an average is measured by each hook.
-            if not context.ranks.is_reducing:
-                self.arrivals.now = task, running.order
-            return
-        # Compiled autograd runs no callback at its end: the last gradient is the end.
-        if first:
-            params = ((i, context.parameters.param(i)) for i in context.program.watched)
-            running.awaited.update(i for i, p in params if p is not None and _torch.awaits(p))
-        running.awaited.discard(tensor)
-        if not running.awaited:
-            self._early = (task, running)
-            self._ended(task)
 
     def is_training(self, param: Tensor) -> bool:
         """Tell a `backward()` from a `torch.autograd.grad()`; asked once per pass."""
@@ -102,36 +170,70 @@ class BackwardWatch:
             self._training = (task, _torch.accumulates(param))
         return self._training[1]
 
-    @in_backward
-    def _ending(self, task: int) -> None:
-        # Queued anew from inside a callback it runs after all others, such as that of DDP, which
-        # copies the reduced gradients into place.
-        _torch.queue_callback(partial(self._ended, task))
+    def begin(self) -> _Before:
+        self._events.backward_started()
+        tensors, grads = self._context.parameters.grads(self._watched)
+        by_tensor = dict(zip(tensors, grads, strict=True))
+        held = self._events.tensors_that_matter(by_tensor) if by_tensor else ()
+        return _Before(
+            {tensor: (grad, _writes(grad)) for tensor, grad in by_tensor.items()},
+            {tensor: _holds_something(by_tensor[tensor]) for tensor in held},
+            self._context.ranks.is_reducing,
+        )
 
-    @in_backward
-    def _ended(self, task: int) -> None:
-        if self.arrivals.now[0] == task:
-            self.arrivals.now = NONE, []
-        running = self._open.pop(task, None)
-        if running is None:
+    def end(self, running: RunningPass, before: _Before) -> None:
+        """Tell of a pass, if it has reached the model."""
+        tensors = self._changed(before)
+        seen, self.seen = self.seen, Seen()
+        tensors.update(seen.order, seen.calls)
+        if running.beside:
+            tensors.difference_update(self._reached(running.beside))
+        if not tensors and not seen.module:
             return
-        thread = threading.get_ident()
-        inner = self._inner.pop(thread, None)
-        if inner is not None:
-            running = inner.followed_by(running)
-        # One that has begun around it is handed over at its own end; else only an update can tell.
-        if _torch.is_nested() and (self._open or self._events.expects_update()):
-            self._inner[thread] = running
-        else:
-            self._events.backward_finished(running)
+        if tensors and not self._context.paused:
+            refuse_graph_capture(self._context)
+        order = tuple(dict.fromkeys(seen.order))
+        self._events.backward_finished(
+            BackwardPass(
+                tensors=(*order, *sorted(tensors.difference(order))),
+                graph=None if order else running.graph,
+                calls=seen.calls,
+                logged=seen.logged,
+                contributed=seen.contributed,
+                scale=self._context.scaling.of(running.tasks),
+                averaged=before.averaged,
+                held={t: flag for t, flag in before.held.items() if t in tensors},
+            )
+        )
 
-    def settle(self, scale: Tensor | None) -> None:
-        """Hand over what ended inside a pass that had nothing of its own to hand over.
+    def end_of_grad(self) -> None:
+        """Tell of gradients that no parameter has got, where rules on modules saw them."""
+        seen, self.seen = self.seen, Seen()
+        if seen.module:
+            self._events.backward_finished(BackwardPass(()))
 
-        Args:
-            scale: that a fused optimizer gets its gradients with; for others the scaler has taken it off.
-        """
-        while self._inner:
-            _, inner = self._inner.popitem()
-            inner.scale = scale
-            self._events.backward_finished(inner)
+    def _changed(self, before: _Before) -> set[int]:
+        tensors, grads = self._context.parameters.grads(self._watched)
+        if not before.grads:
+            return set(tensors)
+        changed = set()
+        for tensor, grad in zip(tensors, grads, strict=True):
+            earlier = before.grads.get(tensor)
+            if earlier is None or earlier[0] is not grad or earlier[1] != _writes(grad):
+                changed.add(tensor)
+        return changed
+
+    def _reached(self, graphs: Iterable[BackwardGraph]) -> list[int]:
+        """Return the tensors that other passes reach."""
+        return self._context.parameters.owned(leaf for graph in graphs for leaf in graph.leaves())
+
+
+def _writes(grad: Tensor) -> int:
+    """Return how often autograd has written to a gradient. Only compared across one backward pass."""
+    return _dist.local(grad)._version  # noqa: SLF001 # counts writes
+
+
+def _holds_something(grad: Tensor) -> Tensor:
+    # Scripts that zero in place keep the tensor, so that its elements have to be asked.
+    with torch.no_grad():
+        return (_dist.local(grad) != 0).any()

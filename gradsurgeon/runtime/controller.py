@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,7 +24,12 @@ from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.module_schedule import ModuleCounters
 from gradsurgeon.runtime.nan_trap import NanTraps
-from gradsurgeon.runtime.notices import count_passes, warn_of_missing_pass, warn_of_unowned_params
+from gradsurgeon.runtime.notices import (
+    awaits_sum,
+    count_passes,
+    warn_of_missing_pass,
+    warn_of_unowned_params,
+)
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.optimizers import why_not_met
 from gradsurgeon.runtime.rank_agreement import RankAgreement
@@ -66,13 +71,13 @@ class Controller:
         self._agreement = RankAgreement(context)
         self._traps = NanTraps(context, self._agreement)
         self._edits = StepRules(context)
-        self._backward = BackwardWatch(self, context.scaling)
+        self.backward = BackwardWatch(context, self)
         declared = optimizers is not None and not optimizers
         self.manual = ManualSteps(context, self, declared=declared, provisional=provisional)
-        self._param_hooks = HookRegistry(context, self._backward, self.manual)
+        self._param_hooks = HookRegistry(context, self.backward)
         self._module_counters = ModuleCounters(context.counters, context.program.names)
         self.tensor_hooks = TensorHooks(
-            ActivationRules(context, self._backward, self._module_counters)
+            ActivationRules(context, self.backward, self._module_counters)
         )
         self._module_hooks = ModuleHooks(context.program.modules, self.tensor_hooks)
         self.model = ModelChanges(model, context, plan, self._param_hooks, self._module_hooks)
@@ -83,6 +88,8 @@ class Controller:
         self._steps = 0
         # The tensors that had a gradient before the hooks went on.
         self._early: set[int] = set()
+        # One that the last pass has reached.
+        self._last: tuple[int, ...] = ()
         # Named optimizers are met when the hooks go on; then they are held weakly.
         self._given = list(optimizers or ())
         self.attached = False
@@ -123,29 +130,30 @@ class Controller:
         self._traps.settle(wait=wait)
 
     def backward_started(self) -> None:
-        """Take notice of a backward pass.
+        """Let gradients be seen that a step has hidden which has raised."""
+        self.steps.end_failed()
+
+    def backward_finished(self, done: BackwardPass) -> None:
+        """Measure what a backward pass has left, and take the step of scripts that update by hand.
 
         Raises:
             GradSurgeonError: the ranks may take different numbers of steps.
             BindError: a rule cannot act under loss scaling.
         """
-        self.steps.end_failed()
-        self._context.ranks.backward_started()
-        if self._context.scaling.scale is not None and not self._context.paused:
-            refuse_scaling(self._context.program)
-
-    def backward_finished(self, done: BackwardPass) -> None:
-        """Measure what a backward pass has left, and take the step of scripts that update by hand."""
         context = self._context
-        self._agreement.find_sessions(done.order, update=False)
+        context.ranks.passed(averaged=done.averaged)
+        if done.scale is not None and not context.paused:
+            refuse_scaling(context.program)
+        self._agreement.find_sessions(done.tensors, update=False)
         if context.paused:
-            if self._agreement.is_needed_by_others(done.order, update=False):
+            if self._agreement.is_needed_by_others(done.tensors, update=False):
                 after_pass(context.silent(), done)
             return
         self._arrived(done)
-        self.manual.check_accumulation(done)
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
+        if by_hand:
+            self.manual.check_accumulation(done)
         with self.manual.step_of(done):
             for counter, snapshot in after_pass(context, done).items():
                 self._traps.add_snapshot(counter, snapshot)
@@ -161,9 +169,8 @@ class Controller:
                 return StepDecision()
             # By the end of the pass the script has cleared this gradient.
             having, _ = context.parameters.grads(counter.tensors)
-            after_pass(context, BackwardPass(order=having, scale=context.scaling.scale))
+            after_pass(context, BackwardPass(tuple(having), scale=context.scaling.scale))
         else:
-            self._backward.settle(step.scale)
             if self._is_idle(counter):
                 return StepDecision()
             self._agreement.find_sessions(counter.tensors, update=True)
@@ -195,8 +202,6 @@ class Controller:
             if not step.inside:  # the hooks on this very gradient may still be running
                 self.model.after_step(counter)
         self._traps.done(counter)
-        if not step.inside:
-            context.scaling.stepped()
         self.tensor_hooks.missed(counter)
         counter.tick()
         self._unstepped = False
@@ -213,12 +218,19 @@ class Controller:
             NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
         """
         try:
-            self._backward.settle(None)
             self._traps.skipped_by_scaler(counter, scale)
         finally:
             self._context.flags.forget(counter)
             # No rule at the step point could fire in a step that did not take place.
             self.step_finished(Step(counter), took_place=False)
+
+    def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
+        """Return the gradients by which a micro-batch is told from a step, and a sum from its addends."""
+        matter = awaits_sum(self._context, held)
+        if not self.steps.owned:
+            # Without edits one is enough.
+            matter += [tensor for tensor in self.manual.edited() or self._last if tensor in held]
+        return matter
 
     def expects_update(self) -> bool:
         """Tell whether some optimizer updates the model; it may have been made after `apply`."""
@@ -269,10 +281,11 @@ class Controller:
         return "was never due"
 
     def _arrived(self, done: BackwardPass) -> None:
-        self._unstepped |= bool(done.order)
+        self._unstepped |= bool(done.tensors)
+        self._last = done.tensors[:1] or self._last
         self._early.clear()
-        self.model.arrived(done.order)
-        self._edits.arrived(done.order)
+        self.model.arrived(done)
+        self._edits.arrived(done.tensors)
         self._context.flags.passed()
 
     def _is_by_hand(self) -> bool:
@@ -280,10 +293,7 @@ class Controller:
 
     def _step_by_hand(self, done: BackwardPass) -> None:
         if not self.manual.active:
-            self.manual.begin(done)
-            edited = self.manual.edited()
-            # Without edits one guard is enough to tell a micro-batch from a step.
-            self._param_hooks.guard(dict.fromkeys(edited or done.order[:1], bool(edited)))
+            self.manual.begin()
         try:
             self.manual.after(done)
         finally:
@@ -292,7 +302,7 @@ class Controller:
 
     def _feeds_a_parameter(self, done: BackwardPass) -> bool:
         """Tell whether an update can follow a pass; of one by hand, say once that it cannot."""
-        if done.order:
+        if done.tensors:
             return True
         params = self._context.parameters.params()
         if not any(param is not None and param.requires_grad for param in params):
@@ -336,10 +346,10 @@ class Controller:
             return
         early, self._early = self._early, set()
         having, _ = self._context.parameters.grads(counter.tensors)
-        late = early.union(self.model.rearm())
-        if not late.isdisjoint(having):
+        self.model.rearm()
+        if not early.isdisjoint(having):
             # A fused optimizer gets them with the scale, any other without.
-            done = BackwardPass(order=having, scale=step.scale)
+            done = BackwardPass(tuple(having), scale=step.scale)
             for owner, snapshot in after_pass(self._context, done).items():
                 self._traps.add_snapshot(owner, snapshot)
         elif having:

@@ -8,26 +8,21 @@ from contextlib import ExitStack
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _torch
+from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.manual_steps import GuardHook, ManualSteps
-from gradsurgeon.runtime.param_hooks import PassHook, TensorHook
+from gradsurgeon.runtime.param_hooks import ArrivalHook, Hook, TensorHook
 
 
 class HookRegistry:
     """The hooks of one session on the parameters of its model."""
 
-    def __init__(self, context: Context, passes: BackwardWatch, manual: ManualSteps) -> None:
+    def __init__(self, context: Context, passes: BackwardWatch) -> None:
         self._context = context
         self._backward = passes
-        self._manual = manual
-        program = context.program
-        # Rules on modules alone must learn of backward passes as well.
-        self._armed = program.armed or tuple(range(len(program.names)))
+        self._armed = context.program.watched
         self._handles: dict[int, list[RemovableHandle]] = {}
         self._ids: dict[int, int] = {}
-        self._guards: dict[int, bool] = {}
 
     def arm(self) -> None:
         with ExitStack() as undo:
@@ -35,13 +30,6 @@ class HookRegistry:
             for tensor in self._armed:
                 self._arm(tensor)
             undo.pop_all()
-
-    def guard(self, tensors: dict[int, bool]) -> None:
-        """Put guards on tensors whose steps are counted by backward passes."""
-        self._guards = tensors
-        for tensor in tensors:
-            if (param := self._context.parameters.param(tensor)) is not None:
-                self._handles.setdefault(tensor, []).append(self._put_guard(tensor, param))
 
     def replaced(self) -> list[int]:
         """Return the tensors whose parameter is not the one with the hooks."""
@@ -69,8 +57,8 @@ class HookRegistry:
 
     def carried(self, param: Tensor) -> int | None:
         """Return the tensor whose hooks a parameter carries, if it does."""
-        for hook in _torch.post_accumulate_hooks(param):
-            if isinstance(hook, PassHook) and hook.belongs_to(self._context):
+        for hook in _torch.hooks_on(param):
+            if isinstance(hook, Hook) and hook.belongs_to(self._context):
                 return hook.tensor
         return None
 
@@ -129,19 +117,12 @@ class HookRegistry:
                 label = "+".join(rule.id for rule in rules)
                 hook = TensorHook(self._context, self._backward, tensor, f"{label}:{name}", rules)
                 yield _torch.register_hook(param, hook)
-            if tensor in self._guards:
-                yield self._put_guard(tensor, param)
-            watch = PassHook(self._context, self._backward, tensor, f"gradsurgeon:{name}")
-            yield _torch.register_post_accumulate_hook(param, watch)
+            if _dist.world() > 1:
+                watch = ArrivalHook(self._context, self._backward, tensor, f"gradsurgeon:{name}")
+                yield _torch.register_post_accumulate_hook(param, watch)
         finally:
             if frozen:
                 param.requires_grad_(False)
-
-    def _put_guard(self, tensor: int, param: Tensor) -> RemovableHandle:
-        name = self._context.program.names[tensor]
-        label, edited = f"gradsurgeon:{name}", self._guards[tensor]
-        guard = GuardHook(self._context, self._backward, self._manual, tensor, label, edited=edited)
-        return _torch.register_hook(param, guard)
 
 
 def _is_on(handle: RemovableHandle) -> bool:

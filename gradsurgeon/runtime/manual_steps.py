@@ -6,16 +6,11 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
 from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientError
 from gradsurgeon.runtime import measure
-from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.compile_support import in_backward
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.param_hooks import Hook
 from gradsurgeon.runtime.step_decision import StepDecision
 from gradsurgeon.runtime.training_events import BackwardPass, Step, TrainingEvents
 
@@ -33,51 +28,6 @@ def how_to_tick(context: Context) -> str:
             "put the rules on in the script, by gradsurgeon.apply(), and call tick() of the session"
         )
     return "call session.tick()"
-
-
-class GuardHook(Hook):
-    """Tensor hook that looks, before a gradient is accumulated, whether one is there already."""
-
-    def __init__(
-        self,
-        context: Context,
-        passes: BackwardWatch,
-        manual: ManualSteps,
-        tensor: int,
-        label: str,
-        *,
-        edited: bool,
-    ) -> None:
-        super().__init__(context, passes, tensor, label)
-        self._manual = weakref.ref(manual)
-        self._edited = edited
-
-    @in_backward
-    def __call__(self, _grad: Tensor | None) -> None:
-        """Note what the gradient holds that this pass is about to add to."""
-        live, manual = self._live(), self._manual()
-        if live is None or manual is None:
-            return
-        context, passes = live
-        param = context.parameters.param(self._tensor)
-        if param is None or param.grad is None or not passes.is_training(param):
-            return
-        if _torch.is_capturing():
-            raise GradSurgeonError(
-                "a CUDA graph is being captured and no torch optimizer owns the parameters: whether a "
-                f"backward pass is a step of its own would have to be read from the device; {_declare(context)} "
-                "before each update"
-            )
-        # Scripts that zero in place keep the tensor. Reading it is the price of not guessing: here where it
-        # is free, once at the end of the pass where it is a wait.
-        with torch.no_grad():
-            held = (_dist.local(param.grad) != 0).any()
-        if _torch.is_host(held):
-            if not bool(held):
-                return
-            if self._edited and not manual.provisional:
-                manual.refuse_to_compound([self._tensor])
-        passes.current().onto.append((self._tensor, self._edited, held))
 
 
 def _declare(context: Context) -> str:
@@ -116,7 +66,6 @@ class ManualSteps:
         # The tensors that a pass has reached while their gradients, edited as final ones, were still there.
         self._compounded: list[int] = []
         self._began = context.counters.common.step
-        self._full = set(context.parameters.grads(range(len(context.parameters)))[0])
 
     def check_accumulation(self, done: BackwardPass) -> None:
         """Find out whether a pass went on with an earlier one. Reads each device once.
@@ -124,9 +73,9 @@ class ManualSteps:
         Raises:
             GradSurgeonError: it was added to gradients that were edited as final ones.
         """
-        held = measure.read([flag for _, _, flag in done.onto])
-        onto = [entry for entry, any_ in zip(done.onto, held, strict=True) if any_]
-        compounded = [tensor for tensor, edited, _ in onto if edited]
+        held = measure.read(list(done.held.values()))
+        onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
+        compounded = [tensor for tensor in self.edited() if tensor in onto]
         if self.provisional:
             # Nothing has been updated since, so that this pass takes the place of the one before.
             self._compounded = compounded or self._compounded
@@ -154,14 +103,10 @@ class ManualSteps:
         """Return the tensors that a rule at `step` edits: a second pass onto them would compound."""
         return sorted({i for stage in self._context.program.step_edits for i in stage.tensors})
 
-    def begin(self, done: BackwardPass) -> None:
+    def begin(self) -> None:
         """Go over to hand-written updates, after the first pass that no optimizer has claimed."""
         self.active = True
-        # No guard was there for this pass; gradients from before `apply` stand for it.
-        full = self._full.intersection(done.order)
-        self._compounded = sorted(full.intersection(self.edited())) or self._compounded
         if not self.provisional:
-            done.continued = bool(full)
             self._announce()
 
     def again(self) -> None:

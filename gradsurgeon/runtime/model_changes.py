@@ -22,6 +22,7 @@ from gradsurgeon.runtime.hook_registry import HookRegistry
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.training_events import BackwardPass
 
 # A walk over the model is too much for every step. The first one comes when a rule that has not fired
 # is mentioned as well; later ones ever more seldom, so that they cost nothing in the long run.
@@ -72,6 +73,7 @@ class ModelChanges:
         # The step at which the modules were last known to carry their hooks.
         self._looked = context.counters.latest - 1
         self._arrived: set[int] = set()
+        self._unseen: set[int] = set()
         self._swapped: list[int] = []
 
     def check(self) -> None:
@@ -83,8 +85,11 @@ class ModelChanges:
         if (model := self._model()) is not None:
             bind(self._plan.rules, from_model(model), alone=False)
 
-    def arrived(self, tensors: Sequence[int]) -> None:
-        self._arrived.update(tensors)
+    def arrived(self, done: BackwardPass) -> None:
+        self._arrived.update(done.tensors)
+        # A gradient that its hook has not seen came past it.
+        hooked = self._context.program.per_tensor
+        self._unseen.update(t for t in done.tensors if t in hooked and t not in done.calls)
 
     def unowned(self) -> list[int]:
         """Return the tensors that get gradients and that no optimizer owns which has stepped so far."""
@@ -106,9 +111,9 @@ class ModelChanges:
             self.compare()
         self._tell_swapped()
         self.rearm()
-        silent = set(counter.tensors) - self._arrived
         self._arrived.difference_update(counter.tensors)
-        missing = self._param_hooks.missing(sorted(silent))
+        missing = self._param_hooks.missing(sorted(self._unseen))
+        self._unseen.clear()
         for tensor in missing:
             self._param_hooks.rearm(tensor)
         text = "has lost its hooks, which somebody has taken off: they were put on anew"

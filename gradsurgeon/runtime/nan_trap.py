@@ -277,7 +277,8 @@ class NanTraps:
         history, trips = self._histories[counter], []
         for bound_rule in bound_rules:
             if any(tensor in evidence.now for tensor in bound_rule.tensors):
-                finding = evidence.border().finding(self._context.program.names)
+                border = evidence.border(self._context.parameters)
+                finding = border.finding(self._context.program.names)
                 trips.append(history.trip(bound_rule.rule, step, finding, guilty=evidence.guilty))
                 continue
             history.clear(bound_rule.rule)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import torch
+from torch import Tensor
 
 from gradsurgeon import _torch
 from gradsurgeon.actions import EditRule, ObserverRule, Rule, TrapRule
@@ -34,20 +35,36 @@ _SEES_PARTS = "sees parts of a gradient, never their sum"
 
 def count_passes(context: Context, done: BackwardPass) -> None:
     """Count a backward pass for the updates that it feeds, and say what a sum makes of a rule."""
-    counters = context.counters.among(done.order)
+    counters = context.counters.among(done.tensors)
     for counter in counters:
         counter.passes += 1
     if not context.program.per_tensor:
         return
-    if done.added_to and any(read(list(done.added_to.values()))):
-        several = (tensor for tensor in done.order if context.counters[tensor].passes > 1)
+    if done.held and any(read(list(done.held.values()))):
+        several = (tensor for tensor in done.tensors if context.counters[tensor].passes > 1)
         _say(context, "accumulation", several, lambda rule: "" if rule.linear else _PASSES)
-    if context.ranks.is_reducing:
+    if done.averaged:
         _say(context, "ranks", _averaged(context, done), lambda rule: "" if rule.linear else _RANKS)
-    # Passes inside one another have been put together, piece by piece.
-    if len(done.runs) > 1:
-        several = (tensor for tensor, times in Counter(done.order).items() if times > 1)
-        _say(context, "reentrant", several, _on_parts)
+    parts = (tensor for tensor, times in done.calls.items() if times > 1)
+    _say(context, "reentrant", parts, _on_parts)
+
+
+def awaits_sum(context: Context, held: Mapping[int, Tensor]) -> list[int]:
+    """Return a tensor by which to tell whether a pass adds to what was there, where a rule has to say so.
+
+    Args:
+        context: what the parts of a session share.
+        held: the gradients that were there before the pass.
+    """
+    per_tensor = context.program.per_tensor
+    added_to = (t for t in held if t in per_tensor and context.counters[t].passes)
+    said = context.event_log.said
+    bounded = (
+        t
+        for t in added_to
+        if any(not (rule.linear or said("accumulation", rule.id)) for rule in per_tensor[t])
+    )
+    return list(islice(bounded, 1))
 
 
 def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequence[int]) -> None:
@@ -137,7 +154,9 @@ def shorten_names(names: Sequence[str]) -> str:
 def _averaged(context: Context, done: BackwardPass) -> Iterator[int]:
     """Yield the tensors whose gradients of a pass are averaged over ranks."""
     averaged = context.ranks.averaged()
-    yield from (tensor for tensor in done.order if id(context.parameters.param(tensor)) in averaged)
+    yield from (
+        tensor for tensor in done.tensors if id(context.parameters.param(tensor)) in averaged
+    )
 
 
 def _on_parts(rule: Rule) -> str:

@@ -1,7 +1,7 @@
 """What happens while a backward pass runs: edits of contributions, and the order of arrival.
 
-A `TensorHook` acts on what this pass contributes to one parameter. A `PassHook` only notes that a
-parameter has received its gradient, and sees to it that the session looks once the pass is over.
+A `TensorHook` acts on what this pass contributes to one parameter. An `ArrivalHook` notes what only
+several ranks have to know.
 Both hold the session weakly: a post-accumulate hook that reaches a parameter would make a cycle that
 Python cannot collect.
 """
@@ -9,12 +9,11 @@ Python cannot collect.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers, _statistics, _torch
+from gradsurgeon import _dist, _numbers, _statistics
 from gradsurgeon.actions import CaptureRule, EditRule, Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.backward_watch import BackwardWatch
@@ -24,8 +23,6 @@ from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.edit_effect import changes
 from gradsurgeon.runtime.norm_clip import NormClip
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
-
-_graph_task = _torch.graph_task  # looked up once: this is the busiest line of all
 
 
 class Hook:
@@ -42,20 +39,6 @@ class Hook:
         # torch names the hook by this in its messages about wrong return values.
         self.__name__ = label
 
-    def _live(self, *, paused: bool = False) -> tuple[Context, BackwardWatch] | None:
-        context, passes = self._context(), self._backward()
-        if context is None or passes is None or (context.paused and not paused):
-            return None
-        return context, passes
-
-
-class PassHook(Hook):
-    """Post-accumulate hook: notes the arrival of one gradient."""
-
-    def __init__(self, context: Context, passes: BackwardWatch, tensor: int, label: str) -> None:
-        super().__init__(context, passes, tensor, label)
-        self._arrivals = passes.arrivals
-
     @property
     def tensor(self) -> int:
         return self._tensor
@@ -63,20 +46,29 @@ class PassHook(Hook):
     def belongs_to(self, context: Context) -> bool:
         return self._context() is context
 
+    def _live(self, *, paused: bool = False) -> tuple[Context, BackwardWatch] | None:
+        context, passes = self._context(), self._backward()
+        if context is None or passes is None or (context.paused and not paused):
+            return None
+        return context, passes
+
+
+class ArrivalHook(Hook):
+    """Post-accumulate hook on what several ranks train: notes what is gone when the pass is over.
+
+    That is what this rank has contributed before DDP averages it, and the order in which a sharded model
+    got its gradients, whose graph knows other tensors than the parameters.
+    """
+
     @in_backward
     def __call__(self, param: Tensor) -> None:
-        """Note the arrival, and under DDP what this rank has got before it is averaged."""
-        task, order = self._arrivals.now
-        if task == _graph_task():
-            order.append(self._tensor)
-            return
         # Other ranks may wait for one that is paused.
-        if (live := self._live(paused=_dist.world() > 1)) is None:
+        if (live := self._live(paused=True)) is None:
             return
         context, passes = live
+        passes.seen.order.append(self._tensor)
         if self._tensor in context.trapped and param.grad is not None and context.ranks.is_reducing:
-            passes.current().own[self._tensor] = _numbers.norms([param.grad])[0]
-        passes.arrived(self._tensor, context)
+            passes.seen.contributed[self._tensor] = _numbers.norms([param.grad])[0]
 
 
 class TensorHook(Hook):
@@ -96,12 +88,15 @@ class TensorHook(Hook):
     @in_backward
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return the edited contribution, ``None`` to leave it as it is."""
-        live = self._live()
+        live = self._live(paused=True)
         # A custom autograd function may return None for an input.
         if live is None or grad is None:
             return None
         context, passes = live
+        passes.seen.calls[self._tensor] += 1
         counter = context.counters[self._tensor]
+        if context.paused:
+            return None
         due = [rule for rule in self._rules if rule.steps.due(counter.step)]
         param = context.parameters.param(self._tensor)
         if not due or param is None:
@@ -111,31 +106,12 @@ class TensorHook(Hook):
             context.event_log.once("autograd.grad", text, step=counter.step)
             return None
         refuse_graph_capture(context)
-        self._note_sum(context, passes, param, due)
         out = grad
         for rule in due:
             out = self._act(context, passes, rule, out)
             if not isinstance(rule, CaptureRule):
                 context.event_log.fired(rule.id, counter.step)
         return None if out is grad or context.mode == "observe" else out
-
-    def _note_sum(
-        self, context: Context, passes: BackwardWatch, param: Tensor, due: Sequence[Rule]
-    ) -> None:
-        """Note whether this pass adds to a gradient that is there already, where that matters.
-
-        Scripts that zero in place keep the tensor, so that its elements have to be asked; one tensor for
-        each pass, and none once it has been said.
-        """
-        if param.grad is None or _torch.is_capturing() or not context.counters[self._tensor].passes:
-            return
-        bounds = [rule.id for rule in due if not rule.linear]
-        added_to = passes.current().added_to
-        if not added_to and any(
-            not context.event_log.said("accumulation", rule) for rule in bounds
-        ):
-            with torch.no_grad():
-                added_to[self._tensor] = (_dist.local(param.grad) != 0).any()
 
     def _act(self, context: Context, passes: BackwardWatch, rule: Rule, grad: Tensor) -> Tensor:
         if isinstance(rule, EditRule):
@@ -148,7 +124,7 @@ class TensorHook(Hook):
         with torch.no_grad():
             true = unscaled(grad, context.scaling.scale)
             found = {stat: _statistics.statistic(stat, true) for stat in getattr(rule, "stats", ())}
-        passes.current().logged.setdefault(rule.id, {})[self._tensor] = found
+        passes.seen.logged[rule.id][self._tensor] = found
         return grad
 
     def _edit(self, context: Context, rule: Rule, grad: Tensor) -> Tensor:

@@ -61,6 +61,11 @@ class Parameters:
         wanted = {id(param) for param in params}
         return [tensor for tensor, param in enumerate(self.params()) if id(param) in wanted]
 
+    def owned_in_order(self, params: Iterable[Tensor]) -> list[int]:
+        """Return the tensors that ``params`` are, in their order."""
+        by_id = {id(param): tensor for tensor, param in enumerate(self.params())}
+        return [by_id[id(param)] for param in params if id(param) in by_id]
+
     def move(self, places: Mapping[int, tuple[dict[str, Any], str]]) -> None:
         """Look tensors up elsewhere from now on; those that are not named are gone."""
         self._places = [

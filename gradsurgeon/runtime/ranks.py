@@ -61,14 +61,14 @@ class Ranks:
         # The indices of the parameters on each mesh.
         self._meshes: list[list[int]] = []
 
-    def backward_started(self) -> None:
-        """Find out, when a backward pass begins, whether it reduces over ranks.
+    def passed(self, *, averaged: bool) -> None:
+        """Take notice of a backward pass that has reached the model, and of whether it has reduced.
 
         Raises:
             GradSurgeonError: the ranks may take different numbers of steps.
         """
         for wrapper, known in self._live():
-            known.reduced = _dist.reduces(wrapper)
+            known.reduced = averaged and _dist.reduces(wrapper)
             if _dist.is_joining(wrapper):
                 raise GradSurgeonError(
                     "the model trains under `Join`, where ranks run out of inputs at different steps: "

@@ -24,6 +24,8 @@ from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.attachment import Attachment
+from gradsurgeon.runtime.backward_watch import BackwardWatch
+from gradsurgeon.runtime.backward_watch import watched as watched_passes
 from gradsurgeon.runtime.compile_support import uncompiled_at_step, uncompiled_in_forward
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.scaler_watch import watched
@@ -98,6 +100,7 @@ def enter(model: nn.Module, session: Attachment, *, beside: bool = False) -> Non
         if not _watching_steps:
             stack.callback(register_optimizer_step_pre_hook(_on_step).remove)
         stack.enter_context(watched(_on_scale, _around_scaler_step))
+        stack.callback(Patch(*_torch.BACKWARD, watched_passes(_backward_watches)).undo)
         stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
         stack.callback(register_module_module_registration_hook(_on_registration).remove)
         stack.callback(register_module_parameter_registration_hook(_on_registration).remove)
@@ -193,6 +196,10 @@ def _around_scaler_step(scaler: GradScaler, optimizer: Optimizer) -> Iterator[No
         for controller in _controllers():
             stack.enter_context(controller.scaler_step(scaler, optimizer))
         yield
+
+
+def _backward_watches() -> list[BackwardWatch]:
+    return [controller.backward for controller in _controllers()]
 
 
 def _controllers() -> list[Controller]:

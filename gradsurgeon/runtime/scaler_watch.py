@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +17,9 @@ from gradsurgeon._patching import Patch
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
 from gradsurgeon.runtime.compile_support import in_backward
+
+# One that raises, or returns gradients, leaves its entry.
+_MOST_PASSES = 16
 
 
 class Scaling:
@@ -36,11 +36,9 @@ class Scaling:
         self._named = None if scaler is None else weakref.ref(scaler)
         # A named scaler may be asked for its scale only, and the loss be multiplied by hand.
         self._by_hand = scaler is not None
-        # Running backward passes that began at a scaled loss, by graph task. Nothing but the pass keeps
-        # them: one that raises ends as well.
-        self._running: WeakValueDictionary[int, _Scaled] = WeakValueDictionary()
-        # But compiled autograd runs nothing at the end of a pass, and so keeps nothing.
-        self._kept: dict[int, _Scaled] = {}
+        self._losses_scaled = False
+        # Backward passes that began at a scaled loss, by graph task.
+        self._passes: dict[int, Tensor] = {}
         # The scalers that are stepping an optimizer, or about to decide that they do not.
         self._stepping: dict[int, weakref.ref[GradScaler]] = {}
 
@@ -51,7 +49,7 @@ class Scaling:
         """Take notice of losses that a scaler has scaled: their backward passes carry its scale."""
         if not self._concerns(scaler):
             return
-        self._by_hand = False
+        self._by_hand, self._losses_scaled = False, True
         own, by = weakref.ref(self), weakref.ref(scaler)
 
         @in_backward
@@ -66,16 +64,26 @@ class Scaling:
 
     def began(self, scaler: GradScaler) -> None:
         """Take notice of a backward pass that begins at a scaled loss."""
-        task, thread = _torch.graph_task(), threading.get_ident()
-        running = self._running[task] = _Scaled(_scale_of(scaler), thread)
-        if _torch.in_compiled_autograd():
-            self._kept[thread] = running
-        else:
-            _torch.queue_callback(running)
+        while len(self._passes) >= _MOST_PASSES:
+            self._passes.pop(next(iter(self._passes)), None)
+        self._passes[_torch.graph_task()] = _scale_of(scaler)
 
-    def stepped(self) -> None:
-        """Forget the pass that led to a step of this thread."""
-        self._kept.pop(threading.get_ident(), None)
+    def began_inside(self, inner: int, outer: int) -> None:
+        """Take notice of a pass that gets its gradients from the one that it runs in."""
+        if outer in self._passes:
+            self._passes[inner] = self._passes[outer]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a loss of the running pass may have been scaled."""
+        return self._losses_scaled
+
+    def of(self, tasks: Sequence[int]) -> Tensor | None:
+        """Return the scale on the gradients of a pass that has ended, by its numbers."""
+        if self._by_hand:
+            return self.scale
+        scales = [self._passes.pop(task) for task in tasks if task in self._passes]
+        return scales[0] if scales else None
 
     @property
     def scale(self) -> Tensor | None:
@@ -83,16 +91,7 @@ class Scaling:
         if self._by_hand:
             scaler = self._named() if self._named is not None else None
             return None if scaler is None or not scaler.is_enabled() else scaler._scale  # noqa: SLF001
-        if not self._running:
-            return None
-        found = self._running.get(_torch.graph_task())
-        if found is None:
-            # A pass inside another one, as of reentrant checkpointing, has its gradients from that one,
-            # which runs in the same thread. What other threads train is none of its business.
-            thread = threading.get_ident()
-            mine = [t for t, scaled in list(self._running.items()) if scaled.thread == thread]
-            found = self._running.get(max(mine)) if mine else None
-        return None if found is None else found.scale
+        return self._passes.get(_torch.graph_task()) if self._passes else None
 
     @contextmanager
     def steps(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[bool]:
@@ -116,17 +115,6 @@ class Scaling:
         reference = self._stepping.get(id(_torch.stepping(optimizer) or optimizer))
         scaler = None if reference is None else reference()
         return None if scaler is None else _scale_of(scaler)
-
-
-@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
-class _Scaled:
-    """A running backward pass that carries a scale; the engine keeps it and calls it at the end."""
-
-    scale: Tensor
-    thread: int
-
-    def __call__(self) -> None:
-        """Do nothing: that it was kept is all."""
 
 
 def _scale_of(scaler: GradScaler) -> Tensor:

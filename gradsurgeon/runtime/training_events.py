@@ -6,62 +6,45 @@ knows the order in which rules act.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from gradsurgeon.runtime.backward_order import BackwardGraph
 from gradsurgeon.runtime.step_counter import StepCounter
 
 if TYPE_CHECKING:
     from gradsurgeon.runtime.step_decision import StepDecision
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class BackwardPass:
-    """One backward pass: the tensors in the order in which they received their gradients."""
+    """One backward pass that has ended.
 
-    order: list[int] = field(default_factory=list)
-    # Where in ``order`` it went on after another pass had got something, and when. By this, passes
-    # inside one another are put into one order.
-    runs: list[tuple[int, int]] = field(default_factory=list)
-    # By rule at `backward` and by tensor, the statistics of what this pass contributed.
+    Attributes:
+        tensors: those that got a gradient.
+        graph: by which the order is told in which they got them, where it is not that of ``tensors``.
+        calls: how often the hook on each tensor was called.
+        logged: by rule at `backward` and by tensor, the statistics of what this pass contributed.
+        contributed: norms of what this rank alone has contributed, where an average over ranks followed.
+        scale: what a `GradScaler` has multiplied its gradients by.
+        averaged: whether an average over ranks followed.
+        continued: it began on gradients that were there before: one more micro-batch of the same step.
+        held: by tensor, whether its gradient held anything but zeros before, where that matters.
+    """
+
+    tensors: tuple[int, ...]
+    graph: BackwardGraph | None = None
+    calls: Counter[int] = field(default_factory=Counter)
     logged: dict[str, dict[int, dict[str, Tensor]]] = field(default_factory=dict)
-    # Norms of what this rank alone has contributed, where an average over ranks is about to follow.
-    own: dict[int, Tensor] = field(default_factory=dict)
-    # What a `GradScaler` has multiplied its gradients by.
+    contributed: dict[int, Tensor] = field(default_factory=dict)
     scale: Tensor | None = None
-    # It began on gradients that were there before: one more micro-batch of the same step.
+    averaged: bool = False
     continued: bool = False
-    # Gradients that were there before it, where that matters: the tensor, whether it was edited as a final
-    # one, and whether it held anything but zeros.
-    onto: list[tuple[int, bool, Tensor]] = field(default_factory=list)
-    # Whether gradients held something before it, of tensors with a bound on what one pass contributes.
-    added_to: dict[int, Tensor] = field(default_factory=dict)
-    # What it has yet to reach; known only where the engine does not tell when it is through.
-    awaited: set[int] | None = None
-
-    def followed_by(self, other: BackwardPass) -> BackwardPass:
-        """Return both as one pass."""
-        for rule, rows in other.logged.items():
-            self.logged.setdefault(rule, {}).update(rows)
-        scale = self.scale if other.scale is None else other.scale
-        both = BackwardPass(logged=self.logged, own={**self.own, **other.own}, scale=scale)
-        for time, tensors in sorted([*self._pieces(), *other._pieces()]):
-            both.runs.append((time, len(both.order)))
-            both.order += tensors
-        both.continued = self.continued or other.continued
-        both.onto = [*self.onto, *other.onto]
-        both.added_to = {**self.added_to, **other.added_to}
-        return both
-
-    def _pieces(self) -> Iterator[tuple[int, list[int]]]:
-        # Where no parameter got anything there are none: a hook on a module may have opened the pass.
-        starts = [*(start for _, start in self.runs), len(self.order)]
-        for (time, _), (start, stop) in zip(self.runs, pairwise(starts), strict=True):
-            yield time, self.order[start:stop]
+    held: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,10 +68,13 @@ class TrainingEvents(Protocol):
     """What a controller is told, in the order in which it happens."""
 
     def backward_started(self) -> None:
-        """Take notice of a backward pass, before its first gradient is acted on."""
+        """Take notice of a backward pass, which may be one through another model."""
 
     def backward_finished(self, done: BackwardPass) -> None:
         """Act on the gradients of a backward pass, what follows its last gradient (DDP) included."""
+
+    def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
+        """Return those of the gradients before a pass of which it has to be known whether they are zero."""
 
     def expects_update(self) -> bool:
         """Tell whether an optimizer is going to step: what waits may be handed over then."""

@@ -10,6 +10,7 @@ from functools import cached_property
 from gradsurgeon.runtime.accumulated_rules import GradientSnapshot
 from gradsurgeon.runtime.measure import NonfiniteCount, Norms, as_dict
 from gradsurgeon.runtime.nonfinite_report import GradientReport
+from gradsurgeon.runtime.parameters import Parameters
 
 
 @dataclass(frozen=True)
@@ -56,26 +57,26 @@ class GradientEvidence:
         Only the last pass is asked, which is the one that reduced. A rank whose part of the model was not
         used has seen nothing, and got its gradients from the others.
         """
-        if not self.snapshots or not self.snapshots[-1].averaged:
+        if not self.snapshots or not self.snapshots[-1].done.averaged:
             return False
-        contributed = self.snapshots[-1].own
+        contributed = self.snapshots[-1].done.contributed
         return any(
             not bool(contributed[tensor].isfinite())
             for tensor in self.before.union(self.now)
             if tensor in contributed
         )
 
-    def border(self) -> GradientReport:
+    def border(self, params: Parameters) -> GradientReport:
         """Return the border as it was after the first pass that shows one, else at the update."""
         for number, snapshot in enumerate(self.snapshots, 1):
             if bad := self._nonfinite(snapshot):
                 passes = f", micro-batch {number} of {len(self.snapshots)}"
                 moment = "after backward" + (passes if len(self.snapshots) > 1 else "")
                 # Some may have kept a gradient from an earlier pass and got nothing in this one.
-                order = tuple(dict.fromkeys((*snapshot.order, *snapshot.tensors)))
+                order = tuple(dict.fromkeys((*snapshot.order(params), *snapshot.tensors)))
                 return GradientReport(moment, order, bad, as_dict(snapshot.norms))
         moment = "right before the update"
-        arrived = self.snapshots[-1].order if self.snapshots else ()
+        arrived = self.snapshots[-1].order(params) if self.snapshots else ()
         if self.snapshots:
             moment += ", and finite after backward: something in between did it"
         order = tuple(dict.fromkeys((*arrived, *self.tensors)))
