@@ -264,3 +264,8 @@ def averaged_by(wrapper: Any) -> list[Tensor]:
 def is_flattened(param: Tensor) -> bool:
     """Tell whether a parameter belongs to the flat parameters of `FullyShardedDataParallel`."""
     return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def is_divided(param: Tensor | None) -> bool:
+    """Tell whether ranks have parts of a parameter each, so that autograd works on other tensors."""
+    return param is not None and (is_sharded(param) or is_flattened(param))

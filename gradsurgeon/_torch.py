@@ -279,15 +279,6 @@ def forget_empty_hooks(param: Tensor) -> None:
             setattr(param, table, None)
 
 
-def hooks_on(param: Tensor) -> list[object]:
-    """Return the hooks of a leaf."""
-    tables = (
-        getattr(param, "_backward_hooks", None),
-        getattr(param, "_post_accumulate_grad_hooks", None),
-    )
-    return [hook for table in tables for hook in (table or {}).values()]
-
-
 def register_hook(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Register a tensor hook; a tensor it returns takes the place of the gradient."""
     handle: RemovableHandle = param.register_hook(hook)  # type: ignore[no-untyped-call]

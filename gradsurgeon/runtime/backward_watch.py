@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,16 +31,18 @@ class RunningPass:
 
     Attributes:
         graph: what it runs through.
-        beside: the graphs of the passes that other threads run meanwhile.
         tasks: the number that autograd has given it, once it is known.
     """
 
     graph: BackwardGraph
-    beside: list[BackwardGraph] = field(default_factory=list)
     tasks: list[int] = field(default_factory=list)
 
 
 _running: list[RunningPass] = []
+# The threads that have run backward passes. Autograd writes gradients without holding Python's lock: what
+# another thread is training must not even be read.
+_threads: set[int] = set()
+# Held while gradients are read as long as there is one thread, so that a second one begins after that.
 _lock = threading.RLock()
 
 
@@ -67,12 +69,12 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             return found
         running = _begin(outputs)
         try:
-            begun = [(watch, watch.begin()) for watch in known]
+            begun = [(watch, watch.begin(running)) for watch in known]
             with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
                 found = original(outputs, *args, **named)
         except BaseException:
             for watch in known:
-                watch.seen = Seen()
+                watch.failed(running)
             raise
         finally:
             with _lock:
@@ -87,10 +89,8 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
 def _begin(outputs: Sequence[Any]) -> RunningPass:
     running = RunningPass(BackwardGraph(roots_of(outputs)))
     with _lock:
-        for other in _running:
-            other.beside.append(running.graph)
-            running.beside.append(other.graph)
         _running.append(running)
+        _threads.add(threading.get_ident())
     return running
 
 
@@ -170,24 +170,31 @@ class BackwardWatch:
             self._training = (task, _torch.accumulates(param))
         return self._training[1]
 
-    def begin(self) -> _Before:
+    def begin(self, running: RunningPass) -> _Before:
         self._events.backward_started()
-        tensors, grads = self._context.parameters.grads(self._watched)
-        by_tensor = dict(zip(tensors, grads, strict=True))
-        held = self._events.tensors_that_matter(by_tensor) if by_tensor else ()
-        return _Before(
-            {tensor: (grad, _writes(grad)) for tensor, grad in by_tensor.items()},
-            {tensor: _holds_something(by_tensor[tensor]) for tensor in held},
-            self._context.ranks.is_reducing,
-        )
+        with _lock:
+            reached = self._reached(running)
+            tensors, grads = self._context.parameters.grads(
+                self._watched if reached is None else sorted(reached)
+            )
+            by_tensor = dict(zip(tensors, grads, strict=True))
+            held = self._events.tensors_that_matter(by_tensor) if by_tensor else ()
+            return _Before(
+                {tensor: (grad, _writes(grad)) for tensor, grad in by_tensor.items()},
+                {tensor: _holds_something(by_tensor[tensor]) for tensor in held},
+                self._context.ranks.is_reducing,
+            )
 
     def end(self, running: RunningPass, before: _Before) -> None:
         """Tell of a pass, if it has reached the model."""
-        tensors = self._changed(before)
-        seen, self.seen = self.seen, Seen()
+        with _lock:
+            reached = self._reached(running)
+            if reached is None:
+                tensors = self._changed(before)
+            else:
+                tensors = set(self._context.parameters.grads(sorted(reached))[0])
+        seen = self._take_seen(reached)
         tensors.update(seen.order, seen.calls)
-        if running.beside:
-            tensors.difference_update(self._reached(running.beside))
         if not tensors and not seen.module:
             return
         if tensors and not self._context.paused:
@@ -200,11 +207,32 @@ class BackwardWatch:
                 calls=seen.calls,
                 logged=seen.logged,
                 contributed=seen.contributed,
-                scale=self._context.scaling.of(running.tasks),
+                scale=self.scaling.of(running.tasks),
                 averaged=before.averaged,
                 held={t: flag for t, flag in before.held.items() if t in tensors},
             )
         )
+
+    def failed(self, running: RunningPass) -> None:
+        """Forget what hooks have seen of a pass that has raised."""
+        self._take_seen(self._reached(running))
+        self.scaling.of(running.tasks)
+
+    def _reached(self, running: RunningPass) -> set[int] | None:
+        """Return the tensors that a pass reaches, where other threads run passes of their own.
+
+        ``None`` where there are none, or where the graph knows other leaves than the parameters.
+        """
+        params = self._context.parameters
+        if len(_threads) == 1 or any(map(_dist.is_divided, params.params())):
+            return None
+        return set(params.owned(running.graph.leaves())).intersection(self._watched)
+
+    def _take_seen(self, reached: set[int] | None) -> Seen:
+        if reached is not None and not reached:
+            return Seen()
+        seen, self.seen = self.seen, Seen()
+        return seen
 
     def end_of_grad(self) -> None:
         """Tell of gradients that no parameter has got, where rules on modules saw them."""
@@ -222,10 +250,6 @@ class BackwardWatch:
             if earlier is None or earlier[0] is not grad or earlier[1] != _writes(grad):
                 changed.add(tensor)
         return changed
-
-    def _reached(self, graphs: Iterable[BackwardGraph]) -> list[int]:
-        """Return the tensors that other passes reach."""
-        return self._context.parameters.owned(leaf for graph in graphs for leaf in graph.leaves())
 
 
 def _writes(grad: Tensor) -> int:

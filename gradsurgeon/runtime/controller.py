@@ -152,7 +152,7 @@ class Controller:
         self._arrived(done)
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
-        if by_hand:
+        if by_hand and not self.manual.declared:
             self.manual.check_accumulation(done)
         with self.manual.step_of(done):
             for counter, snapshot in after_pass(context, done).items():
@@ -227,7 +227,7 @@ class Controller:
     def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the gradients by which a micro-batch is told from a step, and a sum from its addends."""
         matter = awaits_sum(self._context, held)
-        if not self.steps.owned:
+        if not (self.steps.owned or self.manual.declared):
             # Without edits one is enough.
             matter += [tensor for tensor in self.manual.edited() or self._last if tensor in held]
         return matter

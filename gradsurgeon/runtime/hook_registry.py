@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _torch
+from gradsurgeon.errors import BindError, printable
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.param_hooks import ArrivalHook, Hook, TensorHook
+from gradsurgeon.runtime.param_hooks import ArrivalHook, TensorHook
 
 
 class HookRegistry:
@@ -55,13 +56,6 @@ class HookRegistry:
         for tensor in self._armed:
             self.rearm(tensor)
 
-    def carried(self, param: Tensor) -> int | None:
-        """Return the tensor whose hooks a parameter carries, if it does."""
-        for hook in _torch.hooks_on(param):
-            if isinstance(hook, Hook) and hook.belongs_to(self._context):
-                return hook.tensor
-        return None
-
     def missing(self, tensors: Iterable[int]) -> list[int]:
         """Return the tensors that somebody has taken our hooks off."""
         found = []
@@ -72,18 +66,17 @@ class HookRegistry:
                 found.append(tensor)
         return found
 
-    def revive(self, param: Tensor) -> int | None:
-        """Install the hooks of a parameter anew, whose content was swapped with that of another tensor.
+    def revive(self, tensor: int) -> bool:
+        """Install the hooks of a parameter anew whose content was swapped with that of another tensor.
 
         Returns:
-            The tensor, if it is one with hooks of ours.
+            Whether it has any.
         """
-        for tensor, identity in self._ids.items():
-            same = identity == id(param) and self._context.parameters.param(tensor) is param
-            if same and self._handles.get(tensor):
-                _torch.reinstall_hooks(param)
-                return tensor
-        return None
+        param = self._context.parameters.param(tensor)
+        if param is None or not self._handles.get(tensor):
+            return False
+        _torch.reinstall_hooks(param)
+        return True
 
     def disarm(self) -> None:
         for handles in self._handles.values():
@@ -106,7 +99,13 @@ class HookRegistry:
         if param.is_inference() or not (param.is_floating_point() or param.is_complex()):
             return  # Integers and tensors made for inference have no gradient, now or later.
         name = self._context.program.names[tensor]
+        if not param.is_leaf:
+            raise BindError(
+                [f"{printable(name)} is no leaf of the graph: it never gets a gradient"]
+            )
         rules = self._context.program.per_tensor.get(tensor, ())
+        if not rules and _dist.world() == 1:
+            return
         frozen = not param.requires_grad
         if frozen:
             # torch refuses hooks on frozen parameters, but keeps those that are there, so that a

@@ -7,7 +7,8 @@ the remedy: a session that bound itself anew would do what nobody has read in a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -97,11 +98,12 @@ class ModelChanges:
             tensor for tensor in self._context.counters.common.tensors if tensor in self._arrived
         ]
 
-    def swapped(self, params: Sequence[Tensor]) -> None:
-        """Take notice of parameters whose content was swapped: no hook on them is called any more."""
-        for param in params:
-            if (tensor := self._param_hooks.revive(param)) is not None:
-                self._swapped.append(tensor)
+    @contextmanager
+    def swapping(self, params: Sequence[Tensor]) -> Iterator[None]:
+        """Let the content of tensors be swapped, after which no hook on them is called any more."""
+        with self._context.parameters.without_references(params) as tensors:
+            yield
+        self._swapped += [tensor for tensor in tensors if self._param_hooks.revive(tensor)]
 
     def after_step(self, counter: StepCounter) -> None:
         """Look after the hooks on the tensors of a clock; a step of it is over."""
@@ -246,8 +248,8 @@ class ModelChanges:
         for slot in slots(model):
             place = (slot.owner._parameters, slot.key)  # noqa: SLF001 # where modules keep them
             param = place[0][place[1]]
-            # A parameter that carries a hook of ours has been there before, maybe elsewhere.
-            carried = self._param_hooks.carried(param)
+            # One that is known has been there before, maybe elsewhere.
+            carried = self._context.parameters.tensor_of(param)
             tensor = names.get(slot.name)
             if tensor is None:
                 if carried is not None and slot.name not in self._alias_of:

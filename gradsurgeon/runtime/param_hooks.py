@@ -39,13 +39,6 @@ class Hook:
         # torch names the hook by this in its messages about wrong return values.
         self.__name__ = label
 
-    @property
-    def tensor(self) -> int:
-        return self._tensor
-
-    def belongs_to(self, context: Context) -> bool:
-        return self._context() is context
-
     def _live(self, *, paused: bool = False) -> tuple[Context, BackwardWatch] | None:
         context, passes = self._context(), self._backward()
         if context is None or passes is None or (context.paused and not paused):

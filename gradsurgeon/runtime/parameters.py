@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from gradsurgeon.planning import slots
 
@@ -23,6 +25,8 @@ class Parameters:
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
         self._places = [by_name[name] for name in names]
         self.names = tuple(names)
+        self._identities: dict[int, tuple[TensorWeakRef, int]] = {}
+        self.identify(range(len(names)))
 
     def __len__(self) -> int:
         return len(self._places)
@@ -56,6 +60,32 @@ class Parameters:
         having = [tensor for tensor, grad in zip(wanted, grads, strict=True) if grad is not None]
         return having, [grad for grad in grads if grad is not None]
 
+    def identify(self, tensors: Iterable[int]) -> None:
+        """Know parameters again from now on, under whatever name, as long as they live."""
+        for tensor in tensors:
+            if (param := self.param(tensor)) is not None:
+                self._identities[id(param)] = TensorWeakRef(param), tensor
+
+    def tensor_of(self, param: Tensor) -> int | None:
+        """Return which tensor a parameter was when it was identified."""
+        reference, tensor = self._identities.get(id(param), (None, None))
+        return tensor if reference is not None and reference() is param else None
+
+    @contextmanager
+    def without_references(self, params: Sequence[Tensor]) -> Iterator[list[int]]:
+        """Have no weak references to parameters for a while: torch swaps nothing that has some.
+
+        Yields:
+            Which tensors they are.
+        """
+        tensors = [tensor for param in params if (tensor := self.tensor_of(param)) is not None]
+        for param in params:
+            self._identities.pop(id(param), None)
+        try:
+            yield tensors
+        finally:
+            self.identify(tensors)
+
     def owned(self, params: Iterable[Tensor]) -> list[int]:
         """Return the tensors that are among ``params``."""
         wanted = {id(param) for param in params}
@@ -71,7 +101,10 @@ class Parameters:
         self._places = [
             places.get(tensor, ({}, key)) for tensor, (_, key) in enumerate(self._places)
         ]
+        self._identities.clear()
+        self.identify(range(len(self._places)))
 
     def forget(self) -> None:
         """Let go of everything, once the model is gone or the session removed."""
         self._places = [({}, key) for _, key in self._places]
+        self._identities.clear()

@@ -163,9 +163,10 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
     """Let conversions exchange the contents of tensors, which takes their hooks away."""
-    original(first, second)
-    for controller in _controllers():
-        controller.model.swapped((first, second))
+    with ExitStack() as stack:
+        for controller in _controllers():
+            stack.enter_context(controller.model.swapping((first, second)))
+        original(first, second)
 
 
 @uncompiled_in_forward
