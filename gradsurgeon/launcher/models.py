@@ -19,7 +19,7 @@ from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import write_header
 from gradsurgeon.planning import Plan
-from gradsurgeon.runtime import lacking
+from gradsurgeon.runtime import Options, lacking
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name
@@ -257,19 +257,17 @@ class Models:
     ) -> None:
         title = self._title(plan.manifest.origin)
         plan = replace(plan, title=title)
+        options = Options(
+            optimizers=None if optimizer is None else [optimizer],
+            mode="observe" if self.settings.observe else "act",
+            start_step=start,
+            beside=True,
+            provisional=provisional,
+        )
         while True:
             record = self._run_directory(title)
             try:
-                session = api.attach(
-                    root,
-                    plan,
-                    optimizers=None if optimizer is None else [optimizer],
-                    record=record,
-                    mode="observe" if self.settings.observe else "act",
-                    start_step=start,
-                    beside=True,
-                    provisional=provisional,
-                )
+                session = api.attach(root, plan, options, record=record)
                 break
             except RecordError:
                 # Another process may have taken the directory since it was chosen: then there is a next one.

@@ -1,6 +1,6 @@
 """Attaches a plan to a model. Every hook in the package is registered in this folder."""
 
-from gradsurgeon.runtime.attachment import Attachment
+from gradsurgeon.runtime.attachment import Attachment, Options
 from gradsurgeon.runtime.context import Mode
 from gradsurgeon.runtime.matches_on_ranks import has_others, lacking
 from gradsurgeon.runtime.oldest_torch import OLDEST
@@ -11,6 +11,7 @@ __all__ = [
     "OLDEST",
     "Attachment",
     "Mode",
+    "Options",
     "Session",
     "check_free",
     "enter",

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -32,70 +29,63 @@ from gradsurgeon.store import Logged, Lookup, RecordedNames, Records
 if TYPE_CHECKING:
     from gradsurgeon.store.writer import RunWriter
 
-_TEMPORARY = (
-    "the session is over already, because nobody holds the model that rules were applied to: keep a "
-    "reference to the model (model = ...; session = gradsurgeon.apply(model, rules))"
-)
-_PACKAGE = str(Path(__file__).parents[1])
 
+class Options(NamedTuple):
+    """What `apply` was asked for, and what the launcher asks for besides.
 
-def _calls() -> Iterator[tuple[CodeType, int]]:
-    """Yield the calls under way outside of this package, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
-            yield frame.f_code, frame.f_lasti
-        frame = frame.f_back
+    Attributes:
+        optimizers: those that update the model; ``None`` to look for them, empty where the script
+            updates the weights by hand.
+        scaler: the gradient scaler; ``None`` to look for it.
+        mode: whether edits act.
+        start_step: the number of the first update.
+        beside: the launcher has put the rules on: the script has no session, or one that acts before.
+        provisional: whether an optimizer is going to update the model is not known yet.
+    """
+
+    optimizers: Sequence[Optimizer] | None = None
+    scaler: GradScaler | None = None
+    mode: Mode = "act"
+    start_step: int = 0
+    beside: bool = False
+    provisional: bool = False
 
 
 class Attachment:
     """Rules acting on one model, until `remove()`. It reaches the model weakly, and lives as long."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        *,
-        optimizers: Sequence[Optimizer] | None,
-        mode: Mode,
-        start_step: int,
-        writer: RunWriter | None = None,
-        scaler: GradScaler | None = None,
-        outside: bool = False,
-        provisional: bool = False,
+        self, model: nn.Module, plan: Plan, options: Options, writer: RunWriter | None = None
     ) -> None:
         program = compile_plan(plan)
         rules = plan.rules.rules
         self.plan = plan
+        self.options = options
         self._records = Records()
         event_log = EventLog(rules, [len(plan.of(rule.id)) for rule in rules])
         recorder = Recorder(self._records, writer, event_log)
         self._context = Context(
             program=program,
             parameters=Parameters(model, program.names),
-            counters=StepCounters(len(program.names), start_step),
+            counters=StepCounters(len(program.names), options.start_step),
             event_log=event_log,
             recorder=recorder,
-            mode=mode,
+            mode=options.mode,
             rules=tuple(rules),
-            outside=outside,
-            scaling=Scaling(scaler),
+            outside=options.beside,
+            scaling=Scaling(options.scaler),
         )
-        if scaler is not None and scaler.is_enabled():
+        if options.scaler is not None and options.scaler.is_enabled():
             refuse_scaling(program)
         for rule, text in plan.elsewhere.items():
-            event_log.emit("notice", text, rule=rule, step=start_step)
+            event_log.emit("notice", text, rule=rule, step=options.start_step)
         self._compiled = CompileSupport(program, event_log, model)
         self.controller = Controller(
-            model, self._context, plan, optimizers, provisional=provisional
+            model, self._context, plan, options.optimizers, provisional=options.provisional
         )
         recorder.late = self.controller.settle
-        self._aliases = {
-            alias: param.name for param in plan.manifest.params for alias in param.aliases
-        }
-        self._made_in = next(_calls(), None)
         self._when_removed: Callable[[], None] | None = None
-        self._removed = False
+        self.removed = False
 
     def attach(self, removed: Callable[[], None]) -> None:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
@@ -109,42 +99,31 @@ class Attachment:
         self._when_removed = removed
 
     def remove(self) -> None:
-        """Take everything off the model and its optimizers. Records and events stay readable."""
-        if not self._removed:
-            self._removed = True
+        if not self.removed:
+            self.removed = True
             self._context.flags.close()
             self.controller.model.compare(closing=True)
             for rule, due in self._context.event_log.never_fired():
                 text = f"{self.controller.why_never(due=due)} until the end"
                 self._context.event_log.emit("never-fired", text, rule=rule, step=self.step)
-            self._compiled.detach(self.step)
-            self._close()
+            self._close(at=self.step)
 
     def discard(self) -> None:
         """Take everything off, the files of the records included: another session takes its place."""
-        if not self._removed:
+        if not self.removed:
             self._context.recorder.discard()
-            self._let_go()
+            self._close()
 
     def model_gone(self) -> None:
-        """Let go of everything that belonged to the model, and say so where it has not lived at all."""
-        if not self._removed:
-            if self.controller.manual.provisional:
-                self._context.recorder.discard()
-            self._let_go()
-            if self._is_temporary():
-                self._context.event_log.emit("notice", _TEMPORARY, step=self.step, warn=True)
+        """Let go of everything that belonged to the model."""
+        if self.controller.manual.provisional:
+            self.discard()
+        elif not self.removed:
+            self._close()
 
-    def _is_temporary(self) -> bool:
-        """Tell whether the model has gone while the call that put rules on it was still under way."""
-        return any(call == self._made_in for call in _calls())
-
-    def _let_go(self) -> None:
-        self._removed = True
-        self._compiled.detach(None)
-        self._close()
-
-    def _close(self) -> None:
+    def _close(self, at: int | None = None) -> None:
+        self.removed = True
+        self._compiled.detach(at)
         self._settle()
         self.controller.detach()
         self._context.recorder.flush()
@@ -153,51 +132,26 @@ class Attachment:
             self._when_removed()
 
     @property
-    def removed(self) -> bool:
-        return self._removed
-
-    @property
-    def mode(self) -> Mode:
-        return self._context.mode
-
-    @property
     def paused(self) -> bool:
         return self._context.paused
 
     def pause(self) -> None:
-        """Let no rule act until `resume()`; the clocks go on."""
         self._context.paused = True
 
     def resume(self) -> None:
-        """Let the rules act again."""
-        if not self._removed:
-            self._context.paused = False
-
-    @property
-    def start_step(self) -> int:
-        return self._context.counters.start
+        self._context.paused = self.removed
 
     @property
     def step(self) -> int:
-        """The largest clock: the number of the next update, from ``start_step``."""
         return self._context.counters.latest
 
     def tick(self) -> bool:
-        """Mark one update of a script without torch optimizer, right before it happens.
-
-        Returns:
-            Whether to update: ``False`` where a trap with ``then: skip-step`` tripped.
-
-        Raises:
-            NonFiniteGradientError: a trap stops the update.
-            GradSurgeonError: a torch optimizer owns the parameters; its steps count by themselves.
-        """
         if self.controller.steps.owned:
             raise GradSurgeonError(
                 "tick() marks updates that are written by hand, but a torch optimizer owns the "
                 "parameters and its steps are counted by themselves: remove the call"
             )
-        return self._removed or self.controller.manual.tick()
+        return self.removed or self.controller.manual.tick()
 
     def name_model(self, title: str) -> None:
         """Let messages of traps say which model they are about: there are several."""
@@ -208,25 +162,16 @@ class Attachment:
         self.controller.manual.again()
 
     def confirm(self) -> None:
-        """Take notice that weights are updated by hand, where that was not certain.
-
-        Raises:
-            GradSurgeonError: the rules cannot act on such updates, or not on these.
-        """
+        """Take notice that weights are updated by hand, where that was not certain."""
         self.controller.manual.confirm()
 
     @property
     def events(self) -> list[Event]:
-        """What happened so far, oldest first, without waiting for what a device has not told yet."""
         self._settle(wait=False)
         return list(self._context.event_log.events)
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
-        """Return what each rule has done so far.
-
-        Args:
-            wait: for the device. Otherwise what it has counted is a moment old.
-        """
+        """Return what each rule has done; without waiting for a device, as it was a moment ago."""
         self.controller.settle(wait=wait)
         return self._context.event_log.status(wait=wait)
 
@@ -236,22 +181,10 @@ class Attachment:
 
     @property
     def records(self) -> Records:
-        """Everything measured so far. Waits for the device."""
         self._context.recorder.flush()
         return self._records
 
     def captured(self, rule: str) -> dict[CaptureKey, Tensor]:
-        """Return what a `capture` rule has kept, oldest first.
-
-        Args:
-            rule: id of the rule.
-
-        Returns:
-            Detached copies by ``(name, step, call)``; ``call`` counts from 0 within a step.
-
-        Raises:
-            KeyError: no `capture` rule has this id.
-        """
         known = [one.id for one in self.plan.rules.rules if isinstance(one, CaptureRule)]
         if rule not in known:
             hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
@@ -259,7 +192,6 @@ class Attachment:
         return self._context.captures.of(rule)
 
     def lookup(self) -> Lookup:
-        """Return the records by name or alias. Waits for the device."""
         records = self.records
         measured: dict[str, set[str]] = {}
         for series in records:
@@ -276,7 +208,8 @@ class Attachment:
         manifest = self.plan.manifest
         things = [*(param.name for param in manifest.params), *(m.name for m in manifest.modules)]
         more = sorted({name for names in measured.values() for name in names} - set(things))
-        names = RecordedNames((*things, *more), self._aliases, logged)
+        aliases = {alias: param.name for param in manifest.params for alias in param.aliases}
+        names = RecordedNames((*things, *more), aliases, logged)
         return Lookup(names, records.series, self._due_since)
 
     def _due_since(self, rule_id: str, name: str, step: int) -> int:

@@ -69,14 +69,9 @@ def watch_steps() -> None:
         _watching_steps.append(register_optimizer_step_pre_hook(_on_step))
 
 
-def enter(model: nn.Module, session: Attachment, *, beside: bool = False) -> None:
-    """Attach a session to its model, in the place of one that is there already.
-
-    Args:
-        model: reached weakly.
-        session: not attached yet.
-        beside: leave alone the session that the script has asked for, and act after it.
-    """
+def enter(model: nn.Module, session: Attachment) -> None:
+    """Attach a session to its model, in the place of one of its kind that is there already."""
+    beside = session.options.beside
     sessions = _beside if beside else _sessions
     old = sessions.get(model)
     # The finalizer is what notices a model that goes away; it must not keep the model itself.

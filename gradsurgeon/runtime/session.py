@@ -163,7 +163,7 @@ class Session(RecordQueries):
             words.append("removed")
         elif attachment.paused:
             words.append("paused")
-        if attachment.mode == "observe":
+        if attachment.options.mode == "observe":
             words.append("observing only")
         return ", ".join(words)
 
