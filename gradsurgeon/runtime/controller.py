@@ -90,9 +90,7 @@ class Controller:
     def attach(self) -> None:
         """Put the hooks on; on failure nothing stays."""
         try:
-            self._early = set(
-                self._context.parameters.grads(range(len(self._context.parameters)))[0]
-            )
+            self._early = set(self._context.parameters.grads()[0])
             self._param_hooks.arm()
             self._module_hooks.refresh(named_modules(self._model()))
             for optimizer in self._given:
@@ -106,7 +104,7 @@ class Controller:
 
     def go_last(self) -> None:
         """Put the hooks on anew, so that they come after those of another session."""
-        self._param_hooks.again()
+        self._param_hooks.arm()
         self._module_hooks.detach()
         self._module_hooks.refresh(named_modules(self._model()))
 

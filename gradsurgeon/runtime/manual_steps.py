@@ -116,7 +116,7 @@ class ManualSteps:
         # The tensors that a pass has reached while their gradients, edited as final ones, were still there.
         self._compounded: list[int] = []
         self._began = context.counters.common.step
-        self._full = set(context.parameters.grads(range(len(context.parameters)))[0])
+        self._full = set(context.parameters.grads()[0])
 
     def check_accumulation(self, done: BackwardPass) -> None:
         """Find out whether a pass went on with an earlier one. Reads each device once.

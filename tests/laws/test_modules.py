@@ -1041,7 +1041,7 @@ def test_a_replaced_module_comes_under_its_rules_before_the_next_forward() -> No
         assert [step for _, step, _ in session.captured("r0")] == [0, 1, 2]
 
 
-def test_a_replaced_module_says_which_steps_its_rules_have_missed() -> None:
+def test_a_replaced_module_says_that_its_rules_may_have_missed_steps() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with gradsurgeon.apply(model, rules(capture("1", "output"))) as session:
@@ -1050,9 +1050,8 @@ def test_a_replaced_module_says_which_steps_its_rules_have_missed() -> None:
                 model._modules["1"] = nn.Tanh()  # past the registration that modules offer
             model(data(step, 3, 4)).sum().backward()
             if step in (2, 5):
-                missed = "steps 0 to 2" if step == 2 else "steps 3 to 5"
                 with pytest.warns(
-                    GradSurgeonWarning, match=f"now on, and may have missed {missed}"
+                    GradSurgeonWarning, match="now on, and may have missed the steps since"
                 ):
                     optimizer.step()
             else:
