@@ -24,7 +24,12 @@ from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.module_schedule import ModuleCounters
 from gradsurgeon.runtime.nan_trap import NanTraps
-from gradsurgeon.runtime.notices import count_passes, warn_of_missing_pass, warn_of_unowned_params
+from gradsurgeon.runtime.notices import (
+    count_due_rules,
+    count_passes,
+    warn_of_missing_pass,
+    warn_of_unowned_params,
+)
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.optimizers import why_not_met
 from gradsurgeon.runtime.rank_agreement import RankAgreement
@@ -34,7 +39,6 @@ from gradsurgeon.runtime.step_decision import StepDecision
 from gradsurgeon.runtime.step_rules import StepRules
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
 from gradsurgeon.runtime.training_events import BackwardPass, Step
-from gradsurgeon.runtime.unfired_rules import count_due_rules
 
 # By then the optimizers of most scripts have stepped; others are looked for.
 _SETTLED = 3
