@@ -31,7 +31,6 @@ from gradsurgeon.runtime.notices import (
     warn_of_unowned_params,
 )
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
-from gradsurgeon.runtime.optimizers import why_not_met
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -42,6 +41,10 @@ from gradsurgeon.runtime.training_events import BackwardPass, Step
 
 # By then the optimizers of most scripts have stepped; others are looked for.
 _SETTLED = 3
+_NOT_MET = (
+    "the optimizer {kind} holds no parameter of the model, or skips the constructor of "
+    "torch.optim.Optimizer, so that torch calls no hook when it steps: name the optimizer that it wraps"
+)
 
 
 class Controller:
@@ -99,7 +102,8 @@ class Controller:
             self._module_hooks.refresh(named_modules(self._model()))
             for optimizer in self._given:
                 if self.steps.meet(optimizer) is None:
-                    self._context.event_log.emit("notice", why_not_met(optimizer), warn=True)
+                    text = _NOT_MET.format(kind=type(optimizer).__name__)
+                    self._context.event_log.emit("notice", text, warn=True)
         except BaseException:
             self.detach()
             raise
@@ -249,12 +253,6 @@ class Controller:
                 owner, scale = self.steps.meet(optimizer), self._context.scaling.stepping(optimizer)
                 if owner is not None and owner.begun == begun and scale is not None:
                     self.step_skipped_by_scaler(owner.counter, scale)
-
-    def step_after(self, others: Sequence[Controller], optimizer: Optimizer) -> None:
-        """Let the rules at the step of an optimizer act after those of other sessions."""
-        newest = self.steps.newest_hook(optimizer)
-        if newest >= 0 and any(other.steps.newest_hook(optimizer) > newest for other in others):
-            self.steps.go_last(optimizer)
 
     @property
     def tag_rules(self) -> tuple[Rule, ...]:

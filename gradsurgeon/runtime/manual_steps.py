@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,16 +24,34 @@ _NOTICE = (
     "no torch optimizer owns the parameters: the end of a backward pass that began on empty gradients "
     "counts as the step; {tick} right before each update to mark the steps yourself"
 )
+_NO_SKIP = (
+    "`then: skip-step` cannot hide gradients from an update written by hand, and raises: {tick}, and update "
+    "only where that is true"
+)
+_COMPOUNDS = (
+    "a second backward pass reached {name} while its gradient of the pass before, which a rule at `step` has "
+    "already edited, was still there: the edit would compound. No torch optimizer owns the parameters, so "
+    "every backward pass counts as a step. If the script accumulates, {tick} right before each update; if it "
+    "does not, clear the gradients after the update"
+)
+_CAPTURED = (
+    "a CUDA graph is being captured and no torch optimizer owns the parameters: whether a backward pass is a "
+    "step of its own would have to be read from the device; {tick} before each update"
+)
+_TAKEN_OVER = (
+    "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}, "
+    "which stay counted; make it before the first backward pass, or name it: apply(..., optimizer=)"
+)
 
 
 def how_to_tick(context: Context) -> str:
-    """Return how a script can mark its steps."""
+    """Return how a script can mark its steps; under the launcher it has no session to do so."""
     if context.outside:
-        # Nobody in there has a session whose steps could be marked.
         return (
-            "put the rules on in the script, by gradsurgeon.apply(), and call tick() of the session"
+            "put the rules on in the script, by gradsurgeon.apply(model, rules, optimizer=[]), and call "
+            "tick() of that session"
         )
-    return "call session.tick()"
+    return "pass optimizer=[] to apply() and call session.tick()"
 
 
 class GuardHook(Hook):
@@ -63,11 +82,7 @@ class GuardHook(Hook):
         if param is None or param.grad is None or not passes.is_training(param):
             return
         if _torch.is_capturing():
-            raise GradSurgeonError(
-                "a CUDA graph is being captured and no torch optimizer owns the parameters: whether a "
-                f"backward pass is a step of its own would have to be read from the device; {_declare(context)} "
-                "before each update"
-            )
+            raise GradSurgeonError(_CAPTURED.format(tick=how_to_tick(context)))
         # Scripts that zero in place keep the tensor. Reading it is the price of not guessing: here where it
         # is free, once at the end of the pass where it is a wait.
         with torch.no_grad():
@@ -78,15 +93,6 @@ class GuardHook(Hook):
             if self._edited and not manual.provisional:
                 manual.refuse_to_compound([self._tensor])
         passes.current().onto.append((self._tensor, self._edited, held))
-
-
-def _declare(context: Context) -> str:
-    if context.outside:
-        return (
-            "put the rules on in the script, by gradsurgeon.apply(model, rules, optimizer=[]), and call "
-            "tick() of that session"
-        )
-    return "pass optimizer=[] to apply() and call session.tick()"
 
 
 class ManualSteps:
@@ -105,9 +111,8 @@ class ManualSteps:
     ) -> None:
         self._context = context
         self._events = events
-        self.declared = declared
         self.provisional = provisional
-        self.active = declared
+        self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
         # The last pass has been counted as a step, and judged so.
         self._counted = False
         self._last = StepDecision()
@@ -117,6 +122,14 @@ class ManualSteps:
         self._compounded: list[int] = []
         self._began = context.counters.common.step
         self._full = set(context.parameters.grads()[0])
+
+    @property
+    def active(self) -> bool:
+        return self._counts != "nothing"
+
+    @property
+    def declared(self) -> bool:
+        return self._counts == "ticks"
 
     def check_accumulation(self, done: BackwardPass) -> None:
         """Find out whether a pass went on with an earlier one. Reads each device once.
@@ -135,20 +148,10 @@ class ManualSteps:
         self.refuse_to_compound(compounded)
 
     def refuse_to_compound(self, tensors: Sequence[int]) -> None:
-        """Refuse a second pass onto gradients that were edited as final ones.
-
-        Raises:
-            GradSurgeonError: naming the first of them.
-        """
+        """Refuse a second pass onto gradients that were edited as final ones."""
         if tensors and self._context.mode == "act":
-            name = self._context.program.names[tensors[0]]
-            raise GradSurgeonError(
-                f"a second backward pass reached {name} while its gradient of the pass before, which a rule "
-                "at `step` has already edited, was still there: the edit would compound. No torch optimizer "
-                "owns the parameters, so every backward pass counts as a step. If the script accumulates, "
-                f"{_declare(self._context)} right before each update; if it does not, clear the gradients "
-                "after the update"
-            )
+            name, tick = self._context.program.names[tensors[0]], how_to_tick(self._context)
+            raise GradSurgeonError(_COMPOUNDS.format(name=name, tick=tick))
 
     def edited(self) -> list[int]:
         """Return the tensors that a rule at `step` edits: a second pass onto them would compound."""
@@ -156,7 +159,7 @@ class ManualSteps:
 
     def begin(self, done: BackwardPass) -> None:
         """Go over to hand-written updates, after the first pass that no optimizer has claimed."""
-        self.active = True
+        self._counts = "passes"
         # No guard was there for this pass; gradients from before `apply` stand for it.
         full = self._full.intersection(done.order)
         self._compounded = sorted(full.intersection(self.edited())) or self._compounded
@@ -174,12 +177,7 @@ class ManualSteps:
             counters.start = counters.common.step
 
     def confirm(self) -> None:
-        """Say what waited until an update by hand was seen.
-
-        Raises:
-            BindError: a rule needs an optimizer.
-            GradSurgeonError: gradients were edited and added to before that update.
-        """
+        """Say what waited until an update by hand was seen, and refuse what cannot act on it."""
         self.provisional = False
         if self.active:
             self._announce()
@@ -188,26 +186,21 @@ class ManualSteps:
         """Tell what updates by hand come to, and refuse what cannot act on them."""
         self._refuse_freezes()
         event_log, step = self._context.event_log, self._context.counters.latest
-        event_log.once("manual", _NOTICE.format(tick=how_to_tick(self._context)), step=step)
+        tick = how_to_tick(self._context)
+        event_log.once("manual", _NOTICE.format(tick=tick), step=step)
         for stage in self._context.program.traps:
             if getattr(stage.rule, "then", "") == "skip-step":
-                text = (
-                    "`then: skip-step` cannot hide gradients from an update written by hand: it will "
-                    "raise instead"
-                )
-                if not self._context.outside:
-                    text += ", unless the script asks session.tick() whether to update"
+                text = _NO_SKIP.format(tick=tick)
                 event_log.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
         self.refuse_to_compound(self._compounded)
 
     def _refuse_freezes(self) -> None:
-        for stage in self._context.program.freezes:
-            raise BindError(
-                [
-                    f"rule {stage.rule.id}: weights are updated by hand, so that there is no optimizer "
-                    "to hide a gradient from; set requires_grad to false, or use `zero`"
-                ]
+        if refused := [stage.rule.id for stage in self._context.program.freezes]:
+            text = (
+                "weights are updated by hand, so that there is no optimizer to hide a gradient from; set "
+                "requires_grad to false, or use `zero`"
             )
+            raise BindError([f"rule {rule}: {text}" for rule in refused])
 
     @contextmanager
     def step_of(self, done: BackwardPass) -> Iterator[None]:
@@ -241,8 +234,7 @@ class ManualSteps:
             raise decision.error
         if decision.skip and (cause := decision.cause) is not None:
             raise NonFiniteGradientError(
-                f"{cause.text}\n(`then: skip-step` cannot hide gradients from an update written by "
-                f"hand: {_declare(self._context)}, and update only where that is true)",
+                f"{cause.text}\n({_NO_SKIP.format(tick=how_to_tick(self._context))})",
                 rule=cause.rule,
                 step=number,
                 rank=cause.rank,
@@ -261,15 +253,11 @@ class ManualSteps:
         if self.provisional:
             self.provisional = False
             self.again()
-        elif self.active and self._counted and not self.declared:
+        elif self._counts == "passes" and self._counted:
             steps = counter.step - self._began
-            text = (
-                "an optimizer owns the parameters from now on; the backward passes before it were counted "
-                f"as {steps} step{'s' if steps > 1 else ''}, which stay counted; make it before the first "
-                "backward pass, or name it: apply(..., optimizer=)"
-            )
+            text = _TAKEN_OVER.format(steps=f"{steps} step{'s' if steps > 1 else ''}")
             self._context.event_log.once("late optimizer", text, step=counter.step)
-        self.active = False
+        self._counts = "nothing"
         return self._edited
 
     def tick(self) -> bool:
@@ -282,7 +270,7 @@ class ManualSteps:
             NonFiniteGradientError: a trap stops the update.
         """
         self._refuse_freezes()
-        first, self.declared, self.active = not self.declared, True, True
+        first, self._counts = not self.declared, "ticks"
         if first and self._counted:
             # The pass before this first tick has been counted and judged; from now on only ticks are.
             decision = self._last

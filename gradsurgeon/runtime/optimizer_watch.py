@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, TrapRule
+from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.errors import BindError
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled_at_step
 from gradsurgeon.runtime.context import Context
@@ -26,8 +27,17 @@ from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.nan_trap import SCALER_SKIP
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.training_events import Step, TrainingEvents
+from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.update import Arguments, Update
+
+_LBFGS = (
+    "LBFGS moves all parameters together, so that `freeze` cannot hide one from it; make requires_grad "
+    "false in the script, or use `zero`"
+)
+_INSIDE = (
+    "an optimizer steps inside backward, parameter by parameter, so that there is no moment at which all "
+    "gradients are there and the update can still be held back; step it after backward, or leave the rule out"
+)
 
 
 @dataclass(slots=True)
@@ -36,9 +46,6 @@ class Owner:
 
     counter: StepCounter
     handles: tuple[RemovableHandle, ...]
-    # The ids of its parameters and of those of the model, by which it is told what it owns: all of them
-    # are alive when they are compared, so that no id stands for two.
-    identity: tuple[list[int], list[int]]
     tensors: tuple[int, ...] = ()
     version: int = -1
     # How many steps it has begun; a scaler that skips one leaves it as it is.
@@ -48,10 +55,7 @@ class Owner:
 class OptimizerWatch:
     """The optimizers that own parameters of one session, and each of their steps.
 
-    Args:
-        context: what rules may use while they act.
-        events: told of the steps.
-        model: where parameters are found again that an optimizer holds and nobody knows.
+    The controller, ``events``, is told of the steps; ``model`` finds parameters again that moved.
     """
 
     def __init__(self, context: Context, events: TrainingEvents, model: ModelChanges) -> None:
@@ -59,7 +63,9 @@ class OptimizerWatch:
         self._events = events
         self._model = model
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
-        self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
+        # The ids of the parameters of an optimizer and of those of the model, by which it is told what it
+        # owns: all of them are alive when they are compared, so that no id stands for two.
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
             weakref.WeakKeyDictionary()
         )
         # Steps under way, by thread and optimizer: each thread may step optimizers of its own, one
@@ -71,11 +77,7 @@ class OptimizerWatch:
         return len(self._owners) > 0
 
     def search(self, model_params: Iterable[Tensor]) -> bool:
-        """Look for optimizers that own parameters of the model among all live objects.
-
-        Returns:
-            Whether there is one, be its parameters matched by a rule or not.
-        """
+        """Look for optimizers of the model among all live objects; tell whether there is one."""
         found = optimizers.owning(model_params)
         for optimizer in found:
             self.meet(optimizer)
@@ -90,31 +92,25 @@ class OptimizerWatch:
             if inner is not optimizer:
                 return None if inner is None else self.meet(inner)
         params = optimizers.params_of(optimizer)
-        identity = list(map(id, params)), self._context.parameters.ids()
-        if owner is not None and owner.identity == identity:
+        held = list(map(id, params))
+        if self._known.get(optimizer) == (held, self._context.parameters.ids()):
             return owner
-        if owner is None and self._foreign.get(optimizer) == identity:
-            return None
         tensors = self._held(params)
-        identity = (
-            identity[0],
-            self._context.parameters.ids(),
-        )  # parameters may have been found again
-        if owner is None:
-            if not tensors:
-                self._foreign[optimizer] = identity
-                return None
+        if owner is None and tensors:
             if self._is_inner(tensors):
                 return None
-            self._check(optimizer, tensors)
+            if isinstance(optimizer, LBFGS):
+                self._refuse(tensors, _LBFGS, lambda rule: isinstance(rule, FreezeRule))
             if not self._owners:
                 self._events.optimizer_found()
-            owner = Owner(
-                StepCounter(self._context.counters.start), self._hooks_on(optimizer), identity
-            )
+            start = self._context.counters.start
+            owner = Owner(StepCounter(start), self._hooks_on(optimizer))
             self._owners[optimizer] = owner
-        owner.identity, owner.tensors, owner.version = identity, tuple(tensors), -1
-        self._claim(owner)
+        # Parameters may have been found again.
+        self._known[optimizer] = held, self._context.parameters.ids()
+        if owner is not None:
+            owner.tensors, owner.version = tuple(tensors), -1
+            self._claim(owner)
         return owner
 
     def _hooks_on(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
@@ -123,12 +119,12 @@ class OptimizerWatch:
             optimizer.register_step_post_hook(self._after),
         )
 
-    def newest_hook(self, optimizer: Optimizer) -> int:
+    def go_after(self, others: Iterable[OptimizerWatch], optimizer: Optimizer) -> None:
+        """Let the rules at the step of an optimizer act after those of other sessions."""
         owner = self._owners.get(optimizer)
-        return -1 if owner is None else max(handle.id for handle in owner.handles)
-
-    def go_last(self, optimizer: Optimizer) -> None:
-        if (owner := self._owners.get(optimizer)) is not None:
+        theirs = [watch._owners.get(optimizer) for watch in others]  # noqa: SLF001 # of its kind
+        newest = max((other.handles[-1].id for other in theirs if other is not None), default=-1)
+        if owner is not None and newest > owner.handles[-1].id:
             for handle in owner.handles:
                 handle.remove()
             owner.handles = self._hooks_on(optimizer)
@@ -173,36 +169,14 @@ class OptimizerWatch:
                 self.end(update, took_place=False)
         return [update for update in mine if not update.ended]
 
-    def _check(self, optimizer: Optimizer, tensors: Iterable[int]) -> None:
-        """Refuse an optimizer that no gradient can be hidden from.
-
-        Raises:
-            BindError: naming the rule.
-        """
-        own = set(tensors)
-        rules = [stage.rule for stage in self._context.program.freezes if own & set(stage.tensors)]
-        optimizers.refuse_freeze(optimizer, rules)
-
-    def _refuse_inside(self, owner: Owner) -> None:
-        """Refuse what needs all gradients together, where each is consumed as soon as it is there.
-
-        Raises:
-            BindError: naming the rules.
-        """
-        own = set(owner.tensors)
-        program = self._context.program
+    def _refuse(self, tensors: Iterable[int], why: str, is_refused: Callable[[Rule], bool]) -> None:
+        """Raise `BindError` for the rules on some tensors that cannot act on how they are updated."""
+        own, program = set(tensors), self._context.program
         stages = (*program.after_backward, *program.at_step)
-        refused = [
-            stage.rule
-            for stage in stages
-            if own & set(stage.tensors)
-            and (
-                isinstance(stage.rule, TrapRule | FreezeRule)
-                or getattr(stage.rule, "per", "") == "rule"
-            )
-        ]
-        refused += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
-        optimizers.refuse_inside_backward(refused)
+        rules = [stage.rule for stage in stages if own & set(stage.tensors)]
+        rules += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
+        if refused := dict.fromkeys(rule.id for rule in rules if is_refused(rule)):
+            raise BindError([f"rule {rule}: {why}" for rule in refused])
 
     def _claim(self, owner: Owner) -> None:
         """Give the tensors of an optimizer to its clock, where another one has taken them since."""
@@ -237,9 +211,9 @@ class OptimizerWatch:
             return None
         owner.begun += 1
         self._claim(owner)
-        update = Update(optimizer, owner.counter, frame, inside=_torch.graph_task() != -1)
+        update = Update(optimizer, owner.counter, frame)
         if update.inside:
-            self._refuse_inside(owner)
+            self._refuse(owner.tensors, _INSIDE, _needs_whole_step)
         self._running[update.key] = update
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -306,8 +280,7 @@ class OptimizerWatch:
             and bool(self._context.program.traps)
             and optimizers.obeys_flag(optimizer)
         )
-        step = Step(update.counter, update.scale, inside=update.inside, flaggable=update.flaggable)
-        decision = self._events.step_starting(step)
+        decision = self._events.step_starting(update)
         update.judged = True
         if decision.error is not None:
             self._undo(optimizer, update)
@@ -346,8 +319,7 @@ class OptimizerWatch:
             return
         if update.skipped:
             self._undo(optimizer, update)
-            if update.kept is not None:
-                optimizers.put_back(update.kept)
+            optimizers.put_back(update.kept)
         self.end(update)
 
     def end(self, update: Update, *, took_place: bool = True) -> None:
@@ -357,5 +329,8 @@ class OptimizerWatch:
         if update.overflowed is not None:
             self._events.step_skipped_by_scaler(update.counter, update.overflowed)
         else:
-            step = Step(update.counter, inside=update.inside)
-            self._events.step_finished(step, took_place=took_place)
+            self._events.step_finished(update, took_place=took_place)
+
+
+def _needs_whole_step(rule: Rule) -> bool:
+    return isinstance(rule, TrapRule | FreezeRule) or getattr(rule, "per", "") == "rule"

@@ -148,9 +148,9 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     for controller in _controllers():
         controller.steps.meet(optimizer)
     if _beside and _sessions:
-        others = [other.controller for other in list(_sessions.values())]
+        others = [other.controller.steps for other in list(_sessions.values())]
         for beside in list(_beside.values()):
-            beside.controller.step_after(others, optimizer)
+            beside.controller.steps.go_after(others, optimizer)
 
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:

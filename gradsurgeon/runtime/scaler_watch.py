@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,9 +28,7 @@ class Scaling:
 
     A process can train several models with several scalers, or one of them without any. So each
     backward pass is asked for itself: it carries a scale where it began at a loss that was scaled.
-
-    Args:
-        scaler: the one the caller has named; others are then none of the session's business.
+    If the caller has named a scaler, others are none of the session's business.
     """
 
     def __init__(self, scaler: GradScaler | None = None) -> None:
@@ -65,7 +64,6 @@ class Scaling:
                 _torch.register_hook(loss, begins)
 
     def began(self, scaler: GradScaler) -> None:
-        """Take notice of a backward pass that begins at a scaled loss."""
         task, thread = _torch.graph_task(), threading.get_ident()
         running = self._running[task] = _Scaled(_scale_of(scaler), thread)
         if _torch.in_compiled_autograd():
@@ -90,8 +88,10 @@ class Scaling:
             # A pass inside another one, as of reentrant checkpointing, has its gradients from that one,
             # which runs in the same thread. What other threads train is none of its business.
             thread = threading.get_ident()
-            mine = [t for t, scaled in list(self._running.items()) if scaled.thread == thread]
-            found = self._running.get(max(mine)) if mine else None
+            mine = [
+                (t, scaled) for t, scaled in list(self._running.items()) if scaled.thread == thread
+            ]
+            _, found = max(mine, default=(0, None), key=itemgetter(0))
         return None if found is None else found.scale
 
     @contextmanager
@@ -112,7 +112,6 @@ class Scaling:
             del self._stepping[key]
 
     def stepping(self, optimizer: Optimizer) -> Tensor | None:
-        """The scale of the scaler that is stepping an optimizer, as a 0-dim tensor."""
         reference = self._stepping.get(id(_torch.stepping(optimizer) or optimizer))
         scaler = None if reference is None else reference()
         return None if scaler is None else _scale_of(scaler)
@@ -120,13 +119,13 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class _Scaled:
-    """A running backward pass that carries a scale; the engine keeps it and calls it at the end."""
+    """A running backward pass that carries a scale; the engine keeps it, to call it at the end."""
 
     scale: Tensor
     thread: int
 
     def __call__(self) -> None:
-        """Do nothing: that it was kept is all."""
+        pass
 
 
 def _scale_of(scaler: GradScaler) -> Tensor:
@@ -162,22 +161,15 @@ def in_true_units(
 
 
 def refuse_scaling(program: Program) -> None:
-    """Refuse rules that would hide from a scaler what it has to see.
-
-    Raises:
-        BindError: naming them.
-    """
-    rules = {rule.id: rule for own in program.per_tensor.values() for rule in own}
-    rules |= {rule.id: rule for rule, _ in program.site_rules}
-    refused = [rule.id for rule in rules.values() if rule.hides_overflow]
-    if refused:
-        raise BindError(
-            [
-                f"rule {rule}: an enabled GradScaler must see its overflow to back off, so that non-finite "
-                "elements cannot be replaced before it looks; use `nan-trap` with `then: skip-step`"
-                for rule in refused
-            ]
+    """Raise `BindError` for rules that would hide from a scaler what it has to see."""
+    rules = [rule for own in program.per_tensor.values() for rule in own]
+    rules += [rule for rule, _ in program.site_rules]
+    if refused := dict.fromkeys(rule.id for rule in rules if rule.hides_overflow):
+        text = (
+            "an enabled GradScaler must see its overflow to back off, so that non-finite elements cannot be "
+            "replaced before it looks; use `nan-trap` with `then: skip-step`"
         )
+        raise BindError([f"rule {rule}: {text}" for rule in refused])
 
 
 def _tensors(found: object) -> Iterator[Tensor]:
@@ -198,12 +190,8 @@ def watched(
 
     Classes derived from `GradScaler` may scale and step in their own ways, as `ShardedGradScaler` does,
     and may be defined later than this: those are known from their first object on.
-
-    Args:
-        on_scale: called with a scaler and the losses that it has scaled.
-        around_step: what to be in while a scaler steps an optimizer, or decides not to.
     """
-    patches: dict[type, list[Patch]] = {}
+    watching: set[type] = set()
 
     def scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         found = original(scaler, *args, **kwargs)
@@ -224,18 +212,19 @@ def watched(
         watch(type(args[0]))
         original(*args, **kwargs)
 
+    def patch(base: type[Any], name: str, way: Callable[..., Any]) -> None:
+        if name in vars(base):
+            patches.callback(Patch(base, name, way).undo)
+
     def watch(kind: type[Any]) -> None:
         for base in kind.__mro__:
-            if issubclass(base, GradScaler) and base not in patches:
-                methods = {"scale": scale, "step": step}
-                own = {name: way for name, way in methods.items() if name in vars(base)}
-                patches[base] = [Patch(base, name, way) for name, way in own.items()]
+            if issubclass(base, GradScaler) and base not in watching:
+                watching.add(base)
+                patch(base, "scale", scale)
+                patch(base, "step", step)
 
-    for kind in _live.derived(GradScaler):
-        watch(kind)
-    patches.setdefault(GradScaler, []).append(Patch(GradScaler, "__init__", construct))
-    try:
+    with ExitStack() as patches:
+        for kind in _live.derived(GradScaler):
+            watch(kind)
+        patch(GradScaler, "__init__", construct)
         yield
-    finally:
-        for patch in [patch for own in patches.values() for patch in own]:
-            patch.undo()

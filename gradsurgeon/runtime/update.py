@@ -16,6 +16,7 @@ from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.runtime.optimizers import Counters, Snapshot
 from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.training_events import Step
 
 
 class Arguments(dict[str, Any]):
@@ -28,22 +29,15 @@ class Arguments(dict[str, Any]):
     __slots__ = ("__weakref__",)
 
 
-class Update:
-    """One call of `Optimizer.step`, from its first hook to its end.
+class Update(Step):
+    """One call of `Optimizer.step`, from its first hook to its end; it reaches the optimizer weakly.
 
-    Args:
-        optimizer: reached weakly.
-        counter: that of the optimizer.
-        frame: the id of the frame that calls the hooks: that of torch around `step`.
-        inside: whether it runs inside a backward pass, on what that pass has finished so far.
+    ``frame`` is the id of the frame that calls the hooks: that of torch around `step`.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, counter: StepCounter, frame: int, *, inside: bool
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, counter: StepCounter, frame: int) -> None:
+        super().__init__(counter, inside=_torch.graph_task() != -1)
         self.optimizer = weakref.ref(optimizer)
-        self.counter = counter
-        self.inside = inside
         self.thread = threading.get_ident()
         self.key = self.thread, id(optimizer)
         self._frame = frame
@@ -51,17 +45,15 @@ class Update:
         self.arguments: weakref.ref[Arguments] | None = None
         self.snapshot: Snapshot | None = None
         # What the optimizer counts for itself, in a step that is skipped.
-        self.kept: Counters | None = None
+        self.kept: Counters = []
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._clearing: Patch | None = None
         # Whether its gradients have been judged, and the last loss that a closure has given before that
         # came to a skip.
         self.judged = False
         self.loss: Any = None
-        # The scale that a fused optimizer gets its gradients with.
-        self.scale: Tensor | None = None
-        # Whether a flag on the device can tell the optimizer to skip, and whether one does.
-        self.flaggable = self.flagged = False
+        # Whether a flag on the device tells the optimizer to skip.
+        self.flagged = False
         # The scale under which the gradients overflowed, so that the scaler skips the update.
         self.overflowed: Tensor | None = None
         self.skipped = self.ended = False
