@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon.actions import CaptureRule, ObserverRule
@@ -17,7 +16,7 @@ from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
 from gradsurgeon.runtime.captured_tensors import CaptureKey
 from gradsurgeon.runtime.compile_support import CompileSupport
-from gradsurgeon.runtime.context import Context, Mode
+from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.event_log import EventLog
 from gradsurgeon.runtime.parameters import Parameters
@@ -28,27 +27,6 @@ from gradsurgeon.store import Logged, Lookup, RecordedNames, Records
 
 if TYPE_CHECKING:
     from gradsurgeon.store.writer import RunWriter
-
-
-class Options(NamedTuple):
-    """What `apply` was asked for, and what the launcher asks for besides.
-
-    Attributes:
-        optimizers: those that update the model; ``None`` to look for them, empty where the script
-            updates the weights by hand.
-        scaler: the gradient scaler; ``None`` to look for it.
-        mode: whether edits act.
-        start_step: the number of the first update.
-        beside: the launcher has put the rules on: the script has no session, or one that acts before.
-        provisional: whether an optimizer is going to update the model is not known yet.
-    """
-
-    optimizers: Sequence[Optimizer] | None = None
-    scaler: GradScaler | None = None
-    mode: Mode = "act"
-    start_step: int = 0
-    beside: bool = False
-    provisional: bool = False
 
 
 class Attachment:
@@ -80,9 +58,7 @@ class Attachment:
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
         self._compiled = CompileSupport(program, event_log, model)
-        self.controller = Controller(
-            model, self._context, plan, options.optimizers, provisional=options.provisional
-        )
+        self.controller = Controller(model, self._context, plan, options)
         recorder.late = self.controller.settle
         self._when_removed: Callable[[], None] | None = None
         self.removed = False

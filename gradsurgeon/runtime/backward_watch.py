@@ -126,11 +126,7 @@ class BackwardWatch:
             self._events.backward_finished(running)
 
     def settle(self, scale: Tensor | None) -> None:
-        """Hand over what ended inside a pass that had nothing of its own to hand over.
-
-        Args:
-            scale: that a fused optimizer gets its gradients with; for others the scaler has taken it off.
-        """
+        """Hand over what ended inside a pass that had nothing of its own to hand over."""
         while self._inner:
             _, inner = self._inner.popitem()
             inner.scale = scale

@@ -15,7 +15,7 @@ from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientErr
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import in_backward
-from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.param_hooks import Hook
 from gradsurgeon.runtime.step_decision import StepDecision
 from gradsurgeon.runtime.training_events import BackwardPass, Step, TrainingEvents
@@ -96,22 +96,15 @@ class GuardHook(Hook):
 
 
 class ManualSteps:
-    """Counts the steps of a hand-written update, by backward passes or by `tick()`.
+    """Counts the steps of a hand-written update, by backward passes or by `tick()`."""
 
-    Args:
-        context: what rules may use while they act.
-        events: told of the steps.
-        declared: the script marks its steps, a backward pass is never one.
-        provisional: an optimizer may turn up after these backward passes: what an update by hand would
-            have to be told or refused waits until one is seen.
-    """
-
-    def __init__(
-        self, context: Context, events: TrainingEvents, *, declared: bool, provisional: bool
-    ) -> None:
+    def __init__(self, context: Context, events: TrainingEvents, options: Options) -> None:
         self._context = context
         self._events = events
-        self.provisional = provisional
+        # An optimizer may turn up after these backward passes: what an update by hand would have to be
+        # told or refused waits until one is seen.
+        self.provisional = options.provisional
+        declared = options.optimizers is not None and not options.optimizers
         self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
         # The last pass has been counted as a step, and judged so.
         self._counted = False
@@ -132,11 +125,7 @@ class ManualSteps:
         return self._counts == "ticks"
 
     def check_accumulation(self, done: BackwardPass) -> None:
-        """Find out whether a pass went on with an earlier one. Reads each device once.
-
-        Raises:
-            GradSurgeonError: it was added to gradients that were edited as final ones.
-        """
+        """Find out whether a pass went on with an earlier one. Reads each device once."""
         held = measure.read([flag for _, _, flag in done.onto])
         onto = [entry for entry, any_ in zip(done.onto, held, strict=True) if any_]
         compounded = [tensor for tensor, edited, _ in onto if edited]
@@ -214,11 +203,7 @@ class ManualSteps:
             counter.step += back
 
     def after(self, done: BackwardPass) -> None:
-        """Count a finished backward pass as the step, unless it went on with an earlier one.
-
-        Raises:
-            NonFiniteGradientError: a trap stops the update.
-        """
+        """Count a finished backward pass as the step, unless it went on with an earlier one."""
         if self.declared:
             return
         step = Step(self._context.counters.common)
@@ -242,12 +227,9 @@ class ManualSteps:
             )
 
     def withdraw(self) -> dict[int, weakref.ref[Tensor]]:
-        """Leave the counting to an optimizer that has turned up after all.
+        """Leave the counting to an optimizer; return the gradients that were edited already for it.
 
         What was counted stays counted: who has steps of both kinds must find no number twice.
-
-        Returns:
-            The gradients that were edited at the end of the pass that it is about to consume.
         """
         counter = self._context.counters.common
         if self.provisional:
@@ -261,14 +243,7 @@ class ManualSteps:
         return self._edited
 
     def tick(self) -> bool:
-        """Mark one update, right before the script does it by hand.
-
-        Returns:
-            Whether to update: ``False`` where a trap with `then: skip-step` tripped.
-
-        Raises:
-            NonFiniteGradientError: a trap stops the update.
-        """
+        """Mark one update, right before the script does it by hand; return whether it may."""
         self._refuse_freezes()
         first, self._counts = not self.declared, "ticks"
         if first and self._counted:

@@ -48,10 +48,7 @@ _UNNOTICED = "was replaced or taken out: no rule has acted on it since"
 
 
 class ModelChanges:
-    """Compares the model, which it reaches weakly, with the plan: for a reason, and now and then.
-
-    Hooks that got lost are noticed once per step, brought back, and said.
-    """
+    """Compares the model with the plan, for a reason and now and then; hooks that got lost come back."""
 
     def __init__(
         self,
@@ -132,14 +129,7 @@ class ModelChanges:
         return id(module) in self._modules
 
     def rearm(self) -> list[int]:
-        """Put hooks on the parameters that have taken the place of those that carried them.
-
-        Returns:
-            The tensors whose parameter was replaced or is gone.
-
-        Raises:
-            BindError: a rule cannot act on what took the place.
-        """
+        """Put hooks on the parameters that took the place of others; return what was replaced or is gone."""
         swapped, self._swapped = sorted(self._swapped), set()
         self._tell_params("hook-rearmed", swapped, _SWAPPED)
         if not self._param_hooks.replaced():

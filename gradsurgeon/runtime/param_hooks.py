@@ -181,11 +181,7 @@ def _pending(rule: Rule, name: str) -> str:
 
 
 def check_layout(rule: Rule, grad: Tensor, name: str) -> None:
-    """Refuse what binding could not foresee: an edit that would fill a sparse gradient.
-
-    Raises:
-        GradSurgeonError: naming rule and parameter.
-    """
+    """Refuse what binding could not foresee: an edit that would fill a sparse gradient."""
     if grad.layout != torch.strided and not rule.keeps_zero:
         raise GradSurgeonError(
             f"rule {rule.id}: the gradient of {name} is sparse and the bounds exclude 0, so the result "

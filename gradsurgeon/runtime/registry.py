@@ -47,11 +47,7 @@ def find(model: nn.Module) -> Attachment | None:
 
 
 def check_free(model: nn.Module, *, replace: bool) -> None:
-    """Refuse a second session on one model.
-
-    Raises:
-        GradSurgeonError: there is one already and ``replace`` is false.
-    """
+    """Refuse a second session on one model, unless it is to replace the first."""
     if find(model) is not None and not replace:
         raise GradSurgeonError(
             "rules are already applied to this model: call gradsurgeon.remove(model) first, or pass "
@@ -118,7 +114,9 @@ def _show(tensor: Tensor, name: str) -> Tensor:
 
 
 def _count_tags() -> None:
-    _on_tags[:] = [rule.id for controller in _controllers() for rule in controller.tag_rules]
+    _on_tags[:] = [
+        rule.id for controller in _controllers() for rule in controller.context.program.tags
+    ]
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
@@ -139,11 +137,8 @@ def _model_gone(session: weakref.ref[Attachment]) -> None:
 
 @uncompiled_at_step
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Introduce an optimizer to the sessions.
-
-    What they register on the optimizer itself runs later in this same step, after the hooks of the
-    script's own that were there before.
-    """
+    # What is registered on the optimizer itself runs later in this same step, after the hooks of the
+    # script's own that were there before.
     del args, kwargs
     for controller in _controllers():
         controller.steps.meet(optimizer)
@@ -179,7 +174,7 @@ def _look_at_models(*_: object) -> None:
 @uncompiled_at_step
 def _on_scale(scaler: GradScaler, losses: Sequence[Tensor]) -> None:
     for controller in _controllers():
-        controller.losses_scaled(scaler, losses)
+        controller.context.scaling.scaled(scaler, losses)
 
 
 @contextmanager

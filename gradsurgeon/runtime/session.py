@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from types import TracebackType
 from typing import Self
@@ -128,29 +127,21 @@ class Session(RecordQueries):
         )
 
     def _repr_html_(self) -> str:
-        lines = repr(self).splitlines()
-        statuses = self._statuses()
-        rows = [
-            (
-                rule.id,
-                rule.action,
-                status.matched,
-                f"{status.fired:,}",
-                f"{status.changed:.0%}",
-                "-" if status.last_step is None else status.last_step,
-            )
-            for rule in self.plan.rules.rules
-            for status in (statuses[rule.id],)
+        statuses, rules = self._statuses(), self.plan.rules.rules
+        lines = [
+            *repr(self).splitlines(),
+            *(
+                f"  {rule.id} ({rule.action}): matched {of.matched}, fired {of.fired:,}, changed {of.changed:.0%}"
+                for rule in rules
+                for of in (statuses[rule.id],)
+            ),
+            *(
+                f"  step {event.step}, {event.kind} {event.rule}: {event.message.partition(chr(10))[0]}"
+                for event in self._attachment.events[-_EVENTS_SHOWN:]
+            ),
         ]
-        events = [
-            (event.step, event.kind, event.rule, event.message.partition("\n")[0])
-            for event in self._attachment.events[-_EVENTS_SHOWN:]
-        ]
-        shown = [f"<p>{'<br>'.join(map(_html, lines))}</p>"]
-        shown.append(_table(("rule", "action", "matched", "fired", "changed", "last step"), rows))
-        if events:
-            shown.append(_table(("step", "event", "rule", "message"), events))
-        return "\n".join(shown)
+        shown = "\n".join(map(printable, lines))
+        return f"<pre>{escape(shown)}</pre>"
 
     def _statuses(self) -> dict[str, RuleStatus]:
         # A debugger that shows a session must not make the training wait for it.
@@ -174,13 +165,3 @@ class Session(RecordQueries):
         last = traps[-1]
         on = f" on {last.name}" if last.name else ""
         return printable(f"the last trap tripped at step {last.step}: rule {last.rule}{on}")
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[object, ...]]) -> str:
-    cells = [f"<tr>{''.join(f'<th>{_html(name)}</th>' for name in head)}</tr>"]
-    cells += [f"<tr>{''.join(f'<td>{_html(cell)}</td>' for cell in row)}</tr>" for row in rows]
-    return f"<table>{''.join(cells)}</table>"
-
-
-def _html(value: object) -> str:
-    return escape(printable(str(value)))
