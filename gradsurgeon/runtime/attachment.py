@@ -6,15 +6,12 @@ from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
-from gradsurgeon.actions import CaptureRule, ObserverRule
+from gradsurgeon.actions import ObserverRule
 from gradsurgeon.compiler import compile_plan
-from gradsurgeon.errors import GradSurgeonError, did_you_mean
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
-from gradsurgeon.runtime.captured_tensors import CaptureKey
 from gradsurgeon.runtime.compile_support import CompileSupport
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.controller import Controller
@@ -39,10 +36,9 @@ class Attachment:
         rules = plan.rules.rules
         self.plan = plan
         self.options = options
-        self._records = Records()
         event_log = EventLog(rules, [len(plan.of(rule.id)) for rule in rules])
-        recorder = Recorder(self._records, writer, event_log)
-        self._context = Context(
+        recorder = Recorder(Records(), writer, event_log)
+        self.context = Context(
             program=program,
             parameters=Parameters(model, program.names),
             counters=StepCounters(len(program.names), options.start_step),
@@ -58,7 +54,7 @@ class Attachment:
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
         self._compiled = CompileSupport(program, event_log, model)
-        self.controller = Controller(model, self._context, plan, options)
+        self.controller = Controller(model, self.context, plan, options)
         recorder.late = self.controller.settle
         self._when_removed: Callable[[], None] | None = None
         self.removed = False
@@ -77,17 +73,17 @@ class Attachment:
     def remove(self) -> None:
         if not self.removed:
             self.removed = True
-            self._context.flags.close()
+            self.context.flags.close()
             self.controller.model.compare(closing=True)
-            for rule, due in self._context.event_log.never_fired():
+            for rule, due in self.context.event_log.never_fired():
                 text = f"{self.controller.why_never(due=due)} until the end"
-                self._context.event_log.emit("never-fired", text, rule=rule, step=self.step)
+                self.context.event_log.emit("never-fired", text, rule=rule, step=self.step)
             self._close(at=self.step)
 
     def discard(self) -> None:
         """Take everything off, the files of the records included: another session takes its place."""
         if not self.removed:
-            self._context.recorder.discard()
+            self.context.recorder.discard()
             self._close()
 
     def model_gone(self) -> None:
@@ -102,70 +98,33 @@ class Attachment:
         self._compiled.detach(at)
         self._settle()
         self.controller.detach()
-        self._context.recorder.flush()
-        self._context.recorder.close()
+        self.context.recorder.flush()
+        self.context.recorder.close()
         if self._when_removed is not None:
             self._when_removed()
 
     @property
-    def paused(self) -> bool:
-        return self._context.paused
-
-    def pause(self) -> None:
-        self._context.paused = True
-
-    def resume(self) -> None:
-        self._context.paused = self.removed
-
-    @property
     def step(self) -> int:
-        return self._context.counters.latest
-
-    def tick(self) -> bool:
-        if self.controller.steps.owned:
-            raise GradSurgeonError(
-                "tick() marks updates that are written by hand, but a torch optimizer owns the "
-                "parameters and its steps are counted by themselves: remove the call"
-            )
-        return self.removed or self.controller.manual.tick()
-
-    def name_model(self, title: str) -> None:
-        """Let messages of traps say which model they are about: there are several."""
-        self._context.title = title
-
-    def again(self) -> None:
-        """Let the next backward pass take the place of the last: nothing was updated in between."""
-        self.controller.manual.again()
-
-    def confirm(self) -> None:
-        """Take notice that weights are updated by hand, where that was not certain."""
-        self.controller.manual.confirm()
+        return self.context.counters.latest
 
     @property
     def events(self) -> list[Event]:
         self._settle(wait=False)
-        return list(self._context.event_log.events)
+        return list(self.context.event_log.events)
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
         """Return what each rule has done; without waiting for a device, as it was a moment ago."""
         self.controller.settle(wait=wait)
-        return self._context.event_log.status(wait=wait)
+        return self.context.event_log.status(wait=wait)
 
     def _settle(self, *, wait: bool = True) -> None:
         self.controller.settle(wait=wait)
-        self._context.event_log.settle(wait=wait)
+        self.context.event_log.settle(wait=wait)
 
     @property
     def records(self) -> Records:
-        self._context.recorder.flush()
-        return self._records
-
-    def captured(self, rule: str) -> dict[CaptureKey, Tensor]:
-        known = [one.id for one in self.plan.rules.rules if isinstance(one, CaptureRule)]
-        if rule not in known:
-            hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
-            raise KeyError(f"no capture rule {rule!r}; {hint}")
-        return self._context.captures.of(rule)
+        self.context.recorder.flush()
+        return self.context.recorder.records
 
     def lookup(self) -> Lookup:
         records = self.records
@@ -190,15 +149,11 @@ class Attachment:
 
     def _due_since(self, rule_id: str, name: str, step: int) -> int:
         """Return in how many finished steps of a parameter after one a rule was due, up to some."""
-        tensors = self._context.program.names
+        tensors = self.context.program.names
         if name not in tensors:
             return 0  # a module need not run in every step
-        over = self._context.counters[tensors.index(name)].step
+        over = self.context.counters[tensors.index(name)].step
         schedule = next(rule.steps for rule in self.plan.rules.rules if rule.id == rule_id)
         last = over if schedule.to is None else min(over, schedule.to)
         due = (one for one in range(last - 1, step, -1) if schedule.due(one))
         return len(list(islice(due, 3)))
-
-    def meet(self, optimizer: Optimizer) -> None:
-        """Take notice of an optimizer that is about to step."""
-        self.controller.steps.meet(optimizer)

@@ -192,13 +192,6 @@ class EventLog:
             self._said.add((topic, rule))
         self.emit("notice", message, rule=rule, step=step, warn=warn)
 
-    def records_dropped(self, step: int) -> None:
-        text = (
-            "records in memory have reached their bound: from here on the oldest make room for new ones; "
-            "a run directory (record=) keeps all of them"
-        )
-        self.once("records", text, step=step)
-
     def said(self, topic: str, rule: str = "") -> bool:
         return (topic, rule) in self._said
 

@@ -8,7 +8,8 @@ from typing import Self
 
 from torch import Tensor
 
-from gradsurgeon.errors import printable
+from gradsurgeon.actions import CaptureRule
+from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
 from gradsurgeon.runtime.attachment import Attachment
@@ -44,11 +45,11 @@ class Session(RecordQueries):
 
     def pause(self) -> None:
         """Let no rule act until `resume()`. Steps are still counted."""
-        self._attachment.pause()
+        self._attachment.context.paused = True
 
     def resume(self) -> None:
         """Let the rules act again."""
-        self._attachment.resume()
+        self._attachment.context.paused = self._attachment.removed
 
     @property
     def step(self) -> int:
@@ -68,7 +69,13 @@ class Session(RecordQueries):
             NonFiniteGradientError: a trap stops the update.
             GradSurgeonError: a torch optimizer owns the parameters, so its steps are counted already.
         """
-        return self._attachment.tick()
+        controller = self._attachment.controller
+        if controller.steps.owned:
+            raise GradSurgeonError(
+                "tick() marks updates that are written by hand, but a torch optimizer owns the "
+                "parameters and its steps are counted by themselves: remove the call"
+            )
+        return self._attachment.removed or controller.manual.tick()
 
     @property
     def events(self) -> list[Event]:
@@ -95,7 +102,11 @@ class Session(RecordQueries):
         Raises:
             KeyError: no `capture` rule has this id.
         """
-        return self._attachment.captured(rule)
+        known = [one.id for one in self.plan.rules.rules if isinstance(one, CaptureRule)]
+        if rule not in known:
+            hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
+            raise KeyError(f"no capture rule {rule!r}; {hint}")
+        return self._attachment.context.captures.of(rule)
 
     def _lookup(self) -> Lookup:
         return self._attachment.lookup()
@@ -152,7 +163,7 @@ class Session(RecordQueries):
         words = [f"step {self.step}"]
         if attachment.removed:
             words.append("removed")
-        elif attachment.paused:
+        elif attachment.context.paused:
             words.append("paused")
         if attachment.options.mode == "observe":
             words.append("observing only")

@@ -90,7 +90,7 @@ def test_showing_a_session_asks_nothing_of_the_device() -> None:
     model = nn.Linear(2, 1)
     with gradsurgeon.apply(model, RULES) as session:
         train(model, 1.0)
-        before = len(session._attachment._records)
+        before = len(session._attachment.context.recorder.records)
         assert repr(session)
         assert session._repr_html_()
-        assert len(session._attachment._records) == before == 0
+        assert len(session._attachment.context.recorder.records) == before == 0
