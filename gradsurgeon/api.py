@@ -47,10 +47,10 @@ def load(rules: Rules) -> RuleSet:
         if isinstance(rules, str | os.PathLike):
             return schema.validate(source.read(rules))
         given: object = rules
-        if isinstance(given, list | tuple) and all(isinstance(rule, Rule) for rule in given):
-            return schema.from_rules(given)
         if isinstance(given, list | tuple):
-            other = next(type(rule).__name__ for rule in given if not isinstance(rule, Rule))
+            other = next((type(rule).__name__ for rule in given if not isinstance(rule, Rule)), "")
+            if not other:
+                return schema.from_rules(given)
             raise TypeError(
                 f"a list of rules holds rules built in Python, this one holds a {other}: give the "
                 'whole file as a dict, {"version": 1, "rules": [...]}'

@@ -35,7 +35,8 @@ class Attachment:
         program = compile_plan(plan)
         rules = plan.rules.rules
         self.plan = plan
-        self.options = options
+        # Optimizers and scaler are reached weakly once the hooks are on.
+        self.options = options._replace(optimizers=None, scaler=None)
         event_log = EventLog(rules, [len(plan.of(rule.id)) for rule in rules])
         recorder = Recorder(Records(), writer, event_log)
         self.context = Context(
@@ -61,8 +62,8 @@ class Attachment:
 
     def attach(self, removed: Callable[[], None]) -> None:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
-        self.controller.attach()
         try:
+            self.controller.attach()
             self._compiled.attach(self.step)
         except BaseException:
             self._compiled.detach(None)

@@ -49,13 +49,7 @@ _NOT_MET = (
 class Controller:
     """Puts the hooks of a session on and off, and receives the events of training in between."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        context: Context,
-        plan: Plan,
-        options: Options,
-    ) -> None:
+    def __init__(self, model: nn.Module, context: Context, plan: Plan, options: Options) -> None:
         self._model = weakref.ref(model)
         self.context = context
         self._agreement = RankAgreement(context)
@@ -77,24 +71,20 @@ class Controller:
         self._steps = 0
         # The tensors that had a gradient before the hooks went on.
         self._early: set[int] = set()
-        # Named optimizers are met when the hooks go on; then they are held weakly.
         self._given = list(options.optimizers or ())
         self.attached = False
 
     def attach(self) -> None:
-        """Put the hooks on; on failure nothing stays."""
-        try:
-            self._early = set(self.context.parameters.grads()[0])
-            self._param_hooks.arm()
-            self._module_hooks.refresh(named_modules(self._model()))
-            for optimizer in self._given:
-                if self.steps.meet(optimizer) is None:
-                    text = _NOT_MET.format(kind=type(optimizer).__name__)
-                    self.context.event_log.emit("notice", text, warn=True)
-        except BaseException:
-            self.detach()
-            raise
-        self._given.clear()
+        """Put the hooks on; where one cannot be, `detach` takes the others off."""
+        self._early = set(self.context.parameters.grads()[0])
+        self._param_hooks.arm()
+        self._module_hooks.refresh(named_modules(self._model()))
+        # From here on they are held weakly.
+        while self._given:
+            optimizer = self._given.pop(0)
+            if self.steps.meet(optimizer) is None:
+                text = _NOT_MET.format(kind=type(optimizer).__name__)
+                self.context.event_log.emit("notice", text, warn=True)
         self.attached = True
 
     def go_last(self) -> None:
@@ -112,7 +102,6 @@ class Controller:
         self.context.paused = True
 
     def settle(self, *, wait: bool = True) -> None:
-        """Note what the device has decided so far. Waits for it where there is something."""
         self._traps.settle(wait=wait)
 
     def backward_started(self) -> None:
@@ -230,7 +219,6 @@ class Controller:
                     self.step_skipped_by_scaler(owner.counter, scale)
 
     def why_never(self, *, due: bool) -> str:
-        """Return why a rule has never fired by the time the session ends."""
         if due:
             return "was due and never fired"
         if self._unstepped:
@@ -331,7 +319,7 @@ class Controller:
 
     def _tell_of_unowned(self) -> None:
         """Say what no optimizer updates, after a last search for one that has not stepped yet."""
-        params = [self.context.parameters.param(tensor) for tensor in self.model.unowned()]
+        params = self.context.parameters.params(self.model.unowned())
         if params:
             self.steps.search(param for param in params if param is not None)
             warn_of_unowned_params(self.context, self.model.unowned())

@@ -228,14 +228,13 @@ class OptimizerWatch:
 
     def _arguments(self, update: Update, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return keyword arguments by whose end a step is seen to end, if it raises."""
-        steps = weakref.ref(self)
+        watch = weakref.WeakMethod(self.end)
 
         def gone(_: object) -> None:
             # A hook that comes later may have exchanged them: then the step goes on without.
-            if sys.is_finalizing() or (known := steps()) is None:
-                return
-            if not (update.ended or update.is_on_stack()):
-                known.end(update, took_place=False)
+            end = None if sys.is_finalizing() or update.ended or update.is_on_stack() else watch()
+            if end is not None:
+                end(update, took_place=False)
 
         arguments = Arguments(kwargs)
         update.arguments = weakref.ref(arguments, gone)
@@ -265,9 +264,9 @@ class OptimizerWatch:
         if overflow is not None and scaler is not None:
             if not _torch.is_host(overflow) and not self._needs_to_know(update.counter):
                 # The optimizer asks the flag itself, on the device.
-                number = update.counter.step
-                text = SCALER_SKIP.format(step=number)
-                self._context.event_log.later(overflow, text, step=number, kind="scaler-skip")
+                step = update.counter.step
+                text = SCALER_SKIP.format(step=step)
+                self._context.event_log.later(overflow, text, step=step, kind="scaler-skip")
             elif bool(overflow):
                 update.overflowed = scaler
                 return
@@ -283,7 +282,7 @@ class OptimizerWatch:
         decision = self._events.step_starting(update)
         update.judged = True
         if decision.error is not None:
-            self._undo(optimizer, update)
+            update.undo()
             self.end(update)
             raise decision.error
         if decision.flag is not None:
@@ -291,7 +290,7 @@ class OptimizerWatch:
             _torch.set_found_inf(optimizer, decision.flag)
         elif decision.skip:
             update.skipped = True
-            self._undo(optimizer, update)
+            update.undo()
             # A gradient of zero would still decay the weight and feed the moments; none at all is
             # what optimizers leave alone. What they count for themselves is put back.
             update.kept = optimizers.counters(optimizer)
@@ -306,11 +305,6 @@ class OptimizerWatch:
             isinstance(bound_rule.rule, ObserverRule | CaptureRule) for bound_rule in bound_rules
         )
 
-    def _undo(self, optimizer: Optimizer, update: Update) -> None:
-        """Take back what an optimizer did in this step before the trap could see its gradients."""
-        if update.snapshot is not None:
-            optimizers.restore(optimizer, update.snapshot)
-
     @uncompiled_at_step
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args
@@ -318,8 +312,7 @@ class OptimizerWatch:
         if update is None or not update.ends_with(kwargs, id(sys._getframe(1))):  # noqa: SLF001 # as above
             return
         if update.skipped:
-            self._undo(optimizer, update)
-            optimizers.put_back(update.kept)
+            update.undo()
         self.end(update)
 
     def end(self, update: Update, *, took_place: bool = True) -> None:

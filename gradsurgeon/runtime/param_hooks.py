@@ -122,11 +122,9 @@ class TensorHook(Hook):
     def _note_sum(
         self, context: Context, passes: BackwardWatch, param: Tensor, due: Sequence[Rule]
     ) -> None:
-        """Note whether this pass adds to a gradient that is there already, where that matters.
-
-        Scripts that zero in place keep the tensor, so that its elements have to be asked; one tensor for
-        each pass, and none once it has been said.
-        """
+        """Note whether this pass adds to a gradient that is there already, where that matters."""
+        # Scripts that zero in place keep the tensor, so that its elements have to be asked; one tensor for
+        # each pass, and none once it has been said.
         if param.grad is None or _torch.is_capturing() or not context.counters[self._tensor].passes:
             return
         bounds = [rule.id for rule in due if not rule.linear]
@@ -152,9 +150,14 @@ class TensorHook(Hook):
         return grad
 
     def _edit(self, context: Context, rule: Rule, grad: Tensor) -> Tensor:
-        check_layout(rule, grad, context.program.names[self._tensor])
+        name = context.program.names[self._tensor]
+        check_layout(rule, grad, name)
         if _dist.is_partial(grad) and not rule.linear:
-            raise GradSurgeonError(_pending(rule, context.program.names[self._tensor]))
+            raise GradSurgeonError(
+                f"rule {rule.id}: what a backward pass contributes to {name} is still to be summed over the "
+                "ranks of its tensor-parallel group, so that a bound on this rank's addend bounds nothing; "
+                "use `at: step`"
+            )
         edit = context.edits[rule.id]
         scale = context.scaling.scale
         part = _dist.local(grad)
@@ -162,22 +165,14 @@ class TensorHook(Hook):
             clip = NormClip(edit.by_norm, part, scale)
             clip.tell(context, rule.id, context.counters[self._tensor].step)
             out = clip.of(part)
-            return _dist.like(out, grad) if _dist.is_sharded(grad) else out
-        with torch.no_grad():
-            changed = changes(edit, unscaled(part, scale))
-            context.event_log.altered(rule.id, changed)
-        if changed is False:
-            return grad
-        out = _numbers.on_values(in_true_units(edit.apply, scale), part)
+        else:
+            with torch.no_grad():
+                changed = changes(edit, unscaled(part, scale))
+                context.event_log.altered(rule.id, changed)
+            if changed is False:
+                return grad
+            out = _numbers.on_values(in_true_units(edit.apply, scale), part)
         return _dist.like(out, grad) if _dist.is_sharded(grad) else out
-
-
-def _pending(rule: Rule, name: str) -> str:
-    return (
-        f"rule {rule.id}: what a backward pass contributes to {name} is still to be summed over the "
-        "ranks of its tensor-parallel group, so that a bound on this rank's addend bounds nothing; use "
-        "`at: step`"
-    )
 
 
 def check_layout(rule: Rule, grad: Tensor, name: str) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
+from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.optimizers import Counters, Snapshot
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import Step
@@ -80,6 +81,13 @@ class Update(Step):
         if not self.skipped or self.loss is None:
             self.loss = loss
         return self.loss
+
+    def undo(self) -> None:
+        """Take back what an optimizer did in this step besides what no gradients keep it from."""
+        optimizer = self.optimizer()
+        if optimizer is not None and self.snapshot is not None:
+            optimizers.restore(optimizer, self.snapshot)
+        optimizers.put_back(self.kept)
 
     def end(self) -> None:
         """Let the script have everything back: the call is over."""
