@@ -88,7 +88,6 @@ class Attachment:
             self._close()
 
     def model_gone(self) -> None:
-        """Let go of everything that belonged to the model."""
         if self.controller.manual.provisional:
             self.discard()
         elif not self.removed:
@@ -114,7 +113,6 @@ class Attachment:
         return list(self.context.event_log.events)
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
-        """Return what each rule has done; without waiting for a device, as it was a moment ago."""
         self.controller.settle(wait=wait)
         return self.context.event_log.status(wait=wait)
 

@@ -54,7 +54,6 @@ class BackwardWatch:
         self._early: tuple[int, BackwardPass] = (-1, BackwardPass())
 
     def current(self) -> BackwardPass:
-        """Return the pass that is running, opening it if this is its first gradient."""
         task = _torch.graph_task()
         running = self._open.get(task)
         if running is None:

@@ -50,8 +50,6 @@ class Options(NamedTuple):
 
 @dataclass(eq=False)
 class Context:
-    """The program of a session and everything it notes while running it."""
-
     program: Program
     parameters: Parameters
     counters: StepCounters
@@ -95,6 +93,5 @@ class Context:
         return silent
 
     def place(self, step: int, rule: str) -> str:
-        """Return what a message on a rule begins with."""
         model = f", model {printable(self.title)}" if self.title else ""
         return f"step {step}, rule {rule}{model}"

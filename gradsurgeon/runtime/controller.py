@@ -47,8 +47,6 @@ _NOT_MET = (
 
 
 class Controller:
-    """Puts the hooks of a session on and off, and receives the events of training in between."""
-
     def __init__(self, model: nn.Module, context: Context, plan: Plan, options: Options) -> None:
         self._model = weakref.ref(model)
         self.context = context
@@ -88,7 +86,6 @@ class Controller:
         self.attached = True
 
     def go_last(self) -> None:
-        """Put the hooks on anew, so that they come after those of another session."""
         self._param_hooks.arm()
         self._module_hooks.detach()
         self._module_hooks.refresh(named_modules(self._model()))
@@ -105,14 +102,12 @@ class Controller:
         self._traps.settle(wait=wait)
 
     def backward_started(self) -> None:
-        """Take notice of a backward pass, or refuse one that the rules cannot act in."""
         self.steps.end_failed()
         self.context.ranks.backward_started()
         if self.context.scaling.scale is not None and not self.context.paused:
             refuse_scaling(self.context.program)
 
     def backward_finished(self, done: BackwardPass) -> None:
-        """Measure what a backward pass has left, and take the step of scripts that update by hand."""
         context = self.context
         self._agreement.find_sessions(done.order, update=False)
         if context.paused:
@@ -165,7 +160,6 @@ class Controller:
         return decision
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
-        """Count an attempted update, and look after what it showed."""
         counter, context = step.counter, self.context
         if took_place and not context.paused:
             count_due_rules(context, counter, self._module_counters.of, owned=self.steps.owned)
@@ -184,7 +178,6 @@ class Controller:
         self._lead_common(counter)
 
     def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
-        """Count an update that a scaler has skipped for overflow; too many in a row are a trap."""
         try:
             self._backward.settle(None)
             self._traps.skipped_by_scaler(counter, scale)
@@ -194,7 +187,6 @@ class Controller:
             self.step_finished(Step(counter), took_place=False)
 
     def expects_update(self) -> bool:
-        """Tell whether some optimizer updates the model; it may have been made after `apply`."""
         if self.steps.owned:
             return True
         if self._search_on:

@@ -60,7 +60,6 @@ _NOT_THE_SCRIPT = (
 
 
 def _level_of_the_script() -> int:
-    """Return the stack level, for a warning of the caller, of the line of the script that led to it."""
     level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
     # In a thread of autograd no line of the script is there.
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
@@ -115,7 +114,6 @@ class EventLog:
 
     @property
     def events(self) -> list[Event]:
-        """What is kept, oldest first."""
         with self._lock:
             numbered = [*self._first.values(), *self._later[False], *self._later[True]]
         return [event for _, event in sorted(numbered, key=itemgetter(0))]
@@ -185,7 +183,6 @@ class EventLog:
     def once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
     ) -> None:
-        """Note a notice the first time the topic comes up."""
         with self._lock:
             if (topic, rule) in self._said:
                 return
@@ -260,7 +257,6 @@ class EventLog:
             self._flags.send()
 
     def passed(self, rule: str, step: int, cause: Callable[[], str]) -> None:
-        """Note that a step in which a rule was due is over; say so where it never fires."""
         tally = self._tallies[rule]
         with self._lock:
             tally.quiet += not tally.fired

@@ -15,8 +15,6 @@ from gradsurgeon.runtime.param_hooks import PassHook, TensorHook
 
 
 class HookRegistry:
-    """The hooks of one session on the parameters of its model."""
-
     def __init__(self, context: Context, passes: BackwardWatch, manual: ManualSteps) -> None:
         self._context = context
         self._backward = passes
@@ -44,7 +42,6 @@ class HookRegistry:
         return param is not None
 
     def guard(self, tensors: dict[int, bool]) -> None:
-        """Put guards on tensors whose steps are counted by backward passes."""
         self._guards = tensors
         for tensor in tensors:
             if (param := self._context.parameters.param(tensor)) is not None:
@@ -59,14 +56,12 @@ class HookRegistry:
         return [tensor for tensor, param in armed if self._ids.get(tensor, param) != param]
 
     def carried(self, param: Tensor) -> int | None:
-        """Return the tensor whose hooks a parameter carries, if it does."""
         for hook in _torch.post_accumulate_hooks(param):
             if isinstance(hook, PassHook) and hook.belongs_to(self._context):
                 return hook.tensor
         return None
 
     def missing(self, tensors: Iterable[int]) -> list[int]:
-        """Return the tensors that somebody has taken our hooks off."""
         return [
             tensor
             for tensor in tensors

@@ -73,7 +73,6 @@ class GuardHook(Hook):
 
     @in_backward
     def __call__(self, _grad: Tensor | None) -> None:
-        """Note what the gradient holds that this pass is about to add to."""
         live, manual = self._live(), self._manual()
         if live is None or manual is None:
             return
@@ -96,8 +95,6 @@ class GuardHook(Hook):
 
 
 class ManualSteps:
-    """Counts the steps of a hand-written update, by backward passes or by `tick()`."""
-
     def __init__(self, context: Context, events: TrainingEvents, options: Options) -> None:
         self._context = context
         self._events = events
@@ -137,17 +134,14 @@ class ManualSteps:
         self.refuse_to_compound(compounded)
 
     def refuse_to_compound(self, tensors: Sequence[int]) -> None:
-        """Refuse a second pass onto gradients that were edited as final ones."""
         if tensors and self._context.mode == "act":
             name, tick = self._context.program.names[tensors[0]], how_to_tick(self._context)
             raise GradSurgeonError(_COMPOUNDS.format(name=name, tick=tick))
 
     def edited(self) -> list[int]:
-        """Return the tensors that a rule at `step` edits: a second pass onto them would compound."""
         return sorted({i for stage in self._context.program.step_edits for i in stage.tensors})
 
     def begin(self, done: BackwardPass) -> None:
-        """Go over to hand-written updates, after the first pass that no optimizer has claimed."""
         self._counts = "passes"
         # No guard was there for this pass; gradients from before `apply` stand for it.
         full = self._full.intersection(done.order)
@@ -172,7 +166,6 @@ class ManualSteps:
             self._announce()
 
     def _announce(self) -> None:
-        """Tell what updates by hand come to, and refuse what cannot act on them."""
         self._refuse_freezes()
         event_log, step = self._context.event_log, self._context.counters.latest
         tick = how_to_tick(self._context)
@@ -203,7 +196,6 @@ class ManualSteps:
             counter.step += back
 
     def after(self, done: BackwardPass) -> None:
-        """Count a finished backward pass as the step, unless it went on with an earlier one."""
         if self.declared:
             return
         step = Step(self._context.counters.common)
@@ -243,7 +235,6 @@ class ManualSteps:
         return self._edited
 
     def tick(self) -> bool:
-        """Mark one update, right before the script does it by hand; return whether it may."""
         self._refuse_freezes()
         first, self._counts = not self.declared, "ticks"
         if first and self._counted:

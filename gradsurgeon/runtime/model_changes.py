@@ -78,7 +78,6 @@ class ModelChanges:
         self._swapped: set[int] = set()
 
     def check(self) -> None:
-        """Raise `BindError` where the rules cannot act on the model as it is now."""
         if (model := self._model()) is not None:
             bind(self._plan.rules, from_model(model), alone=False)
 
@@ -86,18 +85,15 @@ class ModelChanges:
         self._arrived.update(tensors)
 
     def unowned(self) -> list[int]:
-        """Return the tensors that get gradients and that no optimizer owns which has stepped so far."""
         common = self._context.counters.common.tensors
         return [tensor for tensor in common if tensor in self._arrived]
 
     def swapped(self, params: Sequence[Tensor]) -> None:
-        """Bring hooks back to parameters whose content was swapped; none on them is called any more."""
         for param in params:
             if (tensor := self._param_hooks.revive(param)) is not None:
                 self._swapped.add(tensor)
 
     def after_step(self, counter: StepCounter) -> None:
-        """Look after the hooks on the tensors of a clock; a step of it is over."""
         self._steps += 1
         if self._steps >= self._next:
             self._next = 2 * self._steps
@@ -119,13 +115,11 @@ class ModelChanges:
             self.rearm()
 
     def find_again(self) -> None:
-        """Find the parameters of the plan, where there is reason to believe that they moved."""
         if self._model() is not None:
             self.compare()
             self.rearm()
 
     def knows(self, module: nn.Module) -> bool:
-        """Tell whether a module is part of the model, as it was looked at last."""
         return id(module) in self._modules
 
     def rearm(self) -> list[int]:
@@ -199,7 +193,6 @@ class ModelChanges:
         return renamed
 
     def _mention_new(self, model: nn.Module, *, warn: bool) -> None:
-        """Say which rules would match what has come since."""
         now = {
             "params": {slot.name for slot in slots(model)},
             "modules": set(named_modules(model)),

@@ -89,7 +89,6 @@ _PAST_HOOKS = (
 
 
 def warn_of_unowned_params(context: Context, tensors: Sequence[int]) -> None:
-    """Say which rules act right before an update on parameters that get none."""
     stages = [*context.program.traps, *context.program.at_step]
     for rule, matched in {stage.rule.id: stage.tensors for stage in stages}.items():
         names = [context.program.names[tensor] for tensor in matched if tensor in tensors]
@@ -108,7 +107,6 @@ _SHOWN = 3
 
 
 def shorten_names(names: Sequence[str]) -> str:
-    """Return the first few of some names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 

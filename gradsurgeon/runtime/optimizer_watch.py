@@ -42,8 +42,6 @@ _INSIDE = (
 
 @dataclass(slots=True)
 class Owner:
-    """An optimizer that owns parameters of the session, as far as the session knows it."""
-
     counter: StepCounter
     handles: tuple[RemovableHandle, ...]
     tensors: tuple[int, ...] = ()
@@ -77,7 +75,6 @@ class OptimizerWatch:
         return len(self._owners) > 0
 
     def search(self, model_params: Iterable[Tensor]) -> bool:
-        """Look for optimizers of the model among all live objects; tell whether there is one."""
         found = optimizers.owning(model_params)
         for optimizer in found:
             self.meet(optimizer)
@@ -120,7 +117,6 @@ class OptimizerWatch:
         )
 
     def go_after(self, others: Iterable[OptimizerWatch], optimizer: Optimizer) -> None:
-        """Let the rules at the step of an optimizer act after those of other sessions."""
         owner = self._owners.get(optimizer)
         theirs = [watch._owners.get(optimizer) for watch in others]  # noqa: SLF001 # of its kind
         newest = max((other.handles[-1].id for other in theirs if other is not None), default=-1)
@@ -130,7 +126,6 @@ class OptimizerWatch:
             owner.handles = self._hooks_on(optimizer)
 
     def _held(self, params: list[Tensor]) -> list[int]:
-        """Return the tensors of the session that are among the parameters of an optimizer."""
         if any(_dist.is_flattened(param) for param in params):
             self._model.check()
         tensors = self._context.parameters.owned(params)
@@ -149,7 +144,6 @@ class OptimizerWatch:
         return any(held <= set(outer.counter.tensors) for outer in self._under_way())
 
     def _is_part_of(self, owner: Owner, outer: Update) -> bool:
-        """Tell whether a step that begins is part of one that this thread is in the middle of."""
         optimizer = outer.optimizer()
         around = None if optimizer is None else self._owners.get(optimizer)
         if around is None:
@@ -170,7 +164,6 @@ class OptimizerWatch:
         return [update for update in mine if not update.ended]
 
     def _refuse(self, tensors: Iterable[int], why: str, is_refused: Callable[[Rule], bool]) -> None:
-        """Raise `BindError` for the rules on some tensors that cannot act on how they are updated."""
         own, program = set(tensors), self._context.program
         stages = (*program.after_backward, *program.at_step)
         rules = [stage.rule for stage in stages if own & set(stage.tensors)]
@@ -299,7 +292,6 @@ class OptimizerWatch:
             update.hide([self._context.parameters.param(i) for i in decision.frozen])
 
     def _needs_to_know(self, counter: StepCounter) -> bool:
-        """Tell whether some rule does another thing in a step that a scaler skips."""
         bound_rules = self._context.due_rules(counter).at_step
         return bool(self._context.program.traps) or any(
             isinstance(bound_rule.rule, ObserverRule | CaptureRule) for bound_rule in bound_rules
@@ -316,7 +308,6 @@ class OptimizerWatch:
         self.end(update)
 
     def end(self, update: Update, *, took_place: bool = True) -> None:
-        """End a step: give back what was hidden, and count it."""
         self._running.pop(update.key, None)
         update.end()
         if update.overflowed is not None:

@@ -22,7 +22,6 @@ Snapshot = tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]]
 
 
 def owning(params: Iterable[Tensor]) -> list[Optimizer]:
-    """Return the optimizers, among all live objects, that hold some of these parameters."""
     wanted = {id(param) for param in params}
 
     def candidates() -> list[Optimizer]:
@@ -96,7 +95,6 @@ def obeys_flag(optimizer: Optimizer) -> bool:
 
 
 def snapshot(optimizer: Optimizer) -> Snapshot:
-    """Copy weights and state, for an optimizer that moves weights between evaluations."""
     params = params_of(optimizer)
     weights = [(param, param.detach().clone()) for param in params]
     # The keys of the state are the parameters themselves and must stay these.

@@ -50,8 +50,6 @@ class Hook:
 
 
 class PassHook(Hook):
-    """Post-accumulate hook: notes the arrival of one gradient."""
-
     def __init__(self, context: Context, passes: BackwardWatch, tensor: int, label: str) -> None:
         super().__init__(context, passes, tensor, label)
         self._arrivals = passes.arrivals
@@ -65,7 +63,6 @@ class PassHook(Hook):
 
     @in_backward
     def __call__(self, param: Tensor) -> None:
-        """Note the arrival, and under DDP what this rank has got before it is averaged."""
         task, order = self._arrivals.now
         if task == _graph_task():
             order.append(self._tensor)
@@ -95,7 +92,6 @@ class TensorHook(Hook):
 
     @in_backward
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        """Return the edited contribution, ``None`` to leave it as it is."""
         live = self._live()
         # A custom autograd function may return None for an input.
         if live is None or grad is None:

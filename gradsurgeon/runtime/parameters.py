@@ -27,7 +27,6 @@ class Parameters:
         self._places = [by_name[name] for name in names]
 
     def param(self, tensor: int) -> Tensor | None:
-        """Return the parameter that now stands under the name, if any."""
         owner, key = self._places[tensor]
         found: Tensor | None = owner.get(key)
         return found
@@ -38,7 +37,6 @@ class Parameters:
         return [owner.get(key) for owner, key in places]
 
     def ids(self) -> list[int]:
-        """Return the ids of all parameters, to compare them while they are alive."""
         return list(map(id, self.params()))
 
     def grads(self, tensors: Iterable[int] | None = None) -> tuple[list[int], list[Tensor]]:
@@ -52,7 +50,6 @@ class Parameters:
         return having, [grad for grad in grads if grad is not None]
 
     def owned(self, params: Iterable[Tensor]) -> list[int]:
-        """Return the tensors that are among ``params``."""
         wanted = {id(param) for param in params}
         return [tensor for tensor, identity in enumerate(self.ids()) if identity in wanted]
 
@@ -63,5 +60,4 @@ class Parameters:
         ]
 
     def forget(self) -> None:
-        """Let go of everything, once the model is gone or the session removed."""
         self.move({})

@@ -104,14 +104,12 @@ class Recorder:
         self.writer.close()
 
     def discard(self) -> None:
-        """Remove the files, as if there had been no place to write."""
         if self.writer is not None:
             atexit.unregister(self._at_exit)
             self.writer.discard()
             self.writer = None
 
     def flush(self) -> None:
-        """Move all rows to the store. Waits for the device."""
         self._ring.settle()
         if self.writer is not None and self.writer.due():
             self._commit()
@@ -140,7 +138,6 @@ class _Row:
     replace: bool
 
     def pack(self, values: Tensor) -> tuple[bytes, frozenset[int]]:
-        """Return the whole row as bytes, and the columns without a value."""
         width = len(self.key.names)
         if len(self.columns) == width:
             return _numbers.to_bytes(values), frozenset()

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from gradsurgeon.runtime.scaler_watch import watched
 _sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 # Sessions of the launcher, beside those that the script itself has asked for.
 _beside: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+# Several threads may train, and the tables must not change while they are gone through.
+_changing = RLock()
 # What is watched for all sessions together: steps of optimizers and uses of scalers.
 _watching: list[ExitStack] = []
 _watching_steps: list[RemovableHandle] = []
@@ -47,7 +50,6 @@ def find(model: nn.Module) -> Attachment | None:
 
 
 def check_free(model: nn.Module, *, replace: bool) -> None:
-    """Refuse a second session on one model, unless it is to replace the first."""
     if find(model) is not None and not replace:
         raise GradSurgeonError(
             "rules are already applied to this model: call gradsurgeon.remove(model) first, or pass "
@@ -66,7 +68,6 @@ def watch_steps() -> None:
 
 
 def enter(model: nn.Module, session: Attachment) -> None:
-    """Attach a session to its model, in the place of one of its kind that is there already."""
     beside = session.options.beside
     sessions = _beside if beside else _sessions
     old = sessions.get(model)
@@ -80,20 +81,25 @@ def enter(model: nn.Module, session: Attachment) -> None:
         raise
     if old is not None and not old.removed:
         old.remove()
-    sessions[model] = session
-    if not beside and (other := _beside.get(model)) is not None and not other.removed:
-        other.controller.go_last()
-    _count_tags()
-    if not _watching:
-        stack = ExitStack()
-        if not _watching_steps:
-            stack.callback(register_optimizer_step_pre_hook(_on_step).remove)
-        stack.enter_context(watched(_on_scale, _around_scaler_step))
-        stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
-        stack.callback(register_module_module_registration_hook(_on_registration).remove)
-        stack.callback(register_module_parameter_registration_hook(_on_registration).remove)
-        stack.callback(_look_at_models)
-        _watching.append(stack)
+    with _changing:
+        sessions[model] = session
+        if not beside and (other := _beside.get(model)) is not None and not other.removed:
+            other.controller.go_last()
+        _count_tags()
+        if not _watching:
+            _watching.append(_watch())
+
+
+def _watch() -> ExitStack:
+    stack = ExitStack()
+    if not _watching_steps:
+        stack.callback(register_optimizer_step_pre_hook(_on_step).remove)
+    stack.enter_context(watched(_on_scale, _around_scaler_step))
+    stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
+    stack.callback(register_module_module_registration_hook(_on_registration).remove)
+    stack.callback(register_module_parameter_registration_hook(_on_registration).remove)
+    stack.callback(_look_at_models)
+    return stack
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:
@@ -122,12 +128,13 @@ def _count_tags() -> None:
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
     """Forget sessions that were removed, and take the global hook off with the last one."""
     finalizer.detach()
-    for sessions in (_sessions, _beside):
-        for model in [model for model, session in sessions.items() if session.removed]:
-            del sessions[model]
-    _count_tags()
-    if _watching and not _sessions and not _beside:
-        _watching.pop().close()
+    with _changing:
+        for sessions in (_sessions, _beside):
+            for model in [model for model, session in sessions.items() if session.removed]:
+                del sessions[model]
+        _count_tags()
+        if _watching and not _sessions and not _beside:
+            _watching.pop().close()
 
 
 def _model_gone(session: weakref.ref[Attachment]) -> None:
@@ -143,13 +150,14 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     for controller in _controllers():
         controller.steps.meet(optimizer)
     if _beside and _sessions:
-        others = [other.controller.steps for other in list(_sessions.values())]
-        for beside in list(_beside.values()):
-            beside.controller.steps.go_after(others, optimizer)
+        with _changing:
+            others = [other.controller.steps for other in _sessions.values()]
+            beside = [session.controller.steps for session in _beside.values()]
+        for steps in beside:
+            steps.go_after(others, optimizer)
 
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
-    """Let conversions exchange the contents of tensors, which takes their hooks away."""
     original(first, second)
     for controller in _controllers():
         controller.model.swapped((first, second))
@@ -186,9 +194,6 @@ def _around_scaler_step(scaler: GradScaler, optimizer: Optimizer) -> Iterator[No
 
 
 def _controllers() -> list[Controller]:
-    return [
-        session.controller
-        for sessions in (_sessions, _beside)
-        for session in list(sessions.values())
-        if not session.removed
-    ]
+    with _changing:
+        sessions = [*_sessions.values(), *_beside.values()]
+    return [session.controller for session in sessions if not session.removed]

@@ -72,7 +72,6 @@ class Scaling:
             _torch.queue_callback(running)
 
     def stepped(self) -> None:
-        """Forget the pass that led to a step of this thread."""
         self._kept.pop(threading.get_ident(), None)
 
     @property
@@ -161,7 +160,6 @@ def in_true_units(
 
 
 def refuse_scaling(program: Program) -> None:
-    """Raise `BindError` for rules that would hide from a scaler what it has to see."""
     rules = [rule for own in program.per_tensor.values() for rule in own]
     rules += [rule for rule, _ in program.site_rules]
     if refused := dict.fromkeys(rule.id for rule in rules if rule.hides_overflow):

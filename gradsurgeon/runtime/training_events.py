@@ -44,7 +44,6 @@ class BackwardPass:
     awaited: set[int] | None = None
 
     def followed_by(self, other: BackwardPass) -> BackwardPass:
-        """Return both as one pass."""
         for rule, rows in other.logged.items():
             self.logged.setdefault(rule, {}).update(rows)
         scale = self.scale if other.scale is None else other.scale
@@ -66,8 +65,6 @@ class BackwardPass:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """An update that is about to take place."""
-
     # Of the optimizer, or the common one where weights are updated by hand.
     counter: StepCounter
     # What a fused optimizer gets its gradients with.

@@ -60,7 +60,6 @@ class Update(Step):
         self.skipped = self.ended = False
 
     def is_on_stack(self) -> bool:
-        """Tell whether the call is still running: its frame is on the stack of its thread."""
         frame: FrameType | None = sys._current_frames().get(self.thread)  # noqa: SLF001 # documented
         while frame is not None:
             if id(frame) == self._frame:
@@ -77,7 +76,6 @@ class Update(Step):
         return kwargs is mine or frame == self._frame
 
     def settled(self, loss: Any) -> Any:
-        """Return the loss to go on with: the last one before a skip, or the line search may not end."""
         if not self.skipped or self.loss is None:
             self.loss = loss
         return self.loss
@@ -90,13 +88,11 @@ class Update(Step):
         optimizers.put_back(self.kept)
 
     def end(self) -> None:
-        """Let the script have everything back: the call is over."""
         self.ended = True
         self._kept_frame = None
         self.give_back()
 
     def hide(self, params: Iterable[Tensor | None]) -> None:
-        """Leave parameters without gradients until the end of the step, or until they are cleared."""
         optimizer = self.optimizer()
         if optimizer is not None and self._clearing is None:
             self._clearing = Patch(optimizer, "zero_grad", self._clear)
