@@ -152,8 +152,11 @@ def attach(
 ) -> Attachment:
     """Attach a plan to the model it was made for, as `apply` does once it has bound the rules."""
     runtime = _runtime()
-    if not options.beside:
-        runtime.check_free(model, replace=replace)
+    if not (options.beside or replace) and runtime.find(model) is not None:
+        raise GradSurgeonError(
+            "rules are already applied to this model: call gradsurgeon.remove(model) first, or pass "
+            "replace=True"
+        )
     writer = None if record is None else _writer(record, bound, options)
     try:
         attachment = runtime.Attachment(model, bound, options, writer)

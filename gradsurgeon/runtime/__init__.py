@@ -4,7 +4,7 @@ from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.context import Mode, Options
 from gradsurgeon.runtime.matches_on_ranks import has_others, lacking
 from gradsurgeon.runtime.oldest_torch import OLDEST
-from gradsurgeon.runtime.registry import check_free, enter, find, tag
+from gradsurgeon.runtime.registry import enter, find, tag
 from gradsurgeon.runtime.session import Session
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Mode",
     "Options",
     "Session",
-    "check_free",
     "enter",
     "find",
     "has_others",

@@ -98,7 +98,6 @@ class Attachment:
         self._compiled.detach(at)
         self._settle()
         self.controller.detach()
-        self.context.recorder.flush()
         self.context.recorder.close()
         if self._when_removed is not None:
             self._when_removed()

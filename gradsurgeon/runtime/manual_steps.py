@@ -34,10 +34,6 @@ _COMPOUNDS = (
     "every backward pass counts as a step. If the script accumulates, {tick} right before each update; if it "
     "does not, clear the gradients after the update"
 )
-_CAPTURED = (
-    "a CUDA graph is being captured and no torch optimizer owns the parameters: whether a backward pass is a "
-    "step of its own would have to be read from the device; {tick} before each update"
-)
 _TAKEN_OVER = (
     "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}, "
     "which stay counted; make it before the first backward pass, or name it: apply(..., optimizer=)"
@@ -77,11 +73,9 @@ class GuardHook(Hook):
         if live is None or manual is None:
             return
         context, passes = live
-        param = context.parameters.param(self._tensor)
+        param = context.parameters.param(self.tensor)
         if param is None or param.grad is None or not passes.is_training(param):
             return
-        if _torch.is_capturing():
-            raise GradSurgeonError(_CAPTURED.format(tick=how_to_tick(context)))
         # Scripts that zero in place keep the tensor. Reading it is the price of not guessing: here where it
         # is free, once at the end of the pass where it is a wait.
         with torch.no_grad():
@@ -90,8 +84,8 @@ class GuardHook(Hook):
             if not bool(held):
                 return
             if self._edited and not manual.provisional:
-                manual.refuse_to_compound([self._tensor])
-        passes.current().onto.append((self._tensor, self._edited, held))
+                manual.refuse_to_compound([self.tensor])
+        passes.current().onto.append((self.tensor, self._edited, held))
 
 
 class ManualSteps:

@@ -38,7 +38,7 @@ class Hook:
     def __init__(self, context: Context, passes: BackwardWatch, tensor: int, label: str) -> None:
         self._context = weakref.ref(context)
         self._backward = weakref.ref(passes)
-        self._tensor = tensor
+        self.tensor = tensor
         # torch names the hook by this in its messages about wrong return values.
         self.__name__ = label
 
@@ -54,10 +54,6 @@ class PassHook(Hook):
         super().__init__(context, passes, tensor, label)
         self._arrivals = passes.arrivals
 
-    @property
-    def tensor(self) -> int:
-        return self._tensor
-
     def belongs_to(self, context: Context) -> bool:
         return self._context() is context
 
@@ -65,15 +61,15 @@ class PassHook(Hook):
     def __call__(self, param: Tensor) -> None:
         task, order = self._arrivals.now
         if task == _graph_task():
-            order.append(self._tensor)
+            order.append(self.tensor)
             return
         # Other ranks may wait for one that is paused.
         if (live := self._live(paused=_dist.world() > 1)) is None:
             return
         context, passes = live
-        if self._tensor in context.trapped and param.grad is not None and context.ranks.is_reducing:
-            passes.current().own[self._tensor] = _numbers.norms([param.grad])[0]
-        passes.arrived(self._tensor, context)
+        if self.tensor in context.trapped and param.grad is not None and context.ranks.is_reducing:
+            passes.current().own[self.tensor] = _numbers.norms([param.grad])[0]
+        passes.arrived(self.tensor, context)
 
 
 class TensorHook(Hook):
@@ -97,9 +93,9 @@ class TensorHook(Hook):
         if live is None or grad is None:
             return None
         context, passes = live
-        counter = context.counters[self._tensor]
+        counter = context.counters[self.tensor]
         due = [rule for rule in self._rules if rule.steps.due(counter.step)]
-        param = context.parameters.param(self._tensor)
+        param = context.parameters.param(self.tensor)
         if not due or param is None:
             return None
         if not passes.is_training(param):
@@ -121,7 +117,7 @@ class TensorHook(Hook):
         """Note whether this pass adds to a gradient that is there already, where that matters."""
         # Scripts that zero in place keep the tensor, so that its elements have to be asked; one tensor for
         # each pass, and none once it has been said.
-        if param.grad is None or _torch.is_capturing() or not context.counters[self._tensor].passes:
+        if param.grad is None or _torch.is_capturing() or not context.counters[self.tensor].passes:
             return
         bounds = [rule.id for rule in due if not rule.linear]
         added_to = passes.current().added_to
@@ -129,24 +125,24 @@ class TensorHook(Hook):
             not context.event_log.said("accumulation", rule) for rule in bounds
         ):
             with torch.no_grad():
-                added_to[self._tensor] = (_dist.local(param.grad) != 0).any()
+                added_to[self.tensor] = (_dist.local(param.grad) != 0).any()
 
     def _act(self, context: Context, passes: BackwardWatch, rule: Rule, grad: Tensor) -> Tensor:
         if isinstance(rule, EditRule):
             return self._edit(context, rule, grad)
         if isinstance(rule, CaptureRule):
-            name, step = context.program.names[self._tensor], context.counters[self._tensor].step
+            name, step = context.program.names[self.tensor], context.counters[self.tensor].step
             true = _dist.whole(unscaled(grad, context.scaling.scale))
             context.captures.keep(rule, name, step, true)
             return grad
         with torch.no_grad():
             true = unscaled(grad, context.scaling.scale)
             found = {stat: _statistics.statistic(stat, true) for stat in getattr(rule, "stats", ())}
-        passes.current().logged.setdefault(rule.id, {})[self._tensor] = found
+        passes.current().logged.setdefault(rule.id, {})[self.tensor] = found
         return grad
 
     def _edit(self, context: Context, rule: Rule, grad: Tensor) -> Tensor:
-        name = context.program.names[self._tensor]
+        name = context.program.names[self.tensor]
         check_layout(rule, grad, name)
         if _dist.is_partial(grad) and not rule.linear:
             raise GradSurgeonError(
@@ -159,7 +155,7 @@ class TensorHook(Hook):
         part = _dist.local(grad)
         if edit.by_norm is not None:
             clip = NormClip(edit.by_norm, part, scale)
-            clip.tell(context, rule.id, context.counters[self._tensor].step)
+            clip.tell(context, rule.id, context.counters[self.tensor].step)
             out = clip.of(part)
         else:
             with torch.no_grad():

@@ -94,14 +94,14 @@ class Recorder:
 
     def close(self) -> None:
         """Write what waits and finish the run directory; records stay in memory."""
-        if self.writer is None:
-            return
-        atexit.unregister(self._at_exit)
-        if self.late is not None and not self.writer.closed:
-            self.late()
+        if self.writer is not None:
+            atexit.unregister(self._at_exit)
+            if self.late is not None and not self.writer.closed:
+                self.late()
         self._ring.settle()
-        self._commit(wait=True)
-        self.writer.close()
+        if self.writer is not None:
+            self._commit(wait=True)
+            self.writer.close()
 
     def discard(self) -> None:
         if self.writer is not None:

@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
-from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.compile_support import uncompiled_at_step, uncompiled_in_forward
 from gradsurgeon.runtime.controller import Controller
@@ -47,14 +46,6 @@ _on_tags: list[str] = []
 def find(model: nn.Module) -> Attachment | None:
     session = _sessions.get(model)
     return None if session is None or session.removed else session
-
-
-def check_free(model: nn.Module, *, replace: bool) -> None:
-    if find(model) is not None and not replace:
-        raise GradSurgeonError(
-            "rules are already applied to this model: call gradsurgeon.remove(model) first, or pass "
-            "replace=True"
-        )
 
 
 def watch_steps() -> None:

@@ -170,15 +170,6 @@ def refuse_scaling(program: Program) -> None:
         raise BindError([f"rule {rule}: {text}" for rule in refused])
 
 
-def _tensors(found: object) -> Iterator[Tensor]:
-    """Yield the tensors of what a scaler returns; what it makes of an iterator is not consumed."""
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, (list, tuple)):
-        for one in found:
-            yield from _tensors(one)
-
-
 @contextmanager
 def watched(
     on_scale: Callable[[GradScaler, Sequence[Tensor]], None],
@@ -193,7 +184,9 @@ def watched(
 
     def scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         found = original(scaler, *args, **kwargs)
-        on_scale(scaler, list(_tensors(found)))
+        # What a scaler makes of an iterator is not consumed.
+        losses = found if isinstance(found, list | tuple) else [found]
+        on_scale(scaler, [loss for loss in losses if isinstance(loss, Tensor)])
         return found
 
     def step(
