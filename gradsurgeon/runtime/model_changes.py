@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -205,23 +204,21 @@ class ModelChanges:
             "params": NameIndex("parameter", manifest.params),
             "modules": NameIndex("module", manifest.modules),
         }
+        step = self._context.counters.latest
         for rule in self._plan.rules.rules:
-            if rule.target in found and new[rule.target] and self._plan.of(rule.id):
-                matched = found[rule.target].match(rule)[0]
-                gained = [one for one in matched if new[rule.target].issuperset(one.names)]
-                self._mention_gained(rule.id, found[rule.target].noun, gained, warn=warn)
+            if rule.target not in found or not self._plan.of(rule.id):
+                continue
+            index, names = found[rule.target], new[rule.target]
+            gained = [one for one in index.match(rule)[0] if names.issuperset(one.names)]
+            if gained:
+                text = (
+                    f"matches {len(gained)} {index.noun}{'s' if len(gained) > 1 else ''} that came after the "
+                    f"rules were applied{examples(gained)}, and does not act there: call "
+                    "gradsurgeon.apply(..., replace=True) once the model has its form"
+                )
+                self._context.event_log.emit("notice", text, rule=rule.id, step=step, warn=warn)
         for kind, names in new.items():
             self._known[kind] |= names
-
-    def _mention_gained(self, rule: str, noun: str, gained: Sequence[Any], *, warn: bool) -> None:
-        if gained:
-            text = (
-                f"matches {len(gained)} {noun}{'s' if len(gained) > 1 else ''} that came after the rules "
-                f"were applied{examples(gained)}, and does not act there: call "
-                "gradsurgeon.apply(..., replace=True) once the model has its form"
-            )
-            step = self._context.counters.latest
-            self._context.event_log.emit("notice", text, rule=rule, step=step, warn=warn)
 
     def _tell_params(
         self, kind: EventKind, tensors: Sequence[int], text: str, *, warn: bool = True
