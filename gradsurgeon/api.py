@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from gradsurgeon.runtime import Attachment, Session
+    from gradsurgeon.runtime import Attachment, Options, Session
     from gradsurgeon.store.run import Run
     from gradsurgeon.store.writer import RunWriter
 
@@ -47,10 +47,10 @@ def load(rules: Rules) -> RuleSet:
         if isinstance(rules, str | os.PathLike):
             return schema.validate(source.read(rules))
         given: object = rules
-        if isinstance(given, list | tuple) and all(isinstance(rule, Rule) for rule in given):
-            return schema.from_rules(given)
         if isinstance(given, list | tuple):
-            other = next(type(rule).__name__ for rule in given if not isinstance(rule, Rule))
+            other = next((type(rule).__name__ for rule in given if not isinstance(rule, Rule)), "")
+            if not other:
+                return schema.from_rules(given)
             raise TypeError(
                 f"a list of rules holds rules built in Python, this one holds a {other}: give the "
                 'whole file as a dict, {"version": 1, "rules": [...]}'
@@ -104,7 +104,8 @@ def apply(
         rules: whatever `load` takes.
         optimizer: the optimizer or optimizers that update the model. Without it gradsurgeon finds them.
             An empty list says that the script updates the weights by hand, with `Session.tick`.
-        scaler: the gradient scaler in use. Without it gradsurgeon finds it.
+        scaler: the gradient scaler in use. Without it gradsurgeon finds it. A loss that the script
+            multiplies by hand cannot be known: rules at `backward` and `accumulated` take it as it is.
         record: the run directory to write records to. Without it they stay in memory, bounded.
         mode: ``"act"``, or ``"observe"`` to arm every rule, edit nothing, and count what each rule
             would have changed.
@@ -123,16 +124,8 @@ def apply(
     _check_options(scaler, mode, start_step)
     optimizers = _optimizers(optimizer)
     bound = _bound(model, rules)
-    attachment = attach(
-        model,
-        bound,
-        optimizers=optimizers,
-        scaler=scaler,
-        record=record,
-        mode=mode,
-        start_step=start_step,
-        replace=replace,
-    )
+    options = _runtime().Options(optimizers, scaler, mode, start_step)
+    attachment = attach(model, bound, options, record=record, replace=replace)
     return cast("Session", _runtime().Session(attachment))
 
 
@@ -152,51 +145,22 @@ def _bound(model: nn.Module, rules: Rules) -> Plan:
 def attach(
     model: nn.Module,
     bound: Plan,
+    options: Options,
     *,
-    optimizers: Sequence[Optimizer] | None = None,
-    scaler: GradScaler | None = None,
     record: str | os.PathLike[str] | None = None,
-    mode: Literal["act", "observe"] = "act",
-    start_step: int = 0,
     replace: bool = False,
-    beside: bool = False,
-    provisional: bool = False,
 ) -> Attachment:
-    """Attach a plan to the model it was made for, as `apply` does once it has bound the rules.
-
-    Args:
-        model: the module.
-        bound: the plan.
-        optimizers: those that update it; ``None`` to look for them.
-        scaler: as for `apply`.
-        record: as for `apply`.
-        mode: as for `apply`.
-        start_step: as for `apply`.
-        replace: as for `apply`.
-        beside: do not count as the session of the model, and act after it.
-        provisional: whether an optimizer is going to update the model is not known yet.
-
-    Raises:
-        RecordError: the run directory cannot be written, or holds a run already.
-        GradSurgeonError: the model has a session already.
-    """
+    """Attach a plan to the model it was made for, as `apply` does once it has bound the rules."""
     runtime = _runtime()
-    if not beside:
-        runtime.check_free(model, replace=replace)
-    writer = None if record is None else _writer(record, bound, mode, start_step)
-    try:
-        attachment = runtime.Attachment(
-            model,
-            bound,
-            optimizers=optimizers,
-            mode=mode,
-            start_step=start_step,
-            writer=writer,
-            scaler=scaler,
-            outside=beside,
-            provisional=provisional,
+    if not (options.beside or replace) and runtime.find(model) is not None:
+        raise GradSurgeonError(
+            "rules are already applied to this model: call gradsurgeon.remove(model) first, or pass "
+            "replace=True"
         )
-        runtime.enter(model, attachment, beside=beside)
+    writer = None if record is None else _writer(record, bound, options)
+    try:
+        attachment = runtime.Attachment(model, bound, options, writer)
+        runtime.enter(model, attachment)
     except BaseException:
         if writer is not None:
             writer.discard()
@@ -266,13 +230,14 @@ def _check_options(scaler: object, mode: object, start_step: object) -> None:
         raise ValueError(f"start_step is a number of steps, 0 or more, not {start_step!r}")
 
 
-def _writer(record: str | os.PathLike[str], bound: Plan, mode: str, start_step: int) -> RunWriter:
+def _writer(record: str | os.PathLike[str], bound: Plan, options: Options) -> RunWriter:
     import torch  # noqa: PLC0415 # only its version, and only where it is there
 
     from gradsurgeon import _dist  # noqa: PLC0415 # the same
     from gradsurgeon.store import writer  # noqa: PLC0415 # a Python without SQLite can do the rest
 
-    meta = describe(bound, mode=mode, start_step=start_step, torch=str(torch.__version__))
+    version = str(torch.__version__)
+    meta = describe(bound, mode=options.mode, start_step=options.start_step, torch=version)
     return writer.RunWriter(record, rank=_dist.rank(), meta=meta)
 
 

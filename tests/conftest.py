@@ -109,7 +109,7 @@ def _same_start() -> Iterator[None]:
 
         # A session that a failed test left behind must not meet the optimizers of the next one.
         for session in list(registry._sessions.values()):
-            session._context.event_log.never_fired = list  # type: ignore[method-assign]
+            session.context.event_log.never_fired = list  # type: ignore[method-assign]
             session.remove()
     if "torch._dynamo.convert_frame" in sys.modules:
         # What one test has compiled, rules on modules would drop in the next one, with a warning.

@@ -19,7 +19,7 @@ from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import write_header
 from gradsurgeon.planning import Plan
-from gradsurgeon.runtime import lacking
+from gradsurgeon.runtime import Options, lacking
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name
@@ -99,7 +99,7 @@ class Models:
         for model in self.provisional:
             model.reached = bool(model.bound_ids() & ids)
             if model.reached:
-                model.session.again()
+                model.session.controller.manual.again()
                 model.remember_weights()
 
     def updated_by_hand(self) -> list[AttachedModel]:
@@ -115,7 +115,7 @@ class Models:
             if model.reached or model in updated:
                 model.provisional = False
                 try:
-                    model.session.confirm()
+                    model.session.controller.manual.confirm()
                 except GradSurgeonError:
                     self.refused = self._updates()
                     raise
@@ -164,7 +164,7 @@ class Models:
         for model in shared:
             owned = wanted & set(map(id, model.params()))
             if id(model.module()) in roots and owned <= model.bound_ids():
-                model.session.meet(optimizer)
+                model.session.controller.steps.meet(optimizer)
                 model.provisional = model.reached = False
             else:
                 model.session.discard()
@@ -257,19 +257,17 @@ class Models:
     ) -> None:
         title = self._title(plan.manifest.origin)
         plan = replace(plan, title=title)
+        options = Options(
+            optimizers=None if optimizer is None else [optimizer],
+            mode="observe" if self.settings.observe else "act",
+            start_step=start,
+            beside=True,
+            provisional=provisional,
+        )
         while True:
             record = self._run_directory(title)
             try:
-                session = api.attach(
-                    root,
-                    plan,
-                    optimizers=None if optimizer is None else [optimizer],
-                    record=record,
-                    mode="observe" if self.settings.observe else "act",
-                    start_step=start,
-                    beside=True,
-                    provisional=provisional,
-                )
+                session = api.attach(root, plan, options, record=record)
                 break
             except RecordError:
                 # Another process may have taken the directory since it was chosen: then there is a next one.
@@ -291,7 +289,7 @@ class Models:
         if len(self.attached) > 1:
             # Models of one script like to have the same names for their parameters.
             for model in self.attached:
-                model.session.name_model(model.title)
+                model.session.context.title = model.title
 
     def _title(self, origin: str) -> str:
         title, number = origin, 1

@@ -51,7 +51,7 @@ def summary(session: Session | Run) -> Report:
         statuses=session.status(),
         records=attachment.records,
         events=tuple(session.events),
-        start=attachment.start_step,
+        start=attachment.options.start_step,
         end=session.step,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon.actions import Rule
 from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.accumulated_rules import after_pass
 from gradsurgeon.runtime.activation_rules import ActivationRules
 from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.final_gradients import FinalGradients
 from gradsurgeon.runtime.hook_registry import HookRegistry
 from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
@@ -26,12 +25,12 @@ from gradsurgeon.runtime.module_schedule import ModuleCounters
 from gradsurgeon.runtime.nan_trap import NanTraps
 from gradsurgeon.runtime.notices import (
     awaits_sum,
+    count_due_rules,
     count_passes,
     warn_of_missing_pass,
     warn_of_unowned_params,
 )
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
-from gradsurgeon.runtime.optimizers import why_not_met
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -39,41 +38,24 @@ from gradsurgeon.runtime.step_decision import StepDecision
 from gradsurgeon.runtime.step_rules import StepRules
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
 from gradsurgeon.runtime.training_events import BackwardPass, Step
-from gradsurgeon.runtime.unfired_rules import count_due_rules
 
 # By then the optimizers of most scripts have stepped; others are looked for.
 _SETTLED = 3
+_NOT_MET = (
+    "the optimizer {kind} holds no parameter of the model, or skips the constructor of "
+    "torch.optim.Optimizer, so that torch calls no hook when it steps: name the optimizer that it wraps"
+)
 
 
 class Controller:
-    """Puts the hooks of a session on and off, and receives the events of training in between.
-
-    Args:
-        model: reached weakly.
-        context: what the rules may use while they act.
-        plan: what the program was made of.
-        optimizers: those the caller has named, ``None`` to look for them, empty where weights are
-            updated by hand.
-        provisional: whether an optimizer is going to update the model is not known yet.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        context: Context,
-        plan: Plan,
-        optimizers: Sequence[Optimizer] | None,
-        *,
-        provisional: bool,
-    ) -> None:
+    def __init__(self, model: nn.Module, context: Context, plan: Plan, options: Options) -> None:
         self._model = weakref.ref(model)
-        self._context = context
+        self.context = context
         self._agreement = RankAgreement(context)
         self._traps = NanTraps(context, self._agreement)
         self._edits = StepRules(context)
         self.backward = BackwardWatch(context, self)
-        declared = optimizers is not None and not optimizers
-        self.manual = ManualSteps(context, self, declared=declared, provisional=provisional)
+        self.manual = ManualSteps(context, self, options)
         self._param_hooks = HookRegistry(context, self.backward)
         self._module_counters = ModuleCounters(context.counters, context.program.names)
         self.tensor_hooks = TensorHooks(
@@ -82,7 +64,7 @@ class Controller:
         self._module_hooks = ModuleHooks(context.program.modules, self.tensor_hooks)
         self.model = ModelChanges(model, context, plan, self._param_hooks, self._module_hooks)
         self.steps = OptimizerWatch(context, self, self.model)
-        self._search_on = optimizers is None
+        self._search_on = options.optimizers is None
         # Whether backward passes came and no update has followed yet.
         self._unstepped = False
         self._steps = 0
@@ -90,30 +72,24 @@ class Controller:
         self._early: set[int] = set()
         # One that the last pass has reached.
         self._last: tuple[int, ...] = ()
-        # Named optimizers are met when the hooks go on; then they are held weakly.
-        self._given = list(optimizers or ())
+        self._given = list(options.optimizers or ())
         self.attached = False
 
     def attach(self) -> None:
-        """Put the hooks on; on failure nothing stays."""
-        try:
-            self._early = set(
-                self._context.parameters.grads(range(len(self._context.parameters)))[0]
-            )
-            self._param_hooks.arm()
-            self._module_hooks.refresh(named_modules(self._model()))
-            for optimizer in self._given:
-                if self.steps.meet(optimizer) is None:
-                    self._context.event_log.emit("notice", why_not_met(optimizer), warn=True)
-        except BaseException:
-            self.detach()
-            raise
-        self._given.clear()
+        """Put the hooks on; where one cannot be, `detach` takes the others off."""
+        self._early = set(self.context.parameters.grads()[0])
+        self._param_hooks.arm()
+        self._module_hooks.refresh(named_modules(self._model()))
+        # From here on they are held weakly.
+        while self._given:
+            optimizer = self._given.pop(0)
+            if self.steps.meet(optimizer) is None:
+                text = _NOT_MET.format(kind=type(optimizer).__name__)
+                self.context.event_log.emit("notice", text, warn=True)
         self.attached = True
 
     def go_last(self) -> None:
-        """Put the hooks on anew, so that they come after those of another session."""
-        self._param_hooks.again()
+        self._param_hooks.arm()
         self._module_hooks.detach()
         self._module_hooks.refresh(named_modules(self._model()))
 
@@ -122,11 +98,10 @@ class Controller:
         self.steps.close()
         self._module_hooks.detach()
         self._param_hooks.disarm()
-        self._context.parameters.forget()
-        self._context.paused = True
+        self.context.parameters.forget()
+        self.context.paused = True
 
     def settle(self, *, wait: bool = True) -> None:
-        """Note what the device has decided so far. Waits for it where there is something."""
         self._traps.settle(wait=wait)
 
     def backward_started(self) -> None:
@@ -140,7 +115,7 @@ class Controller:
             GradSurgeonError: the ranks may take different numbers of steps.
             BindError: a rule cannot act under loss scaling.
         """
-        context = self._context
+        context = self.context
         context.ranks.passed(averaged=done.averaged)
         if done.scale is not None and not context.paused:
             refuse_scaling(context.program)
@@ -163,7 +138,7 @@ class Controller:
 
     def step_starting(self, step: Step) -> StepDecision:
         """Do what is due right before an update: the trap decides, then rules at the step edit."""
-        context, counter = self._context, step.counter
+        context, counter = self.context, step.counter
         if step.inside:
             if context.paused:
                 return StepDecision()
@@ -195,8 +170,7 @@ class Controller:
         return decision
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
-        """Count an attempted update, and look after what it showed."""
-        counter, context = step.counter, self._context
+        counter, context = step.counter, self.context
         if took_place and not context.paused:
             count_due_rules(context, counter, self._module_counters.of, owned=self.steps.owned)
             if not step.inside:  # the hooks on this very gradient may still be running
@@ -212,28 +186,22 @@ class Controller:
         self._lead_common(counter)
 
     def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
-        """Count an update that a scaler has skipped for overflow.
-
-        Raises:
-            NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
-        """
         try:
             self._traps.skipped_by_scaler(counter, scale)
         finally:
-            self._context.flags.forget(counter)
+            self.context.flags.forget(counter)
             # No rule at the step point could fire in a step that did not take place.
             self.step_finished(Step(counter), took_place=False)
 
     def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the gradients by which a micro-batch is told from a step, and a sum from its addends."""
-        matter = awaits_sum(self._context, held)
+        matter = awaits_sum(self.context, held)
         if not (self.steps.owned or self.manual.declared):
             # Without edits one is enough.
             matter += [tensor for tensor in self.manual.edited() or self._last if tensor in held]
         return matter
 
     def expects_update(self) -> bool:
-        """Tell whether some optimizer updates the model; it may have been made after `apply`."""
         if self.steps.owned:
             return True
         if self._search_on:
@@ -246,32 +214,18 @@ class Controller:
         """Let the first optimizer count: the last pass may have been taken for a step by hand."""
         self._edits.spare(self.manual.withdraw())
 
-    def losses_scaled(self, scaler: GradScaler, losses: Sequence[Tensor]) -> None:
-        self._context.scaling.scaled(scaler, losses)
-
     @contextmanager
     def scaler_step(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
         """Find out whether a scaler that is to step an optimizer skips the step for overflow."""
         begun = self.steps.begun(optimizer)
-        with self._context.scaling.steps(scaler, optimizer) as news:
+        with self.context.scaling.steps(scaler, optimizer) as news:
             yield
             if news and self.attached:
-                owner, scale = self.steps.meet(optimizer), self._context.scaling.stepping(optimizer)
+                owner, scale = self.steps.meet(optimizer), self.context.scaling.stepping(optimizer)
                 if owner is not None and owner.begun == begun and scale is not None:
                     self.step_skipped_by_scaler(owner.counter, scale)
 
-    def step_after(self, others: Sequence[Controller], optimizer: Optimizer) -> None:
-        """Let the rules at the step of an optimizer act after those of other sessions."""
-        newest = self.steps.newest_hook(optimizer)
-        if newest >= 0 and any(other.steps.newest_hook(optimizer) > newest for other in others):
-            self.steps.go_last(optimizer)
-
-    @property
-    def tag_rules(self) -> tuple[Rule, ...]:
-        return self._context.program.tags
-
     def why_never(self, *, due: bool) -> str:
-        """Return why a rule has never fired by the time the session ends."""
         if due:
             return "was due and never fired"
         if self._unstepped:
@@ -286,7 +240,7 @@ class Controller:
         self._early.clear()
         self.model.arrived(done)
         self._edits.arrived(done.tensors)
-        self._context.flags.passed()
+        self.context.flags.passed()
 
     def _is_by_hand(self) -> bool:
         return self.manual.active or not self.expects_update()
@@ -298,31 +252,31 @@ class Controller:
             self.manual.after(done)
         finally:
             if done.continued:
-                self._traps.done(self._context.counters.common)
+                self._traps.done(self.context.counters.common)
 
     def _feeds_a_parameter(self, done: BackwardPass) -> bool:
         """Tell whether an update can follow a pass; of one by hand, say once that it cannot."""
         if done.tensors:
             return True
-        params = self._context.parameters.params()
+        params = self.context.parameters.params()
         if not any(param is not None and param.requires_grad for param in params):
             return True
-        event_log = self._context.event_log
+        event_log = self.context.event_log
         # Asked once: to look for optimizers after each of many passes would be slow.
         if not (self.manual.declared or event_log.said("no parameter")) and self._is_by_hand():
             text = (
                 "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call "
-                f"with other tensors, inputs=): it counts as no step; {how_to_tick(self._context)} right before "
+                f"with other tensors, inputs=): it counts as no step; {how_to_tick(self.context)} right before "
                 "each update if the script updates other tensors in their place"
             )
-            event_log.once("no parameter", text, step=self._context.counters.latest)
+            event_log.once("no parameter", text, step=self.context.counters.latest)
         return False
 
     def _rest(self, step: Step) -> StepDecision:
         """Do nothing, but keep no other rank waiting."""
         counter = step.counter
         if self._agreement.is_needed_by_others(counter.tensors, update=True):
-            silent, due_rules = self._context.silent(), self._context.due_rules(counter)
+            silent, due_rules = self.context.silent(), self.context.due_rules(counter)
             gradients = FinalGradients(silent, {*due_rules.judged, *due_rules.stepped}, step.scale)
             NanTraps(silent, self._agreement).measure(counter, gradients)
             StepRules(silent).run(counter, gradients, step.scale, acting=False)
@@ -330,49 +284,47 @@ class Controller:
 
     def _is_idle(self, counter: StepCounter) -> bool:
         """Tell whether nothing is due for a clock, by the rules alone: so it is on all ranks."""
-        program = self._context.program
-        if program.modules or program.tags or counter is self._context.counters.common:
+        program = self.context.program
+        if program.modules or program.tags or counter is self.context.counters.common:
             return False
-        return not self._context.due_rules(counter).bound_rules
+        return not self.context.due_rules(counter).bound_rules
 
     def _catch_up(self, step: Step) -> None:
-        """Look at gradients that came before the hooks; say where none came through them.
-
-        Sharding a model after `apply` replaces all of its parameters; and a session can begin between
-        a backward pass and the update that it feeds.
-        """
+        """Look at gradients that came before the hooks; say where none came through them."""
+        # Sharding a model after `apply` replaces all of its parameters; and a session can begin between a
+        # backward pass and the update that it feeds.
         counter = step.counter
         if counter.passes or self.manual.active:
             return
         early, self._early = self._early, set()
-        having, _ = self._context.parameters.grads(counter.tensors)
+        having, _ = self.context.parameters.grads(counter.tensors)
         self.model.rearm()
         if not early.isdisjoint(having):
             # A fused optimizer gets them with the scale, any other without.
             done = BackwardPass(tuple(having), scale=step.scale)
-            for owner, snapshot in after_pass(self._context, done).items():
+            for owner, snapshot in after_pass(self.context, done).items():
                 self._traps.add_snapshot(owner, snapshot)
         elif having:
-            warn_of_missing_pass(self._context, counter, having)
+            warn_of_missing_pass(self.context, counter, having)
 
     def _lead_common(self, counter: StepCounter) -> None:
         """Let what no optimizer owns go by the optimizer that is furthest."""
-        counters = self._context.counters
+        counters = self.context.counters
         common = counters.common
         if counter is common:
             # An optimizer that takes over from a hand-written update goes on with its count.
             counters.start = counter.step
         elif common.step < counter.step:
-            if not self._context.paused:
+            if not self.context.paused:
                 count_due_rules(
-                    self._context, common, self._module_counters.of, owned=self.steps.owned
+                    self.context, common, self._module_counters.of, owned=self.steps.owned
                 )
             self._traps.done(common)
             common.step = counter.step
 
     def _tell_of_unowned(self) -> None:
         """Say what no optimizer updates, after a last search for one that has not stepped yet."""
-        params = [self._context.parameters.param(tensor) for tensor in self.model.unowned()]
+        params = self.context.parameters.params(self.model.unowned())
         if params:
             self.steps.search(param for param in params if param is not None)
-            warn_of_unowned_params(self._context, self.model.unowned())
+            warn_of_unowned_params(self.context, self.model.unowned())

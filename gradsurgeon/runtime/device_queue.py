@@ -41,10 +41,6 @@ class DeviceQueue(Generic[Item]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    @property
-    def under_way(self) -> bool:
-        return bool(self._under_way)
-
     def put(self, item: Item, values: Tensor, *, slot: Hashable = None) -> None:
         """Let a copy of numbers wait; it takes the place of what waits in the same slot."""
         with self._lock, torch.no_grad():

@@ -9,7 +9,7 @@ Each event is told once, in one of three ways:
   which Python prints to stderr where nobody has configured logging; all else at INFO.
 
 What happens again and again, a trap or a step that the scaler skips, is told in full the first time,
-and then counted and told in a line: the 10th, the 100th, the 1,000th time, and once a minute.
+and then counted and told in a line: the 10th, the 100th, the 1,000th time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from threading import RLock
 
@@ -36,9 +38,9 @@ from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.runtime.device_queue import DeviceQueue
 
 _LOGGER = logging.getLogger("gradsurgeon")
-# A trap with `then: warn` can trip in every step of a long run.
+# A trap with `then: warn` can trip in every step of a long run. So many of what repeats others are kept,
+# and as many innocent ones, of which no more are written to a run.
 _MOST_EVENTS = 10_000
-# Of these the repetitions make room first, and so many of them are written to a run at most.
 _INNOCENT = frozenset({"notice", "scaler-skip", "hook-rearmed"})
 # What can happen in every step, with how it is logged; a trap and the step that it skips are one thing.
 _REPEATED = {
@@ -46,7 +48,6 @@ _REPEATED = {
     "skipped-step": ("trap", logging.WARNING),
     "scaler-skip": ("scaler-skip", logging.INFO),
 }
-_MINUTE = 60.0
 # One step can pass without a gradient for innocent reasons; three in a row are worth a warning.
 _QUIET_STEPS = 3
 # Flags wait on the device until so many of them are worth a transfer.
@@ -59,13 +60,10 @@ _NOT_THE_SCRIPT = (
 
 
 def _level_of_the_script() -> int:
-    """Return the stack level, for a warning of the caller, of the line of the script that led to it."""
     level, frame = 1, sys._getframe(1)  # noqa: SLF001 # documented
-    while frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
-        level += 1
-        if frame.f_back is None:
-            break  # a thread of autograd: no line of the script is there
-        frame = frame.f_back
+    # In a thread of autograd no line of the script is there.
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_SCRIPT):
+        level, frame = level + 1, frame.f_back
     return level
 
 
@@ -78,8 +76,8 @@ class Tally:
     altered: int = 0
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
     last_step: int | None = None
+    # Steps in which it was due, as long as it has not fired.
     quiet: int = 0
-    due: bool = False
     warnings: list[str] = field(default_factory=list)
 
     def status(self) -> RuleStatus:
@@ -92,29 +90,33 @@ class Tally:
         )
 
 
-@dataclass(slots=True)
-class _Repeated:
-    """How often something has happened, in which step last, and when it was last told."""
-
-    times: int = 0
-    step: int | None = None
-    told: float = 0.0
-
-
 class EventLog:
     """Events in order, and one tally per rule. Several threads may write to it."""
 
     def __init__(self, rules: Sequence[Rule], matched: Sequence[int]) -> None:
-        self.events: list[Event] = []
         # Is called with each event that is noted.
         self.sink: Callable[[Event], None] | None = None
-        self._tallies = {rule.id: Tally(count) for rule, count in zip(rules, matched, strict=True)}
+        # Numbered, to be put in order: the first of each kind, and what repeats it, by whether innocent.
+        self._numbers = count()
+        self._first: dict[tuple[str, str, str], tuple[int, Event]] = {}
+        self._later: dict[bool, deque[tuple[int, Event]]] = {
+            innocent: deque(maxlen=_MOST_EVENTS) for innocent in (False, True)
+        }
+        self._tallies = {
+            rule.id: Tally(number) for rule, number in zip(rules, matched, strict=True)
+        }
         self._said: set[tuple[str, str]] = set()
-        self._repeated: dict[tuple[str, str], _Repeated] = {}
-        self._innocent = 0
+        # How often something has happened, and in which step last.
+        self._repeated: dict[tuple[str, str], tuple[int, int | None]] = {}
         self._flags: DeviceQueue[Callable[[int], None]] = DeviceQueue(self._read)
         # Never held while something else is called: the recorder has a lock of its own, and calls back.
         self._lock = RLock()
+
+    @property
+    def events(self) -> list[Event]:
+        with self._lock:
+            numbered = [*self._first.values(), *self._later[False], *self._later[True]]
+        return [event for _, event in sorted(numbered, key=itemgetter(0))]
 
     def emit(
         self,
@@ -127,10 +129,7 @@ class EventLog:
         warn: bool = False,
         raised: bool = False,
     ) -> None:
-        """Note an event, and tell of it: by a warning, where the caller ought to see it at once.
-
-        The first line of the message stands for itself. ``raised``: an exception is about to tell it.
-        """
+        """Note an event, and tell of it; quietly where it is ``raised``: an exception tells it."""
         self._note(Event(kind, rule, step, _dist.rank(), name, message))
         text, level = message, logging.INFO
         if kind in _REPEATED:
@@ -146,20 +145,16 @@ class EventLog:
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
         """Return what to tell of something that happens again and again, empty for nothing."""
-        now = time.monotonic()
         with self._lock:
-            repeated = self._repeated.setdefault(topic, _Repeated())
-            if repeated.step == step:
+            times, last = self._repeated.get(topic, (0, None))
+            if last == step:
                 return ""  # The same has been told in other words.
-            repeated.step = step
-            repeated.times += 1
-            times = repeated.times
-            is_power_of_ten = times == 10 ** (len(str(times)) - 1)
-            if not is_power_of_ten and now - repeated.told < _MINUTE:
-                return ""
-            repeated.told = now
+            times += 1
+            self._repeated[topic] = times, step
         if times == 1:
             return message
+        if times != 10 ** (len(str(times)) - 1):
+            return ""
         return f"{'; '.join(message.split(chr(10))[:2])} ({times:,} times so far)"
 
     def warn(self, message: str, *, rule: str = "") -> None:
@@ -171,45 +166,28 @@ class EventLog:
     def _note(self, event: Event) -> None:
         innocent = event.kind in _INNOCENT
         with self._lock:
-            self.events.append(event)
-            self._innocent += innocent
-            written = not innocent or self._innocent <= _MOST_EVENTS
-            full = len(self.events) > _MOST_EVENTS
-            if full:
-                self._make_room()
-        if self.sink is not None and written:
+            numbered = next(self._numbers), event
+            later = self._later[innocent]
+            is_first = (
+                self._first.setdefault((event.kind, event.rule, event.name), numbered) is numbered
+            )
+            full = not is_first and len(later) == later.maxlen
+            if not is_first:
+                later.append(numbered)
+        if self.sink is not None and not (innocent and full):
             self.sink(event)
         if full:
             text = f"more than {_MOST_EVENTS:,} events: of those that repeat others the oldest are not kept"
             self.once("events", text, step=event.step)
 
-    def _make_room(self) -> None:
-        """Drop a tenth of the events: repetitions first, innocent ones before others."""
-        kinds: set[tuple[str, str, str]] = set()
-        ranked = []
-        for position, event in enumerate(self.events):
-            kind = (event.kind, event.rule, event.name)
-            ranked.append((kind not in kinds, event.kind not in _INNOCENT, position))
-            kinds.add(kind)
-        dropped = {position for _, _, position in sorted(ranked)[: _MOST_EVENTS // 10]}
-        self.events = [event for i, event in enumerate(self.events) if i not in dropped]
-
     def once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
     ) -> None:
-        """Note a notice the first time the topic comes up."""
         with self._lock:
             if (topic, rule) in self._said:
                 return
             self._said.add((topic, rule))
         self.emit("notice", message, rule=rule, step=step, warn=warn)
-
-    def records_dropped(self, step: int) -> None:
-        text = (
-            "records in memory have reached their bound: from here on the oldest make room for new ones; "
-            "a run directory (record=) keeps all of them"
-        )
-        self.once("records", text, step=step)
 
     def said(self, topic: str, rule: str = "") -> bool:
         return (topic, rule) in self._said
@@ -229,11 +207,10 @@ class EventLog:
         if not isinstance(count, Tensor) or _torch.is_host(count):
             self._add(tally, int(count))
         elif not _torch.is_capturing():  # Every replay would begin to count from zero.
-            with self._lock, torch.no_grad():
+            # What is made in inference mode, where validation may come first, is no use outside.
+            with self._lock, torch.inference_mode(mode=False), torch.no_grad():
                 if (counter := tally.counters.get(count.device)) is None:
-                    # What is made in inference mode, where validation may come first, is no use outside.
-                    with torch.inference_mode(mode=False):
-                        counter = torch.zeros((), dtype=torch.int64, device=count.device)
+                    counter = torch.zeros((), dtype=torch.int64, device=count.device)
                     tally.counters[count.device] = counter
                 counter.add_(count)
 
@@ -280,10 +257,8 @@ class EventLog:
             self._flags.send()
 
     def passed(self, rule: str, step: int, cause: Callable[[], str]) -> None:
-        """Note that a step in which a rule was due is over; say so where it never fires."""
         tally = self._tallies[rule]
         with self._lock:
-            tally.due = True
             tally.quiet += not tally.fired
             news = not tally.fired and tally.quiet == _QUIET_STEPS
         if news:
@@ -293,7 +268,9 @@ class EventLog:
     def never_fired(self) -> list[tuple[str, bool]]:
         """Return the rules that bound to something and never fired, and whether they were due."""
         tallies = self._tallies.items()
-        return [(rule, tally.due) for rule, tally in tallies if tally.matched and not tally.fired]
+        return [
+            (rule, tally.quiet > 0) for rule, tally in tallies if tally.matched and not tally.fired
+        ]
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
         """Return what each rule has done. Without waiting, what devices have counted is a moment old."""

@@ -119,7 +119,7 @@ class FinalGradients:
         """Return the ids of gradients that are those of several parameters."""
         if self._twice is None:
             parameters = self._context.parameters
-            ids = list(map(id, parameters.grads(range(len(parameters)))[1]))
+            ids = list(map(id, parameters.grads()[1]))
             several = len(set(ids)) < len(ids)
             found = Counter(ids).items() if several else ()
             self._twice = {one for one, count in found if count > 1}
@@ -129,7 +129,7 @@ class FinalGradients:
         """Return the tensors whose parts share memory: they lie side by side in one buffer by design."""
         if self._aliased is None:
             parameters = self._context.parameters
-            everything, grads = parameters.grads(range(len(parameters)))
+            everything, grads = parameters.grads()
             parts = [_dist.local(grad) for grad in grads]
             self._aliased = {everything[position] for position in _torch.overlapping(parts)}
         return self._aliased

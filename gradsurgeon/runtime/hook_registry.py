@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -16,8 +15,6 @@ from gradsurgeon.runtime.param_hooks import ArrivalHook, TensorHook
 
 
 class HookRegistry:
-    """The hooks of one session on the parameters of its model."""
-
     def __init__(self, context: Context, passes: BackwardWatch) -> None:
         self._context = context
         self._backward = passes
@@ -26,45 +23,36 @@ class HookRegistry:
         self._ids: dict[int, int] = {}
 
     def arm(self) -> None:
-        with ExitStack() as undo:
-            undo.callback(self.disarm)
-            for tensor in self._armed:
-                self._arm(tensor)
-            undo.pop_all()
+        for tensor in self._armed:
+            self.rearm(tensor)
+
+    def rearm(self, tensor: int) -> bool:
+        """Put the hooks on the parameter that now stands under the name; tell whether there is one."""
+        for handle in self._handles.pop(tensor, []):
+            handle.remove()
+        param = self._context.parameters.param(tensor)
+        self._ids[tensor] = id(param)
+        if param is not None:
+            # One by one: what is on already can be taken off where the next one raises.
+            self._handles.setdefault(tensor, []).extend(self._put(tensor, param))
+        return param is not None
 
     def replaced(self) -> list[int]:
         """Return the tensors whose parameter is not the one with the hooks."""
-        places = self._context.parameters.places_of(self._armed)
-        now = [id(owner.get(key)) for owner, key in places]
+        now = list(map(id, self._context.parameters.params(self._armed)))
         if now == list(self._ids.values()):
             return []
         armed = zip(self._armed, now, strict=True)
         return [tensor for tensor, param in armed if self._ids.get(tensor, param) != param]
 
-    def rearm(self, tensor: int) -> bool:
-        """Put the hooks on the parameter that now stands under the name.
-
-        Returns:
-            Whether there is one.
-        """
-        for handle in self._handles.pop(tensor, []):
-            handle.remove()
-        self._arm(tensor)
-        return self._context.parameters.param(tensor) is not None
-
-    def again(self) -> None:
-        for tensor in self._armed:
-            self.rearm(tensor)
-
     def missing(self, tensors: Iterable[int]) -> list[int]:
-        """Return the tensors that somebody has taken our hooks off."""
-        found = []
-        for tensor in tensors:
-            param = self._context.parameters.param(tensor)
-            handles = self._handles.get(tensor)
-            if param is not None and handles and not _is_on(handles[-1]):
-                found.append(tensor)
-        return found
+        return [
+            tensor
+            for tensor in tensors
+            if self._context.parameters.param(tensor) is not None
+            and (handles := self._handles.get(tensor))
+            and not _is_on(handles[-1])
+        ]
 
     def revive(self, tensor: int) -> bool:
         """Install the hooks of a parameter anew whose content was swapped with that of another tensor.
@@ -83,19 +71,11 @@ class HookRegistry:
             for handle in handles:
                 handle.remove()
         self._handles.clear()
-        for tensor in self._armed:
-            param = self._context.parameters.param(tensor)
+        for param in self._context.parameters.params(self._armed):
             if param is not None:
                 _torch.forget_empty_hooks(param)
 
-    def _arm(self, tensor: int) -> None:
-        param = self._context.parameters.param(tensor)
-        self._ids[tensor] = id(param)
-        if param is None:
-            return
-        self._handles[tensor] = list(self._put(tensor, param))
-
-    def _put(self, tensor: int, param: Tensor) -> Iterable[RemovableHandle]:
+    def _put(self, tensor: int, param: Tensor) -> Iterator[RemovableHandle]:
         if param.is_inference() or not (param.is_floating_point() or param.is_complex()):
             return  # Integers and tensors made for inference have no gradient, now or later.
         name = self._context.program.names[tensor]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from torch import Tensor
 
 from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientError
 from gradsurgeon.runtime import measure
-from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.step_decision import StepDecision
 from gradsurgeon.runtime.training_events import BackwardPass, Step, TrainingEvents
 
@@ -18,19 +19,24 @@ _NOTICE = (
     "no torch optimizer owns the parameters: the end of a backward pass that began on empty gradients "
     "counts as the step; {tick} right before each update to mark the steps yourself"
 )
+_NO_SKIP = (
+    "`then: skip-step` cannot hide gradients from an update written by hand, and raises: {tick}, and update "
+    "only where that is true"
+)
+_COMPOUNDS = (
+    "a second backward pass reached {name} while its gradient of the pass before, which a rule at `step` has "
+    "already edited, was still there: the edit would compound. No torch optimizer owns the parameters, so "
+    "every backward pass counts as a step. If the script accumulates, {tick} right before each update; if it "
+    "does not, clear the gradients after the update"
+)
+_TAKEN_OVER = (
+    "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}, "
+    "which stay counted; make it before the first backward pass, or name it: apply(..., optimizer=)"
+)
 
 
 def how_to_tick(context: Context) -> str:
-    """Return how a script can mark its steps."""
-    if context.outside:
-        # Nobody in there has a session whose steps could be marked.
-        return (
-            "put the rules on in the script, by gradsurgeon.apply(), and call tick() of the session"
-        )
-    return "call session.tick()"
-
-
-def _declare(context: Context) -> str:
+    """Return how a script can mark its steps; under the launcher it has no session to do so."""
     if context.outside:
         return (
             "put the rules on in the script, by gradsurgeon.apply(model, rules, optimizer=[]), and call "
@@ -40,24 +46,14 @@ def _declare(context: Context) -> str:
 
 
 class ManualSteps:
-    """Counts the steps of a hand-written update, by backward passes or by `tick()`.
-
-    Args:
-        context: what rules may use while they act.
-        events: told of the steps.
-        declared: the script marks its steps, a backward pass is never one.
-        provisional: an optimizer may turn up after these backward passes: what an update by hand would
-            have to be told or refused waits until one is seen.
-    """
-
-    def __init__(
-        self, context: Context, events: TrainingEvents, *, declared: bool, provisional: bool
-    ) -> None:
+    def __init__(self, context: Context, events: TrainingEvents, options: Options) -> None:
         self._context = context
         self._events = events
-        self.declared = declared
-        self.provisional = provisional
-        self.active = declared
+        # An optimizer may turn up after these backward passes: what an update by hand would have to be
+        # told or refused waits until one is seen.
+        self.provisional = options.provisional
+        declared = options.optimizers is not None and not options.optimizers
+        self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
         # The last pass has been counted as a step, and judged so.
         self._counted = False
         self._last = StepDecision()
@@ -67,12 +63,16 @@ class ManualSteps:
         self._compounded: list[int] = []
         self._began = context.counters.common.step
 
-    def check_accumulation(self, done: BackwardPass) -> None:
-        """Find out whether a pass went on with an earlier one. Reads each device once.
+    @property
+    def active(self) -> bool:
+        return self._counts != "nothing"
 
-        Raises:
-            GradSurgeonError: it was added to gradients that were edited as final ones.
-        """
+    @property
+    def declared(self) -> bool:
+        return self._counts == "ticks"
+
+    def check_accumulation(self, done: BackwardPass) -> None:
+        """Find out whether a pass went on with an earlier one. Reads each device once."""
         held = measure.read(list(done.held.values()))
         onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
         compounded = [tensor for tensor in self.edited() if tensor in onto]
@@ -84,28 +84,15 @@ class ManualSteps:
         self.refuse_to_compound(compounded)
 
     def refuse_to_compound(self, tensors: Sequence[int]) -> None:
-        """Refuse a second pass onto gradients that were edited as final ones.
-
-        Raises:
-            GradSurgeonError: naming the first of them.
-        """
         if tensors and self._context.mode == "act":
-            name = self._context.program.names[tensors[0]]
-            raise GradSurgeonError(
-                f"a second backward pass reached {name} while its gradient of the pass before, which a rule "
-                "at `step` has already edited, was still there: the edit would compound. No torch optimizer "
-                "owns the parameters, so every backward pass counts as a step. If the script accumulates, "
-                f"{_declare(self._context)} right before each update; if it does not, clear the gradients "
-                "after the update"
-            )
+            name, tick = self._context.program.names[tensors[0]], how_to_tick(self._context)
+            raise GradSurgeonError(_COMPOUNDS.format(name=name, tick=tick))
 
     def edited(self) -> list[int]:
-        """Return the tensors that a rule at `step` edits: a second pass onto them would compound."""
         return sorted({i for stage in self._context.program.step_edits for i in stage.tensors})
 
     def begin(self) -> None:
-        """Go over to hand-written updates, after the first pass that no optimizer has claimed."""
-        self.active = True
+        self._counts = "passes"
         if not self.provisional:
             self._announce()
 
@@ -119,40 +106,29 @@ class ManualSteps:
             counters.start = counters.common.step
 
     def confirm(self) -> None:
-        """Say what waited until an update by hand was seen.
-
-        Raises:
-            BindError: a rule needs an optimizer.
-            GradSurgeonError: gradients were edited and added to before that update.
-        """
+        """Say what waited until an update by hand was seen, and refuse what cannot act on it."""
         self.provisional = False
         if self.active:
             self._announce()
 
     def _announce(self) -> None:
-        """Tell what updates by hand come to, and refuse what cannot act on them."""
         self._refuse_freezes()
         event_log, step = self._context.event_log, self._context.counters.latest
-        event_log.once("manual", _NOTICE.format(tick=how_to_tick(self._context)), step=step)
+        tick = how_to_tick(self._context)
+        event_log.once("manual", _NOTICE.format(tick=tick), step=step)
         for stage in self._context.program.traps:
             if getattr(stage.rule, "then", "") == "skip-step":
-                text = (
-                    "`then: skip-step` cannot hide gradients from an update written by hand: it will "
-                    "raise instead"
-                )
-                if not self._context.outside:
-                    text += ", unless the script asks session.tick() whether to update"
+                text = _NO_SKIP.format(tick=tick)
                 event_log.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
         self.refuse_to_compound(self._compounded)
 
     def _refuse_freezes(self) -> None:
-        for stage in self._context.program.freezes:
-            raise BindError(
-                [
-                    f"rule {stage.rule.id}: weights are updated by hand, so that there is no optimizer "
-                    "to hide a gradient from; set requires_grad to false, or use `zero`"
-                ]
+        if refused := [stage.rule.id for stage in self._context.program.freezes]:
+            text = (
+                "weights are updated by hand, so that there is no optimizer to hide a gradient from; set "
+                "requires_grad to false, or use `zero`"
             )
+            raise BindError([f"rule {rule}: {text}" for rule in refused])
 
     @contextmanager
     def step_of(self, done: BackwardPass) -> Iterator[None]:
@@ -166,11 +142,6 @@ class ManualSteps:
             counter.step += back
 
     def after(self, done: BackwardPass) -> None:
-        """Count a finished backward pass as the step, unless it went on with an earlier one.
-
-        Raises:
-            NonFiniteGradientError: a trap stops the update.
-        """
         if self.declared:
             return
         step = Step(self._context.counters.common)
@@ -186,8 +157,7 @@ class ManualSteps:
             raise decision.error
         if decision.skip and (cause := decision.cause) is not None:
             raise NonFiniteGradientError(
-                f"{cause.text}\n(`then: skip-step` cannot hide gradients from an update written by "
-                f"hand: {_declare(self._context)}, and update only where that is true)",
+                f"{cause.text}\n({_NO_SKIP.format(tick=how_to_tick(self._context))})",
                 rule=cause.rule,
                 step=number,
                 rank=cause.rank,
@@ -195,39 +165,24 @@ class ManualSteps:
             )
 
     def withdraw(self) -> dict[int, weakref.ref[Tensor]]:
-        """Leave the counting to an optimizer that has turned up after all.
+        """Leave the counting to an optimizer; return the gradients that were edited already for it.
 
         What was counted stays counted: who has steps of both kinds must find no number twice.
-
-        Returns:
-            The gradients that were edited at the end of the pass that it is about to consume.
         """
         counter = self._context.counters.common
         if self.provisional:
             self.provisional = False
             self.again()
-        elif self.active and self._counted and not self.declared:
+        elif self._counts == "passes" and self._counted:
             steps = counter.step - self._began
-            text = (
-                "an optimizer owns the parameters from now on; the backward passes before it were counted "
-                f"as {steps} step{'s' if steps > 1 else ''}, which stay counted; make it before the first "
-                "backward pass, or name it: apply(..., optimizer=)"
-            )
+            text = _TAKEN_OVER.format(steps=f"{steps} step{'s' if steps > 1 else ''}")
             self._context.event_log.once("late optimizer", text, step=counter.step)
-        self.active = False
+        self._counts = "nothing"
         return self._edited
 
     def tick(self) -> bool:
-        """Mark one update, right before the script does it by hand.
-
-        Returns:
-            Whether to update: ``False`` where a trap with `then: skip-step` tripped.
-
-        Raises:
-            NonFiniteGradientError: a trap stops the update.
-        """
         self._refuse_freezes()
-        first, self.declared, self.active = not self.declared, True, True
+        first, self._counts = not self.declared, "ticks"
         if first and self._counted:
             # The pass before this first tick has been counted and judged; from now on only ticks are.
             decision = self._last

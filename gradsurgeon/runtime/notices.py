@@ -1,19 +1,17 @@
-"""What is said once of gradients that rules do not see, or not as the whole that they are taken for."""
+"""What is said of gradients that rules do not see, or not as a whole, and of rules that never fire."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 
-import torch
 from torch import Tensor
 
-from gradsurgeon import _torch
-from gradsurgeon.actions import EditRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.actions import EditRule, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.measure import Norms, read
+from gradsurgeon.runtime.measure import read
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 
@@ -26,11 +24,10 @@ _RANKS = (
     "how the batch is divided among them; use `at: step` to bound the average"
 )
 _REENTRANT = (
-    "{does}: backward passes ran inside one another, as checkpoint(use_reentrant=True) makes them, and "
-    "more than one of them reached {{name}}; use `use_reentrant=False`, or `at: {point}` to {to} the sum"
+    "gets parts of a gradient, never their sum: backward passes ran inside one another, as "
+    "checkpoint(use_reentrant=True) makes them, and more than one of them reached {name}; use "
+    "`use_reentrant=False`, or `at: step` to get the sum"
 )
-_BOUNDS_PARTS = "bounds parts of a gradient, and their sum can exceed the bound"
-_SEES_PARTS = "sees parts of a gradient, never their sum"
 
 
 def count_passes(context: Context, done: BackwardPass) -> None:
@@ -42,29 +39,48 @@ def count_passes(context: Context, done: BackwardPass) -> None:
         return
     if done.held and any(read(list(done.held.values()))):
         several = (tensor for tensor in done.tensors if context.counters[tensor].passes > 1)
-        _say(context, "accumulation", several, lambda rule: "" if rule.linear else _PASSES)
+        _say(context, "accumulation", several, _PASSES, linear=False)
     if done.averaged:
-        _say(context, "ranks", _averaged(context, done), lambda rule: "" if rule.linear else _RANKS)
+        averaged, param = context.ranks.averaged(), context.parameters.param
+        reduced = (tensor for tensor in done.tensors if id(param(tensor)) in averaged)
+        _say(context, "ranks", reduced, _RANKS, linear=False)
     parts = (tensor for tensor, times in done.calls.items() if times > 1)
-    _say(context, "reentrant", parts, _on_parts)
+    _say(context, "reentrant", parts, _REENTRANT, linear=True)
 
 
 def awaits_sum(context: Context, held: Mapping[int, Tensor]) -> list[int]:
     """Return a tensor by which to tell whether a pass adds to what was there, where a rule has to say so.
 
-    Args:
-        context: what the parts of a session share.
-        held: the gradients that were there before the pass.
+    ``held`` are the gradients that were there before the pass.
     """
-    per_tensor = context.program.per_tensor
+    per_tensor, said = context.program.per_tensor, context.event_log.said
     added_to = (t for t in held if t in per_tensor and context.counters[t].passes)
-    said = context.event_log.said
     bounded = (
         t
         for t in added_to
         if any(not (rule.linear or said("accumulation", rule.id)) for rule in per_tensor[t])
     )
     return list(islice(bounded, 1))
+
+
+def _say(context: Context, topic: str, tensors: Iterable[int], text: str, *, linear: bool) -> None:
+    """Warn once of each rule at `backward` that acts on some of the tensors; of edits, if not linear."""
+    per_tensor, event_log = context.program.per_tensor, context.event_log
+    concerned = {
+        rule.id
+        for rules in per_tensor.values()
+        for rule in rules
+        if not rule.linear or (linear and not isinstance(rule, EditRule))
+    }
+    concerned = {rule for rule in concerned if not event_log.said(topic, rule)}
+    if not concerned:
+        return
+    for tensor in tensors:
+        step = context.counters[tensor].step
+        for rule in per_tensor.get(tensor, ()):
+            if rule.id in concerned and rule.steps.due(step):
+                said = text.replace("{name}", context.program.names[tensor])
+                event_log.once(topic, said, rule=rule.id, step=step, warn=True)
 
 
 def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequence[int]) -> None:
@@ -74,33 +90,24 @@ def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequenc
     a tensor is the same does not say that its content is.
     """
     due_rules = context.due_rules(counter)
-    with_gradient = set(having)
     for bound_rule in (*due_rules.in_backward, *due_rules.after):
-        if not isinstance(bound_rule.rule, TrapRule) and not with_gradient.isdisjoint(
-            bound_rule.tensors
-        ):
-            text = _PAST_HOOKS.format(
-                does=_DOES.get(bound_rule.rule.role, "acts on"), point=bound_rule.rule.point
-            )
-            context.event_log.once(
-                "no pass", text, rule=bound_rule.rule.id, step=counter.step, warn=True
-            )
+        rule = bound_rule.rule
+        if not isinstance(rule, TrapRule) and not set(having).isdisjoint(bound_rule.tensors):
+            text = _PAST_HOOKS.format(point=rule.point)
+            context.event_log.once("no pass", text, rule=rule.id, step=counter.step, warn=True)
 
 
-_DOES = {"observe": "records", "capture": "captures", "edit": "edits"}
 _PAST_HOOKS = (
     "no backward pass gave the gradients of this update (the script assigns them, as "
-    "`p.grad = torch.autograd.grad(...)` does, or updates twice from one gradient), and this rule {does} only "
+    "`p.grad = torch.autograd.grad(...)` does, or updates twice from one gradient), and this rule sees only "
     "what a backward pass delivers (`at: {point}`): use `at: step` for what the optimizer gets"
 )
 
 
 def warn_of_unowned_params(context: Context, tensors: Sequence[int]) -> None:
-    """Say which rules act right before an update on parameters that get none."""
-    without = set(tensors)
     stages = [*context.program.traps, *context.program.at_step]
     for rule, matched in {stage.rule.id: stage.tensors for stage in stages}.items():
-        names = [context.program.names[tensor] for tensor in matched if tensor in without]
+        names = [context.program.names[tensor] for tensor in matched if tensor in tensors]
         # Of one that has never fired that is said anyway.
         if names and context.event_log.has_fired(rule):
             text = (
@@ -112,74 +119,47 @@ def warn_of_unowned_params(context: Context, tensors: Sequence[int]) -> None:
             context.event_log.once("unowned", text, rule=rule, step=step, warn=True)
 
 
-def warn_of_foreign_scale(context: Context, counter: StepCounter, seen: Norms, now: Norms) -> None:
-    """Say once that gradients look as if a loss scale had been taken off them, by no `GradScaler` of torch.
-
-    Args:
-        context: what the parts of a session share.
-        counter: of the update.
-        seen: the norms after the last backward pass.
-        now: those right before the update, of the same tensors.
-    """
-    if context.event_log.said("scale") or counter.passes != 1 or len(seen) != 1 or len(now) != 1:
-        return
-    ((tensors, before),), ((tensors_now, after),) = seen, now
-    if tensors != tensors_now or not _torch.is_host(after):
-        return
-    largest, index = after.max(0)
-    ratio = float(before[index] / largest) if float(largest) > 0 else 0.0
-    if not (math.isfinite(ratio) and ratio >= _LEAST_SCALE):
-        return
-    scale = 2.0 ** round(math.log2(ratio))
-    if torch.allclose(before, after * scale, rtol=1e-3):
-        text = (
-            f"all gradients were {scale:g} times as large after the backward pass as they are at the update: "
-            "if the loss is scaled by something else than torch.amp.GradScaler, rules at `backward` and "
-            "`accumulated` act on scaled gradients; use `at: step`, or a GradScaler"
-        )
-        context.event_log.once("scale", text, step=counter.step, warn=True)
-
-
-# Losses are scaled by powers of two; smaller ones could be the number of micro-batches.
-_LEAST_SCALE = 128.0
 _SHOWN = 3
 
 
 def shorten_names(names: Sequence[str]) -> str:
-    """Return the first few of some names, and how many more there are."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
-def _averaged(context: Context, done: BackwardPass) -> Iterator[int]:
-    """Yield the tensors whose gradients of a pass are averaged over ranks."""
-    averaged = context.ranks.averaged()
-    yield from (
-        tensor for tensor in done.tensors if id(context.parameters.param(tensor)) in averaged
-    )
+def count_due_rules(
+    context: Context, counter: StepCounter, counter_of: Callable[[str], StepCounter], *, owned: bool
+) -> None:
+    """Note which rules were due in a step that is over, and warn of those that never fire.
+
+    ``counter_of`` returns the clock of a module; ``owned``: some optimizer is known to own parameters.
+    """
+    for bound_rule in context.due_rules(counter).bound_rules:
+        cause = partial(_why_silent, context, bound_rule.tensors, owned=owned)
+        context.event_log.passed(bound_rule.rule.id, counter.step, cause)
+    for rule, owner in context.program.site_rules:
+        if counter_of(owner) is counter and rule.steps.due(counter.step):
+            context.event_log.passed(rule.id, counter.step, partial(_why_no_tensor, context, rule))
 
 
-def _on_parts(rule: Rule) -> str:
-    """Return what to say of a rule that acted on parts of the gradient of one pass."""
-    if isinstance(rule, EditRule):
-        return (
-            "" if rule.linear else _REENTRANT.format(does=_BOUNDS_PARTS, point="step", to="bound")
-        )
-    records = ", and records one of them" if isinstance(rule, ObserverRule) else ""
-    return _REENTRANT.format(does=_SEES_PARTS + records, point="accumulated", to="see")
+def _why_silent(context: Context, tensors: Sequence[int], *, owned: bool) -> str:
+    params = [param for param in context.parameters.params(tensors) if param is not None]
+    if not params:
+        return "the parameters it matched are gone from the model"
+    if not any(param.requires_grad for param in params):
+        return "no parameter it matched has requires_grad"
+    if all(param.grad is None for param in params):
+        return "no gradient reached any parameter it matched"
+    if owned and context.counters[tensors[0]] is context.counters.common:
+        return "no optimizer that steps owns any parameter it matched"
+    return "the gradients of its parameters did not pass through its hooks"
 
 
-def _say(context: Context, topic: str, tensors: Iterable[int], text: Callable[[Rule], str]) -> None:
-    """Warn once of each rule at `backward` that acts on some of the tensors and that there is a text for."""
-    per_tensor = context.program.per_tensor
-    rules = {rule.id: rule for rules in per_tensor.values() for rule in rules}
-    unsaid = (rule for rule in rules.values() if not context.event_log.said(topic, rule.id))
-    texts = {rule.id: said for rule in unsaid if (said := text(rule))}
-    if not texts:
-        return
-    for tensor in tensors:
-        step = context.counters[tensor].step
-        for rule in per_tensor.get(tensor, ()):
-            if rule.id in texts and rule.steps.due(step):
-                said = texts.pop(rule.id).replace("{name}", context.program.names[tensor])
-                context.event_log.once(topic, said, rule=rule.id, step=step, warn=True)
+def _why_no_tensor(context: Context, rule: Rule) -> str:
+    if context.event_log.said("vmap", rule.id):
+        return "all tensors it matched were those of vmap"
+    if rule.target == "tensors":
+        return "the script tagged no tensor with such a name"
+    if rule.ref.grad:
+        return f"no gradient reached the {rule.ref.side} of any module it matched"
+    return "no forward pass went through any module it matched"

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, TrapRule
+from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.errors import BindError
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled_at_step
 from gradsurgeon.runtime.context import Context
@@ -26,19 +27,23 @@ from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.nan_trap import SCALER_SKIP
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.training_events import Step, TrainingEvents
+from gradsurgeon.runtime.training_events import TrainingEvents
 from gradsurgeon.runtime.update import Arguments, Update
+
+_LBFGS = (
+    "LBFGS moves all parameters together, so that `freeze` cannot hide one from it; make requires_grad "
+    "false in the script, or use `zero`"
+)
+_INSIDE = (
+    "an optimizer steps inside backward, parameter by parameter, so that there is no moment at which all "
+    "gradients are there and the update can still be held back; step it after backward, or leave the rule out"
+)
 
 
 @dataclass(slots=True)
 class Owner:
-    """An optimizer that owns parameters of the session, as far as the session knows it."""
-
     counter: StepCounter
     handles: tuple[RemovableHandle, ...]
-    # The ids of its parameters and of those of the model, by which it is told what it owns: all of them
-    # are alive when they are compared, so that no id stands for two.
-    identity: tuple[list[int], list[int]]
     tensors: tuple[int, ...] = ()
     version: int = -1
     # How many steps it has begun; a scaler that skips one leaves it as it is.
@@ -48,10 +53,7 @@ class Owner:
 class OptimizerWatch:
     """The optimizers that own parameters of one session, and each of their steps.
 
-    Args:
-        context: what rules may use while they act.
-        events: told of the steps.
-        model: where parameters are found again that an optimizer holds and nobody knows.
+    The controller, ``events``, is told of the steps; ``model`` finds parameters again that moved.
     """
 
     def __init__(self, context: Context, events: TrainingEvents, model: ModelChanges) -> None:
@@ -59,7 +61,9 @@ class OptimizerWatch:
         self._events = events
         self._model = model
         self._owners: weakref.WeakKeyDictionary[Optimizer, Owner] = weakref.WeakKeyDictionary()
-        self._foreign: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
+        # The ids of the parameters of an optimizer and of those of the model, by which it is told what it
+        # owns: all of them are alive when they are compared, so that no id stands for two.
+        self._known: weakref.WeakKeyDictionary[Optimizer, tuple[list[int], list[int]]] = (
             weakref.WeakKeyDictionary()
         )
         # Steps under way, by thread and optimizer: each thread may step optimizers of its own, one
@@ -71,11 +75,6 @@ class OptimizerWatch:
         return len(self._owners) > 0
 
     def search(self, model_params: Iterable[Tensor]) -> bool:
-        """Look for optimizers that own parameters of the model among all live objects.
-
-        Returns:
-            Whether there is one, be its parameters matched by a rule or not.
-        """
         found = optimizers.owning(model_params)
         for optimizer in found:
             self.meet(optimizer)
@@ -90,31 +89,25 @@ class OptimizerWatch:
             if inner is not optimizer:
                 return None if inner is None else self.meet(inner)
         params = optimizers.params_of(optimizer)
-        identity = list(map(id, params)), self._context.parameters.ids()
-        if owner is not None and owner.identity == identity:
+        held = list(map(id, params))
+        if self._known.get(optimizer) == (held, self._context.parameters.ids()):
             return owner
-        if owner is None and self._foreign.get(optimizer) == identity:
-            return None
         tensors = self._held(params)
-        identity = (
-            identity[0],
-            self._context.parameters.ids(),
-        )  # parameters may have been found again
-        if owner is None:
-            if not tensors:
-                self._foreign[optimizer] = identity
-                return None
+        if owner is None and tensors:
             if self._is_inner(tensors):
                 return None
-            self._check(optimizer, tensors)
+            if isinstance(optimizer, LBFGS):
+                self._refuse(tensors, _LBFGS, lambda rule: isinstance(rule, FreezeRule))
             if not self._owners:
                 self._events.optimizer_found()
-            owner = Owner(
-                StepCounter(self._context.counters.start), self._hooks_on(optimizer), identity
-            )
+            start = self._context.counters.start
+            owner = Owner(StepCounter(start), self._hooks_on(optimizer))
             self._owners[optimizer] = owner
-        owner.identity, owner.tensors, owner.version = identity, tuple(tensors), -1
-        self._claim(owner)
+        # Parameters may have been found again.
+        self._known[optimizer] = held, self._context.parameters.ids()
+        if owner is not None:
+            owner.tensors, owner.version = tuple(tensors), -1
+            self._claim(owner)
         return owner
 
     def _hooks_on(self, optimizer: Optimizer) -> tuple[RemovableHandle, ...]:
@@ -123,18 +116,16 @@ class OptimizerWatch:
             optimizer.register_step_post_hook(self._after),
         )
 
-    def newest_hook(self, optimizer: Optimizer) -> int:
+    def go_after(self, others: Iterable[OptimizerWatch], optimizer: Optimizer) -> None:
         owner = self._owners.get(optimizer)
-        return -1 if owner is None else max(handle.id for handle in owner.handles)
-
-    def go_last(self, optimizer: Optimizer) -> None:
-        if (owner := self._owners.get(optimizer)) is not None:
+        theirs = [watch._owners.get(optimizer) for watch in others]  # noqa: SLF001 # of its kind
+        newest = max((other.handles[-1].id for other in theirs if other is not None), default=-1)
+        if owner is not None and newest > owner.handles[-1].id:
             for handle in owner.handles:
                 handle.remove()
             owner.handles = self._hooks_on(optimizer)
 
     def _held(self, params: list[Tensor]) -> list[int]:
-        """Return the tensors of the session that are among the parameters of an optimizer."""
         if any(_dist.is_flattened(param) for param in params):
             self._model.check()
         tensors = self._context.parameters.owned(params)
@@ -153,7 +144,6 @@ class OptimizerWatch:
         return any(held <= set(outer.counter.tensors) for outer in self._under_way())
 
     def _is_part_of(self, owner: Owner, outer: Update) -> bool:
-        """Tell whether a step that begins is part of one that this thread is in the middle of."""
         optimizer = outer.optimizer()
         around = None if optimizer is None else self._owners.get(optimizer)
         if around is None:
@@ -173,36 +163,13 @@ class OptimizerWatch:
                 self.end(update, took_place=False)
         return [update for update in mine if not update.ended]
 
-    def _check(self, optimizer: Optimizer, tensors: Iterable[int]) -> None:
-        """Refuse an optimizer that no gradient can be hidden from.
-
-        Raises:
-            BindError: naming the rule.
-        """
-        own = set(tensors)
-        rules = [stage.rule for stage in self._context.program.freezes if own & set(stage.tensors)]
-        optimizers.refuse_freeze(optimizer, rules)
-
-    def _refuse_inside(self, owner: Owner) -> None:
-        """Refuse what needs all gradients together, where each is consumed as soon as it is there.
-
-        Raises:
-            BindError: naming the rules.
-        """
-        own = set(owner.tensors)
-        program = self._context.program
+    def _refuse(self, tensors: Iterable[int], why: str, is_refused: Callable[[Rule], bool]) -> None:
+        own, program = set(tensors), self._context.program
         stages = (*program.after_backward, *program.at_step)
-        refused = [
-            stage.rule
-            for stage in stages
-            if own & set(stage.tensors)
-            and (
-                isinstance(stage.rule, TrapRule | FreezeRule)
-                or getattr(stage.rule, "per", "") == "rule"
-            )
-        ]
-        refused += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
-        optimizers.refuse_inside_backward(refused)
+        rules = [stage.rule for stage in stages if own & set(stage.tensors)]
+        rules += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
+        if refused := dict.fromkeys(rule.id for rule in rules if is_refused(rule)):
+            raise BindError([f"rule {rule}: {why}" for rule in refused])
 
     def _claim(self, owner: Owner) -> None:
         """Give the tensors of an optimizer to its clock, where another one has taken them since."""
@@ -237,9 +204,9 @@ class OptimizerWatch:
             return None
         owner.begun += 1
         self._claim(owner)
-        update = Update(optimizer, owner.counter, frame, inside=_torch.graph_task() != -1)
+        update = Update(optimizer, owner.counter, frame)
         if update.inside:
-            self._refuse_inside(owner)
+            self._refuse(owner.tensors, _INSIDE, _needs_whole_step)
         self._running[update.key] = update
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -254,14 +221,13 @@ class OptimizerWatch:
 
     def _arguments(self, update: Update, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return keyword arguments by whose end a step is seen to end, if it raises."""
-        steps = weakref.ref(self)
+        watch = weakref.WeakMethod(self.end)
 
         def gone(_: object) -> None:
             # A hook that comes later may have exchanged them: then the step goes on without.
-            if sys.is_finalizing() or (known := steps()) is None:
-                return
-            if not (update.ended or update.is_on_stack()):
-                known.end(update, took_place=False)
+            end = None if sys.is_finalizing() or update.ended or update.is_on_stack() else watch()
+            if end is not None:
+                end(update, took_place=False)
 
         arguments = Arguments(kwargs)
         update.arguments = weakref.ref(arguments, gone)
@@ -291,9 +257,9 @@ class OptimizerWatch:
         if overflow is not None and scaler is not None:
             if not _torch.is_host(overflow) and not self._needs_to_know(update.counter):
                 # The optimizer asks the flag itself, on the device.
-                number = update.counter.step
-                text = SCALER_SKIP.format(step=number)
-                self._context.event_log.later(overflow, text, step=number, kind="scaler-skip")
+                step = update.counter.step
+                text = SCALER_SKIP.format(step=step)
+                self._context.event_log.later(overflow, text, step=step, kind="scaler-skip")
             elif bool(overflow):
                 update.overflowed = scaler
                 return
@@ -306,11 +272,10 @@ class OptimizerWatch:
             and bool(self._context.program.traps)
             and optimizers.obeys_flag(optimizer)
         )
-        step = Step(update.counter, update.scale, inside=update.inside, flaggable=update.flaggable)
-        decision = self._events.step_starting(step)
+        decision = self._events.step_starting(update)
         update.judged = True
         if decision.error is not None:
-            self._undo(optimizer, update)
+            update.undo()
             self.end(update)
             raise decision.error
         if decision.flag is not None:
@@ -318,7 +283,7 @@ class OptimizerWatch:
             _torch.set_found_inf(optimizer, decision.flag)
         elif decision.skip:
             update.skipped = True
-            self._undo(optimizer, update)
+            update.undo()
             # A gradient of zero would still decay the weight and feed the moments; none at all is
             # what optimizers leave alone. What they count for themselves is put back.
             update.kept = optimizers.counters(optimizer)
@@ -327,16 +292,10 @@ class OptimizerWatch:
             update.hide([self._context.parameters.param(i) for i in decision.frozen])
 
     def _needs_to_know(self, counter: StepCounter) -> bool:
-        """Tell whether some rule does another thing in a step that a scaler skips."""
         bound_rules = self._context.due_rules(counter).at_step
         return bool(self._context.program.traps) or any(
             isinstance(bound_rule.rule, ObserverRule | CaptureRule) for bound_rule in bound_rules
         )
-
-    def _undo(self, optimizer: Optimizer, update: Update) -> None:
-        """Take back what an optimizer did in this step before the trap could see its gradients."""
-        if update.snapshot is not None:
-            optimizers.restore(optimizer, update.snapshot)
 
     @uncompiled_at_step
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -345,17 +304,17 @@ class OptimizerWatch:
         if update is None or not update.ends_with(kwargs, id(sys._getframe(1))):  # noqa: SLF001 # as above
             return
         if update.skipped:
-            self._undo(optimizer, update)
-            if update.kept is not None:
-                optimizers.put_back(update.kept)
+            update.undo()
         self.end(update)
 
     def end(self, update: Update, *, took_place: bool = True) -> None:
-        """End a step: give back what was hidden, and count it."""
         self._running.pop(update.key, None)
         update.end()
         if update.overflowed is not None:
             self._events.step_skipped_by_scaler(update.counter, update.overflowed)
         else:
-            step = Step(update.counter, inside=update.inside)
-            self._events.step_finished(step, took_place=took_place)
+            self._events.step_finished(update, took_place=took_place)
+
+
+def _needs_whole_step(rule: Rule) -> bool:
+    return isinstance(rule, TrapRule | FreezeRule) or getattr(rule, "per", "") == "rule"

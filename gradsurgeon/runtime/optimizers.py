@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
 
 from gradsurgeon import _live, _torch
-from gradsurgeon.actions import FreezeRule, Rule, TrapRule
-from gradsurgeon.errors import BindError
 
 # Numbers that an optimizer keeps for itself, with where it keeps them.
 Counters = list[tuple[dict[Any, Any], dict[Any, Any]]]
@@ -24,7 +22,6 @@ Snapshot = tuple[list[tuple[Tensor, Tensor]], dict[Any, Any]]
 
 
 def owning(params: Iterable[Tensor]) -> list[Optimizer]:
-    """Return the optimizers, among all live objects, that hold some of these parameters."""
     wanted = {id(param) for param in params}
 
     def candidates() -> list[Optimizer]:
@@ -63,25 +60,15 @@ def evaluates_before_moving(optimizer: Optimizer) -> bool:
 def only_makes_state(optimizer: Optimizer) -> bool:
     """Tell whether a step that begins is no update, but made to learn which state an optimizer has.
 
-    `torch.distributed.checkpoint` steps a fresh one on gradients of zero, with a learning rate of zero,
-    before it saves or loads. Only then is it worth a look who has called.
+    `torch.distributed.checkpoint` steps a fresh one on gradients of zero before it saves or loads.
     """
-    if optimizer.state or not all(
-        map(_is_zero, (group.get("lr", 0.0) for group in optimizer.param_groups))
-    ):
-        return False
-    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 # documented
+    frame: FrameType | None = None if optimizer.state else sys._getframe(1)  # noqa: SLF001 # documented
     while frame is not None:
         if frame.f_code.co_name == "_init_optim_state":
             module: str = frame.f_globals.get("__name__", "")
             return module == "torch.distributed.checkpoint.state_dict"
         frame = frame.f_back
     return False
-
-
-def _is_zero(rate: Any) -> bool:
-    """Tell whether a learning rate is zero; one on a device is not read, and never the zero in question."""
-    return not (isinstance(rate, Tensor) and not _torch.is_host(rate)) and float(rate) == 0.0
 
 
 def obeys_flag(optimizer: Optimizer) -> bool:
@@ -108,7 +95,6 @@ def obeys_flag(optimizer: Optimizer) -> bool:
 
 
 def snapshot(optimizer: Optimizer) -> Snapshot:
-    """Copy weights and state, for an optimizer that moves weights between evaluations."""
     params = params_of(optimizer)
     weights = [(param, param.detach().clone()) for param in params]
     # The keys of the state are the parameters themselves and must stay these.
@@ -159,55 +145,3 @@ def put_back(kept: Counters) -> None:
 def _is_counter(key: object, value: object) -> bool:
     """Tell a number that an optimizer keeps for itself from its parameters, their state and tables."""
     return not isinstance(key, Tensor) and isinstance(value, int | float | Tensor | None)
-
-
-def why_not_met(optimizer: Optimizer) -> str:
-    """Return why an optimizer that the caller has named is of no use."""
-    kind = type(optimizer).__name__
-    if _torch.stepping(optimizer) is None:
-        return (
-            f"the optimizer {kind} skips the constructor of torch.optim.Optimizer, so that torch calls no "
-            "hook when it steps: name the optimizer that it wraps, or call super().__init__() in it"
-        )
-    return f"the optimizer {kind} holds no parameter of the model"
-
-
-def refuse_freeze(optimizer: Optimizer, rules: Sequence[Rule]) -> None:
-    """Refuse to freeze what no gradient can be hidden from.
-
-    Raises:
-        BindError: naming the rules.
-    """
-    if rules and isinstance(optimizer, LBFGS):
-        raise BindError(
-            [
-                f"rule {rule.id}: LBFGS moves all parameters together, so that `freeze` cannot "
-                "hide one from it; make requires_grad false in the script, or use `zero`"
-                for rule in rules
-            ]
-        )
-
-
-def refuse_inside_backward(rules: Sequence[Rule]) -> None:
-    """Refuse what needs all gradients together, where each is consumed as soon as it is there.
-
-    Raises:
-        BindError: naming the rules.
-    """
-    if rules:
-        raise BindError(
-            [
-                f"rule {rule.id}: an optimizer steps inside backward, parameter by parameter, so "
-                f"that there is no moment at which {_needs(rule)}; step it after backward, or leave "
-                "the rule out"
-                for rule in rules
-            ]
-        )
-
-
-def _needs(rule: Rule) -> str:
-    if isinstance(rule, TrapRule):
-        return "a trap could still hold back the whole update"
-    if isinstance(rule, FreezeRule):
-        return "a parameter could be hidden from the optimizer for one step of the model"
-    return "all gradients of the rule are there"

@@ -35,7 +35,7 @@ class Hook:
     def __init__(self, context: Context, passes: BackwardWatch, tensor: int, label: str) -> None:
         self._context = weakref.ref(context)
         self._backward = weakref.ref(passes)
-        self._tensor = tensor
+        self.tensor = tensor
         # torch names the hook by this in its messages about wrong return values.
         self.__name__ = label
 
@@ -59,9 +59,9 @@ class ArrivalHook(Hook):
         if (live := self._live(paused=True)) is None:
             return
         context, passes = live
-        passes.seen.order.append(self._tensor)
-        if self._tensor in context.trapped and param.grad is not None and context.ranks.is_reducing:
-            passes.seen.contributed[self._tensor] = _numbers.norms([param.grad])[0]
+        passes.seen.order.append(self.tensor)
+        if self.tensor in context.trapped and param.grad is not None and context.ranks.is_reducing:
+            passes.seen.contributed[self.tensor] = _numbers.norms([param.grad])[0]
 
 
 class TensorHook(Hook):
@@ -80,18 +80,17 @@ class TensorHook(Hook):
 
     @in_backward
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        """Return the edited contribution, ``None`` to leave it as it is."""
         live = self._live(paused=True)
         # A custom autograd function may return None for an input.
         if live is None or grad is None:
             return None
         context, passes = live
-        passes.seen.calls[self._tensor] += 1
-        counter = context.counters[self._tensor]
+        passes.seen.calls[self.tensor] += 1
+        counter = context.counters[self.tensor]
         if context.paused:
             return None
         due = [rule for rule in self._rules if rule.steps.due(counter.step)]
-        param = context.parameters.param(self._tensor)
+        param = context.parameters.param(self.tensor)
         if not due or param is None:
             return None
         if not passes.is_training(param):
@@ -110,51 +109,44 @@ class TensorHook(Hook):
         if isinstance(rule, EditRule):
             return self._edit(context, rule, grad)
         if isinstance(rule, CaptureRule):
-            name, step = context.program.names[self._tensor], context.counters[self._tensor].step
+            name, step = context.program.names[self.tensor], context.counters[self.tensor].step
             true = _dist.whole(unscaled(grad, context.scaling.scale))
             context.captures.keep(rule, name, step, true)
             return grad
         with torch.no_grad():
             true = unscaled(grad, context.scaling.scale)
             found = {stat: _statistics.statistic(stat, true) for stat in getattr(rule, "stats", ())}
-        passes.seen.logged[rule.id][self._tensor] = found
+        passes.seen.logged[rule.id][self.tensor] = found
         return grad
 
     def _edit(self, context: Context, rule: Rule, grad: Tensor) -> Tensor:
-        check_layout(rule, grad, context.program.names[self._tensor])
+        name = context.program.names[self.tensor]
+        check_layout(rule, grad, name)
         if _dist.is_partial(grad) and not rule.linear:
-            raise GradSurgeonError(_pending(rule, context.program.names[self._tensor]))
+            raise GradSurgeonError(
+                f"rule {rule.id}: what a backward pass contributes to {name} is still to be summed over the "
+                "ranks of its tensor-parallel group, so that a bound on this rank's addend bounds nothing; "
+                "use `at: step`"
+            )
         edit = context.edits[rule.id]
         scale = context.scaling.scale
         part = _dist.local(grad)
         if edit.by_norm is not None:
             clip = NormClip(edit.by_norm, part, scale)
-            clip.tell(context, rule.id, context.counters[self._tensor].step)
+            clip.tell(context, rule.id, context.counters[self.tensor].step)
             out = clip.of(part)
-            return _dist.like(out, grad) if _dist.is_sharded(grad) else out
-        with torch.no_grad():
-            changed = changes(edit, unscaled(part, scale))
-            context.event_log.altered(rule.id, changed)
-        if changed is False:
-            return grad
-        out = _numbers.on_values(in_true_units(edit.apply, scale), part)
+        else:
+            with torch.no_grad():
+                changed = changes(edit, unscaled(part, scale))
+                context.event_log.altered(rule.id, changed)
+            if changed is False:
+                return grad
+            out = _numbers.on_values(in_true_units(edit.apply, scale), part)
         return _dist.like(out, grad) if _dist.is_sharded(grad) else out
 
 
-def _pending(rule: Rule, name: str) -> str:
-    return (
-        f"rule {rule.id}: what a backward pass contributes to {name} is still to be summed over the "
-        "ranks of its tensor-parallel group, so that a bound on this rank's addend bounds nothing; use "
-        "`at: step`"
-    )
-
-
 def check_layout(rule: Rule, grad: Tensor, name: str) -> None:
-    """Refuse what binding could not foresee: an edit that would fill a sparse gradient.
-
-    Raises:
-        GradSurgeonError: naming rule and parameter.
-    """
+    """Refuse what binding could not foresee: an edit that would fill a sparse gradient."""
     if grad.layout != torch.strided and not rule.keeps_zero:
         raise GradSurgeonError(
             f"rule {rule.id}: the gradient of {name} is sparse and the bounds exclude 0, so the result "

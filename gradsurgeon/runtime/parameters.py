@@ -11,6 +11,9 @@ from torch.utils.weak import TensorWeakRef
 
 from gradsurgeon.planning import slots
 
+# The dictionary of the owner, and the key.
+Place = tuple[dict[str, Any], str]
+
 
 class Parameters:
     """Parameters by index, looked up where their owner keeps them.
@@ -20,41 +23,31 @@ class Parameters:
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        by_name: dict[str, tuple[dict[str, Any], str]] = {}
+        by_name: dict[str, Place] = {}
         for slot in slots(model):
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
         self._places = [by_name[name] for name in names]
-        self.names = tuple(names)
         self._identities: dict[int, tuple[TensorWeakRef, int]] = {}
         self.identify(range(len(names)))
 
-    def __len__(self) -> int:
-        return len(self._places)
-
     def param(self, tensor: int) -> Tensor | None:
-        """Return the parameter that now stands under the name, if any."""
         owner, key = self._places[tensor]
         found: Tensor | None = owner.get(key)
         return found
 
-    def places_of(self, tensors: Iterable[int]) -> list[tuple[dict[str, Any], str]]:
-        """Return where some tensors are kept: the dictionary of the owner, and the key."""
-        return list(map(self._places.__getitem__, tensors))
-
-    def params(self) -> list[Tensor | None]:
-        """Return all parameters, ``None`` where the name is gone."""
-        return [owner.get(key) for owner, key in self._places]
+    def params(self, tensors: Iterable[int] | None = None) -> list[Tensor | None]:
+        """Return the parameters, all or some, ``None`` where the name is gone."""
+        places = self._places if tensors is None else map(self._places.__getitem__, tensors)
+        return [owner.get(key) for owner, key in places]
 
     def ids(self) -> list[int]:
-        """Return the ids of all parameters, to compare them while they are alive."""
-        return [id(owner.get(key)) for owner, key in self._places]
+        return list(map(id, self.params()))
 
-    def grads(self, tensors: Iterable[int]) -> tuple[list[int], list[Tensor]]:
-        """Return the tensors that have a gradient now, and these gradients."""
-        wanted = list(tensors)
-        params = [owner.get(key) for owner, key in self.places_of(wanted)]
+    def grads(self, tensors: Iterable[int] | None = None) -> tuple[list[int], list[Tensor]]:
+        """Return the tensors, among all or some, that have a gradient now, and these gradients."""
+        wanted = list(range(len(self._places)) if tensors is None else tensors)
         # A parameter that is gone has no gradient either.
-        grads = [None if param is None else param.grad for param in params]
+        grads = [None if param is None else param.grad for param in self.params(wanted)]
         if type(None) not in map(type, grads):
             return wanted, cast("list[Tensor]", grads)
         having = [tensor for tensor, grad in zip(wanted, grads, strict=True) if grad is not None]
@@ -87,16 +80,15 @@ class Parameters:
             self.identify(tensors)
 
     def owned(self, params: Iterable[Tensor]) -> list[int]:
-        """Return the tensors that are among ``params``."""
         wanted = {id(param) for param in params}
-        return [tensor for tensor, param in enumerate(self.params()) if id(param) in wanted]
+        return [tensor for tensor, identity in enumerate(self.ids()) if identity in wanted]
 
     def owned_in_order(self, params: Iterable[Tensor]) -> list[int]:
         """Return the tensors that ``params`` are, in their order."""
-        by_id = {id(param): tensor for tensor, param in enumerate(self.params())}
+        by_id = {identity: tensor for tensor, identity in enumerate(self.ids())}
         return [by_id[id(param)] for param in params if id(param) in by_id]
 
-    def move(self, places: Mapping[int, tuple[dict[str, Any], str]]) -> None:
+    def move(self, places: Mapping[int, Place]) -> None:
         """Look tensors up elsewhere from now on; those that are not named are gone."""
         self._places = [
             places.get(tensor, ({}, key)) for tensor, (_, key) in enumerate(self._places)
@@ -105,6 +97,4 @@ class Parameters:
         self.identify(range(len(self._places)))
 
     def forget(self) -> None:
-        """Let go of everything, once the model is gone or the session removed."""
-        self._places = [({}, key) for _, key in self._places]
-        self._identities.clear()
+        self.move({})

@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 _ROWS_PER_FLUSH = 64
 # Each may be the last event of a run; where it happens the host has waited for the device anyway.
 _LAST_WORDS = frozenset({"trap", "skipped-step"})
+_DROPPED = (
+    "records in memory have reached their bound: from here on the oldest make room for new ones; a run "
+    "directory (record=) keeps all of them"
+)
 
 
 class Recorder:
     """Collects rows of measurements and moves them to the host in one transfer per flush.
 
-    Args:
-        records: where rows are kept in memory.
-        writer: where they are written as well; rows then wait for a second at most.
-        event_log: whose events are written, and what it knows of each rule along with the rows.
+    They are kept in memory and, where there is a writer, written after a second at most, with the events
+    and what the event log knows of each rule.
     """
 
     def __init__(
@@ -46,12 +48,10 @@ class Recorder:
         # Notes events that are not noted yet.
         self.late: Callable[[], None] | None = None
         self._ring: DeviceQueue[_Row] = DeviceQueue(self._take)
-        # Rows were due on disk, and were still on their way.
-        self._owed = False
         if event_log is not None:
             event_log.sink = self.event
             if writer is None:
-                records.on_drop = event_log.records_dropped
+                records.on_drop = lambda step: event_log.once("records", _DROPPED, step=step)
             else:
                 writer.on_failure = partial(event_log.emit, "notice", warn=True)
         if writer is not None:
@@ -66,15 +66,7 @@ class Recorder:
     def add(
         self, key: Key, step: int, columns: Sequence[int], values: Tensor, *, replace: bool
     ) -> None:
-        """Take one row.
-
-        Args:
-            key: the series.
-            step: the clock of its tensors.
-            columns: those that have a value, ascending.
-            values: shape ``[len(columns)]``, on any device.
-            replace: the row takes the place of an earlier one of the same step.
-        """
+        """Take one row: the values of some columns, ascending, or what is to stand in place of earlier ones."""
         row = _Row(key, step, columns, replace)
         # By identity: to hash the names of thousands of tensors takes longer than to measure them.
         self._ring.put(row, values, slot=(id(key), step) if replace else None)
@@ -85,15 +77,10 @@ class Recorder:
         self._move(due=self.writer is not None and self.writer.ends_step())
 
     def _move(self, *, due: bool) -> None:
+        if due or len(self._ring) >= _ROWS_PER_FLUSH:
+            self._ring.send()
         if due:
-            self._ring.send()
             self._commit()
-        elif len(self._ring) >= _ROWS_PER_FLUSH:
-            self._ring.send()
-        elif self._owed:
-            self._ring.collect()
-            if not self._ring.under_way:
-                self._commit()
 
     def event(self, event: Event) -> None:
         """Write an event, and the rows that led to it where it may be the last of this run."""
@@ -107,24 +94,22 @@ class Recorder:
 
     def close(self) -> None:
         """Write what waits and finish the run directory; records stay in memory."""
-        if self.writer is None:
-            return
-        atexit.unregister(self._at_exit)
-        if self.late is not None and not self.writer.closed:
-            self.late()
+        if self.writer is not None:
+            atexit.unregister(self._at_exit)
+            if self.late is not None and not self.writer.closed:
+                self.late()
         self._ring.settle()
-        self._commit(wait=True)
-        self.writer.close()
+        if self.writer is not None:
+            self._commit(wait=True)
+            self.writer.close()
 
     def discard(self) -> None:
-        """Remove the files, as if there had been no place to write."""
         if self.writer is not None:
             atexit.unregister(self._at_exit)
             self.writer.discard()
             self.writer = None
 
     def flush(self) -> None:
-        """Move all rows to the store. Waits for the device."""
         self._ring.settle()
         if self.writer is not None and self.writer.due():
             self._commit()
@@ -132,8 +117,6 @@ class Recorder:
     def _commit(self, *, wait: bool = False) -> None:
         if (writer := self._open_writer) is None:
             return
-        # What is on its way is a moment late; the second after which it is due again may be long.
-        self._owed = self._ring.under_way
         if self._event_log is not None:
             writer.statuses(self._event_log.status(wait=wait))
         writer.commit()
@@ -155,7 +138,6 @@ class _Row:
     replace: bool
 
     def pack(self, values: Tensor) -> tuple[bytes, frozenset[int]]:
-        """Return the whole row as bytes, and the columns without a value."""
         width = len(self.key.names)
         if len(self.columns) == width:
             return _numbers.to_bytes(values), frozenset()

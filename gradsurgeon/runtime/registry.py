@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
-from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.backward_watch import watched as watched_passes
@@ -34,6 +34,8 @@ from gradsurgeon.runtime.scaler_watch import watched
 _sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 # Sessions of the launcher, beside those that the script itself has asked for.
 _beside: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+# Several threads may train, and the tables must not change while they are gone through.
+_changing = RLock()
 # What is watched for all sessions together: steps of optimizers and uses of scalers.
 _watching: list[ExitStack] = []
 _watching_steps: list[RemovableHandle] = []
@@ -48,19 +50,6 @@ def find(model: nn.Module) -> Attachment | None:
     return None if session is None or session.removed else session
 
 
-def check_free(model: nn.Module, *, replace: bool) -> None:
-    """Refuse a second session on one model.
-
-    Raises:
-        GradSurgeonError: there is one already and ``replace`` is false.
-    """
-    if find(model) is not None and not replace:
-        raise GradSurgeonError(
-            "rules are already applied to this model: call gradsurgeon.remove(model) first, or pass "
-            "replace=True"
-        )
-
-
 def watch_steps() -> None:
     """Take notice of every step of an optimizer, before there is a session and after the last one.
 
@@ -71,14 +60,8 @@ def watch_steps() -> None:
         _watching_steps.append(register_optimizer_step_pre_hook(_on_step))
 
 
-def enter(model: nn.Module, session: Attachment, *, beside: bool = False) -> None:
-    """Attach a session to its model, in the place of one that is there already.
-
-    Args:
-        model: reached weakly.
-        session: not attached yet.
-        beside: leave alone the session that the script has asked for, and act after it.
-    """
+def enter(model: nn.Module, session: Attachment) -> None:
+    beside = session.options.beside
     sessions = _beside if beside else _sessions
     old = sessions.get(model)
     # The finalizer is what notices a model that goes away; it must not keep the model itself.
@@ -91,21 +74,26 @@ def enter(model: nn.Module, session: Attachment, *, beside: bool = False) -> Non
         raise
     if old is not None and not old.removed:
         old.remove()
-    sessions[model] = session
-    if not beside and (other := _beside.get(model)) is not None and not other.removed:
-        other.controller.go_last()
-    _count_tags()
-    if not _watching:
-        stack = ExitStack()
-        if not _watching_steps:
-            stack.callback(register_optimizer_step_pre_hook(_on_step).remove)
-        stack.enter_context(watched(_on_scale, _around_scaler_step))
-        stack.callback(Patch(*_torch.BACKWARD, watched_passes(_backward_watches)).undo)
-        stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
-        stack.callback(register_module_module_registration_hook(_on_registration).remove)
-        stack.callback(register_module_parameter_registration_hook(_on_registration).remove)
-        stack.callback(_look_at_models)
-        _watching.append(stack)
+    with _changing:
+        sessions[model] = session
+        if not beside and (other := _beside.get(model)) is not None and not other.removed:
+            other.controller.go_last()
+        _count_tags()
+        if not _watching:
+            _watching.append(_watch())
+
+
+def _watch() -> ExitStack:
+    stack = ExitStack()
+    if not _watching_steps:
+        stack.callback(register_optimizer_step_pre_hook(_on_step).remove)
+    stack.enter_context(watched(_on_scale, _around_scaler_step))
+    stack.callback(Patch(*_torch.BACKWARD, watched_passes(_backward_watches)).undo)
+    stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
+    stack.callback(register_module_module_registration_hook(_on_registration).remove)
+    stack.callback(register_module_parameter_registration_hook(_on_registration).remove)
+    stack.callback(_look_at_models)
+    return stack
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:
@@ -126,18 +114,21 @@ def _show(tensor: Tensor, name: str) -> Tensor:
 
 
 def _count_tags() -> None:
-    _on_tags[:] = [rule.id for controller in _controllers() for rule in controller.tag_rules]
+    _on_tags[:] = [
+        rule.id for controller in _controllers() for rule in controller.context.program.tags
+    ]
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
     """Forget sessions that were removed, and take the global hook off with the last one."""
     finalizer.detach()
-    for sessions in (_sessions, _beside):
-        for model in [model for model, session in sessions.items() if session.removed]:
-            del sessions[model]
-    _count_tags()
-    if _watching and not _sessions and not _beside:
-        _watching.pop().close()
+    with _changing:
+        for sessions in (_sessions, _beside):
+            for model in [model for model, session in sessions.items() if session.removed]:
+                del sessions[model]
+        _count_tags()
+        if _watching and not _sessions and not _beside:
+            _watching.pop().close()
 
 
 def _model_gone(session: weakref.ref[Attachment]) -> None:
@@ -147,18 +138,17 @@ def _model_gone(session: weakref.ref[Attachment]) -> None:
 
 @uncompiled_at_step
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Introduce an optimizer to the sessions.
-
-    What they register on the optimizer itself runs later in this same step, after the hooks of the
-    script's own that were there before.
-    """
+    # What is registered on the optimizer itself runs later in this same step, after the hooks of the
+    # script's own that were there before.
     del args, kwargs
     for controller in _controllers():
         controller.steps.meet(optimizer)
     if _beside and _sessions:
-        others = [other.controller for other in list(_sessions.values())]
-        for beside in list(_beside.values()):
-            beside.controller.step_after(others, optimizer)
+        with _changing:
+            others = [other.controller.steps for other in _sessions.values()]
+            beside = [session.controller.steps for session in _beside.values()]
+        for steps in beside:
+            steps.go_after(others, optimizer)
 
 
 def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
@@ -188,7 +178,7 @@ def _look_at_models(*_: object) -> None:
 @uncompiled_at_step
 def _on_scale(scaler: GradScaler, losses: Sequence[Tensor]) -> None:
     for controller in _controllers():
-        controller.losses_scaled(scaler, losses)
+        controller.context.scaling.scaled(scaler, losses)
 
 
 @contextmanager
@@ -204,9 +194,6 @@ def _backward_watches() -> list[BackwardWatch]:
 
 
 def _controllers() -> list[Controller]:
-    return [
-        session.controller
-        for sessions in (_sessions, _beside)
-        for session in list(sessions.values())
-        if not session.removed
-    ]
+    with _changing:
+        sessions = [*_sessions.values(), *_beside.values()]
+    return [session.controller for session in sessions if not session.removed]

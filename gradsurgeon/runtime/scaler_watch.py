@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,9 +27,7 @@ class Scaling:
 
     A process can train several models with several scalers, or one of them without any. So each
     backward pass is asked for itself: it carries a scale where it began at a loss that was scaled.
-
-    Args:
-        scaler: the one the caller has named; others are then none of the session's business.
+    If the caller has named a scaler, others are none of the session's business.
     """
 
     def __init__(self, scaler: GradScaler | None = None) -> None:
@@ -111,7 +109,6 @@ class Scaling:
             del self._stepping[key]
 
     def stepping(self, optimizer: Optimizer) -> Tensor | None:
-        """The scale of the scaler that is stepping an optimizer, as a 0-dim tensor."""
         reference = self._stepping.get(id(_torch.stepping(optimizer) or optimizer))
         scaler = None if reference is None else reference()
         return None if scaler is None else _scale_of(scaler)
@@ -150,31 +147,14 @@ def in_true_units(
 
 
 def refuse_scaling(program: Program) -> None:
-    """Refuse rules that would hide from a scaler what it has to see.
-
-    Raises:
-        BindError: naming them.
-    """
-    rules = {rule.id: rule for own in program.per_tensor.values() for rule in own}
-    rules |= {rule.id: rule for rule, _ in program.site_rules}
-    refused = [rule.id for rule in rules.values() if rule.hides_overflow]
-    if refused:
-        raise BindError(
-            [
-                f"rule {rule}: an enabled GradScaler must see its overflow to back off, so that non-finite "
-                "elements cannot be replaced before it looks; use `nan-trap` with `then: skip-step`"
-                for rule in refused
-            ]
+    rules = [rule for own in program.per_tensor.values() for rule in own]
+    rules += [rule for rule, _ in program.site_rules]
+    if refused := dict.fromkeys(rule.id for rule in rules if rule.hides_overflow):
+        text = (
+            "an enabled GradScaler must see its overflow to back off, so that non-finite elements cannot be "
+            "replaced before it looks; use `nan-trap` with `then: skip-step`"
         )
-
-
-def _tensors(found: object) -> Iterator[Tensor]:
-    """Yield the tensors of what a scaler returns; what it makes of an iterator is not consumed."""
-    if isinstance(found, Tensor):
-        yield found
-    elif isinstance(found, (list, tuple)):
-        for one in found:
-            yield from _tensors(one)
+        raise BindError([f"rule {rule}: {text}" for rule in refused])
 
 
 @contextmanager
@@ -186,16 +166,14 @@ def watched(
 
     Classes derived from `GradScaler` may scale and step in their own ways, as `ShardedGradScaler` does,
     and may be defined later than this: those are known from their first object on.
-
-    Args:
-        on_scale: called with a scaler and the losses that it has scaled.
-        around_step: what to be in while a scaler steps an optimizer, or decides not to.
     """
-    patches: dict[type, list[Patch]] = {}
+    watching: set[type] = set()
 
     def scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
         found = original(scaler, *args, **kwargs)
-        on_scale(scaler, list(_tensors(found)))
+        # What a scaler makes of an iterator is not consumed.
+        losses = found if isinstance(found, list | tuple) else [found]
+        on_scale(scaler, [loss for loss in losses if isinstance(loss, Tensor)])
         return found
 
     def step(
@@ -212,18 +190,19 @@ def watched(
         watch(type(args[0]))
         original(*args, **kwargs)
 
+    def patch(base: type[Any], name: str, way: Callable[..., Any]) -> None:
+        if name in vars(base):
+            patches.callback(Patch(base, name, way).undo)
+
     def watch(kind: type[Any]) -> None:
         for base in kind.__mro__:
-            if issubclass(base, GradScaler) and base not in patches:
-                methods = {"scale": scale, "step": step}
-                own = {name: way for name, way in methods.items() if name in vars(base)}
-                patches[base] = [Patch(base, name, way) for name, way in own.items()]
+            if issubclass(base, GradScaler) and base not in watching:
+                watching.add(base)
+                patch(base, "scale", scale)
+                patch(base, "step", step)
 
-    for kind in _live.derived(GradScaler):
-        watch(kind)
-    patches.setdefault(GradScaler, []).append(Patch(GradScaler, "__init__", construct))
-    try:
+    with ExitStack() as patches:
+        for kind in _live.derived(GradScaler):
+            watch(kind)
+        patch(GradScaler, "__init__", construct)
         yield
-    finally:
-        for patch in [patch for own in patches.values() for patch in own]:
-            patch.undo()

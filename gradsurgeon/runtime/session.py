@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from html import escape
 from types import TracebackType
 from typing import Self
 
 from torch import Tensor
 
-from gradsurgeon.errors import printable
+from gradsurgeon.actions import CaptureRule
+from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
 from gradsurgeon.runtime.attachment import Attachment
@@ -45,11 +45,11 @@ class Session(RecordQueries):
 
     def pause(self) -> None:
         """Let no rule act until `resume()`. Steps are still counted."""
-        self._attachment.pause()
+        self._attachment.context.paused = True
 
     def resume(self) -> None:
         """Let the rules act again."""
-        self._attachment.resume()
+        self._attachment.context.paused = self._attachment.removed
 
     @property
     def step(self) -> int:
@@ -69,7 +69,13 @@ class Session(RecordQueries):
             NonFiniteGradientError: a trap stops the update.
             GradSurgeonError: a torch optimizer owns the parameters, so its steps are counted already.
         """
-        return self._attachment.tick()
+        controller = self._attachment.controller
+        if controller.steps.owned:
+            raise GradSurgeonError(
+                "tick() marks updates that are written by hand, but a torch optimizer owns the "
+                "parameters and its steps are counted by themselves: remove the call"
+            )
+        return self._attachment.removed or controller.manual.tick()
 
     @property
     def events(self) -> list[Event]:
@@ -96,7 +102,11 @@ class Session(RecordQueries):
         Raises:
             KeyError: no `capture` rule has this id.
         """
-        return self._attachment.captured(rule)
+        known = [one.id for one in self.plan.rules.rules if isinstance(one, CaptureRule)]
+        if rule not in known:
+            hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
+            raise KeyError(f"no capture rule {rule!r}; {hint}")
+        return self._attachment.context.captures.of(rule)
 
     def _lookup(self) -> Lookup:
         return self._attachment.lookup()
@@ -128,29 +138,21 @@ class Session(RecordQueries):
         )
 
     def _repr_html_(self) -> str:
-        lines = repr(self).splitlines()
-        statuses = self._statuses()
-        rows = [
-            (
-                rule.id,
-                rule.action,
-                status.matched,
-                f"{status.fired:,}",
-                f"{status.changed:.0%}",
-                "-" if status.last_step is None else status.last_step,
-            )
-            for rule in self.plan.rules.rules
-            for status in (statuses[rule.id],)
+        statuses, rules = self._statuses(), self.plan.rules.rules
+        lines = [
+            *repr(self).splitlines(),
+            *(
+                f"  {rule.id} ({rule.action}): matched {of.matched}, fired {of.fired:,}, changed {of.changed:.0%}"
+                for rule in rules
+                for of in (statuses[rule.id],)
+            ),
+            *(
+                f"  step {event.step}, {event.kind} {event.rule}: {event.message.partition(chr(10))[0]}"
+                for event in self._attachment.events[-_EVENTS_SHOWN:]
+            ),
         ]
-        events = [
-            (event.step, event.kind, event.rule, event.message.partition("\n")[0])
-            for event in self._attachment.events[-_EVENTS_SHOWN:]
-        ]
-        shown = [f"<p>{'<br>'.join(map(_html, lines))}</p>"]
-        shown.append(_table(("rule", "action", "matched", "fired", "changed", "last step"), rows))
-        if events:
-            shown.append(_table(("step", "event", "rule", "message"), events))
-        return "\n".join(shown)
+        shown = "\n".join(map(printable, lines))
+        return f"<pre>{escape(shown)}</pre>"
 
     def _statuses(self) -> dict[str, RuleStatus]:
         # A debugger that shows a session must not make the training wait for it.
@@ -161,9 +163,9 @@ class Session(RecordQueries):
         words = [f"step {self.step}"]
         if attachment.removed:
             words.append("removed")
-        elif attachment.paused:
+        elif attachment.context.paused:
             words.append("paused")
-        if attachment.mode == "observe":
+        if attachment.options.mode == "observe":
             words.append("observing only")
         return ", ".join(words)
 
@@ -174,13 +176,3 @@ class Session(RecordQueries):
         last = traps[-1]
         on = f" on {last.name}" if last.name else ""
         return printable(f"the last trap tripped at step {last.step}: rule {last.rule}{on}")
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[object, ...]]) -> str:
-    cells = [f"<tr>{''.join(f'<th>{_html(name)}</th>' for name in head)}</tr>"]
-    cells += [f"<tr>{''.join(f'<td>{_html(cell)}</td>' for cell in row)}</tr>" for row in rows]
-    return f"<table>{''.join(cells)}</table>"
-
-
-def _html(value: object) -> str:
-    return escape(printable(str(value)))

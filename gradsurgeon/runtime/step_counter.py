@@ -35,7 +35,6 @@ class StepCounters:
         return self._of[tensor]
 
     def among(self, tensors: Sequence[int]) -> list[StepCounter]:
-        """Return the clocks of some tensors, each once, in the order of the tensors."""
         if not tensors:
             return []
         first = self._of[tensors[0]]

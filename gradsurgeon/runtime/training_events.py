@@ -47,20 +47,15 @@ class BackwardPass:
     held: dict[int, Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Step:
-    """An update that is about to take place.
-
-    Attributes:
-        counter: of the optimizer, or the common one where weights are updated by hand.
-        scale: that a fused optimizer gets its gradients with.
-        inside: it takes place inside a backward pass, on what that pass has finished so far.
-        flaggable: a flag on the device can tell the optimizer to skip.
-    """
-
+    # Of the optimizer, or the common one where weights are updated by hand.
     counter: StepCounter
+    # What a fused optimizer gets its gradients with.
     scale: Tensor | None = None
+    # It takes place inside a backward pass, on what that pass has finished so far.
     inside: bool = False
+    # A flag on the device can tell the optimizer to skip.
     flaggable: bool = False
 
 

@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
+from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.optimizers import Counters, Snapshot
 from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.training_events import Step
 
 
 class Arguments(dict[str, Any]):
@@ -28,22 +30,15 @@ class Arguments(dict[str, Any]):
     __slots__ = ("__weakref__",)
 
 
-class Update:
-    """One call of `Optimizer.step`, from its first hook to its end.
+class Update(Step):
+    """One call of `Optimizer.step`, from its first hook to its end; it reaches the optimizer weakly.
 
-    Args:
-        optimizer: reached weakly.
-        counter: that of the optimizer.
-        frame: the id of the frame that calls the hooks: that of torch around `step`.
-        inside: whether it runs inside a backward pass, on what that pass has finished so far.
+    ``frame`` is the id of the frame that calls the hooks: that of torch around `step`.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, counter: StepCounter, frame: int, *, inside: bool
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, counter: StepCounter, frame: int) -> None:
+        super().__init__(counter, inside=_torch.graph_task() != -1)
         self.optimizer = weakref.ref(optimizer)
-        self.counter = counter
-        self.inside = inside
         self.thread = threading.get_ident()
         self.key = self.thread, id(optimizer)
         self._frame = frame
@@ -51,23 +46,20 @@ class Update:
         self.arguments: weakref.ref[Arguments] | None = None
         self.snapshot: Snapshot | None = None
         # What the optimizer counts for itself, in a step that is skipped.
-        self.kept: Counters | None = None
+        self.kept: Counters = []
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._clearing: Patch | None = None
         # Whether its gradients have been judged, and the last loss that a closure has given before that
         # came to a skip.
         self.judged = False
         self.loss: Any = None
-        # The scale that a fused optimizer gets its gradients with.
-        self.scale: Tensor | None = None
-        # Whether a flag on the device can tell the optimizer to skip, and whether one does.
-        self.flaggable = self.flagged = False
+        # Whether a flag on the device tells the optimizer to skip.
+        self.flagged = False
         # The scale under which the gradients overflowed, so that the scaler skips the update.
         self.overflowed: Tensor | None = None
         self.skipped = self.ended = False
 
     def is_on_stack(self) -> bool:
-        """Tell whether the call is still running: its frame is on the stack of its thread."""
         frame: FrameType | None = sys._current_frames().get(self.thread)  # noqa: SLF001 # documented
         while frame is not None:
             if id(frame) == self._frame:
@@ -84,19 +76,23 @@ class Update:
         return kwargs is mine or frame == self._frame
 
     def settled(self, loss: Any) -> Any:
-        """Return the loss to go on with: the last one before a skip, or the line search may not end."""
         if not self.skipped or self.loss is None:
             self.loss = loss
         return self.loss
 
+    def undo(self) -> None:
+        """Take back what an optimizer did in this step besides what no gradients keep it from."""
+        optimizer = self.optimizer()
+        if optimizer is not None and self.snapshot is not None:
+            optimizers.restore(optimizer, self.snapshot)
+        optimizers.put_back(self.kept)
+
     def end(self) -> None:
-        """Let the script have everything back: the call is over."""
         self.ended = True
         self._kept_frame = None
         self.give_back()
 
     def hide(self, params: Iterable[Tensor | None]) -> None:
-        """Leave parameters without gradients until the end of the step, or until they are cleared."""
         optimizer = self.optimizer()
         if optimizer is not None and self._clearing is None:
             self._clearing = Patch(optimizer, "zero_grad", self._clear)

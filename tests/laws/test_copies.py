@@ -26,6 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
+from gradsurgeon.runtime import Options
 
 PARAMS: list[dict[str, Any]] = [
     {"id": "half", "action": "scale", "factor": 0.5, "params": "*"},
@@ -216,7 +217,9 @@ def test_a_model_with_rules_is_pickled_to_the_same_bytes_as_without() -> None:
     model = make()
     wanted = pickle.dumps(model)
     session = gradsurgeon.apply(model, rules(MODULES))
-    beside = gradsurgeon.api.attach(model, gradsurgeon.plan(model, rules(MODULES)), beside=True)
+    beside = gradsurgeon.api.attach(
+        model, gradsurgeon.plan(model, rules(MODULES)), Options(beside=True)
+    )
     assert pickle.dumps(model) == wanted
     beside.remove()
     assert pickle.dumps(model) == wanted

@@ -1023,23 +1023,6 @@ def test_a_copy_can_be_scripted_and_traced(request: pytest.FixtureRequest) -> No
         assert torch.equal(torch.compile(copy.deepcopy(model), backend="eager")(x), wanted)
 
 
-def test_rules_on_a_temporary_model_say_that_they_are_over() -> None:
-    with pytest.warns(GradSurgeonWarning, match="keep a reference to the model") as warned:
-        session = gradsurgeon.apply(nn.Linear(2, 2), rules(capture(".", "output")))
-    assert warned[0].filename == __file__
-    assert session._attachment.removed
-    assert [event.kind for event in session.events] == ["notice"]
-
-
-def test_a_model_that_goes_later_is_no_temporary_one() -> None:
-    for _ in range(2):
-        model = nn.Linear(2, 2)
-        session = gradsurgeon.apply(model, rules(capture(".", "output")))
-    del model
-    assert session._attachment.removed
-    assert session.events == []
-
-
 def test_a_replaced_module_comes_under_its_rules_before_the_next_forward() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
@@ -1058,7 +1041,7 @@ def test_a_replaced_module_comes_under_its_rules_before_the_next_forward() -> No
         assert [step for _, step, _ in session.captured("r0")] == [0, 1, 2]
 
 
-def test_a_replaced_module_says_which_steps_its_rules_have_missed() -> None:
+def test_a_replaced_module_says_that_its_rules_may_have_missed_steps() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
     with gradsurgeon.apply(model, rules(capture("1", "output"))) as session:
@@ -1067,9 +1050,8 @@ def test_a_replaced_module_says_which_steps_its_rules_have_missed() -> None:
                 model._modules["1"] = nn.Tanh()  # past the registration that modules offer
             model(data(step, 3, 4)).sum().backward()
             if step in (2, 5):
-                missed = "steps 0 to 2" if step == 2 else "steps 3 to 5"
                 with pytest.warns(
-                    GradSurgeonWarning, match=f"now on, and may have missed {missed}"
+                    GradSurgeonWarning, match="now on, and may have missed the steps since"
                 ):
                     optimizer.step()
             else:

@@ -127,5 +127,5 @@ def test_rows_wait_on_the_device_until_somebody_asks() -> None:
         for step in range(3):
             case.backward(model, step)
             optimizer.step()
-        assert len(session._attachment._records) == 0
+        assert len(session._attachment.context.recorder.records) == 0
         assert len(session.history("fc1.weight", rule="final")) == 3

@@ -100,22 +100,16 @@ def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> N
 )
 @pytest.mark.parametrize("order", ["apply first", "apply last"])
 @pytest.mark.parametrize(
-    ("rule", "needs"),
+    "rule",
     [
-        ({"action": "nan-trap", "params": "*"}, "a trap could still hold back the whole update"),
-        (
-            {"action": "nan-trap", "modules": "0", "tensor": "output"},
-            "a trap could still hold back the whole update",
-        ),
-        ({"action": "freeze", "params": "*"}, "a parameter could be hidden from the optimizer"),
-        (
-            {"action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"},
-            "all gradients of the rule are there",
-        ),
+        {"action": "nan-trap", "params": "*"},
+        {"action": "nan-trap", "modules": "0", "tensor": "output"},
+        {"action": "freeze", "params": "*"},
+        {"action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"},
     ],
     ids=["nan-trap", "nan-trap on modules", "freeze", "clip-norm per rule"],
 )
-def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any], needs: str) -> None:
+def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any]) -> None:
     before = [param.detach().clone() for param in make().parameters()]
     model = make()
     given = {"version": 1, "rules": [{"id": "all", **rule}]}
@@ -126,7 +120,7 @@ def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any], n
         session = gradsurgeon.apply(model, given)
     with pytest.raises(BindError, match="rule all: an optimizer steps inside backward") as caught:
         model(data(0, 5, 4)).square().mean().backward()
-    assert needs in str(caught.value)
+    assert "no moment at which all gradients are there" in str(caught.value)
     for one, two in zip(model.parameters(), before, strict=True):
         assert torch.equal(one, two)
     session.remove()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 import gradsurgeon
+from gradsurgeon.runtime import registry
 
 RULES: dict[str, Any] = {
     "version": 1,
@@ -146,3 +149,32 @@ def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
         for rule in ("n", "b"):
             assert session.latest("weight", rule=rule) == pytest.approx(2**0.5)
         assert second.latest("weight", rule="b") == pytest.approx(2**0.5)
+
+
+class SlowTable(weakref.WeakKeyDictionary[nn.Module, Any]):
+    """Lets other threads in between looking and acting on it."""
+
+    def items(self) -> Any:
+        yield from list(super().items())
+        time.sleep(0.01)
+
+
+def test_rules_go_in_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_sessions", SlowTable())
+    failed: list[BaseException] = []
+    models = [nn.Linear(2, 1) for _ in range(6)]
+    sessions = [gradsurgeon.apply(model, RULES) for model in models]
+
+    def remove(session: gradsurgeon.Session) -> None:
+        try:
+            session.remove()
+        except BaseException as error:  # noqa: BLE001 # to be told by the test, not by the thread
+            failed.append(error)
+
+    threads = [threading.Thread(target=remove, args=(session,)) for session in sessions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert not registry._sessions

@@ -75,24 +75,6 @@ def test_python_shows_it_where_nobody_has_configured_logging(
     assert said.startswith("step 0, rule guard: 2 of 2 gradients are not finite")
 
 
-def test_what_goes_on_is_said_once_a_minute(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
-    journal = make()
-    for step in range(9):
-        now[0] += 15.0
-        journal.emit(
-            "trap", f"step {step}, rule guard: bad\nskipped\nmore", rule="guard", step=step
-        )
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0] == "step 0, rule guard: bad\nskipped\nmore"
-    assert said[1:] == [
-        f"step {step}, rule guard: bad; skipped ({step + 1} times so far)" for step in (4, 8)
-    ]
-
-
 def test_each_rule_is_counted_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     journal = make()
     for rule in ("guard", "other"):
@@ -148,19 +130,21 @@ def test_what_is_innocent_makes_room_for_traps(few_events: int) -> None:
     for step in range(3 * few_events):
         journal.emit("trap", f"trap {step}", rule="guard", step=step, name="w", raised=True)
         journal.emit("scaler-skip", f"skip {step}", step=step)
-        assert len(journal.events) <= few_events + 1
+        # So many of either, besides the first of each kind.
+        assert len(journal.events) <= 2 * few_events + 4
         # Whatever comes last is there.
         assert {f"trap {step}", f"skip {step}"} & {e.message for e in journal.events[-4:]}
         assert f"trap {step}" in {event.message for event in journal.events}
     kept = [event.message for event in journal.events]
     assert {"the first", "trap 0", "skip 0"} <= set(kept)
-    assert sum(message.startswith("trap") for message in kept) > few_events * 0.8
+    assert sum(message.startswith("trap") for message in kept) == few_events + 1
     notices = [event for event in journal.events if event.kind == "notice"]
     assert len(notices) == 2
     assert notices[1].message.startswith("more than 100 events: of those that repeat others")
     # A run keeps every trap, and so many of the rest.
     kinds = Counter(event.kind for event in written)
-    assert (kinds["trap"], kinds["scaler-skip"] + kinds["notice"]) == (3 * few_events, few_events)
+    assert (kinds["trap"], kinds["scaler-skip"]) == (3 * few_events, few_events + 1)
+    assert kinds["notice"] == 2
 
 
 @pytest.mark.usefixtures("few_events")
