@@ -309,8 +309,7 @@ def uncompiled(reason: object) -> Callable[[_Function], _Function]:
 
     def mark(function: _Function) -> _Function:
         # Frames of this function are run as they are, and so are all that they call.
-        if not _set_compile_strategy(function, "SKIP", callees="SKIP"):
-            return cast("_Function", cast("Any", torch.compiler).disable(function))
+        _skip_frames(function, callees="SKIP")
         # Tracers that come upon a call of it stop here.
         cast("Any", function)._torchdynamo_disable = True  # noqa: SLF001
         cast("Any", function)._torchdynamo_disable_msg = reason  # noqa: SLF001
@@ -319,36 +318,16 @@ def uncompiled(reason: object) -> Callable[[_Function], _Function]:
     return mark
 
 
-def compile_apart(function: Callable[..., Any], *, allowed: bool) -> None:
-    """Say whether a function that a graph break has left outside may become a graph of its own."""
-    # Older releases of torch cannot be told: there it does, and counts towards the limit of graphs.
-    _set_compile_strategy(function, "DEFAULT" if allowed else "SKIP", callees="DEFAULT")
+def compile_within_caller(function: Callable[..., Any]) -> None:
+    """Let a function be part of the graph of who calls it, but never become a graph of its own."""
+    _skip_frames(function, callees="DEFAULT")
 
 
-def _set_compile_strategy(function: Any, action: str, *, callees: str) -> bool:
-    """Say what `torch.compile` does with frames of a function; ``False`` where torch has no such call."""
-    try:
-        from torch._C._dynamo import eval_frame  # noqa: PLC0415 # older ones lack it
-
-        actions = eval_frame._FrameAction  # noqa: SLF001
-        kinds = (getattr(actions, action), getattr(actions, callees))
-        strategy = eval_frame._FrameExecStrategy(*kinds)  # noqa: SLF001
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
-def is_compiled_whole(module: Any) -> bool:
-    """Tell whether a module is compiled with ``fullgraph=True``, by wrapping it or in place."""
-    contexts = [vars(module).get("dynamo_ctx")]
-    compiled = vars(module).get("_compiled_call_impl")
-    contexts += [cell.cell_contents for cell in getattr(compiled, "__closure__", None) or ()]
-    # Up to torch 2.8 the context does not say so, but what it calls for each frame does.
-    callbacks = [getattr(context, "callback", None) for context in contexts]
-    return any(getattr(context, "fullgraph", False) is True for context in contexts) or any(
-        getattr(callback, "_one_graph", False) is True for callback in callbacks
-    )
+def _skip_frames(function: Any, *, callees: str) -> None:
+    eval_frame = torch._C._dynamo.eval_frame  # noqa: SLF001
+    actions = eval_frame._FrameAction  # noqa: SLF001
+    strategy = eval_frame._FrameExecStrategy(actions.SKIP, getattr(actions, callees))  # noqa: SLF001
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 def forget_compiled_code() -> bool:
@@ -370,12 +349,3 @@ def forget_compiled_code() -> bool:
                 dropped |= bool(eval_frame._debug_get_cache_entry_list(code))  # noqa: SLF001
                 eval_frame.reset_code(code)
     return dropped
-
-
-def job_store() -> Any:
-    """Return the store by which the ranks of the default process group found each other.
-
-    ``check([key])`` and ``set(key, text)`` are documented for every kind of store; only the way to
-    this one is private.
-    """
-    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001

@@ -253,7 +253,7 @@ def _runtime() -> Any:
     from gradsurgeon import _torch  # noqa: PLC0415 # as above
 
     # A graph that breaks at a rule on tags must not break once more in here.
-    _torch.compile_apart(tag, allowed=False)
+    _torch.compile_within_caller(tag)
     return runtime
 
 

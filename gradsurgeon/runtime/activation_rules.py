@@ -16,7 +16,7 @@ from gradsurgeon import _numbers, _statistics, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.edit_effect import changes
 from gradsurgeon.runtime.module_schedule import ModuleCounters, NamedRule
@@ -189,7 +189,7 @@ class FeedsHook:
         self._flag = flag
         self.__name__ = f"{flag.rule.id}:{flag.name}"
 
-    @in_backward
+    @uncompiled
     def __call__(self, _grad: Tensor | None) -> None:
         self._flag.fed = True
 

@@ -85,7 +85,7 @@ class Attachment:
             refuse_scaling(program)
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=start_step)
-        self._compiled = CompileSupport(program, event_log, model)
+        self._compiled = CompileSupport(program, event_log)
         self.controller = Controller(
             model, self._context, plan, optimizers, provisional=provisional
         )

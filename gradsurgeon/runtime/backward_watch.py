@@ -14,7 +14,7 @@ from itertools import count
 from torch import Tensor
 
 from gradsurgeon import _torch
-from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.scaler_watch import Scaling
@@ -102,13 +102,13 @@ class BackwardWatch:
             self._training = (task, _torch.accumulates(param))
         return self._training[1]
 
-    @in_backward
+    @uncompiled
     def _ending(self, task: int) -> None:
         # Queued anew from inside a callback it runs after all others, such as that of DDP, which
         # copies the reduced gradients into place.
         _torch.queue_callback(partial(self._ended, task))
 
-    @in_backward
+    @uncompiled
     def _ended(self, task: int) -> None:
         if self.arrivals.now[0] == task:
             self.arrivals.now = NONE, []

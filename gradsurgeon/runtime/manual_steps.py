@@ -13,7 +13,7 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientError
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.param_hooks import Hook
 from gradsurgeon.runtime.step_decision import StepDecision
@@ -52,7 +52,7 @@ class GuardHook(Hook):
         self._manual = weakref.ref(manual)
         self._edited = edited
 
-    @in_backward
+    @uncompiled
     def __call__(self, _grad: Tensor | None) -> None:
         """Note what the gradient holds that this pass is about to add to."""
         live, manual = self._live(), self._manual()

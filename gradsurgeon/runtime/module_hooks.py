@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.actions import Rule, spelled
 from gradsurgeon.compiler import ModuleProgram
-from gradsurgeon.runtime.compile_support import uncompiled_in_forward
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.module_schedule import Due, ModuleSchedule, NamedRule
 from gradsurgeon.runtime.structure import Path, describe, resolve, tensors_in, with_tensors
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
@@ -102,7 +102,7 @@ class ModuleHook:
 class InputHook(ModuleHook):
     """Forward pre-hook: rules on what a module takes."""
 
-    @uncompiled_in_forward
+    @uncompiled
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -123,7 +123,7 @@ class InputHook(ModuleHook):
 class OutputHook(ModuleHook):
     """Forward hook: rules on what a module returns."""
 
-    @uncompiled_in_forward
+    @uncompiled
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:

@@ -18,7 +18,7 @@ from gradsurgeon import _dist, _numbers, _statistics, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.edit_effect import changes
@@ -63,7 +63,7 @@ class PassHook(Hook):
     def belongs_to(self, context: Context) -> bool:
         return self._context() is context
 
-    @in_backward
+    @uncompiled
     def __call__(self, param: Tensor) -> None:
         """Note the arrival, and under DDP what this rank has got before it is averaged."""
         task, order = self._arrivals.now
@@ -93,7 +93,7 @@ class TensorHook(Hook):
         super().__init__(context, passes, tensor, label)
         self._rules = rules
 
-    @in_backward
+    @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return the edited contribution, ``None`` to leave it as it is."""
         live = self._live()

@@ -24,7 +24,7 @@ from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.attachment import Attachment
-from gradsurgeon.runtime.compile_support import uncompiled_at_step, uncompiled_in_forward
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.scaler_watch import watched
 
@@ -112,10 +112,10 @@ def tag(tensor: Tensor, name: str) -> Tensor:
 
 
 # Without rules on tags it is part of the graph of who calls it, but never a graph of its own.
-_torch.compile_apart(tag, allowed=False)
+_torch.compile_within_caller(tag)
 
 
-@uncompiled_in_forward
+@uncompiled
 def _show(tensor: Tensor, name: str) -> Tensor:
     for controller in _controllers():
         tensor = controller.tensor_hooks.tag(tensor, name)
@@ -142,7 +142,7 @@ def _model_gone(session: weakref.ref[Attachment]) -> None:
         gone.model_gone()
 
 
-@uncompiled_at_step
+@uncompiled
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Introduce an optimizer to the sessions.
 
@@ -165,7 +165,7 @@ def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
         controller.model.swapped((first, second))
 
 
-@uncompiled_in_forward
+@uncompiled
 def _on_registration(module: nn.Module, name: str, value: object) -> None:
     """Look for exchanged parameters and layers before the next forward pass goes through them."""
     del name, value
@@ -173,7 +173,7 @@ def _on_registration(module: nn.Module, name: str, value: object) -> None:
         _before_forward.append(register_module_forward_pre_hook(_look_at_models))
 
 
-@uncompiled_in_forward
+@uncompiled
 def _look_at_models(*_: object) -> None:
     while _before_forward:
         _before_forward.pop().remove()
@@ -181,7 +181,7 @@ def _look_at_models(*_: object) -> None:
         controller.model.before_forward()
 
 
-@uncompiled_at_step
+@uncompiled
 def _on_scale(scaler: GradScaler, losses: Sequence[Tensor]) -> None:
     for controller in _controllers():
         controller.losses_scaled(scaler, losses)

@@ -19,7 +19,7 @@ from gradsurgeon import _live, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
-from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.compile_support import uncompiled
 
 
 class Scaling:
@@ -54,7 +54,7 @@ class Scaling:
         self._by_hand = False
         own, by = weakref.ref(self), weakref.ref(scaler)
 
-        @in_backward
+        @uncompiled
         def begins(_grad: Tensor) -> None:
             scaling, scaler = own(), by()
             if scaling is not None and scaler is not None:

@@ -14,7 +14,7 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.activation_rules import ActivationRules
-from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.module_schedule import Due, ModuleSchedule, NamedRule
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -125,7 +125,7 @@ class GradHook:
         self.version = tensor._version  # noqa: SLF001 # counts writes
         self._handle = _torch.register_hook(tensor, self)
 
-    @in_backward
+    @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return the edited gradient, ``None`` to leave it as it is."""
         self.arrived = True
