@@ -113,15 +113,15 @@ class Ranks:
                 groups += _dist.mesh_groups(param)
         return tuple(dict.fromkeys(groups))
 
-    def reduction_groups(self, tensors: Sequence[int], *, any_pass: bool = False) -> _dist.Groups:
-        """Return the groups over which the last backward pass, or ``any_pass``, averages gradients (DDP).
+    def reduction_groups(self, tensors: Sequence[int]) -> _dist.Groups:
+        """Return the groups over which the last backward pass averages gradients (DDP).
 
         A parameter in the care of a wrapper counts, though it was told to leave it alone.
         """
         groups = []
         for wrapper, known in self._live():
             reduced = _dist.reduces(wrapper) if known.reduced is None else known.reduced
-            if (reduced or any_pass) and not known.params.isdisjoint(tensors):
+            if reduced and not known.params.isdisjoint(tensors):
                 groups.append(wrapper.process_group)
         return tuple(dict.fromkeys(groups))
 
