@@ -81,26 +81,19 @@ def awaits(param: Tensor) -> bool:
     return bool(torch._C._will_engine_execute_node(node))  # noqa: SLF001
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Tell whether a tensor stands for a whole batch of them, under `vmap` and what is made with it.
+def is_unreadable(tensor: Tensor) -> bool:
+    """Tell whether a tensor has no numbers to read.
 
-    Such a tensor must not outlive the call, and nothing can be read from it.
+    On the meta device, while `torch.export` traces, or where it stands for a whole batch under `vmap`.
     """
-    functorch = torch._C._functorch  # noqa: SLF001
-    if functorch.is_legacy_batchedtensor(tensor):
+    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    if tensor.is_meta or (fake is not None and isinstance(tensor, fake.FakeTensor)):
         return True
+    functorch = torch._C._functorch  # noqa: SLF001
     # Transforms inside one another wrap in layers.
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
+    while functorch.is_functorch_wrapped_tensor(tensor) and not functorch.is_batchedtensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
-    return False
-
-
-def is_hollow(tensor: Tensor) -> bool:
-    """Tell whether a tensor has no numbers: on the meta device, or while `torch.export` traces."""
-    module: Any = sys.modules.get("torch._subclasses.fake_tensor")
-    return tensor.is_meta or (module is not None and isinstance(tensor, module.FakeTensor))
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
 def aside(tensor: Tensor) -> AbstractContextManager[Tensor]:

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradsurgeon.actions import Rule
@@ -14,7 +13,7 @@ from gradsurgeon.runtime.event_log import EventLog
 from gradsurgeon.runtime.measure import read
 from gradsurgeon.runtime.step_counter import StepCounter
 
-# A long validation between two updates, or many micro-batches, must not pile up flags without end.
+# A long validation between two updates must not pile up flags without end.
 _MOST = 4096
 
 
@@ -80,20 +79,11 @@ class Flags:
         self._flags.append(flag)
 
     def _compact(self) -> None:
-        """Drop the flags of forwards that can feed no update, and make one of those of one tensor.
-
-        None that an update has to answer for is lost: a model may have more modules than `_MOST`.
-        """
+        """Drop the flags of forwards that can feed no update any more."""
+        kept = [flag for flag in self._flags if flag.fed or flag.can_feed]
         self._mention(_counted(flag for flag in self._flags if not (flag.fed or flag.can_feed)))
-        kept: list[Flag] = []
-        first: dict[tuple[str, str, torch.device], Flag] = {}
-        for flag in self._flags:
-            same = first.setdefault((*flag.key, flag.count.device), flag) if flag.fed else flag
-            if same is not flag:
-                same.count = same.count + flag.count
-            elif flag.fed or flag.can_feed:
-                kept.append(flag)
         self._flags = kept
+        # A model may have more modules than `_MOST`.
         self._most = max(_MOST, 2 * len(kept))
 
     def take(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
@@ -123,8 +113,8 @@ class Flags:
         for flag, count in dropped:
             if count:
                 text = (
-                    f"the {flag.what} of {flag.name} had {count:,} non-finite element"
-                    f"{'s' if count > 1 else ''} in a forward that fed no update: no trap"
+                    f"the {flag.what} of {flag.name} was not finite (elements: {count:,}) in a forward that fed "
+                    "no update: no trap"
                 )
                 rule, step = flag.rule.id, flag.counter().step
                 self._event_log.emit("notice", text, rule=rule, step=step, name=flag.name)

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.actions import Rule, spelled
 from gradsurgeon.compiler import ModuleProgram
+from gradsurgeon.runtime.activation_rules import Due, ModuleSchedule, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.module_schedule import Due, ModuleSchedule, NamedRule
 from gradsurgeon.runtime.structure import Path, describe, resolve, tensors_in, with_tensors
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
 
@@ -130,9 +130,8 @@ class OutputHook(ModuleHook):
         """Return the output with exchanged tensors, ``None`` to leave it as it is."""
 
         def needs_view(tensor: Tensor) -> bool:
-            # A module may return its input, or a parameter. What others make of it must be told from
-            # its output, and a hook on a leaf would stay there.
-            return tensor.is_leaf or any(taken is tensor for _, taken in tensors_in((args, kwargs)))
+            # A module may return its input. What others make of it must be told from its output.
+            return any(taken is tensor for _, taken in tensors_in((args, kwargs)))
 
         call = self._begin(module, needs_view)
         if call is None:
@@ -149,7 +148,7 @@ class _Arguments:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._args, self._kwargs = args, kwargs
-        self._names = _positional(type(module), len(args))
+        self._names = list(inspect.signature(type(module).forward).parameters)[1:]  # without `self`
         self.named: dict[int | str, Any] = dict(enumerate(args))
         self.named.update(kwargs)
 
@@ -172,17 +171,6 @@ class _Arguments:
         whole = with_tensors(self.named, new)
         args = tuple(whole[index] for index in range(len(self._args)))
         return args, {key: whole[key] for key in self._kwargs}
-
-
-def _positional(kind: type[nn.Module], count: int) -> list[str]:
-    """Return the names of the positional parameters of ``forward``, without ``self``."""
-    try:
-        parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-    except (TypeError, ValueError):
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
-    return names if len(names) >= count else []
 
 
 class _Copied:
@@ -258,7 +246,6 @@ class ModuleHooks:
         """Take all hooks off."""
         for name in list(self._hooked):
             self._take_off(name)
-        self._tensor_hooks.remove_from_leaves()
 
     def _put(self, program: ModuleProgram, module: nn.Module) -> None:
         handles: list[RemovableHandle] = []
