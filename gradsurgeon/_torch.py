@@ -21,10 +21,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the outermost running backward pass has finished.
+    """Run ``callback`` when the outermost running backward pass, in which this is called, has finished.
 
-    Must be called from inside a backward pass. DDP and FSDP use the same engine call; an exception
-    in the callback leaves `backward()` as it is.
+    DDP and FSDP use the same engine call; an exception in the callback leaves `backward()` as it is.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
 
@@ -35,10 +34,7 @@ graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 
 
 def is_nested() -> bool:
-    """Tell, at the end of a backward pass, whether it ran inside another one.
-
-    Reentrant checkpointing runs one for each of its regions.
-    """
+    """Tell, at the end of a backward pass, whether it ran inside another one: reentrant checkpointing."""
     return torch._C._current_autograd_node() is not None  # noqa: SLF001
 
 
@@ -58,10 +54,7 @@ def accumulates(param: Tensor) -> bool:
 
 
 def in_compiled_autograd() -> bool:
-    """Tell whether the running backward pass is one graph, made by compiled autograd.
-
-    It calls all hooks, but never what `queue_callback` was given.
-    """
+    """Tell whether compiled autograd runs the backward pass: it never calls what was queued."""
     module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)
 
@@ -182,32 +175,21 @@ def send(parts: Sequence[Tensor]) -> Arrival:
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of strided tensors of one dtype and device, one after another.
-
-    A lone tensor may share its memory with the result.
-
-    In one call: a view of each and `torch.cat` take twice as long on small tensors. It is what DDP
-    fills its buckets with.
-    """
-    flat: Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))  # noqa: SLF001
-    return flat
+    """Return the elements of tensors of one dtype and device; those of a lone one may stay where they are."""
+    # A view of each and `torch.cat` take twice as long on small tensors. DDP fills its buckets with it.
+    return torch._C._nn.flatten_dense_tensors(list(tensors))  # noqa: SLF001
 
 
 def shares_storage(grad: Tensor) -> bool:
-    """Tell whether another live tensor uses the storage of a strided ``grad``.
-
-    A tensor that the script gave as `backward(gradient=...)` can become ``.grad`` itself.
-    """
+    """Tell whether another live tensor uses the storage of a strided ``grad``."""
+    # A tensor that the script gave as `backward(gradient=...)` can become ``.grad`` itself.
     storage = grad.untyped_storage()
     # One user is the gradient, one is the handle that is being looked at.
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # noqa: SLF001, PLR2004
 
 
 def overlapping(grads: Sequence[Tensor]) -> set[int]:
-    """Return the indices of strided gradients whose memory overlaps with that of another one.
-
-    One tensor given to two roots can become the ``.grad`` of both.
-    """
+    """Return the indices of gradients that share memory: one given to two roots becomes that of both."""
     spans = sorted(
         (grad.data_ptr(), grad.data_ptr() + grad.numel() * grad.element_size(), index)
         for index, grad in enumerate(grads)
@@ -241,10 +223,7 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
 
 
 def set_found_inf(optimizer: Optimizer, flag: Tensor) -> None:
-    """Tell a fused optimizer by a flag on the device whether to leave everything as it is.
-
-    It is what `GradScaler` tells it by; nothing else is the way to read a flag without the host.
-    """
+    """Tell a fused optimizer by a flag on the device, as `GradScaler` does, whether to touch nothing."""
     fused = cast("Any", optimizer)
     fused.grad_scale, fused.found_inf = None, flag
 
@@ -256,11 +235,8 @@ def clear_found_inf(optimizer: Optimizer) -> None:
 
 
 def reinstall_hooks(param: Tensor) -> None:
-    """Bring the hooks of a parameter back to life after its content was swapped with another tensor.
-
-    The tables of hooks stay where they are then, but nothing calls them any more; assigning them
-    makes torch install them anew.
-    """
+    """Bring the hooks of a parameter back to life after its content was swapped with another tensor."""
+    # The tables stay, but nothing calls them any more; assigning them makes torch install them anew.
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(param, table, None)) is not None:
             setattr(param, table, hooks)

@@ -33,8 +33,8 @@ class Flag:
     fed: bool
     # Of a value: what stays as long as a backward pass can come back to it.
     graph: weakref.ref[object] | None = None
-    # A value that needs no gradient, such as a batch, in a forward that is trained through: no pass comes
-    # back to it, and the next one tells.
+    # A leaf, such as a batch, in a forward that is trained through: no hook waits for it, and the next pass
+    # tells.
     waits: bool = False
 
     @property
@@ -87,11 +87,10 @@ class Flags:
         self._most = max(_MOST, 2 * len(kept))
 
     def take(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
-        """Return the flags that an update of ``clock`` has to answer for, with their counts.
+        """Return the flags that an update has to answer for, with their counts. Reads the device once.
 
-        Those of the ``common`` clock belong to modules that no optimizer owns, such as a backbone that is
-        left out: whichever update comes next answers for them. Those of forwards that fed no update are
-        dropped; where one of them was non-finite, that is an event. Reads the device once.
+        Those of the ``common`` clock belong to modules that no optimizer owns: whichever update comes next
+        answers for them. Those of forwards that fed no update are dropped, with an event where need be.
         """
         counted = _counted(flag for flag in self._flags if flag.counter() in (counter, common))
         self._flags = [flag for flag in self._flags if flag.counter() not in (counter, common)]

@@ -222,7 +222,8 @@ class ActivationRules:
         ref, counter = rule.ref, partial(self.counters.of, owner)
         flag = Flag(rule, name, str(ref), counter, bad, fed=ref.grad or again)
         if not flag.fed and torch.is_grad_enabled():
-            if tensor.requires_grad:
+            # On a leaf the hooks of all passes would stay.
+            if tensor.requires_grad and not tensor.is_leaf:
                 feeds = FeedsHook(flag)
                 flag.graph = weakref.ref(feeds)
                 _torch.register_hook(tensor, feeds)

@@ -28,15 +28,12 @@ def has_others() -> bool:
 def lacking(
     rules: RuleSet, plans: Mapping[str, Plan], *, alone: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """Return what is wrong with rules that match too little on all ranks together, and what only here.
+    """Return what is wrong with rules that match too little on all ranks, and where what is lacking here is.
 
     Args:
         rules: in file order.
         plans: of the models of this rank, by what they are called.
         alone: the rules are meant for this model; one for models of another class may have none.
-
-    Returns:
-        The errors; and by the id of a rule that matches nothing here, which ranks have what it matches.
     """
     models = {title: plan.manifest for title, plan in plans.items()}
     if not has_others():

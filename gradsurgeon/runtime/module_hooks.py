@@ -33,16 +33,10 @@ class _Call(NamedTuple):
     # Whether the gradient of a view is meant, because others use the tensor too.
     needs_view: Callable[[Tensor], bool]
 
-    def act(self, tensor: Tensor) -> Tensor:
-        return self.tensor_hooks.act(self.due, tensor, self.owner, self.needs_view)
-
     def exchanged(
         self, structure: Any, path_of: Callable[[Path], Path] = lambda path: path
     ) -> dict[Path, Tensor]:
-        """Run rules on the tensors of a structure; return those to be exchanged, by path.
-
-        ``path_of`` maps the path that a rule names to one in the structure.
-        """
+        """Run rules on the tensors of a structure, found by ``path_of``; return the exchanged, by path."""
         exchanged: dict[Path, Tensor] = {}
         done: dict[tuple[int, tuple[str, ...]], Tensor] = {}
         named = {
@@ -57,7 +51,7 @@ class _Call(NamedTuple):
             # One tensor in several places, as query, key and value, is acted on once.
             key = (id(tensor), rules)
             if key not in done:
-                done[key] = self._replace(due=due).act(tensor)
+                done[key] = self.tensor_hooks.act(due, tensor, self.owner, self.needs_view)
             if done[key] is not tensor:
                 exchanged[path] = done[key]
         return exchanged
@@ -86,8 +80,6 @@ class ModuleHook:
     def __init__(self, tensor_hooks: TensorHooks, name: str, rules: Sequence[Rule]) -> None:
         self._tensor_hooks = weakref.ref(tensor_hooks)
         self._timetable = ModuleSchedule(rules, name, name)
-        # Where a module takes or returns one tensor, and no rule names a part, all is known ahead.
-        self._whole = not any(rule.ref.path for rule in rules)
 
     def _begin(self, module: nn.Module, needs_view: Callable[[Tensor], bool]) -> _Call | None:
         """Return what the rules have to do now, ``None`` where all of them rest."""
@@ -95,8 +87,7 @@ class ModuleHook:
         if tensor_hooks is None:
             return None
         due = tensor_hooks.due(self._timetable, training=module.training)
-        owner = self._timetable.owner
-        return None if due is None else _Call(tensor_hooks, owner, due, needs_view)
+        return due and _Call(tensor_hooks, self._timetable.owner, due, needs_view)
 
 
 class InputHook(ModuleHook):
@@ -112,9 +103,6 @@ class InputHook(ModuleHook):
         call = self._begin(module, lambda _: not in_place)
         if call is None:
             return None
-        if self._whole and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-            out = call.act(args[0])
-            return None if out is args[0] else ((out,), kwargs)
         arguments = _Arguments(module, args, kwargs)
         exchanged = call.exchanged(arguments.named, arguments.path)
         return arguments.exchange(exchanged) if exchanged else None
@@ -136,9 +124,6 @@ class OutputHook(ModuleHook):
         call = self._begin(module, needs_view)
         if call is None:
             return None
-        if self._whole and isinstance(output, Tensor):
-            out = call.act(output)
-            return None if out is output else out
         exchanged = call.exchanged(output)
         return with_tensors(output, exchanged) if exchanged else None
 
@@ -148,7 +133,7 @@ class _Arguments:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._args, self._kwargs = args, kwargs
-        self._names = list(inspect.signature(type(module).forward).parameters)[1:]  # without `self`
+        self._forward = type(module).forward
         self.named: dict[int | str, Any] = dict(enumerate(args))
         self.named.update(kwargs)
 
@@ -158,12 +143,12 @@ class _Arguments:
             # A tensor that is the only one goes by the name of the module.
             paths = [path for path, _ in tensors_in(self.named)]
             return paths[0] if len(paths) == 1 else ()
+        names = list(inspect.signature(self._forward).parameters)[1:]  # without `self`
         first = path[0]
-        if isinstance(first, str) and first not in self._kwargs and first in self._names:
-            index = self._names.index(first)
-            first = index if index < len(self._args) else first
-        elif isinstance(first, int) and len(self._args) <= first < len(self._names):
-            first = self._names[first]
+        if isinstance(first, str) and first in names[: len(self._args)]:
+            first = names.index(first)
+        elif isinstance(first, int) and len(self._args) <= first < len(names):
+            first = names[first]
         return (first, *path[1:])
 
     def exchange(self, new: Mapping[Path, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -226,11 +211,7 @@ class ModuleHooks:
         self._hooked: dict[str, tuple[weakref.ref[nn.Module], list[RemovableHandle]]] = {}
 
     def refresh(self, modules: Mapping[str, nn.Module]) -> list[tuple[str, bool]]:
-        """Put the hooks on the modules that now stand under the names.
-
-        Returns:
-            The names of those that were exchanged, and whether there is one in their place.
-        """
+        """Put the hooks on the modules under the names; return the exchanged, and whether one is there."""
         exchanged = []
         for program in self._programs:
             module = modules.get(program.name)

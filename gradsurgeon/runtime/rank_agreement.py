@@ -26,18 +26,14 @@ from gradsurgeon.runtime.step_decision import FINE, then_of
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What the ranks have come to, or one that is on its own.
+    """What the ranks have come to, or one that is on its own."""
 
-    Attributes:
-        severity: the largest of all.
-        source: the first rank that has it.
-        guilty: the ranks that contributed what is not finite to an average.
-        groups: over which they met; none where this rank decides alone.
-    """
-
+    # The largest of all, and the first rank that has it.
     severity: int
     source: int
+    # The ranks that contributed what is not finite to an average.
     guilty: tuple[int, ...] = ()
+    # Over which they met; none where this rank decides alone.
     groups: _dist.Groups = ()
 
     def hear(self, cause: Cause) -> Cause:
@@ -78,29 +74,20 @@ class RankAgreement:
         return bool(self._with_rules(self._context.ranks.shard_groups(tensors)))
 
     def is_paused_anywhere(self, tensors: Sequence[int]) -> bool:
-        """Tell whether the rules are to rest in a step.
-
-        A pause on one rank is a pause on all that have a part of what a rule would edit: half a clip is
-        none. A collective there.
-        """
+        """Tell whether the rules are to rest in a step. A collective where an edit is divided over ranks."""
         context = self._context
+        # A pause on one rank is a pause on all that have a part of what is edited: half a clip is none.
         groups = self._with_rules(context.ranks.shard_groups(tensors)) if self._edits else ()
         if not groups:
             return context.paused
         resting, rank = ranks.worst(int(context.paused), groups)
         if resting and not context.paused:
-            text = (
-                f"rank {rank} is paused and has a part of what the rules would edit, so that they rest on "
-                "this rank as well"
-            )
+            text = f"rank {rank} is paused and has a part of what the rules would edit: they rest here as well"
             context.event_log.once("paused", text, step=context.counters.latest, warn=True)
         return bool(resting)
 
     def meet(self, counter: StepCounter, severity: int, *, guilty: bool) -> Meeting:
-        """Let all ranks learn how the worst off of them is. A collective where they meet.
-
-        A rank is guilty that contributed what is not finite to an average.
-        """
+        """Let all ranks learn how the worst off of them is. A collective where they meet."""
         alone = Meeting(severity, _dist.rank(), (_dist.rank(),) if guilty else ())
         # Not by what a rule has matched: ranks may have different parts of the model.
         due = any(rule.steps.due(counter.step) for rule in self._deciding)

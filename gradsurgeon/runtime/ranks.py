@@ -48,12 +48,10 @@ class Ranks:
 
     Process groups are asked for whenever they are needed and never kept: one that outlives its
     destruction by the script brings the process down when it ends.
-
-    Args:
-        params: returns the parameters of the model as they are now.
     """
 
     def __init__(self, params: Callable[[], Sequence[Tensor | None]]) -> None:
+        # As they are now.
         self._params = params
         self._known = False
         # In the same order on all ranks.
@@ -71,10 +69,9 @@ class Ranks:
             known.reduced = _dist.reduces(wrapper)
             if _dist.is_joining(wrapper):
                 raise GradSurgeonError(
-                    "the model trains under `Join`, where ranks run out of inputs at different steps: "
-                    "they could no longer agree on a trap or on the number of a step; give every rank "
-                    "the same number of batches (`drop_last`, `DistributedSampler`), or train without "
-                    "rules"
+                    "the model trains under `Join`, where ranks take different numbers of steps and cannot "
+                    "agree on any: give every rank the same number of batches (`drop_last`, "
+                    "`DistributedSampler`), or train without rules"
                 )
 
     def _live(self) -> Iterator[tuple[Any, _Wrapper]]:
@@ -131,19 +128,14 @@ class Ranks:
         They are the same on all of them, where names may differ: each rank can have experts of its own.
         """
         params = self._params()
-        wrapped = [
-            param
-            for wrapper, _ in self._live()
-            if wrapper.process_group == group
-            for param in wrapper.parameters()
-        ]
-        divided = [
-            param
-            for indices in self._meshes
-            for param in map(params.__getitem__, indices)
-            if param is not None and group in _dist.mesh_groups(param)
-        ]
-        return [tuple(param.shape) for param in (*wrapped, *divided)]
+        found: list[Tensor] = []
+        for wrapper, _ in self._live():
+            if wrapper.process_group == group:
+                found += wrapper.parameters()
+        for param in (params[index] for indices in self._meshes for index in indices):
+            if param is not None and group in _dist.mesh_groups(param):
+                found.append(param)
+        return [tuple(param.shape) for param in found]
 
     @property
     def is_reducing(self) -> bool:

@@ -161,7 +161,7 @@ def test_a_pause_on_one_part_of_an_edit_is_a_pause_on_all(ranks: list[dict[str, 
         assert run["weights"] == ranks[0]["paused edits"]["weights"]
         assert kinds(run) == ([("notice", 1, "")] if number == 0 else [])
     assert ranks[0]["paused edits"]["said"] == [
-        "rank 1 is paused and has a part of what the rules would edit, so that they rest on this rank as well"
+        "rank 1 is paused and has a part of what the rules would edit: they rest here as well"
     ]
 
 

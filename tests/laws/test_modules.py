@@ -915,6 +915,21 @@ def test_a_rule_on_the_output_of_a_module_that_returns_its_parameter_acts_once()
     assert not model.a.held._backward_hooks
 
 
+def test_a_trap_on_a_returned_parameter_leaves_no_hook_on_it() -> None:
+    model = make(ReturnsParameter)
+    trap = {"action": "nan-trap", "modules": "a", "tensor": "output"}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules(trap)):
+        for _ in range(3):
+            model()
+        assert not model.a.held._backward_hooks
+        with torch.no_grad():
+            model.a.held[0] = math.nan
+        model().sum().backward()
+        with pytest.raises(NonFiniteGradientError, match="r0"):
+            optimizer.step()
+
+
 def test_a_rule_on_a_tag_acts_once_on_a_leaf_however_often_it_is_tagged() -> None:
     entry = {"action": "scale", "tensors": "x", "factor": 0.5}
     model = nn.Identity()
