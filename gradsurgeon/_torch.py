@@ -75,10 +75,7 @@ def awaits(param: Tensor) -> bool:
 
 
 def is_unreadable(tensor: Tensor) -> bool:
-    """Tell whether a tensor has no numbers to read.
-
-    On the meta device, while `torch.export` traces, or where it stands for a whole batch under `vmap`.
-    """
+    """Tell whether a tensor is on the meta device, of a trace of `torch.export`, or a batch of `vmap`."""
     fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
     if tensor.is_meta or (fake is not None and isinstance(tensor, fake.FakeTensor)):
         return True
@@ -92,8 +89,7 @@ def is_unreadable(tensor: Tensor) -> bool:
 def aside(tensor: Tensor) -> AbstractContextManager[Tensor]:
     """Give the numbers of a tensor for work that is no part of a `torch.func` transform.
 
-    Inside one, torch refuses to write to what was there before, such as a counter, and whatever is
-    made there is dead once it is over.
+    Inside one, torch writes to nothing that was there before, and what is made there dies with it.
     """
     inside = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
     return _unwrapped(tensor) if inside else nullcontext(tensor)
@@ -255,15 +251,11 @@ def post_accumulate_hooks(param: Tensor) -> list[Callable[[Tensor], None]]:
 
 
 def register_hook(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """Register a tensor hook; a tensor it returns takes the place of the gradient."""
-    handle: RemovableHandle = param.register_hook(hook)  # type: ignore[no-untyped-call]
-    return handle
+    return cast("RemovableHandle", cast("Any", param).register_hook(hook))
 
 
 def register_post_accumulate_hook(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Register a hook that runs once ``.grad`` of a leaf holds this pass's contribution."""
-    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return handle
+    return cast("RemovableHandle", cast("Any", param).register_post_accumulate_grad_hook(hook))
 
 
 def uncompiled(reason: object) -> Callable[[_Function], _Function]:

@@ -19,17 +19,14 @@ _MOST = 4096
 
 @dataclass(slots=True)
 class Flag:
-    """The number of non-finite elements of one tensor at the moment it existed.
-
-    ``fed`` says that it takes part in an update: a gradient does, a value does once backward has
-    come back to it.
-    """
+    """The number of non-finite elements of one tensor at the moment it existed."""
 
     rule: Rule
     name: str
     what: str
     counter: Callable[[], StepCounter]
     count: Tensor
+    # Whether it takes part in an update: a gradient does, a value once backward has come back to it.
     fed: bool
     # Of a value: what stays as long as a backward pass can come back to it.
     graph: weakref.ref[object] | None = None
@@ -63,10 +60,8 @@ class Flags:
             flag.fed |= flag.waits
 
     def is_known(self, rule: str, name: str) -> bool:
-        """Tell whether the forward pass that is now run again has left a flag that can feed an update.
-
-        Reentrant checkpointing runs it without gradients first.
-        """
+        """Tell whether the forward pass that is now run again has left a flag that can feed an update."""
+        # Reentrant checkpointing runs it without gradients first.
         last = self._last.get((rule, name))
         return last is not None and (last.fed or last.waits or last.graph is not None)
 

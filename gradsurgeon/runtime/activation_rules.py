@@ -158,10 +158,8 @@ class ActivationRules:
             self.context.event_log.once(topic, text, rule=rule.id, step=step, warn=True)
 
     def has_edited(self, rule: Rule, tensor: Tensor) -> bool:
-        """Tell whether a rule has edited this very tensor, or is about to edit its gradient.
-
-        A container returns the tensor of its last child; a rule that matches both acts once.
-        """
+        """Tell whether a rule has edited this very tensor, or is about to edit its gradient."""
+        # A container returns the tensor of its last child; a rule that matches both acts once.
         return rule.id in self._edited.get(tensor, ())
 
     def mark_edited(self, rule: Rule, tensor: Tensor) -> None:
@@ -170,11 +168,7 @@ class ActivationRules:
             self._edited.setdefault(tensor, set()).add(rule.id)
 
     def _edit(self, rule: Rule, tensor: Tensor, step: int | None, scale: Tensor | None) -> Tensor:
-        """Return an edited value or gradient.
-
-        ``step`` is what the edit counts for, ``None`` where it repeats one that has been counted, and
-        ``scale`` what a `GradScaler` has multiplied the tensor by.
-        """
+        """Return an edited value or gradient. Without a ``step`` it repeats an edit that was counted."""
         edit, event_log = self.context.edits[rule.id], self.context.event_log
         if step is not None:
             event_log.fired(rule.id, step)

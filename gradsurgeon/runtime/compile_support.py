@@ -48,11 +48,7 @@ class CompileSupport:
             self._event_log.emit("notice", text, step=step, warn=True)
 
     def detach(self, step: int | None) -> None:
-        """Let code that was compiled around hooks be compiled anew without them.
-
-        Args:
-            step: where the model lives on, the step at which its rules are taken off.
-        """
+        """Let code that was compiled around hooks be compiled anew, where the model lives on after a step."""
         _programs.remove(self._program)
         # Torch has given up on a loop around a graph break, and does not try again by itself.
         if step is not None and self._program.modules and _torch.forget_compiled_code():

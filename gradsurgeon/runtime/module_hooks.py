@@ -161,9 +161,8 @@ class _Arguments:
 class _Copied:
     """What copies and saved files get of a table of hooks: the entries that are not ours.
 
-    Torch copies and pickles the tables of a module along with it. This stands on the table itself as
-    ``__reduce__``, which whoever copies or pickles asks it for, so that the table remains the very
-    one that handles of the script hold, of the type that torch and its compiler expect.
+    It stands on the table itself as ``__reduce__``, so that the table remains the very one that handles
+    of the script hold, of the type that torch and its compiler expect.
     """
 
     def __init__(self, table: OrderedDict[int, Any]) -> None:

@@ -56,11 +56,7 @@ class RankAgreement:
         self._complete: dict[str, bool] = {}
 
     def find_sessions(self, tensors: Sequence[int], *, update: bool) -> None:
-        """Find the other ranks, before the first measure or update that they take together.
-
-        Raises:
-            GradSurgeonError: they do not have the rules, and this one cannot go on without.
-        """
+        """Find the other ranks, before the first measure or update that they take together."""
         if self._measures:
             self._with_rules(self._context.ranks.shard_groups(tensors))
         if update and (self._deciding or self._drifts):
@@ -161,10 +157,7 @@ def _decides(rule: Rule) -> bool:
 
 
 def _edits_updates(rule: Rule) -> bool:
-    """Tell whether weights come to differ where only some ranks have a rule.
-
-    What a rule changes before gradients are averaged, all ranks get.
-    """
+    """Tell whether weights differ where some ranks lack a rule: all get what changes before the average."""
     return isinstance(rule, _CHANGING) and rule.target == "params" and rule.point == "step"
 
 

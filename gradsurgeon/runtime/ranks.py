@@ -60,11 +60,7 @@ class Ranks:
         self._meshes: list[list[int]] = []
 
     def backward_started(self) -> None:
-        """Find out, when a backward pass begins, whether it reduces over ranks.
-
-        Raises:
-            GradSurgeonError: the ranks may take different numbers of steps.
-        """
+        """Find out, when a backward pass begins, whether it reduces over ranks; refuse uneven steps."""
         for wrapper, known in self._live():
             known.reduced = _dist.reduces(wrapper)
             if _dist.is_joining(wrapper):
@@ -111,10 +107,8 @@ class Ranks:
         return tuple(dict.fromkeys(groups))
 
     def reduction_groups(self, tensors: Sequence[int]) -> _dist.Groups:
-        """Return the groups over which the last backward pass averages gradients (DDP).
-
-        A parameter in the care of a wrapper counts, though it was told to leave it alone.
-        """
+        """Return the groups over which the last backward pass averages gradients (DDP)."""
+        # A parameter in the care of a wrapper counts, though it was told to leave it alone.
         groups = []
         for wrapper, known in self._live():
             reduced = _dist.reduces(wrapper) if known.reduced is None else known.reduced
@@ -123,10 +117,8 @@ class Ranks:
         return tuple(dict.fromkeys(groups))
 
     def shapes(self, group: Any) -> list[tuple[int, ...]]:
-        """Return the shapes of what the ranks of a group average or divide.
-
-        They are the same on all of them, where names may differ: each rank can have experts of its own.
-        """
+        """Return the shapes of what the ranks of a group average or divide."""
+        # They are the same on all of them, where names may differ: each rank can have experts of its own.
         params = self._params()
         found: list[Tensor] = []
         for wrapper, _ in self._live():
@@ -139,10 +131,7 @@ class Ranks:
 
     @property
     def is_reducing(self) -> bool:
-        """Whether the running backward pass ends with an average over ranks (DDP).
-
-        What a rank contributes is gone by then: who wants to know must look before.
-        """
+        """Whether the running backward pass ends with an average over ranks, and contributions are lost."""
         return any(_dist.reduces(wrapper) for wrapper, _ in self._live())
 
     def averaged(self) -> frozenset[int]:

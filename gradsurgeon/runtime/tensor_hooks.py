@@ -41,12 +41,10 @@ class TensorHooks:
         due: Due,
         tensor: Tensor,
         owner: str,
+        # Whether the gradient of a view is meant, because others use the tensor too.
         needs_view: Callable[[Tensor], bool] = lambda _: False,
     ) -> Tensor:
-        """Run rules on a tensor, and have them run on its gradient; return the tensor to go on with.
-
-        ``needs_view`` tells whether the gradient of a view is meant, because others use the tensor too.
-        """
+        """Run rules on a tensor, and have them run on its gradient; return the tensor to go on with."""
         out = self.sites.on_value(due.values, tensor, owner)
         if due.grads and out.requires_grad and torch.is_grad_enabled():
             # Other tensors go with their graph. A leaf stays, and so would its hooks, which would act once
