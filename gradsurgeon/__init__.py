@@ -100,46 +100,28 @@ __all__ = [
 
 # Modules are imported when a name of theirs is first asked for.
 _NAMES = {
-    "actions": (
-        "CaptureRule",
-        "Decision",
-        "Edit",
-        "EditRule",
-        "Example",
-        "FreezeRule",
-        "Observer",
-        "ObserverRule",
-        "TrapRule",
-    ),
-    "actions.capture": ("Capture",),
-    "actions.clamp": ("Clamp",),
-    "actions.clip_norm": ("ClipNorm",),
-    "actions.freeze": ("Freeze",),
-    "actions.nan_trap": ("NanTrap",),
-    "actions.norm_log": ("NormLog",),
-    "actions.sanitize": ("Sanitize",),
-    "actions.scale": ("Scale",),
-    "actions.zero": ("Zero",),
-    "api": ("apply", "load", "open_run", "plan", "remove", "tag"),
-    "errors": (
-        "BindError",
-        "GradSurgeonError",
-        "GradSurgeonWarning",
-        "ManifestError",
-        "ModelError",
-        "NonFiniteGradientError",
-        "RecordError",
-        "RuleFileError",
-    ),
-    "events": ("Event", "RuleStatus"),
-    "planning": ("Binding", "Manifest", "Plan"),
-    "report": ("Report",),
-    "runtime": ("Session",),
-    "schema": ("RuleSet",),
-    "statistics": ("Statistic", "add_statistic"),
-    "store.run": ("Run",),
+    "actions": "CaptureRule Decision Edit EditRule Example FreezeRule Observer ObserverRule TrapRule",
+    "actions.capture": "Capture",
+    "actions.clamp": "Clamp",
+    "actions.clip_norm": "ClipNorm",
+    "actions.freeze": "Freeze",
+    "actions.nan_trap": "NanTrap",
+    "actions.norm_log": "NormLog",
+    "actions.sanitize": "Sanitize",
+    "actions.scale": "Scale",
+    "actions.zero": "Zero",
+    "api": "apply load open_run plan remove tag",
+    "errors": "BindError GradSurgeonError GradSurgeonWarning ManifestError ModelError "
+    "NonFiniteGradientError RecordError RuleFileError",
+    "events": "Event RuleStatus",
+    "planning": "Binding Manifest Plan",
+    "report": "Report",
+    "runtime": "Session",
+    "schema": "RuleSet",
+    "statistics": "Statistic add_statistic",
+    "store.run": "Run",
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:

@@ -9,24 +9,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 _ABSENT = object()
 
 
 class Patch:
-    """Calls of one function that go through ``around`` until `undo`.
+    """Calls of a function go through ``around``, which is given the function itself, until `undo`."""
 
-    Args:
-        owner: the module, class or object that has the function.
-        name: of the function.
-        around: called in its place, with the function itself and the arguments of the call.
-    """
-
-    def __init__(
-        self, owner: type | ModuleType | object, name: str, around: Callable[..., Any]
-    ) -> None:
+    def __init__(self, owner: object, name: str, around: Callable[..., Any]) -> None:
         self._owner = owner
         self._name = name
         # As it is stored: a class keeps a static method as an object that `getattr` would unwrap.
@@ -40,15 +31,13 @@ class Patch:
                 return original(*args, **kwargs)
             return around(original, *args, **kwargs)
 
-        wrapped = staticmethod(patched) if isinstance(self._stored, staticmethod) else patched
-        self._ours = wrapped
-        setattr(owner, name, wrapped)
+        self._ours = staticmethod(patched) if isinstance(self._stored, staticmethod) else patched
+        setattr(owner, name, self._ours)
 
     def undo(self) -> bool:
-        """Put the function back if nobody has replaced ours; pass calls on to it otherwise.
+        """Put the function back, or only pass calls on where ours was replaced; tell whether it is off.
 
-        Returns:
-            Whether it is off. One that only passes calls on can be made ``active`` again.
+        One that only passes calls on can be made ``active`` again.
         """
         self.active = False
         if inspect.getattr_static(self._owner, self._name, None) is not self._ours:

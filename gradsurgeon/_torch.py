@@ -22,10 +22,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def queue_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the outermost running backward pass has finished.
+    """Run ``callback`` when the outermost running backward pass, in which this is called, has finished.
 
-    Must be called from inside a backward pass. DDP and FSDP use the same engine call; an exception
-    in the callback leaves `backward()` as it is.
+    DDP and FSDP use the same engine call; an exception in the callback leaves `backward()` as it is.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
 
@@ -65,10 +64,7 @@ def accumulates(param: Tensor) -> bool:
 
 
 def in_compiled_autograd() -> bool:
-    """Tell whether the running backward pass is one graph, made by compiled autograd.
-
-    It calls all hooks, but never what `queue_callback` was given.
-    """
+    """Tell whether compiled autograd runs the backward pass: it never calls what was queued."""
     module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.in_compiled_autograd_region)
 
@@ -80,33 +76,22 @@ def is_capturing() -> bool:
     return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
-def is_batched(tensor: Tensor) -> bool:
-    """Tell whether a tensor stands for a whole batch of them, under `vmap` and what is made with it.
-
-    Such a tensor must not outlive the call, and nothing can be read from it.
-    """
-    functorch = torch._C._functorch  # noqa: SLF001
-    if functorch.is_legacy_batchedtensor(tensor):
+def is_unreadable(tensor: Tensor) -> bool:
+    """Tell whether a tensor is on the meta device, of a trace of `torch.export`, or a batch of `vmap`."""
+    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    if tensor.is_meta or (fake is not None and isinstance(tensor, fake.FakeTensor)):
         return True
+    functorch = torch._C._functorch  # noqa: SLF001
     # Transforms inside one another wrap in layers.
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
-            return True
+    while functorch.is_functorch_wrapped_tensor(tensor) and not functorch.is_batchedtensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
-    return False
-
-
-def is_hollow(tensor: Tensor) -> bool:
-    """Tell whether a tensor has no numbers: on the meta device, or while `torch.export` traces."""
-    module: Any = sys.modules.get("torch._subclasses.fake_tensor")
-    return tensor.is_meta or (module is not None and isinstance(tensor, module.FakeTensor))
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
 def aside(tensor: Tensor) -> AbstractContextManager[Tensor]:
     """Give the numbers of a tensor for work that is no part of a `torch.func` transform.
 
-    Inside one, torch refuses to write to what was there before, such as a counter, and whatever is
-    made there is dead once it is over.
+    Inside one, torch writes to nothing that was there before, and what is made there dies with it.
     """
     inside = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
     return _unwrapped(tensor) if inside else nullcontext(tensor)
@@ -188,32 +173,21 @@ def send(parts: Sequence[Tensor]) -> Arrival:
 
 
 def flattened(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of strided tensors of one dtype and device, one after another.
-
-    A lone tensor may share its memory with the result.
-
-    In one call: a view of each and `torch.cat` take twice as long on small tensors. It is what DDP
-    fills its buckets with.
-    """
-    flat: Tensor = torch._C._nn.flatten_dense_tensors(list(tensors))  # noqa: SLF001
-    return flat
+    """Return the elements of tensors of one dtype and device; those of a lone one may stay where they are."""
+    # A view of each and `torch.cat` take twice as long on small tensors. DDP fills its buckets with it.
+    return torch._C._nn.flatten_dense_tensors(list(tensors))  # noqa: SLF001
 
 
 def shares_storage(grad: Tensor) -> bool:
-    """Tell whether another live tensor uses the storage of a strided ``grad``.
-
-    A tensor that the script gave as `backward(gradient=...)` can become ``.grad`` itself.
-    """
+    """Tell whether another live tensor uses the storage of a strided ``grad``."""
+    # A tensor that the script gave as `backward(gradient=...)` can become ``.grad`` itself.
     storage = grad.untyped_storage()
     # One user is the gradient, one is the handle that is being looked at.
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # noqa: SLF001, PLR2004
 
 
 def overlapping(grads: Sequence[Tensor]) -> set[int]:
-    """Return the indices of strided gradients whose memory overlaps with that of another one.
-
-    One tensor given to two roots can become the ``.grad`` of both.
-    """
+    """Return the indices of gradients that share memory: one given to two roots becomes that of both."""
     spans = sorted(
         (grad.data_ptr(), grad.data_ptr() + grad.numel() * grad.element_size(), index)
         for index, grad in enumerate(grads)
@@ -247,10 +221,7 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
 
 
 def set_found_inf(optimizer: Optimizer, flag: Tensor) -> None:
-    """Tell a fused optimizer by a flag on the device whether to leave everything as it is.
-
-    It is what `GradScaler` tells it by; nothing else is the way to read a flag without the host.
-    """
+    """Tell a fused optimizer by a flag on the device, as `GradScaler` does, whether to touch nothing."""
     fused = cast("Any", optimizer)
     fused.grad_scale, fused.found_inf = None, flag
 
@@ -262,11 +233,8 @@ def clear_found_inf(optimizer: Optimizer) -> None:
 
 
 def reinstall_hooks(param: Tensor) -> None:
-    """Bring the hooks of a parameter back to life after its content was swapped with another tensor.
-
-    The tables of hooks stay where they are then, but nothing calls them any more; assigning them
-    makes torch install them anew.
-    """
+    """Bring the hooks of a parameter back to life after its content was swapped with another tensor."""
+    # The tables stay, but nothing calls them any more; assigning them makes torch install them anew.
     for table in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(param, table, None)) is not None:
             setattr(param, table, hooks)
@@ -280,15 +248,11 @@ def forget_empty_hooks(param: Tensor) -> None:
 
 
 def register_hook(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
-    """Register a tensor hook; a tensor it returns takes the place of the gradient."""
-    handle: RemovableHandle = param.register_hook(hook)  # type: ignore[no-untyped-call]
-    return handle
+    return cast("RemovableHandle", cast("Any", param).register_hook(hook))
 
 
 def register_post_accumulate_hook(param: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Register a hook that runs once ``.grad`` of a leaf holds this pass's contribution."""
-    handle: RemovableHandle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-    return handle
+    return cast("RemovableHandle", cast("Any", param).register_post_accumulate_grad_hook(hook))
 
 
 def uncompiled(reason: object) -> Callable[[_Function], _Function]:
@@ -303,8 +267,7 @@ def uncompiled(reason: object) -> Callable[[_Function], _Function]:
 
     def mark(function: _Function) -> _Function:
         # Frames of this function are run as they are, and so are all that they call.
-        if not _set_compile_strategy(function, "SKIP", callees="SKIP"):
-            return cast("_Function", cast("Any", torch.compiler).disable(function))
+        _skip_frames(function, callees="SKIP")
         # Tracers that come upon a call of it stop here.
         cast("Any", function)._torchdynamo_disable = True  # noqa: SLF001
         cast("Any", function)._torchdynamo_disable_msg = reason  # noqa: SLF001
@@ -313,36 +276,16 @@ def uncompiled(reason: object) -> Callable[[_Function], _Function]:
     return mark
 
 
-def compile_apart(function: Callable[..., Any], *, allowed: bool) -> None:
-    """Say whether a function that a graph break has left outside may become a graph of its own."""
-    # Older releases of torch cannot be told: there it does, and counts towards the limit of graphs.
-    _set_compile_strategy(function, "DEFAULT" if allowed else "SKIP", callees="DEFAULT")
+def compile_within_caller(function: Callable[..., Any]) -> None:
+    """Let a function be part of the graph of who calls it, but never become a graph of its own."""
+    _skip_frames(function, callees="DEFAULT")
 
 
-def _set_compile_strategy(function: Any, action: str, *, callees: str) -> bool:
-    """Say what `torch.compile` does with frames of a function; ``False`` where torch has no such call."""
-    try:
-        from torch._C._dynamo import eval_frame  # noqa: PLC0415 # older ones lack it
-
-        actions = eval_frame._FrameAction  # noqa: SLF001
-        kinds = (getattr(actions, action), getattr(actions, callees))
-        strategy = eval_frame._FrameExecStrategy(*kinds)  # noqa: SLF001
-        eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    except (ImportError, AttributeError):
-        return False
-    return True
-
-
-def is_compiled_whole(module: Any) -> bool:
-    """Tell whether a module is compiled with ``fullgraph=True``, by wrapping it or in place."""
-    contexts = [vars(module).get("dynamo_ctx")]
-    compiled = vars(module).get("_compiled_call_impl")
-    contexts += [cell.cell_contents for cell in getattr(compiled, "__closure__", None) or ()]
-    # Up to torch 2.8 the context does not say so, but what it calls for each frame does.
-    callbacks = [getattr(context, "callback", None) for context in contexts]
-    return any(getattr(context, "fullgraph", False) is True for context in contexts) or any(
-        getattr(callback, "_one_graph", False) is True for callback in callbacks
-    )
+def _skip_frames(function: Any, *, callees: str) -> None:
+    eval_frame = torch._C._dynamo.eval_frame  # noqa: SLF001
+    actions = eval_frame._FrameAction  # noqa: SLF001
+    strategy = eval_frame._FrameExecStrategy(actions.SKIP, getattr(actions, callees))  # noqa: SLF001
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
 
 
 def forget_compiled_code() -> bool:
@@ -364,12 +307,3 @@ def forget_compiled_code() -> bool:
                 dropped |= bool(eval_frame._debug_get_cache_entry_list(code))  # noqa: SLF001
                 eval_frame.reset_code(code)
     return dropped
-
-
-def job_store() -> Any:
-    """Return the store by which the ranks of the default process group found each other.
-
-    ``check([key])`` and ``set(key, text)`` are documented for every kind of store; only the way to
-    this one is private.
-    """
-    return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001

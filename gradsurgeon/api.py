@@ -198,7 +198,8 @@ def tag(tensor: Tensor, name: str) -> Tensor:
         name: the name that `tensors:` in a rule is matched against.
 
     Returns:
-        The same tensor, unless a rule edits its value.
+        The same tensor; one with another value where a rule edits it, and a view of a leaf whose gradient
+        a rule acts on.
     """
     registry = sys.modules.get("gradsurgeon.runtime.registry")
     return tensor if registry is None else cast("Tensor", registry.tag(tensor, name))
@@ -217,7 +218,7 @@ def _runtime() -> Any:
     from gradsurgeon import _torch  # noqa: PLC0415 # as above
 
     # A graph that breaks at a rule on tags must not break once more in here.
-    _torch.compile_apart(tag, allowed=False)
+    _torch.compile_within_caller(tag)
     return runtime
 
 

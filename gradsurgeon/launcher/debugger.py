@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import gradsurgeon
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _dist
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import NonFiniteGradientError, printable
 from gradsurgeon.launcher.messages import say
@@ -96,7 +96,7 @@ def debug(error: NonFiniteGradientError, traceback: TracebackType) -> None:
         say(f"rank {rank} waits: rank {error.rank} trapped and is in the debugger")
         # Where the other rank kept the store, it has ended with it.
         with suppress(RuntimeError):
-            while not _torch.job_store().check([_OVER]):
+            while not _dist.store().check([_OVER]):
                 time.sleep(_POLL_SECONDS)
         return
     where = f"rank {rank} trapped" if _dist.world() > 1 else "the trap stopped the update"
@@ -105,7 +105,7 @@ def debug(error: NonFiniteGradientError, traceback: TracebackType) -> None:
         pdb.post_mortem(_until_the_script(traceback))
     finally:
         if _dist.world() > 1:
-            _torch.job_store().set(_OVER, "")
+            _dist.store().set(_OVER, "")
 
 
 def _until_the_script(traceback: TracebackType) -> TracebackType:

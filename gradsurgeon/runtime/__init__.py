@@ -1,9 +1,9 @@
 """Attaches a plan to a model. Every hook in the package is registered in this folder."""
 
+from gradsurgeon.runtime._oldest_torch import OLDEST
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.context import Mode, Options
 from gradsurgeon.runtime.matches_on_ranks import has_others, lacking
-from gradsurgeon.runtime.oldest_torch import OLDEST
 from gradsurgeon.runtime.registry import enter, find, tag
 from gradsurgeon.runtime.session import Session
 

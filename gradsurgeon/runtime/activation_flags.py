@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradsurgeon.actions import Rule
@@ -14,28 +13,25 @@ from gradsurgeon.runtime.event_log import EventLog
 from gradsurgeon.runtime.measure import read
 from gradsurgeon.runtime.step_counter import StepCounter
 
-# A long validation between two updates, or many micro-batches, must not pile up flags without end.
+# A long validation between two updates must not pile up flags without end.
 _MOST = 4096
 
 
 @dataclass(slots=True)
 class Flag:
-    """The number of non-finite elements of one tensor at the moment it existed.
-
-    ``fed`` says that it takes part in an update: a gradient does, a value does once backward has
-    come back to it.
-    """
+    """The number of non-finite elements of one tensor at the moment it existed."""
 
     rule: Rule
     name: str
     what: str
     counter: Callable[[], StepCounter]
     count: Tensor
+    # Whether it takes part in an update: a gradient does, a value once backward has come back to it.
     fed: bool
     # Of a value: what stays as long as a backward pass can come back to it.
     graph: weakref.ref[object] | None = None
-    # A value that needs no gradient, such as a batch, in a forward that is trained through: no pass comes
-    # back to it, and the next one tells.
+    # A leaf, such as a batch, in a forward that is trained through: no hook waits for it, and the next pass
+    # tells.
     waits: bool = False
 
     @property
@@ -64,10 +60,8 @@ class Flags:
             flag.fed |= flag.waits
 
     def is_known(self, rule: str, name: str) -> bool:
-        """Tell whether the forward pass that is now run again has left a flag that can feed an update.
-
-        Reentrant checkpointing runs it without gradients first.
-        """
+        """Tell whether the forward pass that is now run again has left a flag that can feed an update."""
+        # Reentrant checkpointing runs it without gradients first.
         last = self._last.get((rule, name))
         return last is not None and (last.fed or last.waits or last.graph is not None)
 
@@ -80,28 +74,18 @@ class Flags:
         self._flags.append(flag)
 
     def _compact(self) -> None:
-        """Drop the flags of forwards that can feed no update, and make one of those of one tensor.
-
-        None that an update has to answer for is lost: a model may have more modules than `_MOST`.
-        """
+        """Drop the flags of forwards that can feed no update any more."""
+        kept = [flag for flag in self._flags if flag.fed or flag.can_feed]
         self._mention(_counted(flag for flag in self._flags if not (flag.fed or flag.can_feed)))
-        kept: list[Flag] = []
-        first: dict[tuple[str, str, torch.device], Flag] = {}
-        for flag in self._flags:
-            same = first.setdefault((*flag.key, flag.count.device), flag) if flag.fed else flag
-            if same is not flag:
-                same.count = same.count + flag.count
-            elif flag.fed or flag.can_feed:
-                kept.append(flag)
         self._flags = kept
+        # A model may have more modules than `_MOST`.
         self._most = max(_MOST, 2 * len(kept))
 
     def take(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
-        """Return the flags that an update of ``clock`` has to answer for, with their counts.
+        """Return the flags that an update has to answer for, with their counts. Reads the device once.
 
-        Those of the ``common`` clock belong to modules that no optimizer owns, such as a backbone that is
-        left out: whichever update comes next answers for them. Those of forwards that fed no update are
-        dropped; where one of them was non-finite, that is an event. Reads the device once.
+        Those of the ``common`` clock belong to modules that no optimizer owns: whichever update comes next
+        answers for them. Those of forwards that fed no update are dropped, with an event where need be.
         """
         counted = _counted(flag for flag in self._flags if flag.counter() in (counter, common))
         self._flags = [flag for flag in self._flags if flag.counter() not in (counter, common)]
@@ -123,8 +107,8 @@ class Flags:
         for flag, count in dropped:
             if count:
                 text = (
-                    f"the {flag.what} of {flag.name} had {count:,} non-finite element"
-                    f"{'s' if count > 1 else ''} in a forward that fed no update: no trap"
+                    f"the {flag.what} of {flag.name} was not finite (elements: {count:,}) in a forward that fed "
+                    "no update: no trap"
                 )
                 rule, step = flag.rule.id, flag.counter().step
                 self._event_log.emit("notice", text, rule=rule, step=step, name=flag.name)

@@ -7,6 +7,7 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from threading import RLock
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +15,85 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _numbers, _statistics, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.edit_effect import changes
-from gradsurgeon.runtime.module_schedule import ModuleCounters, NamedRule
 from gradsurgeon.runtime.norm_clip import NormClip
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
+from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 from gradsurgeon.store import Key
 
-_BATCHED = (
-    "left a tensor of vmap alone, which stands for a whole batch and cannot be looked into "
-    "(torch.func.vmap, jacrev, is_grads_batched): compute this part in a loop if the rule is to act there"
-)
-_HOLLOW = (
-    "left a tensor alone that has a shape and no numbers (the meta device, or torch.export at its trace): "
-    "nothing was measured or edited there; export the model after session.remove()"
+_UNREADABLE = (
+    "left a tensor alone that has no numbers to read (a batch of torch.func.vmap, jacrev or "
+    "is_grads_batched; the meta device; torch.export at its trace): nothing was measured or edited there; "
+    "compute this part in a loop, and export the model after session.remove()"
 )
 # The columns of a row with one value.
 _ALONE = (0,)
+
+
+class NamedRule(NamedTuple):
+    """A rule, and what it calls the tensor that it acts on in records and messages."""
+
+    rule: Rule
+    name: str
+
+
+class Due(NamedTuple):
+    """The rules that act at one moment, in file order: on the value of a tensor, then its gradient."""
+
+    values: tuple[NamedRule, ...]
+    grads: tuple[NamedRule, ...]
+
+
+class ModuleSchedule:
+    """Which of the rules at one place act in a step: asked in every call, worked out once per step."""
+
+    def __init__(self, rules: Sequence[Rule], owner: str, name: str) -> None:
+        self.owner = owner
+        # What the tensor of a rule is takes longer to work out than to act on a small one.
+        self._rules = [(NamedRule(rule, name), rule.ref.grad) for rule in rules]
+        self._known: tuple[int, bool, Due | None] | None = None
+
+    def due(self, step: int, *, training: bool) -> Due | None:
+        """Return the rules that act in a step, ``None`` where all of them rest."""
+        known = self._known
+        if known is None or known[:2] != (step, training):
+            self._known = known = (step, training, self._at(step, training=training))
+        return known[2]
+
+    def _at(self, step: int, *, training: bool) -> Due | None:
+        due = [
+            (named, grad)
+            for named, grad in self._rules
+            if named.rule.steps.due(step) and (training or named.rule.when is None)
+        ]
+        values = tuple(named for named, grad in due if not grad)
+        return Due(values, tuple(named for named, grad in due if grad)) if due else None
+
+
+class ModuleCounters:
+    """The clock of each module: that of the optimizer which owns its first parameter.
+
+    It can become known as late as after the forward pass, so that whoever needs it asks anew.
+    """
+
+    def __init__(self, counters: StepCounters, param_names: Sequence[str]) -> None:
+        self._counters = counters
+        # Per module that holds parameters, the index of the first of them.
+        self._first_params: dict[str, int] = {}
+        for index, name in enumerate(param_names):
+            self._first_params.setdefault(ROOT, index)
+            parts = name.split(".")
+            for depth in range(1, len(parts)):
+                self._first_params.setdefault(".".join(parts[:depth]), index)
+
+    def of(self, module: str) -> StepCounter:
+        param = self._first_params.get(module, self._first_params.get(ROOT))
+        return self._counters.common if param is None else self._counters[param]
 
 
 @dataclass(eq=False)
@@ -45,7 +105,6 @@ class ActivationRules:
     counters: ModuleCounters
     # The rules that have edited a tensor, by id.
     _edited: MutableMapping[Tensor, set[str]] = field(default_factory=WeakTensorKeyDictionary)
-    _keys: dict[tuple[str, str], list[Key]] = field(default_factory=dict)
     # Replicas of one model run in threads, and autograd calls hooks in one thread per device.
     lock: RLock = field(default_factory=RLock)
 
@@ -87,14 +146,10 @@ class ActivationRules:
 
     def is_unreadable(self, tensor: Tensor, rules: Sequence[NamedRule], owner: str) -> bool:
         """Tell whether rules have to leave a tensor alone that has no numbers to read; say so once."""
-        if _torch.is_batched(tensor):
-            topic, text = "vmap", _BATCHED
-        elif _torch.is_hollow(tensor):
-            topic, text = "hollow", _HOLLOW
-        else:
-            return False
-        self.warn(topic, text, rules, owner)
-        return True
+        unreadable = _torch.is_unreadable(tensor)
+        if unreadable:
+            self.warn("unreadable", _UNREADABLE, rules, owner)
+        return unreadable
 
     def warn(self, topic: str, text: str, rules: Sequence[NamedRule], owner: str) -> None:
         """Say of each rule, once, what keeps it from acting on a tensor."""
@@ -103,10 +158,8 @@ class ActivationRules:
             self.context.event_log.once(topic, text, rule=rule.id, step=step, warn=True)
 
     def has_edited(self, rule: Rule, tensor: Tensor) -> bool:
-        """Tell whether a rule has edited this very tensor, or is about to edit its gradient.
-
-        A container returns the tensor of its last child; a rule that matches both acts once.
-        """
+        """Tell whether a rule has edited this very tensor, or is about to edit its gradient."""
+        # A container returns the tensor of its last child; a rule that matches both acts once.
         return rule.id in self._edited.get(tensor, ())
 
     def mark_edited(self, rule: Rule, tensor: Tensor) -> None:
@@ -115,11 +168,7 @@ class ActivationRules:
             self._edited.setdefault(tensor, set()).add(rule.id)
 
     def _edit(self, rule: Rule, tensor: Tensor, step: int | None, scale: Tensor | None) -> Tensor:
-        """Return an edited value or gradient.
-
-        ``step`` is what the edit counts for, ``None`` where it repeats one that has been counted, and
-        ``scale`` what a `GradScaler` has multiplied the tensor by.
-        """
+        """Return an edited value or gradient. Without a ``step`` it repeats an edit that was counted."""
         edit, event_log = self.context.edits[rule.id], self.context.event_log
         if step is not None:
             event_log.fired(rule.id, step)
@@ -150,15 +199,11 @@ class ActivationRules:
                 self._flag(rule, name, tensor, owner)
             self.context.event_log.fired(rule.id, step)
 
-    def _record(self, rule: Rule, name: str, tensor: Tensor, step: int) -> None:
-        keys = self._keys.get((rule.id, name))
-        if keys is None:
-            stats: tuple[str, ...] = getattr(rule, "stats", ())
-            keys = [Key(rule.id, stat, rule.point, (name,)) for stat in stats]
-            self._keys[rule.id, name] = keys
+    def _record(self, rule: ObserverRule, name: str, tensor: Tensor, step: int) -> None:
         with torch.no_grad(), _torch.aside(tensor) as plain:
-            for key in keys:
-                value = _statistics.statistic(key.stat, plain.detach())
+            for stat in rule.stats:
+                key = Key(rule.id, stat, rule.point, (name,))
+                value = _statistics.statistic(stat, plain.detach())
                 self.context.recorder.add(key, step, _ALONE, value, replace=False)
 
     def _flag(
@@ -171,7 +216,8 @@ class ActivationRules:
         ref, counter = rule.ref, partial(self.counters.of, owner)
         flag = Flag(rule, name, str(ref), counter, bad, fed=ref.grad or again)
         if not flag.fed and torch.is_grad_enabled():
-            if tensor.requires_grad:
+            # On a leaf the hooks of all passes would stay.
+            if tensor.requires_grad and not tensor.is_leaf:
                 feeds = FeedsHook(flag)
                 flag.graph = weakref.ref(feeds)
                 _torch.register_hook(tensor, feeds)
@@ -189,7 +235,7 @@ class FeedsHook:
         self._flag = flag
         self.__name__ = f"{flag.rule.id}:{flag.name}"
 
-    @in_backward
+    @uncompiled
     def __call__(self, _grad: Tensor | None) -> None:
         self._flag.fed = True
 

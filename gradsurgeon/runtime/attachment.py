@@ -54,7 +54,7 @@ class Attachment:
             refuse_scaling(program)
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
-        self._compiled = CompileSupport(program, event_log, model)
+        self._compiled = CompileSupport(program, event_log)
         self.controller = Controller(model, self.context, plan, options)
         recorder.late = self.controller.settle
         self._when_removed: Callable[[], None] | None = None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.backward_order import BackwardGraph, Root, roots_of
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
@@ -53,7 +54,7 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
         watches: returns what is to be told of a pass.
     """
 
-    @_torch.uncompiled("gradsurgeon looks at the gradients before and after a backward pass")
+    @uncompiled
     def run(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **named: Any) -> Any:
         known = list(watches())
         scalings = [watch.scaling for watch in known if watch.scaling.in_use]

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.accumulated_rules import after_pass
-from gradsurgeon.runtime.activation_rules import ActivationRules
+from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.final_gradients import FinalGradients
@@ -21,7 +21,6 @@ from gradsurgeon.runtime.hook_registry import HookRegistry
 from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
-from gradsurgeon.runtime.module_schedule import ModuleCounters
 from gradsurgeon.runtime.nan_trap import NanTraps
 from gradsurgeon.runtime.notices import (
     awaits_sum,

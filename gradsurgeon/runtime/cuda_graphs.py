@@ -10,11 +10,6 @@ from gradsurgeon.compiler import Program
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 
-_NOTICE = (
-    "a CUDA graph is being captured: its replays repeat the edits of the rules, but count no step, no "
-    "firing and no change, and tell of no norm that is not finite"
-)
-
 
 def rules_lost_in_replay(program: Program) -> Iterator[tuple[str, str]]:
     """Yield the rules that a replay would silence, each with the reason."""
@@ -27,11 +22,7 @@ def rules_lost_in_replay(program: Program) -> Iterator[tuple[str, str]]:
 
 
 def refuse_graph_capture(context: Context) -> None:
-    """Refuse to be captured with rules that the replays of the graph would silence.
-
-    Raises:
-        GradSurgeonError: naming the first of them.
-    """
+    """Refuse to be captured with rules that the replays of the graph would silence."""
     if not _torch.is_capturing():
         return
     for rule, reason in rules_lost_in_replay(context.program):
@@ -39,4 +30,8 @@ def refuse_graph_capture(context: Context) -> None:
             f"rule {rule}: a CUDA graph is being captured, whose replays run no Python, and {reason}: "
             "capture without the rule (session.pause() or remove()), or train without the graph"
         )
-    context.event_log.once("cuda-graph", _NOTICE, step=context.counters.latest)
+    text = (
+        "a CUDA graph is being captured: its replays repeat the edits of the rules, but count no step, no "
+        "firing and no change, and tell of no norm that is not finite"
+    )
+    context.event_log.once("cuda-graph", text, step=context.counters.latest)

@@ -6,11 +6,11 @@ job, for a limited time: a rank that applies no rules must not be waited for lon
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gradsurgeon import _dist
-from gradsurgeon.planning import Manifest, Plan, is_for, shortfalls
+from gradsurgeon.planning import Plan, is_for, shortfalls
 from gradsurgeon.runtime import session_discovery
 from gradsurgeon.schema import RuleSet
 
@@ -28,15 +28,12 @@ def has_others() -> bool:
 def lacking(
     rules: RuleSet, plans: Mapping[str, Plan], *, alone: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    """Return what is wrong with rules that match too little on all ranks together, and what only here.
+    """Return what is wrong with rules that match too little on all ranks, and where what is lacking here is.
 
     Args:
         rules: in file order.
         plans: of the models of this rank, by what they are called.
         alone: the rules are meant for this model; one for models of another class may have none.
-
-    Returns:
-        The errors; and by the id of a rule that matches nothing here, which ranks have what it matches.
     """
     models = {title: plan.manifest for title, plan in plans.items()}
     if not has_others():
@@ -51,11 +48,12 @@ def lacking(
     ]
     if not asked:
         return [], {}
-    prefix, ranks = _prefix(rules), range(_dist.world())
-    absent = session_discovery.wait_for(prefix, ranks)
+    prefix = _prefix(rules)
     matched: dict[int, Names] = {
-        rank: session_discovery.published(prefix, rank) for rank in ranks if rank not in absent
+        rank: session_discovery.published(prefix, rank)
+        for rank in session_discovery.wait_for(prefix, range(_dist.world()))
     }
+    absent = [rank for rank in range(_dist.world()) if rank not in matched]
     errors: list[str] = []
     notes: dict[str, str] = {}
     for rule in asked:
@@ -63,7 +61,12 @@ def lacking(
         count = len({name for names in matched.values() for name in names.get(rule.id, ())})
         enough = bool(having) or rule.optional
         if not enough or (rule.expect is not None and rule.expect.params != count):
-            errors += _texts(rules, rule.id, models, count=count, absent=absent)
+            heard = f"; {session_discovery.unheard(absent)}" if absent else ""
+            texts = shortfalls(_only(rules, rule.id), models) or [
+                f"{rules.place(rule.id)}: rule {rule.id}: matches another number of parameters than "
+                "`expect` says"
+            ]
+            errors += [f"{text} (on all ranks together: {count}{heard})" for text in texts]
         elif having and not mine.get(rule.id):
             here = f"matches nothing on rank {_dist.rank()}"
             notes[rule.id] = f"{here}; {_dist.having(having)} it"
@@ -87,23 +90,3 @@ def _prefix(rules: RuleSet) -> str:
 
 def _only(rules: RuleSet, rule_id: str) -> RuleSet:
     return replace(rules, rules=tuple(rule for rule in rules.rules if rule.id == rule_id))
-
-
-def _texts(
-    rules: RuleSet,
-    rule_id: str,
-    models: Mapping[str, Manifest],
-    *,
-    count: int,
-    absent: Sequence[int],
-) -> list[str]:
-    """Return what is wrong with a rule, as seen from here, and what the other ranks have of it."""
-    silent = ", ".join(map(str, absent))
-    unheard = (
-        f"; nothing heard of rank {silent} within {session_discovery.LIMIT:g} s" if absent else ""
-    )
-    texts = shortfalls(_only(rules, rule_id), models)
-    if not texts:
-        place = f"{rules.place(rule_id)}: rule {rule_id}: "
-        texts = [f"{place}matches another number of parameters than `expect` says"]
-    return [f"{text} (on all ranks together: {count}{unheard})" for text in texts]

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon.actions import Rule, spelled
 from gradsurgeon.compiler import ModuleProgram
-from gradsurgeon.runtime.compile_support import uncompiled_in_forward
-from gradsurgeon.runtime.module_schedule import Due, ModuleSchedule, NamedRule
+from gradsurgeon.runtime.activation_rules import Due, ModuleSchedule, NamedRule
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.structure import Path, describe, resolve, tensors_in, with_tensors
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
 
@@ -33,16 +33,10 @@ class _Call(NamedTuple):
     # Whether the gradient of a view is meant, because others use the tensor too.
     needs_view: Callable[[Tensor], bool]
 
-    def act(self, tensor: Tensor) -> Tensor:
-        return self.tensor_hooks.act(self.due, tensor, self.owner, self.needs_view)
-
     def exchanged(
         self, structure: Any, path_of: Callable[[Path], Path] = lambda path: path
     ) -> dict[Path, Tensor]:
-        """Run rules on the tensors of a structure; return those to be exchanged, by path.
-
-        ``path_of`` maps the path that a rule names to one in the structure.
-        """
+        """Run rules on the tensors of a structure, found by ``path_of``; return the exchanged, by path."""
         exchanged: dict[Path, Tensor] = {}
         done: dict[tuple[int, tuple[str, ...]], Tensor] = {}
         named = {
@@ -57,7 +51,7 @@ class _Call(NamedTuple):
             # One tensor in several places, as query, key and value, is acted on once.
             key = (id(tensor), rules)
             if key not in done:
-                done[key] = self._replace(due=due).act(tensor)
+                done[key] = self.tensor_hooks.act(due, tensor, self.owner, self.needs_view)
             if done[key] is not tensor:
                 exchanged[path] = done[key]
         return exchanged
@@ -86,8 +80,6 @@ class ModuleHook:
     def __init__(self, tensor_hooks: TensorHooks, name: str, rules: Sequence[Rule]) -> None:
         self._tensor_hooks = weakref.ref(tensor_hooks)
         self._timetable = ModuleSchedule(rules, name, name)
-        # Where a module takes or returns one tensor, and no rule names a part, all is known ahead.
-        self._whole = not any(rule.ref.path for rule in rules)
 
     def _begin(self, module: nn.Module, needs_view: Callable[[Tensor], bool]) -> _Call | None:
         """Return what the rules have to do now, ``None`` where all of them rest."""
@@ -95,14 +87,13 @@ class ModuleHook:
         if tensor_hooks is None:
             return None
         due = tensor_hooks.due(self._timetable, training=module.training)
-        owner = self._timetable.owner
-        return None if due is None else _Call(tensor_hooks, owner, due, needs_view)
+        return due and _Call(tensor_hooks, self._timetable.owner, due, needs_view)
 
 
 class InputHook(ModuleHook):
     """Forward pre-hook: rules on what a module takes."""
 
-    @uncompiled_in_forward
+    @uncompiled
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -112,9 +103,6 @@ class InputHook(ModuleHook):
         call = self._begin(module, lambda _: not in_place)
         if call is None:
             return None
-        if self._whole and not kwargs and len(args) == 1 and isinstance(args[0], Tensor):
-            out = call.act(args[0])
-            return None if out is args[0] else ((out,), kwargs)
         arguments = _Arguments(module, args, kwargs)
         exchanged = call.exchanged(arguments.named, arguments.path)
         return arguments.exchange(exchanged) if exchanged else None
@@ -123,23 +111,19 @@ class InputHook(ModuleHook):
 class OutputHook(ModuleHook):
     """Forward hook: rules on what a module returns."""
 
-    @uncompiled_in_forward
+    @uncompiled
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Return the output with exchanged tensors, ``None`` to leave it as it is."""
 
         def needs_view(tensor: Tensor) -> bool:
-            # A module may return its input, or a parameter. What others make of it must be told from
-            # its output, and a hook on a leaf would stay there.
-            return tensor.is_leaf or any(taken is tensor for _, taken in tensors_in((args, kwargs)))
+            # A module may return its input. What others make of it must be told from its output.
+            return any(taken is tensor for _, taken in tensors_in((args, kwargs)))
 
         call = self._begin(module, needs_view)
         if call is None:
             return None
-        if self._whole and isinstance(output, Tensor):
-            out = call.act(output)
-            return None if out is output else out
         exchanged = call.exchanged(output)
         return with_tensors(output, exchanged) if exchanged else None
 
@@ -149,7 +133,7 @@ class _Arguments:
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._args, self._kwargs = args, kwargs
-        self._names = _positional(type(module), len(args))
+        self._forward = type(module).forward
         self.named: dict[int | str, Any] = dict(enumerate(args))
         self.named.update(kwargs)
 
@@ -159,12 +143,12 @@ class _Arguments:
             # A tensor that is the only one goes by the name of the module.
             paths = [path for path, _ in tensors_in(self.named)]
             return paths[0] if len(paths) == 1 else ()
+        names = list(inspect.signature(self._forward).parameters)[1:]  # without `self`
         first = path[0]
-        if isinstance(first, str) and first not in self._kwargs and first in self._names:
-            index = self._names.index(first)
-            first = index if index < len(self._args) else first
-        elif isinstance(first, int) and len(self._args) <= first < len(self._names):
-            first = self._names[first]
+        if isinstance(first, str) and first in names[: len(self._args)]:
+            first = names.index(first)
+        elif isinstance(first, int) and len(self._args) <= first < len(names):
+            first = names[first]
         return (first, *path[1:])
 
     def exchange(self, new: Mapping[Path, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -174,23 +158,11 @@ class _Arguments:
         return args, {key: whole[key] for key in self._kwargs}
 
 
-def _positional(kind: type[nn.Module], count: int) -> list[str]:
-    """Return the names of the positional parameters of ``forward``, without ``self``."""
-    try:
-        parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-    except (TypeError, ValueError):
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [parameter.name for parameter in parameters if parameter.kind in kinds]
-    return names if len(names) >= count else []
-
-
 class _Copied:
     """What copies and saved files get of a table of hooks: the entries that are not ours.
 
-    Torch copies and pickles the tables of a module along with it. This stands on the table itself as
-    ``__reduce__``, which whoever copies or pickles asks it for, so that the table remains the very
-    one that handles of the script hold, of the type that torch and its compiler expect.
+    It stands on the table itself as ``__reduce__``, so that the table remains the very one that handles
+    of the script hold, of the type that torch and its compiler expect.
     """
 
     def __init__(self, table: OrderedDict[int, Any]) -> None:
@@ -238,11 +210,7 @@ class ModuleHooks:
         self._hooked: dict[str, tuple[weakref.ref[nn.Module], list[RemovableHandle]]] = {}
 
     def refresh(self, modules: Mapping[str, nn.Module]) -> list[tuple[str, bool]]:
-        """Put the hooks on the modules that now stand under the names.
-
-        Returns:
-            The names of those that were exchanged, and whether there is one in their place.
-        """
+        """Put the hooks on the modules under the names; return the exchanged, and whether one is there."""
         exchanged = []
         for program in self._programs:
             module = modules.get(program.name)
@@ -258,7 +226,6 @@ class ModuleHooks:
         """Take all hooks off."""
         for name in list(self._hooked):
             self._take_off(name)
-        self._tensor_hooks.remove_from_leaves()
 
     def _put(self, program: ModuleProgram, module: nn.Module) -> None:
         handles: list[RemovableHandle] = []

@@ -156,8 +156,8 @@ def _why_silent(context: Context, tensors: Sequence[int], *, owned: bool) -> str
 
 
 def _why_no_tensor(context: Context, rule: Rule) -> str:
-    if context.event_log.said("vmap", rule.id):
-        return "all tensors it matched were those of vmap"
+    if context.event_log.said("unreadable", rule.id):
+        return "all tensors it matched had no numbers to read"
     if rule.target == "tensors":
         return "the script tagged no tensor with such a name"
     if rule.ref.grad:

@@ -21,7 +21,7 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.errors import BindError
 from gradsurgeon.runtime import optimizers
-from gradsurgeon.runtime.compile_support import uncompiled_at_step
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.model_changes import ModelChanges
@@ -191,7 +191,7 @@ class OptimizerWatch:
                 handle.remove()
         self._owners.clear()
 
-    @uncompiled_at_step
+    @uncompiled
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -297,7 +297,7 @@ class OptimizerWatch:
             isinstance(bound_rule.rule, ObserverRule | CaptureRule) for bound_rule in bound_rules
         )
 
-    @uncompiled_at_step
+    @uncompiled
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del args
         update = self._running.get((threading.get_ident(), id(optimizer)))

@@ -17,7 +17,7 @@ from gradsurgeon import _dist, _numbers, _statistics
 from gradsurgeon.actions import CaptureRule, EditRule, Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.edit_effect import changes
@@ -53,7 +53,7 @@ class ArrivalHook(Hook):
     got its gradients, whose graph knows other tensors than the parameters.
     """
 
-    @in_backward
+    @uncompiled
     def __call__(self, param: Tensor) -> None:
         # Other ranks may wait for one that is paused.
         if (live := self._live(paused=True)) is None:
@@ -78,7 +78,7 @@ class TensorHook(Hook):
         super().__init__(context, passes, tensor, label)
         self._rules = rules
 
-    @in_backward
+    @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         live = self._live(paused=True)
         # A custom autograd function may return None for an input.

@@ -9,9 +9,9 @@ what it alone has seen: rules, their schedules and the backward pass before the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import EditRule, FreezeRule, Rule
@@ -19,31 +19,26 @@ from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime import ranks, session_discovery
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.ranks import Cause
-from gradsurgeon.runtime.session_discovery import SessionInfo, Sessions
+from gradsurgeon.runtime.session_discovery import SessionInfo
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_decision import FINE, then_of
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """What the ranks have come to, or one that is on its own.
+    """What the ranks have come to, or one that is on its own."""
 
-    Attributes:
-        severity: the largest of all.
-        source: the first rank that has it.
-        guilty: the ranks that contributed what is not finite to an average.
-        groups: over which they met; none where this rank decides alone.
-    """
-
+    # The largest of all, and the first rank that has it.
     severity: int
     source: int
+    # The ranks that contributed what is not finite to an average.
     guilty: tuple[int, ...] = ()
+    # Over which they met; none where this rank decides alone.
     groups: _dist.Groups = ()
 
     def hear(self, cause: Cause) -> Cause:
         """Return on all ranks what the first of the worst off has to say. A collective."""
-        heard: Cause = _dist.broadcast(cause, self.source, self.groups)
-        return heard
+        return cast("Cause", _dist.broadcast(cause, self.source, self.groups))
 
 
 class RankAgreement:
@@ -59,14 +54,9 @@ class RankAgreement:
         self._measures = any(rule.target == "params" for rule in context.rules)
         # By the name of a group: whether all of its ranks have the session's rules.
         self._complete: dict[str, bool] = {}
-        self._refused = ""
 
     def find_sessions(self, tensors: Sequence[int], *, update: bool) -> None:
-        """Find the other ranks, before the first measure or update that they take together.
-
-        Raises:
-            GradSurgeonError: they do not have the rules, and this one cannot go on without.
-        """
+        """Find the other ranks, before the first measure or update that they take together."""
         if self._measures:
             self._with_rules(self._context.ranks.shard_groups(tensors))
         if update and (self._deciding or self._drifts):
@@ -80,29 +70,20 @@ class RankAgreement:
         return bool(self._with_rules(self._context.ranks.shard_groups(tensors)))
 
     def is_paused_anywhere(self, tensors: Sequence[int]) -> bool:
-        """Tell whether the rules are to rest in a step.
-
-        A pause on one rank is a pause on all that have a part of what a rule would edit: half a clip is
-        none. A collective there.
-        """
+        """Tell whether the rules are to rest in a step. A collective where an edit is divided over ranks."""
         context = self._context
+        # A pause on one rank is a pause on all that have a part of what is edited: half a clip is none.
         groups = self._with_rules(context.ranks.shard_groups(tensors)) if self._edits else ()
         if not groups:
             return context.paused
         resting, rank = ranks.worst(int(context.paused), groups)
         if resting and not context.paused:
-            text = (
-                f"rank {rank} is paused and has a part of what the rules would edit, so that they rest on "
-                "this rank as well"
-            )
+            text = f"rank {rank} is paused and has a part of what the rules would edit: they rest here as well"
             context.event_log.once("paused", text, step=context.counters.latest, warn=True)
         return bool(resting)
 
     def meet(self, counter: StepCounter, severity: int, *, guilty: bool) -> Meeting:
-        """Let all ranks learn how the worst off of them is. A collective where they meet.
-
-        A rank is guilty that contributed what is not finite to an average.
-        """
+        """Let all ranks learn how the worst off of them is. A collective where they meet."""
         alone = Meeting(severity, _dist.rank(), (_dist.rank(),) if guilty else ())
         # Not by what a rule has matched: ranks may have different parts of the model.
         due = any(rule.steps.due(counter.step) for rule in self._deciding)
@@ -110,7 +91,11 @@ class RankAgreement:
             return alone
         common = self.common(counter)
         if not common:
-            self._mention_none(counter)
+            text = (
+                "the ranks have reduced no gradient of this update together (no DistributedDataParallel, no "
+                "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
+            )
+            self._context.event_log.once("alone", text, step=counter.step)
         groups = self._with_rules(common)
         if not groups:
             return alone
@@ -127,8 +112,6 @@ class RankAgreement:
 
     def _with_rules(self, groups: _dist.Groups) -> _dist.Groups:
         """Return those of some groups of which all ranks have the rules; ask where it is not known."""
-        if self._refused:
-            raise GradSurgeonError(self._refused)
         for group in groups:
             if group.group_name not in self._complete:
                 self._complete[group.group_name] = self._call(group)
@@ -142,17 +125,17 @@ class RankAgreement:
             _dist.settle(device)
         shared = self._measures and group in context.ranks.shard_groups(range(len(params)))
         mine = SessionInfo(self._fingerprint(shared=shared), context.counters.latest, self._drifts)
-        roll = session_discovery.call(group, context.ranks.shapes(group), mine)
-        if not (roll.absent or roll.others(mine)):
+        answers = session_discovery.call(group, context.ranks.shapes(group), mine)
+        lacking = _lacking(_dist.members(group), answers, mine)
+        if not lacking:
             return True
-        lacking = _lacking(roll, mine)
-        if shared or roll.drifts:
-            self._refused = f"{lacking}; {_SHARED if shared else _DRIFTING}"
-            raise GradSurgeonError(self._refused)
-        text = (
-            f"{lacking}: this rank decides alone, and where it stops the others wait for it; "
-            "apply the same rules on all ranks"
-        )
+        remedy = "apply the same rules on all ranks, with the same `mode` and `start_step`"
+        if shared or any(answer.drifts for answer in answers.values()):
+            raise GradSurgeonError(
+                f"{lacking}: norms of a model that is divided over ranks would wait for ever, and weights "
+                f"would drift apart where a step is skipped or a final gradient edited; {remedy}"
+            )
+        text = f"{lacking}: this rank decides alone, and where it stops the others wait for it; {remedy}"
         context.event_log.emit("notice", text, step=context.counters.latest, warn=True)
         return False
 
@@ -165,20 +148,6 @@ class RankAgreement:
         ]
         return hashlib.sha256("\n".join([self._context.mode, *rules]).encode()).hexdigest()
 
-    def _mention_none(self, counter: StepCounter) -> None:
-        unreduced = self._context.ranks.reduction_groups(counter.tensors, any_pass=True)
-        if unreduced:
-            why = "the last backward pass before this update reduced nothing over ranks (`no_sync`)"
-        else:
-            why = (
-                "the ranks have no process group in common for these parameters (no "
-                "DistributedDataParallel around them, and they are not sharded)"
-            )
-        text = f"{why}: each rank decides alone whether to stop or to skip it"
-        self._context.event_log.once(
-            "alone in a step" if unreduced else "alone", text, step=counter.step
-        )
-
 
 _CHANGING = (EditRule, FreezeRule)
 
@@ -188,32 +157,15 @@ def _decides(rule: Rule) -> bool:
 
 
 def _edits_updates(rule: Rule) -> bool:
-    """Tell whether weights come to differ where only some ranks have a rule.
-
-    What a rule changes before gradients are averaged, all ranks get.
-    """
+    """Tell whether weights differ where some ranks lack a rule: all get what changes before the average."""
     return isinstance(rule, _CHANGING) and rule.target == "params" and rule.point == "step"
 
 
-def _lacking(roll: Sessions, mine: SessionInfo) -> str:
-    me = _dist.rank()
-    if me in roll.absent:
-        rest = _dist.named([rank for rank in roll.wanted if rank != me])
-        return f"rank {me} has come with its rules after {rest} had begun to train without it"
+def _lacking(wanted: Sequence[int], answers: Mapping[int, SessionInfo], mine: SessionInfo) -> str:
+    """Return which ranks do not have the rules of this one, empty where all have them."""
     parts = []
-    if roll.absent:
-        limit = f"nothing heard within {session_discovery.LIMIT:g} s"
-        parts.append(f"{_dist.having(roll.absent)} no rules ({limit})")
-    if others := roll.others(mine):
-        parts.append(f"{_dist.having(others)} other rules, mode or step than rank {me}")
+    if absent := [rank for rank in wanted if rank not in answers]:
+        parts.append(session_discovery.unheard(absent))
+    if others := [rank for rank, answer in answers.items() if answer[:2] != mine[:2]]:
+        parts.append(f"{_dist.having(others)} other rules, mode or step than rank {_dist.rank()}")
     return " and ".join(parts)
-
-
-_SHARED = (
-    "the model is divided over these ranks, so that its norms can be taken by all of them together "
-    "only: apply the same rules on all ranks, with the same `mode` and `start_step`"
-)
-_DRIFTING = (
-    "a rule that skips a step or edits final gradients would let the weights of the ranks drift apart: "
-    "apply the same rules on all ranks, with the same `mode` and `start_step`"
-)

@@ -48,12 +48,10 @@ class Ranks:
 
     Process groups are asked for whenever they are needed and never kept: one that outlives its
     destruction by the script brings the process down when it ends.
-
-    Args:
-        params: returns the parameters of the model as they are now.
     """
 
     def __init__(self, params: Callable[[], Sequence[Tensor | None]]) -> None:
+        # As they are now.
         self._params = params
         self._known = False
         # In the same order on all ranks.
@@ -62,19 +60,14 @@ class Ranks:
         self._meshes: list[list[int]] = []
 
     def passed(self, *, averaged: bool) -> None:
-        """Take notice of a backward pass that has reached the model, and of whether it has reduced.
-
-        Raises:
-            GradSurgeonError: the ranks may take different numbers of steps.
-        """
+        """Take notice of a pass that has reached the model, and of whether it reduced; refuse uneven steps."""
         for wrapper, known in self._live():
             known.reduced = averaged and _dist.reduces(wrapper)
             if _dist.is_joining(wrapper):
                 raise GradSurgeonError(
-                    "the model trains under `Join`, where ranks run out of inputs at different steps: "
-                    "they could no longer agree on a trap or on the number of a step; give every rank "
-                    "the same number of batches (`drop_last`, `DistributedSampler`), or train without "
-                    "rules"
+                    "the model trains under `Join`, where ranks take different numbers of steps and cannot "
+                    "agree on any: give every rank the same number of batches (`drop_last`, "
+                    "`DistributedSampler`), or train without rules"
                 )
 
     def _live(self) -> Iterator[tuple[Any, _Wrapper]]:
@@ -113,44 +106,32 @@ class Ranks:
                 groups += _dist.mesh_groups(param)
         return tuple(dict.fromkeys(groups))
 
-    def reduction_groups(self, tensors: Sequence[int], *, any_pass: bool = False) -> _dist.Groups:
-        """Return the groups over which the last backward pass, or ``any_pass``, averages gradients (DDP).
-
-        A parameter in the care of a wrapper counts, though it was told to leave it alone.
-        """
+    def reduction_groups(self, tensors: Sequence[int]) -> _dist.Groups:
+        """Return the groups over which the last backward pass averages gradients (DDP)."""
+        # A parameter in the care of a wrapper counts, though it was told to leave it alone.
         groups = []
         for wrapper, known in self._live():
             reduced = _dist.reduces(wrapper) if known.reduced is None else known.reduced
-            if (reduced or any_pass) and not known.params.isdisjoint(tensors):
+            if reduced and not known.params.isdisjoint(tensors):
                 groups.append(wrapper.process_group)
         return tuple(dict.fromkeys(groups))
 
     def shapes(self, group: Any) -> list[tuple[int, ...]]:
-        """Return the shapes of what the ranks of a group average or divide.
-
-        They are the same on all of them, where names may differ: each rank can have experts of its own.
-        """
+        """Return the shapes of what the ranks of a group average or divide."""
+        # They are the same on all of them, where names may differ: each rank can have experts of its own.
         params = self._params()
-        wrapped = [
-            param
-            for wrapper, _ in self._live()
-            if wrapper.process_group == group
-            for param in wrapper.parameters()
-        ]
-        divided = [
-            param
-            for indices in self._meshes
-            for param in map(params.__getitem__, indices)
-            if param is not None and group in _dist.mesh_groups(param)
-        ]
-        return [tuple(param.shape) for param in (*wrapped, *divided)]
+        found: list[Tensor] = []
+        for wrapper, _ in self._live():
+            if wrapper.process_group == group:
+                found += wrapper.parameters()
+        for param in (params[index] for indices in self._meshes for index in indices):
+            if param is not None and group in _dist.mesh_groups(param):
+                found.append(param)
+        return [tuple(param.shape) for param in found]
 
     @property
     def is_reducing(self) -> bool:
-        """Whether the running backward pass ends with an average over ranks (DDP).
-
-        What a rank contributes is gone by then: who wants to know must look before.
-        """
+        """Whether the running backward pass ends with an average over ranks, and contributions are lost."""
         return any(_dist.reduces(wrapper) for wrapper, _ in self._live())
 
     def averaged(self) -> frozenset[int]:

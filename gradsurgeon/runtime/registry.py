@@ -26,7 +26,7 @@ from gradsurgeon._patching import Patch
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.backward_watch import watched as watched_passes
-from gradsurgeon.runtime.compile_support import uncompiled_at_step, uncompiled_in_forward
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.scaler_watch import watched
 
@@ -103,10 +103,10 @@ def tag(tensor: Tensor, name: str) -> Tensor:
 
 
 # Without rules on tags it is part of the graph of who calls it, but never a graph of its own.
-_torch.compile_apart(tag, allowed=False)
+_torch.compile_within_caller(tag)
 
 
-@uncompiled_in_forward
+@uncompiled
 def _show(tensor: Tensor, name: str) -> Tensor:
     for controller in _controllers():
         tensor = controller.tensor_hooks.tag(tensor, name)
@@ -136,7 +136,7 @@ def _model_gone(session: weakref.ref[Attachment]) -> None:
         gone.model_gone()
 
 
-@uncompiled_at_step
+@uncompiled
 def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     # What is registered on the optimizer itself runs later in this same step, after the hooks of the
     # script's own that were there before.
@@ -159,7 +159,7 @@ def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
         original(first, second)
 
 
-@uncompiled_in_forward
+@uncompiled
 def _on_registration(module: nn.Module, name: str, value: object) -> None:
     """Look for exchanged parameters and layers before the next forward pass goes through them."""
     del name, value
@@ -167,7 +167,7 @@ def _on_registration(module: nn.Module, name: str, value: object) -> None:
         _before_forward.append(register_module_forward_pre_hook(_look_at_models))
 
 
-@uncompiled_in_forward
+@uncompiled
 def _look_at_models(*_: object) -> None:
     while _before_forward:
         _before_forward.pop().remove()
@@ -175,7 +175,7 @@ def _look_at_models(*_: object) -> None:
         controller.model.before_forward()
 
 
-@uncompiled_at_step
+@uncompiled
 def _on_scale(scaler: GradScaler, losses: Sequence[Tensor]) -> None:
     for controller in _controllers():
         controller.context.scaling.scaled(scaler, losses)

@@ -16,7 +16,7 @@ from gradsurgeon import _live, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import BindError
-from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.compile_support import uncompiled
 
 # One that raises, or returns gradients, leaves its entry.
 _MOST_PASSES = 16
@@ -50,7 +50,7 @@ class Scaling:
         self._by_hand, self._losses_scaled = False, True
         own, by = weakref.ref(self), weakref.ref(scaler)
 
-        @in_backward
+        @uncompiled
         def begins(_grad: Tensor) -> None:
             scaling, scaler = own(), by()
             if scaling is not None and scaler is not None:

@@ -35,10 +35,8 @@ def _items(value: Any) -> Iterator[tuple[int | str, Any]]:
 
 
 def resolve(value: Any, path: Path) -> Path | None:
-    """Return the path as `tensors_in` spells it, ``None`` where it leads nowhere.
-
-    An index into a mapping counts its values, and a name of a named tuple is one of its indices.
-    """
+    """Return the path as `tensors_in` spells it, ``None`` where it leads nowhere."""
+    # An index into a mapping counts its values, and a name of a named tuple is one of its indices.
     resolved: list[int | str] = []
     for step in path:
         items = dict(_items(value))

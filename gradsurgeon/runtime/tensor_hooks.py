@@ -6,17 +6,16 @@ import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
-from gradsurgeon.runtime.activation_rules import ActivationRules
-from gradsurgeon.runtime.compile_support import in_backward
+from gradsurgeon.runtime.activation_rules import ActivationRules, Due, ModuleSchedule, NamedRule
+from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
-from gradsurgeon.runtime.module_schedule import Due, ModuleSchedule, NamedRule
 from gradsurgeon.runtime.step_counter import StepCounter
 
 
@@ -28,8 +27,7 @@ class TensorHooks:
         self.context = sites.context
         self._tags: dict[str, ModuleSchedule] = {}
         # Each leaves with its tensor: a loop that only predicts never comes to an update.
-        self._since_update: MutableMapping[Tensor, dict[str, GradHook]] = WeakTensorKeyDictionary()
-        self._on_leaves: weakref.WeakSet[GradHook] = weakref.WeakSet()
+        self._since_update: MutableMapping[Tensor, list[GradHook]] = WeakTensorKeyDictionary()
 
     def due(self, timetable: ModuleSchedule, *, training: bool) -> Due | None:
         """Return the rules at one place that act now, ``None`` where all of them rest."""
@@ -43,16 +41,16 @@ class TensorHooks:
         due: Due,
         tensor: Tensor,
         owner: str,
-        needs_view: Callable[[Tensor], bool] | None = None,
+        # Whether the gradient of a view is meant, because others use the tensor too.
+        needs_view: Callable[[Tensor], bool] = lambda _: False,
     ) -> Tensor:
-        """Run rules on a tensor, and have them run on its gradient; return the tensor to go on with.
-
-        ``needs_view`` tells whether the gradient of a view is meant, because others use the tensor too.
-        """
+        """Run rules on a tensor, and have them run on its gradient; return the tensor to go on with."""
         out = self.sites.on_value(due.values, tensor, owner)
         if due.grads and out.requires_grad and torch.is_grad_enabled():
-            if out is tensor and needs_view is not None and needs_view(tensor):
-                out = tensor.view_as(tensor)
+            # Other tensors go with their graph. A leaf stays, and so would its hooks, which would act once
+            # for each forward pass.
+            if out.is_leaf or (out is tensor and needs_view(tensor)):
+                out = out.view_as(out)
             self._hook(due.grads, out, owner)
         return out
 
@@ -74,30 +72,17 @@ class TensorHooks:
             return
         for rule, _ in acting:
             self.sites.mark_edited(rule, tensor)
-        hook = GradHook(self.sites, acting, owner, tensor)
         with self.sites.lock:
-            # Weak references on parameters break the conversion of a model by swapping tensors.
-            if not isinstance(tensor, nn.Parameter):
-                self._since_update.setdefault(tensor, {})[hook.__name__] = hook
-            if tensor.is_leaf:
-                # Other tensors go with their graph. A leaf stays, and so would its hooks, which would act
-                # once for each forward pass.
-                for earlier in hook.earlier():
-                    earlier.take_off()
-                self._on_leaves.add(hook)
-
-    def remove_from_leaves(self) -> None:
-        """Take the hooks off tensors that outlive their graph."""
-        for hook in list(self._on_leaves):
-            hook.take_off()
+            hook = GradHook(self.sites, acting, owner, tensor)
+            self._since_update.setdefault(tensor, []).append(hook)
 
     def missed(self, counter: StepCounter) -> None:
         """Say which gradients of a step never came because their tensor was written in place."""
         with self.sites.lock:
             for tensor, hooks in list(self._since_update.items()):
-                for hook in list(hooks.values()):
+                for hook in list(hooks):
                     if self.sites.counters.of(hook.owner) is counter:
-                        del hooks[hook.__name__]
+                        hooks.remove(hook)
                         self._tell_if_cut_off(hook, tensor)
 
     def _tell_if_cut_off(self, hook: GradHook, tensor: Tensor) -> None:
@@ -123,9 +108,9 @@ class GradHook:
         self.__name__ = f"{'+'.join(rule.id for rule, _ in rules)}:{owner}"
         self.arrived = False
         self.version = tensor._version  # noqa: SLF001 # counts writes
-        self._handle = _torch.register_hook(tensor, self)
+        _torch.register_hook(tensor, self)
 
-    @in_backward
+    @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         """Return the edited gradient, ``None`` to leave it as it is."""
         self.arrived = True
@@ -134,15 +119,6 @@ class GradHook:
             return None
         out = sites.on_gradient(self.rules, grad, self.owner)
         return None if out is grad else out
-
-    def earlier(self) -> list[GradHook]:
-        """Return the hooks that earlier forward passes have put on the same tensor for the same rules."""
-        table = self._handle.hooks_dict_ref() or {}
-        hooks = [hook for hook in table.values() if isinstance(hook, GradHook) and hook is not self]
-        return [h for h in hooks if h._sites is self._sites and h.__name__ == self.__name__]  # noqa: SLF001
-
-    def take_off(self) -> None:
-        self._handle.remove()
 
 
 def _matches(rule: Rule, name: str) -> bool:

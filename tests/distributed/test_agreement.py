@@ -119,8 +119,8 @@ def test_ranks_that_do_not_reduce_wait_for_nobody(ranks: list[dict[str, Any]]) -
     ]
     for rank in ranks:
         assert rank["local updates"]["texts"][0] == (
-            "the last backward pass before this update reduced nothing over ranks (`no_sync`): each rank "
-            "decides alone whether to stop or to skip it"
+            "the ranks have reduced no gradient of this update together (no DistributedDataParallel, no "
+            "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
         )
 
 

@@ -35,8 +35,8 @@ def kinds(run: dict[str, Any]) -> list[tuple[str, int, str]]:
 def test_a_trap_on_one_rank_alone_warns_of_it_and_goes_on(ranks: list[dict[str, Any]]) -> None:
     one, other = (rank["one rank, raise"] for rank in ranks)
     assert one["said"] == [
-        "rank 1 has no rules (nothing heard within 4 s): this rank decides alone, and where it stops the "
-        "others wait for it; apply the same rules on all ranks"
+        "nothing heard of rules on rank 1 within 4 s: this rank decides alone, and where it stops the "
+        "others wait for it; apply the same rules on all ranks, with the same `mode` and `start_step`"
     ]
     assert one["weights"] == other["weights"]
     assert moved(one) == ALL
@@ -49,9 +49,9 @@ def test_what_lets_weights_drift_apart_is_refused_on_one_rank(
 ) -> None:
     one = ranks[0][f"one rank, {rule}"]
     assert one["error"] == (
-        "rank 1 has no rules (nothing heard within 4 s); a rule that skips a step or edits final gradients "
-        "would let the weights of the ranks drift apart: apply the same rules on all ranks, with the same "
-        "`mode` and `start_step`"
+        "nothing heard of rules on rank 1 within 4 s: norms of a model that is divided over ranks would "
+        "wait for ever, and weights would drift apart where a step is skipped or a final gradient edited; "
+        "apply the same rules on all ranks, with the same `mode` and `start_step`"
     )
     assert one["clock"] == 0
     assert moved(ranks[1][f"one rank, {rule}"]) == ALL
@@ -75,7 +75,7 @@ def test_a_rank_with_other_rules_is_named(ranks: list[dict[str, Any]]) -> None:
         )
         assert rank["plans, raise"]["error"] is None
         assert rank["plans, skip"]["error"].startswith(
-            f"rank {other} has other rules, mode or step than rank {number}; a rule that skips a step"
+            f"rank {other} has other rules, mode or step than rank {number}: norms of a model"
         )
         assert rank["plans, records"]["said"] == []
         assert rank["plans, records"]["error"] is None
@@ -161,7 +161,7 @@ def test_a_pause_on_one_part_of_an_edit_is_a_pause_on_all(ranks: list[dict[str, 
         assert run["weights"] == ranks[0]["paused edits"]["weights"]
         assert kinds(run) == ([("notice", 1, "")] if number == 0 else [])
     assert ranks[0]["paused edits"]["said"] == [
-        "rank 1 is paused and has a part of what the rules would edit, so that they rest on this rank as well"
+        "rank 1 is paused and has a part of what the rules would edit: they rest here as well"
     ]
 
 
@@ -176,8 +176,8 @@ def test_without_a_group_in_common_each_rank_decides_alone_and_says_so(
         ("skipped-step", FAULT, "last.bias"),
     ]
     assert one["events"][0][3] == (
-        "the ranks have no process group in common for these parameters (no DistributedDataParallel around "
-        "them, and they are not sharded): each rank decides alone whether to stop or to skip it"
+        "the ranks have reduced no gradient of this update together (no DistributedDataParallel, no shards, "
+        "or `no_sync`): each rank decides alone whether to stop or to skip it"
     )
     assert (moved(one), moved(other)) == (ALL, SKIPPED)
 
@@ -202,9 +202,9 @@ def test_sessions_that_take_the_place_of_others_find_each_other(
 
 def test_a_session_that_comes_late_is_told(ranks: list[dict[str, Any]]) -> None:
     early, late = (rank["later"] for rank in ranks)
-    assert early["said"][0].startswith("rank 1 has no rules (nothing heard within 4 s)")
+    assert early["said"][0].startswith("nothing heard of rules on rank 1 within 4 s")
     assert late["said"][0].startswith(
-        "rank 1 has come with its rules after rank 0 had begun to train without it: this rank decides alone"
+        "nothing heard of rules on rank 0 within 4 s: this rank decides alone"
     )
     assert early["weights"] == late["weights"]
 
@@ -214,7 +214,7 @@ def test_norms_of_shards_are_refused_where_one_rank_alone_asks_for_them(
 ) -> None:
     one, other = (rank["sharded on one"] for rank in ranks)
     assert one["error"].startswith(
-        "rank 1 has no rules (nothing heard within 4 s); the model is divided over these ranks"
+        "nothing heard of rules on rank 1 within 4 s: norms of a model that is divided over ranks"
     )
     assert moved(one) == moved(other) == ALL
 

@@ -45,7 +45,7 @@ def test_what_is_expected_is_counted_over_all_ranks(ranks: list[dict[str, Any]])
 def test_a_rank_that_asks_in_vain_decides_alone(ranks: list[dict[str, Any]]) -> None:
     found = ranks[0]["asked by one"]
     assert found["refused"].endswith(
-        "(on all ranks together: 0; nothing heard of rank 1, 2, 3 within 4 s)"
+        "(on all ranks together: 0; nothing heard of rules on ranks 1, 2, 3 within 4 s)"
     )
     assert 4 <= found["took"] < 20
 

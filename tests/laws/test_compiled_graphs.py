@@ -15,7 +15,7 @@ from models import data
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon import BindError, GradSurgeonWarning
+from gradsurgeon import GradSurgeonWarning
 from gradsurgeon.planning import outside_graphs
 
 # As in the tests of rules on modules: torch warns about its own doing.
@@ -164,13 +164,14 @@ WHOLE = ["the model", "a submodule", "in place", "a submodule in place"]
 @pytest.mark.parametrize("where", WHOLE)
 def test_a_rule_inside_one_whole_graph_is_refused(where: str) -> None:
     model = compile_whole(Net(), where)
-    place = "the model" if "submodule" not in where else "module outer"
-    with pytest.raises(BindError, match=rf"rule it: {place} is compiled with `fullgraph=True`"):
-        gradsurgeon.apply(model, only(on("outer.inner")))
+    with (
+        gradsurgeon.apply(model, only(on("outer.inner"))) as session,
+        pytest.raises(torch._dynamo.exc.Unsupported, match=r"acts here \(rules: it\)"),
+    ):
+        model(data(0, 5, 4))
+    assert session.status()["it"].fired == 0
     # Nothing stays behind: the model can still be called.
     model(data(0, 5, 4)).sum().backward()
-    with pytest.raises(BindError, match=f"rule it: {place}"):
-        gradsurgeon.apply(model, only(on("outer" if place != "the model" else ".")))
 
 
 @pytest.mark.parametrize("where", ["a submodule", "a submodule in place"])
@@ -182,7 +183,9 @@ def test_a_rule_outside_one_whole_graph_is_not(where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "named"), [(on("outer.norm"), "it"), (TAGGED, "tagged")], ids=["module", "tag"]
+    ("rule", "named"),
+    [(on("outer.norm"), "it, params"), (TAGGED, "params, tagged")],
+    ids=["module", "tag"],
 )
 @pytest.mark.parametrize("when", ["after apply", "around the model"])
 def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
@@ -194,9 +197,7 @@ def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
         whole: Any = torch.compile(called, backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
             whole(data(0, 5, 4))
-        assert rf"gradsurgeon acts here with its rules on modules and tags ({named})" in str(
-            caught.value
-        )
+        assert f"gradsurgeon acts here (rules: {named})" in str(caught.value)
         session.pause()
 
 
@@ -314,37 +315,6 @@ def test_removed_rules_leave_no_graph_break_behind(modules: str) -> None:
     torch._dynamo.utils.counters.clear()
     compiled(data(0, 5, 4))
     assert (broken(), graphs()) == (0, 1)
-
-
-class Many(nn.Module):
-    """More shapes than torch makes graphs of one function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for width in range(12):
-            setattr(self, f"l{width}", nn.Linear(4 + width, 5 + width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        one: Any = self
-        x = one.l3(one.l2(one.l1(one.l0(x).relu()).relu()).relu()).relu()
-        x = one.l7(one.l6(one.l5(one.l4(x).relu()).relu()).relu()).relu()
-        out: Tensor = one.l11(one.l10(one.l9(one.l8(x).relu()).relu()).relu())
-        return out
-
-
-@pytest.mark.slow
-def test_many_shapes_do_not_exhaust_the_limit_of_graphs() -> None:
-    model = Many()
-    compiled: Any = torch.compile(model, backend="eager")
-    seen = []
-    with gradsurgeon.apply(model, only({**on("*"), "tensor": "output.grad"})) as session:
-        for step in range(3):
-            compiled(data(step, 3, 4)).sum().backward()
-            seen.append(graphs())
-        assert session.status()["it"].fired == 3 * 12
-    assert seen[0] == seen[-1] > 0
-    assert not [text for text in torch._dynamo.utils.counters["unimplemented"] if "limit" in text]
-    assert broken() == 12
 
 
 @pytest.mark.parametrize("order", ["before ours", "after ours"])

@@ -75,7 +75,7 @@ def operations_in_graphs(model: nn.Module) -> set[str]:
     ("make", "modules", "stated", "counted", "lost"),
     [
         (Loop, "layers.1", (1, 0), 0, {"sin", "cos"}),
-        (Loop, "layers.*", (4, 0), 2, {"sin", "cos", "linear"}),
+        (Loop, "layers.*", (4, 0), 2, {"sin", "cos"}),
         (lambda: Body(Loop()), "body.layers.1", (1, 1), 1, {"sin", "cos"}),
         (sequence, "0", (1, 0), 1, {"gelu"}),
         (lambda: Body(sequence()), "body.0", (1, 1), 1, {"gelu"}),
