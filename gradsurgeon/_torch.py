@@ -247,21 +247,6 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
     return None if table is None else optimizer
 
 
-def set_found_inf(optimizer: Optimizer, flag: Tensor) -> None:
-    """Tell a fused optimizer by a flag on the device whether to leave everything as it is.
-
-    It is what `GradScaler` tells it by; nothing else is the way to read a flag without the host.
-    """
-    fused = cast("Any", optimizer)
-    fused.grad_scale, fused.found_inf = None, flag
-
-
-def clear_found_inf(optimizer: Optimizer) -> None:
-    """Take the flag of `set_found_inf` away."""
-    for name in ("grad_scale", "found_inf"):
-        vars(optimizer).pop(name, None)
-
-
 def reinstall_hooks(param: Tensor) -> None:
     """Bring the hooks of a parameter back to life after its content was swapped with another tensor.
 

@@ -89,7 +89,6 @@ class Attachment:
         self.controller = Controller(
             model, self._context, plan, optimizers, provisional=provisional
         )
-        recorder.late = self.controller.settle
         self._aliases = {
             alias: param.name for param in plan.manifest.params for alias in param.aliases
         }
@@ -145,7 +144,7 @@ class Attachment:
         self._close()
 
     def _close(self) -> None:
-        self._settle()
+        self._context.event_log.settle()
         self.controller.detach()
         self._context.recorder.flush()
         self._context.recorder.close()
@@ -218,7 +217,7 @@ class Attachment:
     @property
     def events(self) -> list[Event]:
         """What happened so far, oldest first, without waiting for what a device has not told yet."""
-        self._settle(wait=False)
+        self._context.event_log.settle(wait=False)
         return list(self._context.event_log.events)
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
@@ -227,12 +226,7 @@ class Attachment:
         Args:
             wait: for the device. Otherwise what it has counted is a moment old.
         """
-        self.controller.settle(wait=wait)
         return self._context.event_log.status(wait=wait)
-
-    def _settle(self, *, wait: bool = True) -> None:
-        self.controller.settle(wait=wait)
-        self._context.event_log.settle(wait=wait)
 
     @property
     def records(self) -> Records:

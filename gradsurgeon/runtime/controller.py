@@ -118,10 +118,6 @@ class Controller:
         self._context.parameters.forget()
         self._context.paused = True
 
-    def settle(self, *, wait: bool = True) -> None:
-        """Note what the device has decided so far. Waits for it where there is something."""
-        self._traps.settle(wait=wait)
-
     def backward_started(self) -> None:
         """Take notice of a backward pass.
 
@@ -173,7 +169,7 @@ class Controller:
         due_rules = context.due_rules(counter)
         gradients = FinalGradients(context, {*due_rules.judged, *due_rules.stepped}, step.scale)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
-        decision = self._traps.decide(counter, gradients, flaggable=step.flaggable)
+        decision = self._traps.decide(counter, gradients)
         stopped = decision.skip or decision.error is not None
         suspicious = self._edits.run(counter, gradients, step.scale, acting=not stopped)
         # By the rules alone, which are those of all ranks: they decide together.

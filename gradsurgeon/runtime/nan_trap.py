@@ -13,18 +13,10 @@ from torch import Tensor
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import Rule
-from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.accumulated_rules import GradientSnapshot
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.device_decision import (
-    EVERY,
-    DeferredStep,
-    can_decide_on_device,
-    decide_on_device,
-)
-from gradsurgeon.runtime.device_queue import DeviceQueue
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.final_gradients import FinalGradients
 from gradsurgeon.runtime.measure import as_dict, nonfinite, nonfinite_of_each
@@ -56,11 +48,6 @@ class NanTraps:
         self._histories: defaultdict[StepCounter, TrapHistory] = defaultdict(TrapHistory)
         # What was seen after each backward pass of the current step.
         self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
-        # The steps that devices have decided on, and how many there have been.
-        self._deferred: DeviceQueue[DeferredStep] = DeviceQueue(self._report_deferred)
-        self._deferred_steps = 0
-        # What one of them has led to, and a later step has to raise.
-        self._late_error: NonFiniteGradientError | None = None
 
     def add_snapshot(self, counter: StepCounter, snapshot: GradientSnapshot) -> None:
         if self._context.program.traps:
@@ -69,22 +56,11 @@ class NanTraps:
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
 
-    def decide(
-        self, counter: StepCounter, gradients: FinalGradients, *, flaggable: bool = False
-    ) -> StepDecision:
+    def decide(self, counter: StepCounter, gradients: FinalGradients) -> StepDecision:
         """Judge the gradients that the optimizer is about to consume, before rules at `step` edit them.
 
-        Reads the device once, and again only for a report; not at all where the device decides.
-
-        Args:
-            counter: of the optimizer.
-            gradients: its gradients.
-            flaggable: a flag on the device can tell it to skip.
+        Reads the device once, and again only for a report.
         """
-        if flaggable and (decision := self._defer(counter, gradients)) is not None:
-            return decision
-        if (error := self._late_error_due(wait=True)) is not None:
-            return self._conclude(counter, [], error=error)
         self._histories[counter].scaler_skips = 0
         trips = [
             *self._judge_gradients(counter, gradients),
@@ -120,13 +96,6 @@ class NanTraps:
         """Judge nothing, and do what other ranks have decided, who may wait for this one."""
         return self._conclude(counter, [])
 
-    def settle(self, *, wait: bool = True) -> None:
-        """Report what devices have decided; without waiting, what they have told so far."""
-        if wait:
-            self._deferred.settle()
-        else:
-            self._deferred.send()
-
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         """Note a step that a scaler has skipped, and tell an overflow from a NaN that never ends.
 
@@ -141,27 +110,6 @@ class NanTraps:
         decision = self._conclude(counter, trips, floor=OVERFLOWED)
         if decision.error is not None:
             raise decision.error
-
-    def _defer(self, counter: StepCounter, gradients: FinalGradients) -> StepDecision | None:
-        """Leave the decision to the device and report later; ``None`` where the host has to decide."""
-        context, due_rules = self._context, self._context.due_rules(counter)
-        # Whether to skip may be for other ranks to say as well.
-        if not due_rules.traps or due_rules.thresholds or self._agreement.common(counter):
-            return None
-        tensors = gradients.having(due_rules.trapped)
-        grads, snapshots = gradients.of(tensors), tuple(self._snapshots[counter])
-        if not can_decide_on_device(context, due_rules, grads, snapshots):
-            return None
-        if (error := self._late_error_due()) is not None:
-            return StepDecision(error=error)
-        self._histories[counter].scaler_skips = 0
-        case = DeferredStep(
-            counter, counter.step, self._fired(counter, tensors), tuple(tensors), snapshots
-        )
-        flag, numbers = decide_on_device(case, grads)
-        self._deferred.put(case, numbers)
-        self._deferred_steps += 1
-        return StepDecision(flag=flag)
 
     def _judge_gradients(self, counter: StepCounter, gradients: FinalGradients) -> list[Trip]:
         context, due_rules = self._context, self._context.due_rules(counter)
@@ -183,9 +131,7 @@ class NanTraps:
                 self._histories[counter].clear(bound_rule.rule)
             return []
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
-        return self._judge(
-            fired, counter, counter.step, GradientEvidence(snapshots, tensors, bad, norms)
-        )
+        return self._judge(fired, counter, GradientEvidence(snapshots, tensors, bad, norms))
 
     def _fired(self, counter: StepCounter, tensors: Sequence[int]) -> list[BoundRule]:
         """Count the traps of this step that have a gradient to judge, and return them."""
@@ -264,48 +210,34 @@ class NanTraps:
         for bound_rule in guilty:
             history.give_up(bound_rule.rule)
         evidence = GradientEvidence(snapshots, list(norms), bad)
-        trips = self._judge(guilty, counter, counter.step, evidence)
+        trips = self._judge(guilty, counter, evidence)
         return [trip.because(why) for trip in trips]
 
     def _judge(
-        self,
-        bound_rules: Iterable[BoundRule],
-        counter: StepCounter,
-        step: int,
-        evidence: GradientEvidence,
+        self, bound_rules: Iterable[BoundRule], counter: StepCounter, evidence: GradientEvidence
     ) -> list[Trip]:
         history, trips = self._histories[counter], []
         for bound_rule in bound_rules:
             if any(tensor in evidence.now for tensor in bound_rule.tensors):
                 finding = evidence.border().finding(self._context.program.names)
-                trips.append(history.trip(bound_rule.rule, step, finding, guilty=evidence.guilty))
+                trip = history.trip(bound_rule.rule, counter.step, finding, guilty=evidence.guilty)
+                trips.append(trip)
                 continue
             history.clear(bound_rule.rule)
             repaired = [tensor for tensor in bound_rule.tensors if tensor in evidence.repaired]
-            self._mention_repair(bound_rule.rule, step, repaired)
+            self._mention_repair(bound_rule.rule, counter.step, repaired)
         return trips
 
     def _conclude(
-        self,
-        counter: StepCounter,
-        trips: Sequence[Trip],
-        *,
-        error: NonFiniteGradientError | None = None,
-        floor: int = FINE,
+        self, counter: StepCounter, trips: Sequence[Trip], *, floor: int = FINE
     ) -> StepDecision:
         """Report what this rank has seen, and return what all ranks do that make this update together.
 
-        A collective where they meet. ``floor`` is how bad it is at the least, and ``error`` what an
-        earlier step has led to.
+        A collective where they meet. ``floor`` is how bad it is at the least.
         """
-        if error is not None:
-            floor = RAISE
         severity = max([floor, *(trip.severity for trip in trips)])
         meeting = self._agreement.meet(counter, severity, guilty=any(trip.guilty for trip in trips))
         decision = self._report(trips, meeting.guilty)
-        if error is not None:
-            cause = Cause(error.rank, error.rule, error.name or "", str(error))
-            decision = StepDecision(error=error, cause=cause)
         if not meeting.groups or meeting.severity == FINE:
             return decision
         rank = _dist.rank()
@@ -326,7 +258,7 @@ class NanTraps:
         self._context.event_log.emit("trap", text, **where, raised=True)
         return StepDecision(error=replace(cause, text=text).error(step), cause=cause)
 
-    def _report(self, trips: Sequence[Trip], ranks: tuple[int, ...] = ()) -> StepDecision:
+    def _report(self, trips: Sequence[Trip], ranks: tuple[int, ...]) -> StepDecision:
         """Say what traps have found, and return what becomes of the step.
 
         ``ranks`` are those that contributed what is not finite to an average.
@@ -360,21 +292,6 @@ class NanTraps:
             context.event_log.emit("skipped-step", message, **where)
         rank = finding.ranks[0] if finding.ranks else _dist.rank()
         return Cause(rank, rule, finding.name, text)
-
-    def _late_error_due(self, *, wait: bool = False) -> NonFiniteGradientError | None:
-        if wait or self._deferred_steps % EVERY == 0:
-            self.settle(wait=wait)
-        self._deferred.collect()
-        error, self._late_error = self._late_error, None
-        return error
-
-    def _report_deferred(self, rows: Sequence[tuple[DeferredStep, Tensor]]) -> None:
-        for case, numbers in rows:
-            trips = self._judge(
-                case.bound_rules, case.counter, case.step, case.evidence(numbers.tolist())
-            )
-            # It comes at another moment on each rank, which can only speak for itself.
-            self._late_error = self._late_error or self._report(trips).error
 
     def _mention_repair(self, rule: Rule, step: int, repaired: Sequence[int]) -> None:
         if not repaired:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,8 +43,6 @@ class Recorder:
         self.records = records
         self.writer = writer
         self._event_log = event_log
-        # Notes events that are not noted yet.
-        self.late: Callable[[], None] | None = None
         self._ring: DeviceQueue[_Row] = DeviceQueue(self._take)
         # Rows were due on disk, and were still on their way.
         self._owed = False
@@ -110,8 +108,6 @@ class Recorder:
         if self.writer is None:
             return
         atexit.unregister(self._at_exit)
-        if self.late is not None and not self.writer.closed:
-            self.late()
         self._ring.settle()
         self._commit(wait=True)
         self.writer.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from gradsurgeon.actions import Rule, TrapRule
 from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.runtime.ranks import Cause
@@ -23,14 +21,12 @@ class StepDecision:
         error: to raise before any weight moves.
         frozen: parameters that a `freeze` rule hides from the optimizer in this step.
         cause: what led to it, for ranks that have seen nothing.
-        flag: where the device decides, whether to skip, to be told to the optimizer.
     """
 
     skip: bool = False
     error: NonFiniteGradientError | None = None
     frozen: tuple[int, ...] = ()
     cause: Cause | None = None
-    flag: Tensor | None = None
 
 
 def then_of(rule: Rule) -> str:

@@ -72,13 +72,11 @@ class Step:
         counter: of the optimizer, or the common one where weights are updated by hand.
         scale: that a fused optimizer gets its gradients with.
         inside: it takes place inside a backward pass, on what that pass has finished so far.
-        flaggable: a flag on the device can tell the optimizer to skip.
     """
 
     counter: StepCounter
     scale: Tensor | None = None
     inside: bool = False
-    flaggable: bool = False
 
 
 class TrainingEvents(Protocol):

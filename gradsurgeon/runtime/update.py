@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.runtime.optimizers import Counters, Snapshot
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -60,8 +59,6 @@ class Update:
         self.loss: Any = None
         # The scale that a fused optimizer gets its gradients with.
         self.scale: Tensor | None = None
-        # Whether a flag on the device can tell the optimizer to skip, and whether one does.
-        self.flaggable = self.flagged = False
         # The scale under which the gradients overflowed, so that the scaler skips the update.
         self.overflowed: Tensor | None = None
         self.skipped = self.ended = False
@@ -114,7 +111,7 @@ class Update:
             grad.detach_().zero_()
 
     def give_back(self) -> None:
-        """Put back what was hidden, and take away the flag that tells the optimizer to skip."""
+        """Put back what was hidden."""
         if self._clearing is not None:
             self._clearing.undo()
             self._clearing = None
@@ -122,7 +119,3 @@ class Update:
         for param, grad in hidden:
             if param.grad is None:
                 param.grad = grad
-        if self.flagged:
-            self.flagged = False
-            if (optimizer := self.optimizer()) is not None:
-                _torch.clear_found_inf(optimizer)
