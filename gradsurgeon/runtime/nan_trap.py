@@ -21,7 +21,6 @@ from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.final_gradients import FinalGradients
 from gradsurgeon.runtime.measure import as_dict, nonfinite, nonfinite_of_each
 from gradsurgeon.runtime.nonfinite_report import GradientReport, activation_report, threshold_report
-from gradsurgeon.runtime.notices import warn_of_foreign_scale
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.ranks import Cause
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -112,8 +111,7 @@ class NanTraps:
             raise decision.error
 
     def _judge_gradients(self, counter: StepCounter, gradients: FinalGradients) -> list[Trip]:
-        context, due_rules = self._context, self._context.due_rules(counter)
-        tensors = gradients.having(due_rules.trapped)
+        tensors = gradients.having(self._context.due_rules(counter).trapped)
         if not tensors:
             return []
         snapshots = self._snapshots[counter]
@@ -123,8 +121,6 @@ class NanTraps:
         norms = gradients.norms_handed_over(tensors)
         before, doubtful = nonfinite_of_each(unread, norms)
         clean = not (before or doubtful or (last is not None and last.counts))
-        if clean and last is not None and context.scaling.scale is None:
-            warn_of_foreign_scale(context, counter, last.norms, norms)
         fired = self._fired(counter, tensors)
         if clean:
             for bound_rule in fired:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-import torch
-
-from gradsurgeon import _torch
 from gradsurgeon.actions import EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.measure import Norms, read
+from gradsurgeon.runtime.measure import read
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 
@@ -95,36 +91,6 @@ def warn_of_unowned_params(context: Context, tensors: Sequence[int]) -> None:
             context.event_log.once("unowned", text, rule=rule, step=step, warn=True)
 
 
-def warn_of_foreign_scale(context: Context, counter: StepCounter, seen: Norms, now: Norms) -> None:
-    """Say once that gradients look as if a loss scale had been taken off them, by no `GradScaler` of torch.
-
-    Args:
-        context: what the parts of a session share.
-        counter: of the update.
-        seen: the norms after the last backward pass.
-        now: those right before the update, of the same tensors.
-    """
-    if context.event_log.said("scale") or counter.passes != 1 or len(seen) != 1 or len(now) != 1:
-        return
-    ((tensors, before),), ((tensors_now, after),) = seen, now
-    if tensors != tensors_now or not _torch.is_host(after):
-        return
-    largest, index = after.max(0)
-    ratio = float(before[index] / largest) if float(largest) > 0 else 0.0
-    if not (math.isfinite(ratio) and ratio >= _LEAST_SCALE):
-        return
-    scale = 2.0 ** round(math.log2(ratio))
-    if torch.allclose(before, after * scale, rtol=1e-3):
-        text = (
-            f"all gradients were {scale:g} times as large after the backward pass as they are at the update: "
-            "if the loss is scaled by something else than torch.amp.GradScaler, rules at `backward` and "
-            "`accumulated` act on scaled gradients; use `at: step`, or a GradScaler"
-        )
-        context.event_log.once("scale", text, step=counter.step, warn=True)
-
-
-# Losses are scaled by powers of two; smaller ones could be the number of micro-batches.
-_LEAST_SCALE = 128.0
 _SHOWN = 3
 
 
