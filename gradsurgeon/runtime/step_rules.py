@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -31,9 +29,6 @@ class StepRules:
         # Gradients that were edited as final ones at the end of a pass, before an optimizer turned up
         # that is about to consume them, unless the script assigns others.
         self._spared: dict[int, weakref.ref[Tensor]] = {}
-        # What the edits of the last step have made of a few elements, to be found again in the next one
-        # where the script updates twice from one gradient.
-        self._left: dict[StepCounter, _Left] = {}
 
     def run(
         self, counter: StepCounter, gradients: FinalGradients, scale: Tensor | None, *, acting: bool
@@ -57,7 +52,6 @@ class StepRules:
         suspicious: set[int] = set()
         with torch.no_grad():
             gradients.unscale(edited)
-            left = self._recognize(counter, gradients, edited)
             try:
                 for bound_rule in due_rules.at_step:
                     having = gradients.having(bound_rule.tensors)
@@ -70,38 +64,8 @@ class StepRules:
                         if bound_rule.rule.may_overflow and context.mode == "act":
                             suspicious.update(having)
             finally:
-                if left is not None:
-                    self._left[counter] = left.with_after(gradients[left.tensor])
                 gradients.rescale(scale)
         return suspicious
-
-    def _recognize(
-        self, counter: StepCounter, gradients: FinalGradients, edited: Iterable[int]
-    ) -> _Left | None:
-        """Say it once where a gradient is what the edits of the last step have left.
-
-        Returns:
-            What to recognize this one by in the next step, yet without what the edits make of it.
-        """
-        before = self._left.pop(counter, None)
-        # A bound that has been kept to changes nothing when it is applied again; a factor does.
-        scaled = {
-            tensor: bound_rule.rule.id
-            for bound_rule in self._context.due_rules(counter).at_step
-            if isinstance(bound_rule.rule, EditRule)
-            and bound_rule.rule.linear
-            and self._context.mode == "act"
-            for tensor in bound_rule.tensors
-            if tensor in edited and tensor in gradients
-        }
-        if not scaled:
-            return None
-        if before is not None and before.tensor in scaled:
-            again = before.is_found_in(gradients[before.tensor])
-            rule = scaled[before.tensor]
-            self._context.event_log.later(again, _TWICE, rule=rule, step=counter.step)
-        first = next(iter(scaled))
-        return _Left(first, _sample(gradients[first]))
 
     def arrived(self, tensors: Iterable[int]) -> None:
         """Note that gradients have got something that no rule at the step has seen."""
@@ -212,43 +176,6 @@ class StepRules:
             else:
                 values = measure.statistics(stat, gradients.of(tensors))
             self._context.recorder.add(key, bound_rule.counter.step, columns, values, replace=True)
-
-
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """A few elements of one gradient, before and after the edits of a step."""
-
-    tensor: int
-    before: Tensor
-    after: Tensor | None = None
-
-    def with_after(self, grad: Tensor) -> _Left:
-        """Return this with what the edits have made of the gradient."""
-        return replace(self, after=_sample(grad))
-
-    def is_found_in(self, grad: Tensor) -> Tensor:
-        """Tell whether a gradient is what the edits have left, having changed it; 0-dim, not read."""
-        now, after = _sample(grad), cast("Tensor", self.after)
-        if now.shape != after.shape or now.device != after.device:
-            return torch.zeros((), dtype=torch.bool, device="cpu")
-        return (now == after).all() & (after != self.before).any() & (after != 0).any()
-
-
-_SAMPLED = 16
-_TWICE = (
-    "the gradient is what this rule has left at the last update: the script updates twice from one "
-    "gradient, and the edit compounds"
-)
-
-
-def _sample(grad: Tensor) -> Tensor:
-    """Return copies of a few elements of what a rank holds of a gradient; of a sparse one, none."""
-    part = _dist.local(grad)
-    if part.layout != torch.strided:
-        return torch.empty(0, device="cpu")
-    while part.ndim > 1:
-        part = part[0] if len(part) else part.flatten()
-    return part[:_SAMPLED].clone() if part.ndim else part.reshape(1).clone()
 
 
 def _apply(edit: Edit, grads: list[Tensor]) -> None:
