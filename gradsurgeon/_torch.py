@@ -210,26 +210,6 @@ def shares_storage(grad: Tensor) -> bool:
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # noqa: SLF001, PLR2004
 
 
-def overlapping(grads: Sequence[Tensor]) -> set[int]:
-    """Return the indices of strided gradients whose memory overlaps with that of another one.
-
-    One tensor given to two roots can become the ``.grad`` of both.
-    """
-    spans = sorted(
-        (grad.data_ptr(), grad.data_ptr() + grad.numel() * grad.element_size(), index)
-        for index, grad in enumerate(grads)
-        if grad.layout == torch.strided and grad.numel()
-    )
-    found: set[int] = set()
-    reach, owner = -1, -1
-    for start, stop, index in spans:
-        if start < reach:
-            found |= {index, owner}
-        if stop > reach:
-            reach, owner = stop, index
-    return found
-
-
 def stepping(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer whose step torch shows to hooks: of a wrapper, the one inside it.
 

@@ -66,7 +66,10 @@ class DeviceQueue(Generic[Item]):
                 self._under_way.append(_Transfer(list(self._waiting.values())))
                 self._waiting.clear()
             self.collect()
-            while len(self._under_way) > _FEWEST_UNDER_WAY and self._bytes() > _MOST_BYTES:
+            while (
+                len(self._under_way) > _FEWEST_UNDER_WAY
+                and sum(transfer.bytes for transfer in self._under_way) > _MOST_BYTES
+            ):
                 self._hand_over()
 
     def collect(self) -> None:
@@ -88,9 +91,6 @@ class DeviceQueue(Generic[Item]):
 
     def _hand_over(self) -> None:
         self._take(self._under_way.popleft().read())
-
-    def _bytes(self) -> int:
-        return sum(transfer.bytes for transfer in self._under_way)
 
 
 class _Transfer(Generic[Item]):

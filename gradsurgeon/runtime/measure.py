@@ -118,12 +118,7 @@ def _sharded_counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     return by_tensor
 
 
-def nonfinite(norms: Norms) -> list[int]:
-    """Return the tensors whose norm is not finite. Reads each device once."""
-    return nonfinite_of_each(norms)[0]
-
-
-def nonfinite_of_each(*several: Norms) -> list[list[int]]:
+def nonfinite(*several: Norms) -> list[list[int]]:
     """Return the tensors whose norm is not finite, of each. Reads each device once."""
     bad: list[list[int]] = [[] for _ in several]
     parts = [(into, *part) for into, norms in zip(bad, several, strict=True) for part in norms]

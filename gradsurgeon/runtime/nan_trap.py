@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Rule
+from gradsurgeon.events import EventKind
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.accumulated_rules import GradientSnapshot
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.final_gradients import FinalGradients
-from gradsurgeon.runtime.measure import as_dict, nonfinite, nonfinite_of_each
-from gradsurgeon.runtime.nonfinite_report import GradientReport, activation_report, threshold_report
+from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.nonfinite_report import (
+    GradientEvidence,
+    TrapReport,
+    activation_report,
+    gradient_report,
+    threshold_report,
+    uncounted,
+)
+from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.ranks import Cause
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.step_decision import FINE, OVERFLOWED, RAISE, SKIP, StepDecision
-from gradsurgeon.runtime.trap_evidence import GradientEvidence, uncounted
-from gradsurgeon.runtime.trap_history import TrapHistory, Trip
+from gradsurgeon.runtime.step_decision import FINE, OVERFLOWED, RAISE, StepDecision, Trip, decided
 
 _OVERFLOW = (
     "step {step}: all ranks skip the step, because the GradScaler of rank {rank} does: the scaled gradients "
@@ -35,7 +40,8 @@ _OVERFLOW = (
 
 SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients overflowed"
 
-_REPAIRED_SHOWN = 3
+# The id of a trap that has judged, and its report where it has tripped.
+_Finding = tuple[str, TrapReport | None]
 
 
 class NanTraps:
@@ -44,7 +50,9 @@ class NanTraps:
     def __init__(self, context: Context, agreement: RankAgreement) -> None:
         self._context = context
         self._agreement = agreement
-        self._histories: defaultdict[StepCounter, TrapHistory] = defaultdict(TrapHistory)
+        # How often in a row traps have tripped, and scalers have skipped a step.
+        self._in_a_row: Counter[tuple[StepCounter, str]] = Counter()
+        self._scaler_skips: Counter[StepCounter] = Counter()
         # What was seen after each backward pass of the current step.
         self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
 
@@ -55,38 +63,34 @@ class NanTraps:
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
 
-    def decide(self, counter: StepCounter, gradients: FinalGradients) -> StepDecision:
+    def decide(self, counter: StepCounter, gradients: Gradients) -> StepDecision:
         """Judge the gradients that the optimizer is about to consume, before rules at `step` edit them.
 
         Reads the device once, and again only for a report.
         """
-        self._histories[counter].scaler_skips = 0
-        trips = [
+        self._scaler_skips[counter] = 0
+        found = [
             *self._judge_gradients(counter, gradients),
             *self._judge_thresholds(counter, gradients),
         ]
-        return self._conclude(counter, [*trips, *self._judge_activations(counter)])
+        return self._conclude(counter, [*found, *self._judge_activations(counter)])
 
     def decide_edited(self, counter: StepCounter, edited: set[int]) -> StepDecision:
         """Judge gradients once more that rules at `step` may have made non-finite."""
         context, due_rules = self._context, self._context.due_rules(counter)
         gradients = context.parameters.grads(sorted(edited.intersection(due_rules.trapped)))
-        doubtful = nonfinite(measure.norms(*gradients))
+        (doubtful,) = measure.nonfinite(measure.norms(*gradients))
         bad = measure.counts(dict(zip(*context.parameters.grads(doubtful), strict=True)))
-        order = tuple(context.parameters.grads(due_rules.trapped)[0])
+        order, _ = context.parameters.grads(due_rules.trapped)
         moment = "right before the update, and finite before the rules at `step`"
-        trips = [
-            self._histories[counter].trip(
-                bound_rule.rule,
-                counter.step,
-                GradientReport(moment, order, bad, {}).finding(context.program.names),
-            )
-            for bound_rule in due_rules.traps
-            if not bad.keys().isdisjoint(bound_rule.tensors)
+        found = [
+            (bound.rule.id, gradient_report(context.program.names, moment, order, bad, {}))
+            for bound in due_rules.traps
+            if not bad.keys().isdisjoint(bound.tensors)
         ]
-        return self._conclude(counter, trips)
+        return self._conclude(counter, found)
 
-    def measure(self, counter: StepCounter, gradients: FinalGradients) -> None:
+    def measure(self, counter: StepCounter, gradients: Gradients) -> None:
         """Take part in what other ranks measure, and make nothing of it."""
         self._judge_gradients(counter, gradients)
         self._judge_thresholds(counter, gradients)
@@ -98,204 +102,180 @@ class NanTraps:
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         """Note a step that a scaler has skipped, and tell an overflow from a NaN that never ends.
 
-        Args:
-            counter: that of the optimizer.
-            scale: of the scaler.
-
         Raises:
             NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
         """
-        trips = [] if self._context.paused else self._judge_skip_of_scaler(counter, scale)
-        decision = self._conclude(counter, trips, floor=OVERFLOWED)
+        found = [] if self._context.paused else self._judge_skip_of_scaler(counter, scale)
+        decision = self._conclude(counter, found, floor=OVERFLOWED)
         if decision.error is not None:
             raise decision.error
 
-    def _judge_gradients(self, counter: StepCounter, gradients: FinalGradients) -> list[Trip]:
-        tensors = gradients.having(self._context.due_rules(counter).trapped)
+    def _judge_gradients(self, counter: StepCounter, gradients: Gradients) -> list[_Finding]:
+        context, due_rules = self._context, self._context.due_rules(counter)
+        tensors = gradients.having(due_rules.trapped)
         if not tensors:
             return []
+        fired = [bound for bound in due_rules.traps if any(i in gradients for i in bound.tensors)]
+        for bound in fired:
+            context.event_log.fired(bound.rule.id, counter.step)
         snapshots = self._snapshots[counter]
         last = snapshots[-1] if snapshots else None
         # On the host the look has been exact; on a device its norms come along with those of now.
         unread = last.norms if last is not None and last.counts is None else ()
-        norms = gradients.norms_handed_over(tensors)
-        before, doubtful = nonfinite_of_each(unread, norms)
-        clean = not (before or doubtful or (last is not None and last.counts))
-        fired = self._fired(counter, tensors)
-        if clean:
-            for bound_rule in fired:
-                self._histories[counter].clear(bound_rule.rule)
-            return []
+        norms = gradients.take_norms(tensors)
+        before, doubtful = measure.nonfinite(unread, norms)
+        if not (before or doubtful or (last is not None and last.counts)):
+            return [(bound.rule.id, None) for bound in fired]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
-        return self._judge(fired, counter, GradientEvidence(snapshots, tensors, bad, norms))
+        evidence = GradientEvidence(snapshots, tensors, bad, norms)
+        for bound in fired:
+            if bad.keys().isdisjoint(bound.tensors):
+                self._mention_repair(bound, evidence)
+        return self._findings(fired, evidence)
 
-    def _fired(self, counter: StepCounter, tensors: Sequence[int]) -> list[BoundRule]:
-        """Count the traps of this step that have a gradient to judge, and return them."""
-        due_rules = self._context.due_rules(counter)
-        fired = list(due_rules.traps)
-        if len(tensors) < len(due_rules.trapped):
-            fired = [
-                bound_rule
-                for bound_rule in fired
-                if not set(bound_rule.tensors).isdisjoint(tensors)
-            ]
-        for bound_rule in fired:
-            self._context.event_log.fired(bound_rule.rule.id, counter.step)
-        return fired
-
-    def _judge_thresholds(self, counter: StepCounter, gradients: FinalGradients) -> list[Trip]:
+    def _judge_thresholds(self, counter: StepCounter, gradients: Gradients) -> list[_Finding]:
         """Judge by any statistic. Reads the device once per rule, and again only for a report."""
-        context, history, trips = self._context, self._histories[counter], []
-        for bound_rule in context.due_rules(counter).thresholds:
-            tensors, decision = gradients.having(bound_rule.tensors), bound_rule.decision
-            if not tensors or decision is None:
+        context = self._context
+        found: list[_Finding] = []
+        for bound in context.due_rules(counter).thresholds:
+            tensors = gradients.having(bound.tensors)
+            if not tensors:
                 continue
-            context.event_log.fired(bound_rule.rule.id, counter.step)
+            context.event_log.fired(bound.rule.id, counter.step)
+            decision, report = context.decisions[bound.rule.id], None
             values = gradients.statistics(decision.statistic, tensors)
             tripped = decision.trips(values).tolist()
             if any(tripped):
                 names = [context.program.names[tensor] for tensor in tensors]
-                finding = threshold_report(decision.statistic, names, values.tolist(), tripped)
-                trips.append(history.trip(bound_rule.rule, counter.step, finding))
-            else:
-                history.clear(bound_rule.rule)
-        return trips
+                report = threshold_report(decision.statistic, names, values.tolist(), tripped)
+            found.append((bound.rule.id, report))
+        return found
 
-    def _judge_activations(self, counter: StepCounter) -> list[Trip]:
+    def _judge_activations(self, counter: StepCounter) -> list[_Finding]:
         by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
         for flag, count in self._context.flags.take(counter, self._context.counters.common):
             by_rule[flag.rule.id].append((flag, count))
-        history, trips = self._histories[counter], []
-        for flags in by_rule.values():
-            rule = flags[0][0].rule
-            if any(count for _, count in flags):
-                trips.append(history.trip(rule, counter.step, activation_report(flags)))
-            else:
-                history.clear(rule)
-        return trips
-
-    def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[Trip]:
-        """Judge a step that a scaler has skipped: an overflow ends, a NaN does not."""
-        context, history = self._context, self._histories[counter]
-        history.scaler_skips += 1
-        context.event_log.emit(
-            "scaler-skip", SCALER_SKIP.format(step=counter.step), step=counter.step
-        )
-        low = float(scale) < 1.0
-        due_rules = context.due_rules(counter)
-        stuck = [
-            bound_rule for bound_rule in due_rules.traps if low or history.is_stuck(bound_rule.rule)
+        return [
+            (rule, activation_report(flags) if any(count for _, count in flags) else None)
+            for rule, flags in by_rule.items()
         ]
+
+    def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[_Finding]:
+        """Judge a step that a scaler has skipped: an overflow ends, a NaN does not."""
+        context = self._context
+        self._scaler_skips[counter] += 1
+        skips, low = self._scaler_skips[counter], float(scale) < 1.0
+        text = SCALER_SKIP.format(step=counter.step)
+        context.event_log.emit("scaler-skip", text, step=counter.step)
+        due_rules = context.due_rules(counter)
+        patience = {b.rule.id: context.decisions[b.rule.id].give_up_after for b in due_rules.traps}
+        stuck = [bound for bound in due_rules.traps if low or skips >= patience[bound.rule.id]]
         if not stuck or context.mode == "observe":
             return []
         # A scaler looks before the script can repair or clip, and so must the trap.
-        snapshots = self._snapshots[counter]
-        seen = (
-            snapshots[-1].norms
-            if snapshots
-            else measure.norms(*context.parameters.grads(due_rules.trapped))
-        )
-        norms = as_dict(seen)
+        if snapshots := self._snapshots[counter]:
+            seen = snapshots[-1].norms
+        else:
+            seen = measure.norms(*context.parameters.grads(due_rules.trapped))
+        norms = measure.as_dict(seen)
         bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
-        why = "its scale is below 1" if low else f"{history.scaler_skips} steps in a row"
-        why = f"the GradScaler keeps skipping ({why}): "
         # A skip for what a trap does not watch says nothing of it: its row goes on.
-        guilty = [
-            bound_rule for bound_rule in stuck if not bad.keys().isdisjoint(bound_rule.tensors)
-        ]
-        for bound_rule in guilty:
-            history.give_up(bound_rule.rule)
+        guilty = [bound for bound in stuck if not bad.keys().isdisjoint(bound.tensors)]
+        for bound in guilty:
+            # This trip is one too many, as those after it, until the trap finds nothing.
+            key = counter, bound.rule.id
+            self._in_a_row[key] = max(self._in_a_row[key], patience[bound.rule.id] - 1)
+        why = "its scale is below 1" if low else f"{skips} steps in a row"
         evidence = GradientEvidence(snapshots, list(norms), bad)
-        trips = self._judge(guilty, counter, evidence)
-        return [trip.because(why) for trip in trips]
+        return self._findings(guilty, evidence, f"the GradScaler keeps skipping ({why}): ")
 
-    def _judge(
-        self, bound_rules: Iterable[BoundRule], counter: StepCounter, evidence: GradientEvidence
-    ) -> list[Trip]:
-        history, trips = self._histories[counter], []
-        for bound_rule in bound_rules:
-            if any(tensor in evidence.now for tensor in bound_rule.tensors):
-                finding = evidence.border().finding(self._context.program.names)
-                trip = history.trip(bound_rule.rule, counter.step, finding, guilty=evidence.guilty)
-                trips.append(trip)
-                continue
-            history.clear(bound_rule.rule)
-            repaired = [tensor for tensor in bound_rule.tensors if tensor in evidence.repaired]
-            self._mention_repair(bound_rule.rule, counter.step, repaired)
-        return trips
+    def _findings(
+        self, bound_rules: Iterable[BoundRule], evidence: GradientEvidence, why: str = ""
+    ) -> list[_Finding]:
+        names = self._context.program.names
+        return [
+            (
+                bound.rule.id,
+                None
+                if evidence.now.keys().isdisjoint(bound.tensors)
+                else evidence.report(names, why),
+            )
+            for bound in bound_rules
+        ]
 
     def _conclude(
-        self, counter: StepCounter, trips: Sequence[Trip], *, floor: int = FINE
+        self, counter: StepCounter, found: Sequence[_Finding], *, floor: int = FINE
     ) -> StepDecision:
         """Report what this rank has seen, and return what all ranks do that make this update together.
 
         A collective where they meet. ``floor`` is how bad it is at the least.
         """
+        context, step = self._context, counter.step
+        trips = self._count(counter, found)
         severity = max([floor, *(trip.severity for trip in trips)])
-        meeting = self._agreement.meet(counter, severity, guilty=any(trip.guilty for trip in trips))
-        decision = self._report(trips, meeting.guilty)
+        guilty = any(trip.report.guilty for trip in trips)
+        meeting = self._agreement.meet(counter, severity, guilty=guilty)
+        told = [(trip.severity, self._tell(trip, step, meeting.guilty)) for trip in trips]
+        # What stops a step is what the other ranks have to hear of.
+        own, cause = max(told, key=itemgetter(0), default=(FINE, None))
+        decision = StepDecision()
+        if cause is not None and own > FINE and context.mode == "act":
+            decision = decided(own, cause, step)
         if not meeting.groups or meeting.severity == FINE:
             return decision
         rank = _dist.rank()
-        overflow = Cause(rank, "", "", _OVERFLOW.format(step=counter.step, rank=rank))
-        cause = meeting.hear(decision.cause or overflow)
+        overflow = Cause(rank, "", "", _OVERFLOW.format(step=step, rank=rank))
+        heard = meeting.hear(decision.cause or overflow)
         if meeting.severity > severity:
-            return self._follow(counter.step, meeting.severity, cause)
+            return self._follow(step, meeting.severity, heard)
         return decision
 
+    def _count(self, counter: StepCounter, found: Sequence[_Finding]) -> list[Trip]:
+        """Count how often in a row traps have tripped; one that has found nothing begins anew."""
+        trips = []
+        for rule, report in found:
+            key = counter, rule
+            if report is None:
+                self._in_a_row[key] = 0
+                continue
+            self._in_a_row[key] += 1
+            trips.append(Trip(rule, self._context.decisions[rule], self._in_a_row[key], report))
+        return trips
+
     def _follow(self, step: int, severity: int, cause: Cause) -> StepDecision:
+        raised = severity == RAISE
+        text = cause.text
+        if cause.rule:
+            what = "stop" if raised else "skip the step"
+            text = f"step {step}: rank {cause.rank} trapped, and all ranks {what}: {text}"
         where: dict[str, Any] = {"rule": cause.rule, "step": step, "name": cause.name}
-        head = f"step {step}: rank {cause.rank} trapped, and all ranks"
-        if severity < RAISE:
-            text = f"{head} skip the step: {cause.text}" if cause.rule else cause.text
-            self._context.event_log.emit("skipped-step", text, **where)
-            return StepDecision(skip=True, cause=cause)
-        text = f"{head} stop: {cause.text}"
-        self._context.event_log.emit("trap", text, **where, raised=True)
-        return StepDecision(error=replace(cause, text=text).error(step), cause=cause)
+        kind: EventKind = "trap" if raised else "skipped-step"
+        self._context.event_log.emit(kind, text, **where, raised=raised)
+        return decided(severity, replace(cause, text=text), step)
 
-    def _report(self, trips: Sequence[Trip], ranks: tuple[int, ...]) -> StepDecision:
-        """Say what traps have found, and return what becomes of the step.
-
-        ``ranks`` are those that contributed what is not finite to an average.
-        """
-        words = [self._tell(trip, ranks) for trip in trips]
-        # What stops a step is what the other ranks have to hear of.
-        worst = max(trips, key=lambda trip: trip.severity, default=None)
-        if worst is None or worst.severity == FINE or self._context.mode == "observe":
-            return StepDecision()
-        cause = words[trips.index(worst)]
-        if worst.severity == SKIP:
-            return StepDecision(skip=True, cause=cause)
-        return StepDecision(error=cause.error(worst.step), cause=cause)
-
-    def _tell(self, trip: Trip, ranks: tuple[int, ...]) -> Cause:
-        context, rule, step, acts = (
-            self._context,
-            trip.rule.id,
-            trip.step,
-            self._context.mode == "act",
-        )
-        finding = trip.finding.caused_by(ranks)
-        head = f"{context.place(step, rule)}: {finding.head}"
-        text = "\n".join([head, trip.outcome(context.mode), *finding.lines])
-        context.event_log.altered(rule, torch.ones((), dtype=torch.bool))
-        where: dict[str, Any] = {"rule": rule, "step": step, "name": finding.name}
-        warn, raised = acts and trip.then == "warn", acts and trip.then == "raise"
-        context.event_log.emit("trap", text, **where, warn=warn, raised=raised)
-        if acts and trip.severity == SKIP:
+    def _tell(self, trip: Trip, step: int, ranks: tuple[int, ...]) -> Cause:
+        """Say what a trap has found; ``ranks`` contributed what is not finite to an average."""
+        context, report = self._context, trip.report.caused_by(ranks)
+        head = f"{context.place(step, trip.rule)}: {report.head}"
+        text = "\n".join([head, trip.outcome(context.mode), *report.lines])
+        where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
+        then = trip.then if context.mode == "act" else ""
+        context.event_log.altered(trip.rule, 1)
+        context.event_log.emit("trap", text, **where, warn=then == "warn", raised=then == "raise")
+        if then == "skip-step":
             message = f"step {step} skipped: no weight and no optimizer state was touched"
             context.event_log.emit("skipped-step", message, **where)
-        rank = finding.ranks[0] if finding.ranks else _dist.rank()
-        return Cause(rank, rule, finding.name, text)
+        rank = report.ranks[0] if report.ranks else _dist.rank()
+        return Cause(rank, trip.rule, report.name, text)
 
-    def _mention_repair(self, rule: Rule, step: int, repaired: Sequence[int]) -> None:
+    def _mention_repair(self, bound: BoundRule, evidence: GradientEvidence) -> None:
+        repaired = [tensor for tensor in bound.tensors if tensor in evidence.repaired]
         if not repaired:
             return
         names = [self._context.program.names[tensor] for tensor in repaired]
-        more = ", ..." if len(names) > _REPAIRED_SHOWN else ""
         text = (
             f"{len(names)} gradients were non-finite after backward and finite at the update "
-            f"({', '.join(names[:_REPAIRED_SHOWN])}{more}): repaired in between, no trap"
+            f"({shorten_names(names)}): repaired in between, no trap"
         )
-        self._context.event_log.emit("notice", text, rule=rule.id, step=step, name=names[0])
+        step = bound.counter.step
+        self._context.event_log.emit("notice", text, rule=bound.rule.id, step=step, name=names[0])

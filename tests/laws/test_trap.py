@@ -237,7 +237,7 @@ def test_a_gradient_that_the_script_repairs_is_a_notice() -> None:
     assert [(e.kind, e.step, e.name) for e in session.events] == [("notice", 0, "first.weight")]
     assert session.events[0].message.startswith(
         "4 gradients were non-finite after backward and finite at the update "
-        "(first.weight, first.bias, second.weight, ...)"
+        "(first.weight, first.bias, second.weight and 1 more)"
     )
 
 
