@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _dist
 from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import BoundRule, DueRules
+from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.measure import NonfiniteCount, Norms, counts, nonfinite
+from gradsurgeon.runtime.measure import Norms
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 
 
 @dataclass(frozen=True, slots=True)
 class GradientSnapshot:
-    """What was seen of the gradients of one clock after one backward pass.
+    """What was seen of the gradients of one clock after one backward pass."""
 
-    Attributes:
-        arrived: the tensors in the order in which backward delivered them, others than the watched
-            ones and repetitions included.
-        tensors: those of the tensors whose norm somebody reads that had a gradient, ascending.
-        norms: their 2-norms, float32; one tensor per device, with the positions it covers.
-        counts: exact numbers of non-finite elements, where looking was free (on the host).
-        own: norms of what this rank alone contributed, where an average over ranks followed.
-    """
-
+    # As backward delivered them, others than those with a norm and repetitions included.
     arrived: Sequence[int]
-    tensors: tuple[int, ...]
+    tensors: Sequence[int]
     norms: Norms
-    counts: dict[int, NonfiniteCount] | None = None
-    own: dict[int, Tensor] = field(default_factory=dict)
+    # Norms of what this rank alone contributed, where an average over ranks followed.
+    own: dict[int, Tensor]
 
     @property
     def order(self) -> list[int]:
@@ -53,24 +45,13 @@ def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, Gradie
         gradients = Gradients(context, due_rules.watched, done.scale)
         if not gradients:
             continue
-        snapshots[counter] = _look(done, due_rules, gradients)
+        normed = gradients.having(due_rules.normed)
+        norms = gradients.take_norms(normed)
+        snapshots[counter] = GradientSnapshot(done.order, normed, norms, done.own)
         for bound_rule in due_rules.after:
             if isinstance(bound_rule.rule, ObserverRule | CaptureRule):
                 observe(context, bound_rule, gradients)
     return snapshots
-
-
-def _look(done: BackwardPass, due_rules: DueRules, gradients: Gradients) -> GradientSnapshot:
-    tensors = gradients.having(due_rules.normed)
-    norms = gradients.take_norms(tensors)
-    exact = None
-    if due_rules.traps and all(_torch.is_host(values) for _, values in norms):
-        # On the host a look is free, and an exact one now is worth more than one after the script
-        # has clipped. On a device it would be a wait.
-        (doubtful,) = nonfinite(norms)
-        bad = sorted(set(doubtful).intersection(due_rules.trapped))
-        exact = counts(dict(zip(bad, gradients.of(bad), strict=True)))
-    return GradientSnapshot(done.order, tuple(tensors), norms, exact, done.own)
 
 
 def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> None:

@@ -74,19 +74,15 @@ class DeviceQueue(Generic[Item]):
 
     def collect(self) -> None:
         """Hand over what has arrived, without waiting."""
-        if _torch.is_capturing():
-            return
         with self._lock:
-            while self._under_way and self._under_way[0].arrived():
+            while self._under_way and not _torch.is_capturing() and self._under_way[0].arrived():
                 self._hand_over()
 
     def settle(self) -> None:
         """Hand everything over. Waits for the device where something is there."""
         self.send()
-        if _torch.is_capturing():
-            return
         with self._lock:
-            while self._under_way:
+            while self._under_way and not _torch.is_capturing():
                 self._hand_over()
 
     def _hand_over(self) -> None:

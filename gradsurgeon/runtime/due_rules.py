@@ -37,21 +37,7 @@ class BoundRule:
 
 
 class DueRules:
-    """The rules of one clock that are due.
-
-    Attributes:
-        in_backward: those that act while a backward pass runs.
-        after: those that look once it is over.
-        at_step: those that act right before the update, in file order.
-        watched: the tensors of ``after``, ascending, as all of these.
-        traps: those of ``after`` that decide by what is not finite.
-        trapped: their tensors.
-        thresholds: those that decide by another statistic.
-        normed: the tensors whose norm after backward somebody reads.
-        final: those that are judged at the update, or acted on.
-        edited: those that an edit at the step may write.
-        frozen: those that are hidden from the optimizer.
-    """
+    """The rules of one clock that are due, in file order, and their tensors, ascending."""
 
     def __init__(
         self,
@@ -65,7 +51,9 @@ class DueRules:
         self.thresholds = [bound for bound in deciding if not bound.decides_by_nonfinite]
         self.watched = _tensors(after)
         self.trapped = _tensors(self.traps)
+        # Those whose norm after backward somebody reads.
         self.normed = _tensors([*self.traps, *(bound for bound in after if "l2" in bound.keys)])
+        # Those that are judged at the update, or acted on.
         self.final = _tensors([*deciding, *at_step])
         self.edited = frozenset(_tensors(b for b in at_step if isinstance(b.rule, EditRule)))
         self.frozen = frozenset(_tensors(b for b in at_step if isinstance(b.rule, FreezeRule)))

@@ -39,15 +39,9 @@ def decide(edit: Edit, grad: Tensor, found: tuple[float, float]) -> bool:
 
 
 class NormClip:
-    """What a norm says of one tensor.
+    """What a norm says of one tensor of any layout, which autograd may hand to others as well."""
 
-    Args:
-        by_norm: what the norm decides.
-        tensor: of any shape and layout; autograd may hand it to others as well.
-        scale: what a `GradScaler` has multiplied it by.
-    """
-
-    def __init__(self, by_norm: ByNorm, tensor: Tensor, scale: Tensor | None = None) -> None:
+    def __init__(self, by_norm: ByNorm, tensor: Tensor, scale: Tensor | None) -> None:
         with torch.no_grad():
             self._norm = _numbers.norm(unscaled(tensor, scale), by_norm.order)
             factor = by_norm.factor(self._norm)

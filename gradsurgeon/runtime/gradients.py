@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -19,10 +19,7 @@ from gradsurgeon.runtime.scaler_watch import unscaled
 class Gradients:
     """The gradients that a backward pass has left, or that an update is about to consume.
 
-    Args:
-        context: what the parts of a session share.
-        tensors: those that some rule acts on or looks at.
-        scale: what a `GradScaler` has multiplied them by.
+    ``scale`` is what a `GradScaler` has multiplied them by.
     """
 
     def __init__(self, context: Context, tensors: Iterable[int], scale: Tensor | None) -> None:
@@ -85,7 +82,7 @@ class Gradients:
             yield
             return
         written = self.having(edited) if self._context.mode == "act" else []
-        scaled = dict(zip(written, self._owned(written), strict=True))
+        scaled = dict(zip(written, self.writable(written), strict=True))
         # In float32: half precision cannot hold the scale, nor what is small without it.
         self._now = {tensor: unscaled(grad, scale) for tensor, grad in self._now.items()}
         self._scale = None
@@ -95,14 +92,11 @@ class Gradients:
             for tensor, grad in scaled.items():
                 grad.copy_(self._now[tensor] * scale.to(grad.device))
 
-    def writable(self, tensors: Iterable[int]) -> list[Tensor]:
+    def writable(self, tensors: Collection[int]) -> list[Tensor]:
         """Return gradients that may be written: those that the optimizer gets, and nobody else.
 
         Where rules only observe, copies that nobody gets at all.
         """
-        return self._owned(list(tensors))
-
-    def _owned(self, tensors: Sequence[int]) -> list[Tensor]:
         fresh = [tensor for tensor in tensors if tensor not in self._ours]
         self._ours.update(fresh)
         grads, twice = self.of(fresh), self._held_twice() if fresh else ()

@@ -37,7 +37,10 @@ _OVERFLOW = (
     "step {step}: all ranks skip the step, because the GradScaler of rank {rank} does: the scaled gradients "
     "overflowed there and not everywhere, so that its scale differs from that of the others from now on"
 )
-
+_REPAIRED = (
+    "{number} gradients were non-finite after backward and finite at the update ({names}): repaired in "
+    "between, no trap"
+)
 SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients overflowed"
 
 # The id of a trap that has judged, and its report where it has tripped.
@@ -119,18 +122,20 @@ class NanTraps:
         for bound in fired:
             context.event_log.fired(bound.rule.id, counter.step)
         snapshots = self._snapshots[counter]
-        last = snapshots[-1] if snapshots else None
-        # On the host the look has been exact; on a device its norms come along with those of now.
-        unread = last.norms if last is not None and last.counts is None else ()
         norms = gradients.take_norms(tensors)
-        before, doubtful = measure.nonfinite(unread, norms)
-        if not (before or doubtful or (last is not None and last.counts)):
+        # What was seen after backward comes to the host along with what is there now.
+        before, doubtful = measure.nonfinite(snapshots[-1].norms if snapshots else (), norms)
+        if not (before or doubtful):
             return [(bound.rule.id, None) for bound in fired]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
         evidence = GradientEvidence(snapshots, tensors, bad, norms)
         for bound in fired:
-            if bad.keys().isdisjoint(bound.tensors):
-                self._mention_repair(bound, evidence)
+            repaired = [tensor for tensor in bound.tensors if tensor in evidence.repaired]
+            if repaired and bad.keys().isdisjoint(bound.tensors):
+                names = [context.program.names[tensor] for tensor in repaired]
+                text = _REPAIRED.format(number=len(names), names=shorten_names(names))
+                step, name = counter.step, names[0]
+                context.event_log.emit("notice", text, rule=bound.rule.id, step=step, name=name)
         return self._findings(fired, evidence)
 
     def _judge_thresholds(self, counter: StepCounter, gradients: Gradients) -> list[_Finding]:
@@ -168,7 +173,7 @@ class NanTraps:
         text = SCALER_SKIP.format(step=counter.step)
         context.event_log.emit("scaler-skip", text, step=counter.step)
         due_rules = context.due_rules(counter)
-        patience = {b.rule.id: context.decisions[b.rule.id].give_up_after for b in due_rules.traps}
+        patience = {rule: decision.give_up_after for rule, decision in context.decisions.items()}
         stuck = [bound for bound in due_rules.traps if low or skips >= patience[bound.rule.id]]
         if not stuck or context.mode == "observe":
             return []
@@ -192,14 +197,9 @@ class NanTraps:
     def _findings(
         self, bound_rules: Iterable[BoundRule], evidence: GradientEvidence, why: str = ""
     ) -> list[_Finding]:
-        names = self._context.program.names
+        names, bad = self._context.program.names, evidence.now.keys()
         return [
-            (
-                bound.rule.id,
-                None
-                if evidence.now.keys().isdisjoint(bound.tensors)
-                else evidence.report(names, why),
-            )
+            (bound.rule.id, None if bad.isdisjoint(bound.tensors) else evidence.report(names, why))
             for bound in bound_rules
         ]
 
@@ -267,15 +267,3 @@ class NanTraps:
             context.event_log.emit("skipped-step", message, **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
         return Cause(rank, trip.rule, report.name, text)
-
-    def _mention_repair(self, bound: BoundRule, evidence: GradientEvidence) -> None:
-        repaired = [tensor for tensor in bound.tensors if tensor in evidence.repaired]
-        if not repaired:
-            return
-        names = [self._context.program.names[tensor] for tensor in repaired]
-        text = (
-            f"{len(names)} gradients were non-finite after backward and finite at the update "
-            f"({shorten_names(names)}): repaired in between, no trap"
-        )
-        step = bound.counter.step
-        self._context.event_log.emit("notice", text, rule=bound.rule.id, step=step, name=names[0])

@@ -19,24 +19,18 @@ _PARTS = "a part is where a rank keeps its share of the sum: any rank may have a
 
 @dataclass(frozen=True, slots=True)
 class TrapReport:
-    """The report of a trap, without what becomes of the step.
-
-    Attributes:
-        name: the first tensor that is not finite.
-        head: the first line.
-        lines: those after the line on what becomes of the step.
-        ranks: where the first tensor became non-finite; empty where that is not known.
-        expect: what an update that goes on all the same has to expect.
-        reduced: whether ranks make the tensors together, so that another one can be the cause.
-        guilty: whether this rank contributed what is not finite to an average.
-    """
+    """What a trap reports of the first bad tensor: what becomes of the step stands between head and lines."""
 
     name: str
     head: str
     lines: list[str]
+    # Where the tensor became non-finite; empty where that is not known.
     ranks: tuple[int, ...] = ()
+    # What an update that goes on all the same has to expect.
     expect: str = ": expect non-finite weights"
+    # Whether ranks make the tensors together, so that another one can be the cause.
     reduced: bool = True
+    # Whether this rank contributed what is not finite to an average.
     guilty: bool = False
 
     def caused_by(self, ranks: tuple[int, ...]) -> TrapReport:
@@ -49,37 +43,31 @@ class TrapReport:
 
 @dataclass(frozen=True)
 class GradientEvidence:
-    """What was seen of the gradients of one update: after each backward pass, and right before it.
-
-    Attributes:
-        snapshots: what was seen after each backward pass of the step.
-        tensors: those that are judged.
-        now: those of them that are not finite at the update.
-        norms: at the update, as far as they were taken. None is taken for a report: other ranks would
-            have to take part.
-    """
+    """What was seen of the gradients of one update: after each backward pass, and right before it."""
 
     snapshots: Sequence[GradientSnapshot]
     tensors: Sequence[int]
+    # Those of the tensors that are not finite at the update.
     now: dict[int, NonfiniteCount]
+    # At the update, as far as they were taken. None is taken for a report: other ranks would have to
+    # take part.
     norms: Norms = ()
 
     @cached_property
     def before(self) -> frozenset[int]:
-        """The tensors that were certainly non-finite after the last backward pass."""
+        """The tensors that were non-finite after the last backward pass."""
         if not self.snapshots:
             return frozenset()
-        last = self.snapshots[-1]
-        if last.counts is not None:
-            return frozenset(last.counts)
-        # A norm of a device can overflow over elements that are finite; NaN it becomes only by what is not.
+        norms = as_dict(self.norms)
+        # A norm can overflow over elements that are finite, and then it still does at the update.
         return frozenset(
             tensor
-            for tensor, norm in as_dict(last.norms).items()
-            if math.isnan(norm) or (math.isinf(norm) and tensor in self.now)
+            for tensor, norm in as_dict(self.snapshots[-1].norms).items()
+            if math.isnan(norm)
+            or (math.isinf(norm) and (tensor in self.now or math.isfinite(norms.get(tensor, norm))))
         )
 
-    @property
+    @cached_property
     def repaired(self) -> frozenset[int]:
         """The tensors that were non-finite after the last backward pass and are finite at the update."""
         return self.before.intersection(self.tensors).difference(self.now)
@@ -117,9 +105,7 @@ class GradientEvidence:
         return replace(report, head=why + report.head, guilty=self._guilty)
 
     def _nonfinite(self, snapshot: GradientSnapshot) -> dict[int, NonfiniteCount]:
-        if snapshot.counts is not None:
-            return snapshot.counts
-        # What was seen on a device can be counted only where the script has not clipped since.
+        # What was seen then can be counted only where the script has not clipped since.
         known = self.now if _finite(self.snapshots[-1].norms) == _finite(self.norms) else {}
         return {
             tensor: known.get(tensor, uncounted(norm))
@@ -128,9 +114,9 @@ class GradientEvidence:
         }
 
 
-def uncounted(number: float) -> NonfiniteCount:
-    """Return what is known of a gradient from a number that is not finite."""
-    return NonfiniteCount("NaN" if math.isnan(number) else "Inf", 0)
+def uncounted(norm: float) -> NonfiniteCount:
+    """Return what is known of a gradient from a norm that is not finite."""
+    return NonfiniteCount("NaN" if math.isnan(norm) else "Inf", 0)
 
 
 def _finite(norms: Norms) -> dict[int, float | None]:
@@ -145,15 +131,7 @@ def gradient_report(
     bad: Mapping[int, NonfiniteCount],
     norms: Mapping[int, float],
 ) -> TrapReport:
-    """Tell which gradients are finite and which are not.
-
-    Args:
-        names: of all tensors.
-        moment: when they were seen so.
-        arrived: the tensors as backward delivered them, some perhaps more than once.
-        bad: those that are not finite.
-        norms: of them, as far as they are known.
-    """
+    """Tell which gradients are finite and which are not, in the order in which backward delivered them."""
     order = tuple(dict.fromkeys(arrived))
     labels = [printable(names[tensor]) for tensor in order]
     first = next(place for place, tensor in enumerate(order) if tensor in bad)

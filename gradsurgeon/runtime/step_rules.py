@@ -29,12 +29,7 @@ class StepRules:
         self._spared: dict[int, weakref.ref[Tensor]] = {}
 
     def run(self, counter: StepCounter, gradients: Gradients, *, acting: bool) -> set[int]:
-        """Act on the gradients of one clock.
-
-        Args:
-            counter: that of the optimizer.
-            gradients: its gradients.
-            acting: whether the update takes place; where it does not, there is nothing to edit.
+        """Act on the gradients of one clock; edit them only where the update takes place.
 
         Returns:
             The tensors that an edit may have made non-finite.
