@@ -21,13 +21,10 @@ _FEWEST_UNDER_WAY = 2
 
 
 class DeviceQueue(Generic[Item]):
-    """Takes numbers of all devices and hands them over on the host, in the order they came.
+    """Takes numbers of all devices and hands them over on the host, float32, in the order they came.
 
     Nothing is moved while a CUDA graph is being captured: what is on the device has no value then, and
     to ask whether something has arrived would break the capture.
-
-    Args:
-        take: called with items and their numbers, float32.
     """
 
     def __init__(self, take: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:

@@ -16,17 +16,13 @@ NONFINITE = "nonfinite"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundRule:
-    """The tensors of one rule that go by one clock, the series that it fills, and what it decides by."""
+    """The tensors of one rule that go by one clock, the series it fills, and what it decides by, if it does."""
 
     rule: Rule
     counter: StepCounter
     tensors: tuple[int, ...]
     keys: dict[str, Key]
-    decision: Decision | None = None
-
-    @property
-    def decides_by_nonfinite(self) -> bool:
-        return self.decision is not None and self.decision.statistic == NONFINITE
+    decides_by: str
 
     def columns(self, tensors: Sequence[int]) -> Sequence[int]:
         """Return the columns of a record that some of the tensors have, which come in its order."""
@@ -46,9 +42,9 @@ class DueRules:
         at_step: Sequence[BoundRule],
     ) -> None:
         self.in_backward, self.after, self.at_step = in_backward, after, at_step
-        deciding = [bound for bound in after if bound.decision is not None]
-        self.traps = [bound for bound in deciding if bound.decides_by_nonfinite]
-        self.thresholds = [bound for bound in deciding if not bound.decides_by_nonfinite]
+        deciding = [bound for bound in after if bound.decides_by]
+        self.traps = [bound for bound in deciding if bound.decides_by == NONFINITE]
+        self.thresholds = [bound for bound in deciding if bound.decides_by != NONFINITE]
         self.watched = _tensors(after)
         self.trapped = _tensors(self.traps)
         # Those whose norm after backward somebody reads.
@@ -74,7 +70,7 @@ class RulesByCounter:
         self, program: Program, counters: StepCounters, decisions: Mapping[str, Decision]
     ) -> None:
         self._program = program
-        self._decisions = decisions
+        self._decides_by = {rule: decision.statistic for rule, decision in decisions.items()}
         self._counters = counters
         in_backward: dict[str, tuple[Rule, list[int]]] = {}
         for tensor, rules in program.per_tensor.items():
@@ -124,4 +120,4 @@ class RulesByCounter:
                 names = tuple(self._program.names[tensor] for tensor in tensors)
                 stats: tuple[str, ...] = getattr(rule, "stats", ())
                 keys = {stat: Key(rule.id, stat, rule.point, names) for stat in stats}
-                yield BoundRule(rule, counter, tensors, keys, self._decisions.get(rule.id))
+                yield BoundRule(rule, counter, tensors, keys, self._decides_by.get(rule.id, ""))

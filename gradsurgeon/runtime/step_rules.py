@@ -105,11 +105,10 @@ class StepRules:
     def _by_norm(
         self, bound_rule: BoundRule, edit: ByNorm, gradients: Gradients, tensors: Sequence[int]
     ) -> None:
-        context, rule = self._context, bound_rule.rule
-        event_log = context.event_log
+        event_log, rule = self._context.event_log, bound_rule.rule
         if edit.over_rule:
             # What is hidden from the optimizer in this step is not consumed.
-            frozen = context.due_rules(bound_rule.counter).frozen
+            frozen = self._context.due_rules(bound_rule.counter).frozen
             tensors = [tensor for tensor in tensors if tensor not in frozen]
             if not tensors:
                 return
