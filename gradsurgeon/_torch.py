@@ -186,23 +186,6 @@ def shares_storage(grad: Tensor) -> bool:
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # noqa: SLF001, PLR2004
 
 
-def overlapping(grads: Sequence[Tensor]) -> set[int]:
-    """Return the indices of gradients that share memory: one given to two roots becomes that of both."""
-    spans = sorted(
-        (grad.data_ptr(), grad.data_ptr() + grad.numel() * grad.element_size(), index)
-        for index, grad in enumerate(grads)
-        if grad.layout == torch.strided and grad.numel()
-    )
-    found: set[int] = set()
-    reach, owner = -1, -1
-    for start, stop, index in spans:
-        if start < reach:
-            found |= {index, owner}
-        if stop > reach:
-            reach, owner = stop, index
-    return found
-
-
 def stepping(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer whose step torch shows to hooks: of a wrapper, the one inside it.
 
@@ -218,18 +201,6 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
             if table is None or theirs is table:
                 return stepping(inner)
     return None if table is None else optimizer
-
-
-def set_found_inf(optimizer: Optimizer, flag: Tensor) -> None:
-    """Tell a fused optimizer by a flag on the device, as `GradScaler` does, whether to touch nothing."""
-    fused = cast("Any", optimizer)
-    fused.grad_scale, fused.found_inf = None, flag
-
-
-def clear_found_inf(optimizer: Optimizer) -> None:
-    """Take the flag of `set_found_inf` away."""
-    for name in ("grad_scale", "found_inf"):
-        vars(optimizer).pop(name, None)
 
 
 def reinstall_hooks(param: Tensor) -> None:

@@ -25,11 +25,7 @@ class NanTrap(TrapRule):
 
     ## Cost
     One batched reduction per backward pass, shared with `norm-log`, and one device-to-host read per
-    step. With `then: skip-step`, gradients on an accelerator and a fused optimizer (SGD, Adam or AdamW
-    with `fused=True`, no closure, no `GradScaler`) there is no read: the optimizer obeys a flag on the
-    device, at the price of a second reduction. Then the report, and giving up after `give_up_after`
-    trips, come with the next flush: up to 32 steps later, or when someone asks for the status. The
-    report names the tensors, but not how many elements each has.
+    step, whatever `then` says.
     """
 
     EXAMPLES: ClassVar = (

@@ -8,49 +8,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _torch
+from gradsurgeon import _dist
 from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.due_rules import BoundRule, DueRules
-from gradsurgeon.runtime.measure import (
-    NonfiniteCount,
-    Norms,
-    counts,
-    nonfinite,
-    norms,
-    pick,
-    statistics,
-)
+from gradsurgeon.runtime.due_rules import BoundRule
+from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.measure import Norms
 from gradsurgeon.runtime.parameters import Parameters
-from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class GradientSnapshot:
-    """What was seen of the gradients of one clock after one backward pass.
-
-    Attributes:
-        done: the pass.
-        tensors: those of the tensors whose norm somebody reads that had a gradient, ascending.
-        norms: their 2-norms, float32; one tensor per device, with the positions it covers.
-        counts: exact numbers of non-finite elements, where looking was free (on the host).
-    """
+    """What was seen of the gradients of one clock after one backward pass."""
 
     done: BackwardPass
-    tensors: tuple[int, ...]
+    parameters: Parameters
+    tensors: Sequence[int]
     norms: Norms
-    counts: dict[int, NonfiniteCount] | None = None
 
-    def order(self, params: Parameters) -> tuple[int, ...]:
-        """Return the tensors in the order in which backward delivered them."""
+    @property
+    def order(self) -> list[int]:
+        """The tensors in the order in which backward delivered them."""
         graph = self.done.graph
-        known = () if graph is None else params.owned_in_order(graph.leaves())
-        # A tensor can receive its gradient twice in one pass (reentrant checkpointing).
-        ordered = dict.fromkeys((*known, *self.done.tensors))
+        known = () if graph is None else self.parameters.owned_in_order(graph.leaves())
         got = set(self.tensors).intersection(self.done.tensors)
-        return tuple(tensor for tensor in ordered if tensor in got)
+        return [tensor for tensor in (*known, *self.done.tensors) if tensor in got]
 
 
 def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
@@ -59,64 +43,31 @@ def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, Gradie
     snapshots: dict[StepCounter, GradientSnapshot] = {}
     for counter in context.counters.among(done.tensors):
         due_rules = context.due_rules(counter)
-        tensors, grads = context.parameters.grads(due_rules.watched)
-        if not tensors:
+        gradients = Gradients(context, due_rules.watched, done.scale)
+        if not gradients:
             continue
-        by_tensor = dict(zip(tensors, grads, strict=True))
-        snapshot = _look(done, due_rules, by_tensor)
+        normed = gradients.having(due_rules.normed)
+        norms = gradients.take_norms(normed)
+        snapshots[counter] = GradientSnapshot(done, context.parameters, normed, norms)
         for bound_rule in due_rules.after:
-            if isinstance(bound_rule.rule, ObserverRule):
-                _log(context, bound_rule, snapshot, by_tensor, done.scale)
-            elif isinstance(bound_rule.rule, CaptureRule):
-                keep(context, bound_rule, by_tensor, done.scale)
-        snapshots[counter] = snapshot
+            if isinstance(bound_rule.rule, ObserverRule | CaptureRule):
+                observe(context, bound_rule, gradients)
     return snapshots
 
 
-def _look(done: BackwardPass, due_rules: DueRules, grads: dict[int, Tensor]) -> GradientSnapshot:
-    tensors = [tensor for tensor in due_rules.normed if tensor in grads]
-    found = norms(tensors, [grads[tensor] for tensor in tensors], scale=done.scale)
-    snapshot = GradientSnapshot(done, tuple(tensors), found)
-    if due_rules.traps and all(_torch.is_host(values) for _, values in found):
-        # On the host a look is free, and an exact one now is worth more than one after the script
-        # has clipped. On a device it would be a wait.
-        bad = set(nonfinite(found)).intersection(due_rules.trapped)
-        snapshot.counts = counts({tensor: grads[tensor] for tensor in sorted(bad)})
-    return snapshot
-
-
-def keep(
-    context: Context, bound_rule: BoundRule, grads: dict[int, Tensor], scale: Tensor | None
-) -> None:
-    """Keep copies of the gradients that a `capture` rule matched, in true units."""
-    for tensor in bound_rule.tensors:
-        if tensor in grads:
-            name = context.program.names[tensor]
-            true = _dist.whole(unscaled(grads[tensor], scale))
-            context.captures.keep(bound_rule.rule, name, bound_rule.counter.step, true)
-
-
-def _log(
-    context: Context,
-    bound_rule: BoundRule,
-    snapshot: GradientSnapshot,
-    grads: dict[int, Tensor],
-    scale: Tensor | None,
-) -> None:
-    found: Sequence[int] = bound_rule.tensors
-    if snapshot.tensors != bound_rule.tensors:
-        found = [tensor for tensor in bound_rule.tensors if tensor in grads]
-    if not found:
-        return
-    columns = bound_rule.columns(found)
-    for stat, key in bound_rule.keys.items():
-        if stat == "l2":
-            values = pick(snapshot.norms, found)
-        else:
-            with torch.no_grad():
-                values = statistics(stat, [unscaled(grads[tensor], scale) for tensor in found])
-        context.recorder.add(key, bound_rule.counter.step, columns, values, replace=True)
-    context.event_log.fired(bound_rule.rule.id, bound_rule.counter.step, len(found))
+def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> None:
+    """Record statistics of the gradients that a rule matched, or keep copies, in true units."""
+    rule, step = bound_rule.rule, bound_rule.counter.step
+    tensors = gradients.having(bound_rule.tensors)
+    if isinstance(rule, CaptureRule):  # it counts by itself
+        for tensor, true in zip(tensors, gradients.unscaled(tensors), strict=True):
+            context.captures.keep(rule, context.program.names[tensor], step, _dist.whole(true))
+    elif tensors:
+        columns = bound_rule.columns(tensors)
+        for stat, key in bound_rule.keys.items():
+            values = gradients.statistics(stat, tensors)
+            context.recorder.add(key, step, columns, values, replace=True)
+        context.event_log.fired(rule.id, step, len(tensors))
 
 
 def _log_contributions(context: Context, done: BackwardPass) -> None:

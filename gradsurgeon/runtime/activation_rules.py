@@ -20,8 +20,7 @@ from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.edit_effect import changes
-from gradsurgeon.runtime.norm_clip import NormClip
+from gradsurgeon.runtime.edit_effect import NormClip, changes
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 from gradsurgeon.store import Key

@@ -56,7 +56,6 @@ class Attachment:
             event_log.emit("notice", text, rule=rule, step=options.start_step)
         self._compiled = CompileSupport(program, event_log)
         self.controller = Controller(model, self.context, plan, options)
-        recorder.late = self.controller.settle
         self._when_removed: Callable[[], None] | None = None
         self.removed = False
 
@@ -96,7 +95,7 @@ class Attachment:
     def _close(self, at: int | None = None) -> None:
         self.removed = True
         self._compiled.detach(at)
-        self._settle()
+        self.context.event_log.settle()
         self.controller.detach()
         self.context.recorder.close()
         if self._when_removed is not None:
@@ -108,16 +107,11 @@ class Attachment:
 
     @property
     def events(self) -> list[Event]:
-        self._settle(wait=False)
+        self.context.event_log.settle(wait=False)
         return list(self.context.event_log.events)
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
-        self.controller.settle(wait=wait)
         return self.context.event_log.status(wait=wait)
-
-    def _settle(self, *, wait: bool = True) -> None:
-        self.controller.settle(wait=wait)
-        self.context.event_log.settle(wait=wait)
 
     @property
     def records(self) -> Records:

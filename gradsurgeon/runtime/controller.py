@@ -16,7 +16,7 @@ from gradsurgeon.runtime.accumulated_rules import after_pass
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.final_gradients import FinalGradients
+from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.hook_registry import HookRegistry
 from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
@@ -100,9 +100,6 @@ class Controller:
         self.context.parameters.forget()
         self.context.paused = True
 
-    def settle(self, *, wait: bool = True) -> None:
-        self._traps.settle(wait=wait)
-
     def backward_started(self) -> None:
         """Let gradients be seen that a step has hidden which has raised."""
         self.steps.end_failed()
@@ -152,11 +149,11 @@ class Controller:
                 return self._rest(step)
             self._catch_up(step)
         due_rules = context.due_rules(counter)
-        gradients = FinalGradients(context, {*due_rules.judged, *due_rules.stepped}, step.scale)
+        gradients = Gradients(context, due_rules.final, step.scale)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
-        decision = self._traps.decide(counter, gradients, flaggable=step.flaggable)
+        decision = self._traps.decide(counter, gradients)
         stopped = decision.skip or decision.error is not None
-        suspicious = self._edits.run(counter, gradients, step.scale, acting=not stopped)
+        suspicious = self._edits.run(counter, gradients, acting=not stopped)
         # By the rules alone, which are those of all ranks: they decide together.
         if (
             not stopped
@@ -276,9 +273,9 @@ class Controller:
         counter = step.counter
         if self._agreement.is_needed_by_others(counter.tensors, update=True):
             silent, due_rules = self.context.silent(), self.context.due_rules(counter)
-            gradients = FinalGradients(silent, {*due_rules.judged, *due_rules.stepped}, step.scale)
+            gradients = Gradients(silent, due_rules.final, step.scale)
             NanTraps(silent, self._agreement).measure(counter, gradients)
-            StepRules(silent).run(counter, gradients, step.scale, acting=False)
+            StepRules(silent).run(counter, gradients, acting=False)
         return self._traps.rest(counter)
 
     def _is_idle(self, counter: StepCounter) -> bool:

@@ -21,13 +21,10 @@ _FEWEST_UNDER_WAY = 2
 
 
 class DeviceQueue(Generic[Item]):
-    """Takes numbers of all devices and hands them over on the host, in the order they came.
+    """Takes numbers of all devices and hands them over on the host, float32, in the order they came.
 
     Nothing is moved while a CUDA graph is being captured: what is on the device has no value then, and
     to ask whether something has arrived would break the capture.
-
-    Args:
-        take: called with items and their numbers, float32.
     """
 
     def __init__(self, take: Callable[[Sequence[tuple[Item, Tensor]]], None]) -> None:
@@ -62,31 +59,27 @@ class DeviceQueue(Generic[Item]):
                 self._under_way.append(_Transfer(list(self._waiting.values())))
                 self._waiting.clear()
             self.collect()
-            while len(self._under_way) > _FEWEST_UNDER_WAY and self._bytes() > _MOST_BYTES:
+            while (
+                len(self._under_way) > _FEWEST_UNDER_WAY
+                and sum(transfer.bytes for transfer in self._under_way) > _MOST_BYTES
+            ):
                 self._hand_over()
 
     def collect(self) -> None:
         """Hand over what has arrived, without waiting."""
-        if _torch.is_capturing():
-            return
         with self._lock:
-            while self._under_way and self._under_way[0].arrived():
+            while self._under_way and not _torch.is_capturing() and self._under_way[0].arrived():
                 self._hand_over()
 
     def settle(self) -> None:
         """Hand everything over. Waits for the device where something is there."""
         self.send()
-        if _torch.is_capturing():
-            return
         with self._lock:
-            while self._under_way:
+            while self._under_way and not _torch.is_capturing():
                 self._hand_over()
 
     def _hand_over(self) -> None:
         self._take(self._under_way.popleft().read())
-
-    def _bytes(self) -> int:
-        return sum(transfer.bytes for transfer in self._under_way)
 
 
 class _Transfer(Generic[Item]):

@@ -16,17 +16,13 @@ NONFINITE = "nonfinite"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundRule:
-    """The tensors of one rule that go by one clock, the series that it fills, and what it decides by."""
+    """The tensors of one rule that go by one clock, the series it fills, and what it decides by, if it does."""
 
     rule: Rule
     counter: StepCounter
     tensors: tuple[int, ...]
     keys: dict[str, Key]
-    decision: Decision | None = None
-
-    @property
-    def decides_by_nonfinite(self) -> bool:
-        return self.decision is not None and self.decision.statistic == NONFINITE
+    decides_by: str
 
     def columns(self, tensors: Sequence[int]) -> Sequence[int]:
         """Return the columns of a record that some of the tensors have, which come in its order."""
@@ -37,65 +33,26 @@ class BoundRule:
 
 
 class DueRules:
-    """The rules of one clock that are due.
-
-    Attributes:
-        in_backward: those that act while a backward pass runs.
-        after: those that look once it is over.
-        at_step: those that act right before the update, in file order.
-        watched: the tensors of ``after``, ascending.
-        trapped: those of them that a trap watches, ascending.
-        normed: those of them whose norm after backward somebody reads, ascending.
-        traps: those of ``after`` that decide by what is not finite.
-        thresholds: those that decide by another statistic.
-        judged: the tensors of both, ascending.
-        stepped: the tensors of ``at_step``, ascending.
-        edited: the tensors that an edit at the step may write.
-        frozen: the tensors that are hidden from the optimizer.
-    """
-
-    __slots__ = (
-        "after",
-        "at_step",
-        "edited",
-        "frozen",
-        "in_backward",
-        "judged",
-        "normed",
-        "stepped",
-        "thresholds",
-        "trapped",
-        "traps",
-        "watched",
-    )
+    """The rules of one clock that are due, in file order, and their tensors, ascending."""
 
     def __init__(
         self,
-        in_backward: Iterable[BoundRule],
-        after: Iterable[BoundRule],
-        at_step: Iterable[BoundRule],
+        in_backward: Sequence[BoundRule],
+        after: Sequence[BoundRule],
+        at_step: Sequence[BoundRule],
     ) -> None:
-        self.in_backward = tuple(in_backward)
-        self.after = tuple(after)
-        self.at_step = tuple(at_step)
-        deciding = [bound_rule for bound_rule in self.after if bound_rule.decision is not None]
-        self.traps = tuple(rule for rule in deciding if rule.decides_by_nonfinite)
-        self.thresholds = tuple(rule for rule in deciding if not rule.decides_by_nonfinite)
-        self.watched = _tensors(self.after)
+        self.in_backward, self.after, self.at_step = in_backward, after, at_step
+        deciding = [bound for bound in after if bound.decides_by]
+        self.traps = [bound for bound in deciding if bound.decides_by == NONFINITE]
+        self.thresholds = [bound for bound in deciding if bound.decides_by != NONFINITE]
+        self.watched = _tensors(after)
         self.trapped = _tensors(self.traps)
-        self.judged = _tensors(deciding)
-        self.normed = _tensors(
-            bound_rule
-            for bound_rule in self.after
-            if bound_rule.decides_by_nonfinite or "l2" in bound_rule.keys
-        )
-        self.stepped = _tensors(self.at_step)
-        self.frozen = frozenset(
-            _tensors(bound for bound in self.at_step if isinstance(bound.rule, FreezeRule))
-        )
-        self.edited = frozenset(
-            _tensors(bound for bound in self.at_step if isinstance(bound.rule, EditRule))
-        )
+        # Those whose norm after backward somebody reads.
+        self.normed = _tensors([*self.traps, *(bound for bound in after if "l2" in bound.keys)])
+        # Those that are judged at the update, or acted on.
+        self.final = _tensors([*deciding, *at_step])
+        self.edited = frozenset(_tensors(b for b in at_step if isinstance(b.rule, EditRule)))
+        self.frozen = frozenset(_tensors(b for b in at_step if isinstance(b.rule, FreezeRule)))
 
     @property
     def bound_rules(self) -> tuple[BoundRule, ...]:
@@ -106,33 +63,6 @@ def _tensors(bound_rules: Iterable[BoundRule]) -> tuple[int, ...]:
     return tuple(sorted({tensor for bound_rule in bound_rules for tensor in bound_rule.tensors}))
 
 
-class _RulesOfCounter:
-    """The rules of one clock, whether due or not."""
-
-    def __init__(self, *moments: list[BoundRule]) -> None:
-        self.moments = moments
-        # Most rules act in every step, and need not be asked.
-        self._schedules = [
-            bound_rule.rule.steps
-            for bound_rules in moments
-            for bound_rule in bound_rules
-            if not bound_rule.rule.steps.always
-        ]
-        self._known: dict[tuple[bool, ...], DueRules] = {}
-
-    def due(self, step: int) -> DueRules:
-        key = tuple([schedule.due(step) for schedule in self._schedules])
-        due_rules = self._known.get(key)
-        if due_rules is None:
-            due_rules = self._known[key] = DueRules(
-                *(
-                    [bound_rule for bound_rule in bound_rules if bound_rule.rule.steps.due(step)]
-                    for bound_rules in self.moments
-                )
-            )
-        return due_rules
-
-
 class RulesByCounter:
     """The rules on parameters, divided by the clock that each parameter goes by."""
 
@@ -140,7 +70,7 @@ class RulesByCounter:
         self, program: Program, counters: StepCounters, decisions: Mapping[str, Decision]
     ) -> None:
         self._program = program
-        self._decisions = decisions
+        self._decides_by = {rule: decision.statistic for rule, decision in decisions.items()}
         self._counters = counters
         in_backward: dict[str, tuple[Rule, list[int]]] = {}
         for tensor, rules in program.per_tensor.items():
@@ -151,31 +81,36 @@ class RulesByCounter:
             program.after_backward,
             program.at_step,
         )
-        self._of: dict[StepCounter, _RulesOfCounter] = {}
+        stages = [stage for stages in self._moments for stage in stages]
+        # Most rules act in every step, and need not be asked.
+        self._schedules = [s.rule.steps for s in stages if not s.rule.steps.always]
+        self._bound: dict[StepCounter, list[list[BoundRule]]] = {}
+        self._due: dict[tuple[StepCounter, tuple[bool, ...]], DueRules] = {}
         self._division = -1  # as of which division into clocks
 
     def due(self, counter: StepCounter) -> DueRules:
         """Return what is due in the step that a clock is in."""
-        return self._of_counter(counter).due(counter.step)
+        moments, step = self._of(counter), counter.step
+        key = counter, tuple([schedule.due(step) for schedule in self._schedules])
+        if key not in self._due:
+            self._due[key] = DueRules(
+                *([bound for bound in rules if bound.rule.steps.due(step)] for rules in moments)
+            )
+        return self._due[key]
 
     def bound_rule(self, rule: str, counter: StepCounter) -> BoundRule:
         """Return the part of a rule that goes by a clock, due or not."""
-        bound_rules = (
-            bound_rule
-            for bound_rules in self._of_counter(counter).moments
-            for bound_rule in bound_rules
-        )
-        return next(bound_rule for bound_rule in bound_rules if bound_rule.rule.id == rule)
+        bound_rules = [bound for rules in self._of(counter) for bound in rules]
+        return next(bound for bound in bound_rules if bound.rule.id == rule)
 
-    def _of_counter(self, counter: StepCounter) -> _RulesOfCounter:
+    def _of(self, counter: StepCounter) -> list[list[BoundRule]]:
         if self._division != self._counters.version:
             self._division = self._counters.version
-            self._of.clear()
-        if counter not in self._of:
-            self._of[counter] = _RulesOfCounter(
-                *([*self._parts(stages, counter)] for stages in self._moments)
-            )
-        return self._of[counter]
+            self._bound.clear()
+            self._due.clear()
+        if counter not in self._bound:
+            self._bound[counter] = [[*self._parts(stages, counter)] for stages in self._moments]
+        return self._bound[counter]
 
     def _parts(self, stages: Iterable[Stage], counter: StepCounter) -> Iterator[BoundRule]:
         for stage in stages:
@@ -185,4 +120,4 @@ class RulesByCounter:
                 names = tuple(self._program.names[tensor] for tensor in tensors)
                 stats: tuple[str, ...] = getattr(rule, "stats", ())
                 keys = {stat: Key(rule.id, stat, rule.point, names) for stat in stats}
-                yield BoundRule(rule, counter, tensors, keys, self._decisions.get(rule.id))
+                yield BoundRule(rule, counter, tensors, keys, self._decides_by.get(rule.id, ""))

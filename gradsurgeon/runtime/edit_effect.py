@@ -1,4 +1,4 @@
-"""Whether an edit has anything to do, where looking is free: on the host.
+"""What an edit comes to on one tensor, found out where looking is free: on the host.
 
 Most bounds do not bite in most steps. What would come out as it is need not be written, nor be looked
 for other holders of its memory. On a device the answer would be a wait: there every edit runs.
@@ -6,12 +6,15 @@ for other holders of its memory. On a device the answer would be a wait: there e
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from gradsurgeon import _numbers, _torch
-from gradsurgeon.actions import Edit
+from gradsurgeon.actions import ByNorm, Edit
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.scaler_watch import unscaled
 
-Range = tuple[float, float]
+LEFT_ALONE = "the norm is not finite: the gradients were left alone"
 
 
 def can_decide(edit: Edit, grad: Tensor) -> bool:
@@ -26,10 +29,41 @@ def changes(edit: Edit, grad: Tensor) -> bool | Tensor:
     return edit.alters(_numbers.values(grad))
 
 
-def decide(edit: Edit, grad: Tensor, found: Range) -> bool:
+def decide(edit: Edit, grad: Tensor, found: tuple[float, float]) -> bool:
     """Tell whether an edit would change an element of a gradient with this range, on the host."""
     if not grad.numel():
         # It has no range, and bounds that exclude 0 would bite on one that is made up.
         return False
     answer = None if edit.decided is None else edit.decided(*found, grad.dtype)
     return bool(edit.alters(_numbers.values(grad))) if answer is None else answer
+
+
+class NormClip:
+    """What a norm says of one tensor of any layout, which autograd may hand to others as well."""
+
+    def __init__(self, by_norm: ByNorm, tensor: Tensor, scale: Tensor | None) -> None:
+        with torch.no_grad():
+            self._norm = _numbers.norm(unscaled(tensor, scale), by_norm.order)
+            factor = by_norm.factor(self._norm)
+        # On a device it stays unread.
+        self._factor: float | Tensor = float(factor) if _torch.is_host(factor) else factor
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the shortened tensor; what is left alone is itself."""
+        if isinstance(self._factor, float) and not self._factor < 1.0:
+            return tensor
+        return _numbers.on_values(self._times, tensor)
+
+    def _times(self, values: Tensor) -> Tensor:
+        if isinstance(self._factor, float):
+            return values * self._factor
+        # Half precision would round the factor, and two 0-dim tensors take the wider dtype.
+        wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+        return (wide * self._factor).to(values.dtype)
+
+    def tell(self, context: Context, rule: str, step: int) -> None:
+        """Count the change, and note where a tensor was left alone because it could only do harm."""
+        context.event_log.altered(rule, self._factor < 1.0)
+        if not isinstance(self._factor, float) or self._factor == 1.0:
+            spoilt = self._norm.isfinite().logical_not_()
+            context.event_log.later(spoilt, LEFT_ALONE, rule=rule, step=step)

@@ -24,16 +24,11 @@ Norms = tuple[tuple[tuple[int, ...], Tensor], ...]
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteCount:
-    """Non-finite elements of one gradient.
-
-    Attributes:
-        kind: ``NaN``, ``Inf``, or ``NaN/Inf`` where it is not known which.
-        number: of such elements, 0 where it is not known.
-        ranks: those whose part of a sharded gradient holds some; empty where all hold the same.
-    """
+    """Non-finite elements of one gradient, ``NaN`` or ``Inf``; 0 where the number is not known."""
 
     kind: str
     number: int
+    # Those whose part of a sharded gradient holds some; empty where all hold the same.
     ranks: tuple[int, ...] = ()
 
 
@@ -102,11 +97,10 @@ def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
 
 def _sharded_counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     rows = []
-    for grad in grads.values():
-        part = _dist.local(grad)
+    for part in map(_dist.local, grads.values()):
         # One column per rank, so that everybody learns whose part it is.
         row = torch.zeros(_dist.world(), 2, dtype=torch.int64, device=part.device)
-        row[_dist.rank(), 0], row[_dist.rank(), 1] = part.isnan().sum(), part.isinf().sum()
+        row[_dist.rank()] = torch.stack([part.isnan().sum(), part.isinf().sum()])
         rows.append(row)
     table = _dist.sums(list(grads.values()), torch.stack(rows)).tolist()
     by_tensor = {}
@@ -118,22 +112,14 @@ def _sharded_counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
     return by_tensor
 
 
-def nonfinite(norms: Norms) -> list[int]:
-    """Return the tensors whose norm is not finite. Reads each device once."""
-    return nonfinite_of_each(norms)[0]
-
-
-def nonfinite_of_each(*several: Norms) -> list[list[int]]:
+def nonfinite(*several: Norms) -> list[list[int]]:
     """Return the tensors whose norm is not finite, of each. Reads each device once."""
     bad: list[list[int]] = [[] for _ in several]
     parts = [(into, *part) for into, norms in zip(bad, several, strict=True) for part in norms]
     for group, values in _by_device(parts, [values for _, _, values in parts]):
-        joined = values[0] if len(values) == 1 else torch.cat(list(values))
-        # Nearly always all are finite, and so is their sum.
-        if _torch.is_host(joined) and math.isfinite(joined.sum().item()):
-            continue
         # The numbers themselves: to ask a device which are bad would be a second wait.
-        numbers = joined.tolist()
+        numbers = torch.cat(list(values)).tolist()
+        # Nearly always all are finite, and so is their sum.
         if math.isfinite(sum(numbers)):
             continue
         rest = iter(numbers)

@@ -3,47 +3,48 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Rule
-from gradsurgeon.errors import NonFiniteGradientError
+from gradsurgeon.events import EventKind
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.accumulated_rules import GradientSnapshot
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.device_decision import (
-    EVERY,
-    DeferredStep,
-    can_decide_on_device,
-    decide_on_device,
-)
-from gradsurgeon.runtime.device_queue import DeviceQueue
 from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.final_gradients import FinalGradients
-from gradsurgeon.runtime.measure import as_dict, nonfinite, nonfinite_of_each
-from gradsurgeon.runtime.nonfinite_report import GradientReport, activation_report, threshold_report
+from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.nonfinite_report import (
+    GradientEvidence,
+    TrapReport,
+    activation_report,
+    gradient_report,
+    threshold_report,
+    uncounted,
+)
+from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.ranks import Cause
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.step_decision import FINE, OVERFLOWED, RAISE, SKIP, StepDecision
-from gradsurgeon.runtime.trap_evidence import GradientEvidence, uncounted
-from gradsurgeon.runtime.trap_history import TrapHistory, Trip
+from gradsurgeon.runtime.step_decision import FINE, OVERFLOWED, RAISE, StepDecision, Trip, decided
 
 _OVERFLOW = (
     "step {step}: all ranks skip the step, because the GradScaler of rank {rank} does: the scaled gradients "
     "overflowed there and not everywhere, so that its scale differs from that of the others from now on"
 )
-
+_REPAIRED = (
+    "{number} gradients were non-finite after backward and finite at the update ({names}): repaired in "
+    "between, no trap"
+)
 SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients overflowed"
 
-_REPAIRED_SHOWN = 3
+# The id of a trap that has judged, and its report where it has tripped.
+_Finding = tuple[str, TrapReport | None]
 
 
 class NanTraps:
@@ -52,14 +53,11 @@ class NanTraps:
     def __init__(self, context: Context, agreement: RankAgreement) -> None:
         self._context = context
         self._agreement = agreement
-        self._histories: defaultdict[StepCounter, TrapHistory] = defaultdict(TrapHistory)
+        # How often in a row traps have tripped, and scalers have skipped a step.
+        self._in_a_row: Counter[tuple[StepCounter, str]] = Counter()
+        self._scaler_skips: Counter[StepCounter] = Counter()
         # What was seen after each backward pass of the current step.
         self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
-        # The steps that devices have decided on, and how many there have been.
-        self._deferred: DeviceQueue[DeferredStep] = DeviceQueue(self._report_deferred)
-        self._deferred_steps = 0
-        # What one of them has led to, and a later step has to raise.
-        self._late_error: NonFiniteGradientError | None = None
 
     def add_snapshot(self, counter: StepCounter, snapshot: GradientSnapshot) -> None:
         if self._context.program.traps:
@@ -68,49 +66,34 @@ class NanTraps:
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
 
-    def decide(
-        self, counter: StepCounter, gradients: FinalGradients, *, flaggable: bool = False
-    ) -> StepDecision:
+    def decide(self, counter: StepCounter, gradients: Gradients) -> StepDecision:
         """Judge the gradients that the optimizer is about to consume, before rules at `step` edit them.
 
-        Reads the device once, and again only for a report; not at all where the device decides.
-
-        Args:
-            counter: of the optimizer.
-            gradients: its gradients.
-            flaggable: a flag on the device can tell it to skip.
+        Reads the device once, and again only for a report.
         """
-        if flaggable and (decision := self._defer(counter, gradients)) is not None:
-            return decision
-        if (error := self._late_error_due(wait=True)) is not None:
-            return self._conclude(counter, [], error=error)
-        self._histories[counter].scaler_skips = 0
-        trips = [
+        self._scaler_skips[counter] = 0
+        found = [
             *self._judge_gradients(counter, gradients),
             *self._judge_thresholds(counter, gradients),
         ]
-        return self._conclude(counter, [*trips, *self._judge_activations(counter)])
+        return self._conclude(counter, [*found, *self._judge_activations(counter)])
 
     def decide_edited(self, counter: StepCounter, edited: set[int]) -> StepDecision:
         """Judge gradients once more that rules at `step` may have made non-finite."""
         context, due_rules = self._context, self._context.due_rules(counter)
         gradients = context.parameters.grads(sorted(edited.intersection(due_rules.trapped)))
-        doubtful = nonfinite(measure.norms(*gradients))
+        (doubtful,) = measure.nonfinite(measure.norms(*gradients))
         bad = measure.counts(dict(zip(*context.parameters.grads(doubtful), strict=True)))
-        order = tuple(context.parameters.grads(due_rules.trapped)[0])
+        order, _ = context.parameters.grads(due_rules.trapped)
         moment = "right before the update, and finite before the rules at `step`"
-        trips = [
-            self._histories[counter].trip(
-                bound_rule.rule,
-                counter.step,
-                GradientReport(moment, order, bad, {}).finding(context.program.names),
-            )
-            for bound_rule in due_rules.traps
-            if not bad.keys().isdisjoint(bound_rule.tensors)
+        found = [
+            (bound.rule.id, gradient_report(context.program.names, moment, order, bad, {}))
+            for bound in due_rules.traps
+            if not bad.keys().isdisjoint(bound.tensors)
         ]
-        return self._conclude(counter, trips)
+        return self._conclude(counter, found)
 
-    def measure(self, counter: StepCounter, gradients: FinalGradients) -> None:
+    def measure(self, counter: StepCounter, gradients: Gradients) -> None:
         """Take part in what other ranks measure, and make nothing of it."""
         self._judge_gradients(counter, gradients)
         self._judge_thresholds(counter, gradients)
@@ -119,267 +102,168 @@ class NanTraps:
         """Judge nothing, and do what other ranks have decided, who may wait for this one."""
         return self._conclude(counter, [])
 
-    def settle(self, *, wait: bool = True) -> None:
-        """Report what devices have decided; without waiting, what they have told so far."""
-        if wait:
-            self._deferred.settle()
-        else:
-            self._deferred.send()
-
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         """Note a step that a scaler has skipped, and tell an overflow from a NaN that never ends.
-
-        Args:
-            counter: that of the optimizer.
-            scale: of the scaler.
 
         Raises:
             NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
         """
-        trips = [] if self._context.paused else self._judge_skip_of_scaler(counter, scale)
-        decision = self._conclude(counter, trips, floor=OVERFLOWED)
+        found = [] if self._context.paused else self._judge_skip_of_scaler(counter, scale)
+        decision = self._conclude(counter, found, floor=OVERFLOWED)
         if decision.error is not None:
             raise decision.error
 
-    def _defer(self, counter: StepCounter, gradients: FinalGradients) -> StepDecision | None:
-        """Leave the decision to the device and report later; ``None`` where the host has to decide."""
+    def _judge_gradients(self, counter: StepCounter, gradients: Gradients) -> list[_Finding]:
         context, due_rules = self._context, self._context.due_rules(counter)
-        # Whether to skip may be for other ranks to say as well.
-        if not due_rules.traps or due_rules.thresholds or self._agreement.common(counter):
-            return None
         tensors = gradients.having(due_rules.trapped)
-        grads, snapshots = gradients.of(tensors), tuple(self._snapshots[counter])
-        if not can_decide_on_device(context, due_rules, grads, snapshots):
-            return None
-        if (error := self._late_error_due()) is not None:
-            return StepDecision(error=error)
-        self._histories[counter].scaler_skips = 0
-        case = DeferredStep(
-            counter, counter.step, self._fired(counter, tensors), tuple(tensors), snapshots
-        )
-        flag, numbers = decide_on_device(case, grads)
-        self._deferred.put(case, numbers)
-        self._deferred_steps += 1
-        return StepDecision(flag=flag)
-
-    def _judge_gradients(self, counter: StepCounter, gradients: FinalGradients) -> list[Trip]:
-        tensors = gradients.having(self._context.due_rules(counter).trapped)
         if not tensors:
             return []
+        fired = [bound for bound in due_rules.traps if any(i in gradients for i in bound.tensors)]
+        for bound in fired:
+            context.event_log.fired(bound.rule.id, counter.step)
         snapshots = self._snapshots[counter]
-        last = snapshots[-1] if snapshots else None
-        # On the host the look has been exact; on a device its norms come along with those of now.
-        unread = last.norms if last is not None and last.counts is None else ()
-        norms = gradients.norms_handed_over(tensors)
-        before, doubtful = nonfinite_of_each(unread, norms)
-        clean = not (before or doubtful or (last is not None and last.counts))
-        fired = self._fired(counter, tensors)
-        if clean:
-            for bound_rule in fired:
-                self._histories[counter].clear(bound_rule.rule)
-            return []
+        norms = gradients.take_norms(tensors)
+        # What was seen after backward comes to the host along with what is there now.
+        before, doubtful = measure.nonfinite(snapshots[-1].norms if snapshots else (), norms)
+        if not (before or doubtful):
+            return [(bound.rule.id, None) for bound in fired]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
-        return self._judge(
-            fired, counter, counter.step, GradientEvidence(snapshots, tensors, bad, norms)
-        )
+        evidence = GradientEvidence(snapshots, tensors, bad, norms)
+        for bound in fired:
+            repaired = [tensor for tensor in bound.tensors if tensor in evidence.repaired]
+            if repaired and bad.keys().isdisjoint(bound.tensors):
+                names = [context.program.names[tensor] for tensor in repaired]
+                text = _REPAIRED.format(number=len(names), names=shorten_names(names))
+                step, name = counter.step, names[0]
+                context.event_log.emit("notice", text, rule=bound.rule.id, step=step, name=name)
+        return self._findings(fired, evidence)
 
-    def _fired(self, counter: StepCounter, tensors: Sequence[int]) -> list[BoundRule]:
-        """Count the traps of this step that have a gradient to judge, and return them."""
-        due_rules = self._context.due_rules(counter)
-        fired = list(due_rules.traps)
-        if len(tensors) < len(due_rules.trapped):
-            fired = [
-                bound_rule
-                for bound_rule in fired
-                if not set(bound_rule.tensors).isdisjoint(tensors)
-            ]
-        for bound_rule in fired:
-            self._context.event_log.fired(bound_rule.rule.id, counter.step)
-        return fired
-
-    def _judge_thresholds(self, counter: StepCounter, gradients: FinalGradients) -> list[Trip]:
+    def _judge_thresholds(self, counter: StepCounter, gradients: Gradients) -> list[_Finding]:
         """Judge by any statistic. Reads the device once per rule, and again only for a report."""
-        context, history, trips = self._context, self._histories[counter], []
-        for bound_rule in context.due_rules(counter).thresholds:
-            tensors, decision = gradients.having(bound_rule.tensors), bound_rule.decision
-            if not tensors or decision is None:
+        context = self._context
+        found: list[_Finding] = []
+        for bound in context.due_rules(counter).thresholds:
+            tensors = gradients.having(bound.tensors)
+            if not tensors:
                 continue
-            context.event_log.fired(bound_rule.rule.id, counter.step)
+            context.event_log.fired(bound.rule.id, counter.step)
+            decision, report = context.decisions[bound.rule.id], None
             values = gradients.statistics(decision.statistic, tensors)
             tripped = decision.trips(values).tolist()
             if any(tripped):
                 names = [context.program.names[tensor] for tensor in tensors]
-                finding = threshold_report(decision.statistic, names, values.tolist(), tripped)
-                trips.append(history.trip(bound_rule.rule, counter.step, finding))
-            else:
-                history.clear(bound_rule.rule)
-        return trips
+                report = threshold_report(decision.statistic, names, values.tolist(), tripped)
+            found.append((bound.rule.id, report))
+        return found
 
-    def _judge_activations(self, counter: StepCounter) -> list[Trip]:
+    def _judge_activations(self, counter: StepCounter) -> list[_Finding]:
         by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
         for flag, count in self._context.flags.take(counter, self._context.counters.common):
             by_rule[flag.rule.id].append((flag, count))
-        history, trips = self._histories[counter], []
-        for flags in by_rule.values():
-            rule = flags[0][0].rule
-            if any(count for _, count in flags):
-                trips.append(history.trip(rule, counter.step, activation_report(flags)))
-            else:
-                history.clear(rule)
-        return trips
-
-    def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[Trip]:
-        """Judge a step that a scaler has skipped: an overflow ends, a NaN does not."""
-        context, history = self._context, self._histories[counter]
-        history.scaler_skips += 1
-        context.event_log.emit(
-            "scaler-skip", SCALER_SKIP.format(step=counter.step), step=counter.step
-        )
-        low = float(scale) < 1.0
-        due_rules = context.due_rules(counter)
-        stuck = [
-            bound_rule for bound_rule in due_rules.traps if low or history.is_stuck(bound_rule.rule)
+        return [
+            (rule, activation_report(flags) if any(count for _, count in flags) else None)
+            for rule, flags in by_rule.items()
         ]
+
+    def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[_Finding]:
+        """Judge a step that a scaler has skipped: an overflow ends, a NaN does not."""
+        context = self._context
+        self._scaler_skips[counter] += 1
+        skips, low = self._scaler_skips[counter], float(scale) < 1.0
+        text = SCALER_SKIP.format(step=counter.step)
+        context.event_log.emit("scaler-skip", text, step=counter.step)
+        due_rules = context.due_rules(counter)
+        patience = {rule: decision.give_up_after for rule, decision in context.decisions.items()}
+        stuck = [bound for bound in due_rules.traps if low or skips >= patience[bound.rule.id]]
         if not stuck or context.mode == "observe":
             return []
         # A scaler looks before the script can repair or clip, and so must the trap.
-        snapshots = self._snapshots[counter]
-        seen = (
-            snapshots[-1].norms
-            if snapshots
-            else measure.norms(*context.parameters.grads(due_rules.trapped))
-        )
-        norms = as_dict(seen)
+        if snapshots := self._snapshots[counter]:
+            seen = snapshots[-1].norms
+        else:
+            seen = measure.norms(*context.parameters.grads(due_rules.trapped))
+        norms = measure.as_dict(seen)
         bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
-        why = "its scale is below 1" if low else f"{history.scaler_skips} steps in a row"
-        why = f"the GradScaler keeps skipping ({why}): "
         # A skip for what a trap does not watch says nothing of it: its row goes on.
-        guilty = [
-            bound_rule for bound_rule in stuck if not bad.keys().isdisjoint(bound_rule.tensors)
-        ]
-        for bound_rule in guilty:
-            history.give_up(bound_rule.rule)
+        guilty = [bound for bound in stuck if not bad.keys().isdisjoint(bound.tensors)]
+        for bound in guilty:
+            # This trip is one too many, as those after it, until the trap finds nothing.
+            key = counter, bound.rule.id
+            self._in_a_row[key] = max(self._in_a_row[key], patience[bound.rule.id] - 1)
+        why = "its scale is below 1" if low else f"{skips} steps in a row"
         evidence = GradientEvidence(snapshots, list(norms), bad)
-        trips = self._judge(guilty, counter, counter.step, evidence)
-        return [trip.because(why) for trip in trips]
+        return self._findings(guilty, evidence, f"the GradScaler keeps skipping ({why}): ")
 
-    def _judge(
-        self,
-        bound_rules: Iterable[BoundRule],
-        counter: StepCounter,
-        step: int,
-        evidence: GradientEvidence,
-    ) -> list[Trip]:
-        history, trips = self._histories[counter], []
-        for bound_rule in bound_rules:
-            if any(tensor in evidence.now for tensor in bound_rule.tensors):
-                border = evidence.border(self._context.parameters)
-                finding = border.finding(self._context.program.names)
-                trips.append(history.trip(bound_rule.rule, step, finding, guilty=evidence.guilty))
-                continue
-            history.clear(bound_rule.rule)
-            repaired = [tensor for tensor in bound_rule.tensors if tensor in evidence.repaired]
-            self._mention_repair(bound_rule.rule, step, repaired)
-        return trips
+    def _findings(
+        self, bound_rules: Iterable[BoundRule], evidence: GradientEvidence, why: str = ""
+    ) -> list[_Finding]:
+        names, bad = self._context.program.names, evidence.now.keys()
+        return [
+            (bound.rule.id, None if bad.isdisjoint(bound.tensors) else evidence.report(names, why))
+            for bound in bound_rules
+        ]
 
     def _conclude(
-        self,
-        counter: StepCounter,
-        trips: Sequence[Trip],
-        *,
-        error: NonFiniteGradientError | None = None,
-        floor: int = FINE,
+        self, counter: StepCounter, found: Sequence[_Finding], *, floor: int = FINE
     ) -> StepDecision:
         """Report what this rank has seen, and return what all ranks do that make this update together.
 
-        A collective where they meet. ``floor`` is how bad it is at the least, and ``error`` what an
-        earlier step has led to.
+        A collective where they meet. ``floor`` is how bad it is at the least.
         """
-        if error is not None:
-            floor = RAISE
+        context, step = self._context, counter.step
+        trips = self._count(counter, found)
         severity = max([floor, *(trip.severity for trip in trips)])
-        meeting = self._agreement.meet(counter, severity, guilty=any(trip.guilty for trip in trips))
-        decision = self._report(trips, meeting.guilty)
-        if error is not None:
-            cause = Cause(error.rank, error.rule, error.name or "", str(error))
-            decision = StepDecision(error=error, cause=cause)
+        guilty = any(trip.report.guilty for trip in trips)
+        meeting = self._agreement.meet(counter, severity, guilty=guilty)
+        told = [(trip.severity, self._tell(trip, step, meeting.guilty)) for trip in trips]
+        # What stops a step is what the other ranks have to hear of.
+        own, cause = max(told, key=itemgetter(0), default=(FINE, None))
+        decision = StepDecision()
+        if cause is not None and own > FINE and context.mode == "act":
+            decision = decided(own, cause, step)
         if not meeting.groups or meeting.severity == FINE:
             return decision
         rank = _dist.rank()
-        overflow = Cause(rank, "", "", _OVERFLOW.format(step=counter.step, rank=rank))
-        cause = meeting.hear(decision.cause or overflow)
+        overflow = Cause(rank, "", "", _OVERFLOW.format(step=step, rank=rank))
+        heard = meeting.hear(decision.cause or overflow)
         if meeting.severity > severity:
-            return self._follow(counter.step, meeting.severity, cause)
+            return self._follow(step, meeting.severity, heard)
         return decision
 
+    def _count(self, counter: StepCounter, found: Sequence[_Finding]) -> list[Trip]:
+        """Count how often in a row traps have tripped; one that has found nothing begins anew."""
+        trips = []
+        for rule, report in found:
+            key = counter, rule
+            if report is None:
+                self._in_a_row[key] = 0
+                continue
+            self._in_a_row[key] += 1
+            trips.append(Trip(rule, self._context.decisions[rule], self._in_a_row[key], report))
+        return trips
+
     def _follow(self, step: int, severity: int, cause: Cause) -> StepDecision:
+        raised = severity == RAISE
+        text = cause.text
+        if cause.rule:
+            what = "stop" if raised else "skip the step"
+            text = f"step {step}: rank {cause.rank} trapped, and all ranks {what}: {text}"
         where: dict[str, Any] = {"rule": cause.rule, "step": step, "name": cause.name}
-        head = f"step {step}: rank {cause.rank} trapped, and all ranks"
-        if severity < RAISE:
-            text = f"{head} skip the step: {cause.text}" if cause.rule else cause.text
-            self._context.event_log.emit("skipped-step", text, **where)
-            return StepDecision(skip=True, cause=cause)
-        text = f"{head} stop: {cause.text}"
-        self._context.event_log.emit("trap", text, **where, raised=True)
-        return StepDecision(error=replace(cause, text=text).error(step), cause=cause)
+        kind: EventKind = "trap" if raised else "skipped-step"
+        self._context.event_log.emit(kind, text, **where, raised=raised)
+        return decided(severity, replace(cause, text=text), step)
 
-    def _report(self, trips: Sequence[Trip], ranks: tuple[int, ...] = ()) -> StepDecision:
-        """Say what traps have found, and return what becomes of the step.
-
-        ``ranks`` are those that contributed what is not finite to an average.
-        """
-        words = [self._tell(trip, ranks) for trip in trips]
-        # What stops a step is what the other ranks have to hear of.
-        worst = max(trips, key=lambda trip: trip.severity, default=None)
-        if worst is None or worst.severity == FINE or self._context.mode == "observe":
-            return StepDecision()
-        cause = words[trips.index(worst)]
-        if worst.severity == SKIP:
-            return StepDecision(skip=True, cause=cause)
-        return StepDecision(error=cause.error(worst.step), cause=cause)
-
-    def _tell(self, trip: Trip, ranks: tuple[int, ...]) -> Cause:
-        context, rule, step, acts = (
-            self._context,
-            trip.rule.id,
-            trip.step,
-            self._context.mode == "act",
-        )
-        finding = trip.finding.caused_by(ranks)
-        head = f"{context.place(step, rule)}: {finding.head}"
-        text = "\n".join([head, trip.outcome(context.mode), *finding.lines])
-        context.event_log.altered(rule, torch.ones((), dtype=torch.bool))
-        where: dict[str, Any] = {"rule": rule, "step": step, "name": finding.name}
-        warn, raised = acts and trip.then == "warn", acts and trip.then == "raise"
-        context.event_log.emit("trap", text, **where, warn=warn, raised=raised)
-        if acts and trip.severity == SKIP:
+    def _tell(self, trip: Trip, step: int, ranks: tuple[int, ...]) -> Cause:
+        """Say what a trap has found; ``ranks`` contributed what is not finite to an average."""
+        context, report = self._context, trip.report.caused_by(ranks)
+        head = f"{context.place(step, trip.rule)}: {report.head}"
+        text = "\n".join([head, trip.outcome(context.mode), *report.lines])
+        where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
+        then = trip.then if context.mode == "act" else ""
+        context.event_log.altered(trip.rule, 1)
+        context.event_log.emit("trap", text, **where, warn=then == "warn", raised=then == "raise")
+        if then == "skip-step":
             message = f"step {step} skipped: no weight and no optimizer state was touched"
             context.event_log.emit("skipped-step", message, **where)
-        rank = finding.ranks[0] if finding.ranks else _dist.rank()
-        return Cause(rank, rule, finding.name, text)
-
-    def _late_error_due(self, *, wait: bool = False) -> NonFiniteGradientError | None:
-        if wait or self._deferred_steps % EVERY == 0:
-            self.settle(wait=wait)
-        self._deferred.collect()
-        error, self._late_error = self._late_error, None
-        return error
-
-    def _report_deferred(self, rows: Sequence[tuple[DeferredStep, Tensor]]) -> None:
-        for case, numbers in rows:
-            trips = self._judge(
-                case.bound_rules, case.counter, case.step, case.evidence(numbers.tolist())
-            )
-            # It comes at another moment on each rank, which can only speak for itself.
-            self._late_error = self._late_error or self._report(trips).error
-
-    def _mention_repair(self, rule: Rule, step: int, repaired: Sequence[int]) -> None:
-        if not repaired:
-            return
-        names = [self._context.program.names[tensor] for tensor in repaired]
-        more = ", ..." if len(names) > _REPAIRED_SHOWN else ""
-        text = (
-            f"{len(names)} gradients were non-finite after backward and finite at the update "
-            f"({', '.join(names[:_REPAIRED_SHOWN])}{more}): repaired in between, no trap"
-        )
-        self._context.event_log.emit("notice", text, rule=rule.id, step=step, name=names[0])
+        rank = report.ranks[0] if report.ranks else _dist.rank()
+        return Cause(rank, trip.rule, report.name, text)

@@ -1,14 +1,17 @@
-"""What a trap reports of tensors that are not finite, as a person reads it."""
+"""What was seen of tensors that are not finite, and what a trap reports of it, as a person reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from gradsurgeon import _dist
 from gradsurgeon.errors import printable
+from gradsurgeon.runtime.accumulated_rules import GradientSnapshot
 from gradsurgeon.runtime.activation_flags import Flag
-from gradsurgeon.runtime.measure import NonfiniteCount
+from gradsurgeon.runtime.measure import NonfiniteCount, Norms, as_dict
 
 _SHOWN = 12
 _PARTS = "a part is where a rank keeps its share of the sum: any rank may have added it"
@@ -16,23 +19,19 @@ _PARTS = "a part is where a rank keeps its share of the sum: any rank may have a
 
 @dataclass(frozen=True, slots=True)
 class TrapReport:
-    """The report of a trap, without what becomes of the step.
-
-    Attributes:
-        name: the first tensor that is not finite.
-        head: the first line.
-        lines: those after the line on what becomes of the step.
-        ranks: where the first tensor became non-finite; empty where that is not known.
-        expect: what an update that goes on all the same has to expect.
-        reduced: whether ranks make the tensors together, so that another one can be the cause.
-    """
+    """What a trap reports of the first bad tensor: what becomes of the step stands between head and lines."""
 
     name: str
     head: str
     lines: list[str]
+    # Where the tensor became non-finite; empty where that is not known.
     ranks: tuple[int, ...] = ()
+    # What an update that goes on all the same has to expect.
     expect: str = ": expect non-finite weights"
+    # Whether ranks make the tensors together, so that another one can be the cause.
     reduced: bool = True
+    # Whether this rank contributed what is not finite to an average.
+    guilty: bool = False
 
     def caused_by(self, ranks: tuple[int, ...]) -> TrapReport:
         """Return the same with the ranks that contributed what is not finite, if they are known."""
@@ -42,65 +41,139 @@ class TrapReport:
         return replace(self, head=f"{self.head}; {cause}", ranks=ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class GradientReport:
-    """Which gradients were finite and which were not, in the order in which backward made them.
+@dataclass(frozen=True)
+class GradientEvidence:
+    """What was seen of the gradients of one update: after each backward pass, and right before it."""
 
-    Attributes:
-        moment: when they were seen so.
-        order: the tensors, as backward delivered them.
-        bad: those that are not finite.
-        norms: of them, as far as they are known.
-    """
+    snapshots: Sequence[GradientSnapshot]
+    tensors: Sequence[int]
+    # Those of the tensors that are not finite at the update.
+    now: dict[int, NonfiniteCount]
+    # At the update, as far as they were taken. None is taken for a report: other ranks would have to
+    # take part.
+    norms: Norms = ()
 
-    moment: str
-    order: tuple[int, ...]
-    bad: dict[int, NonfiniteCount]
-    norms: dict[int, float]
-
-    def finding(self, names: Sequence[str]) -> TrapReport:
-        head = f"{len(self.bad)} of {len(self.order)} gradients are not finite {self.moment}"
-        labels = [printable(names[tensor]) for tensor in self.order]
-        first = next(place for place, tensor in enumerate(self.order) if tensor in self.bad)
-        culprit = self.order[first]
-        width = max(map(len, labels))
-        rows = [
-            self._row(tensor, label.ljust(width))
-            for tensor, label in zip(self.order, labels, strict=True)
-        ]
-        lines = ["in the order in which backward produced them:", *_window(rows, first)]
-        lines.append(self._advice(labels, first))
-        ranks = self.bad[culprit].ranks
-        if ranks:
-            lines.append(_PARTS)
-        return TrapReport(names[culprit], head, lines, ranks)
-
-    def _row(self, tensor: int, label: str) -> str:
-        bad = self.bad.get(tensor)
-        if bad is None:
-            norm = self.norms.get(tensor)
-            return f"    finite  {label}" + ("" if norm is None else f"  norm {norm:.3g}")
-        if not bad.number:
-            return f"  > {bad.kind}  {label}"
-        part = f", in the part of {_dist.named(bad.ranks)}" if bad.ranks else ""
-        plural = "s" if bad.number > 1 else ""
-        return f"  > {bad.kind:<6}  {label}  {bad.number:,} element{plural}{part}"
-
-    def _advice(self, labels: Sequence[str], first: int) -> str:
-        culprit = labels[first]
-        if first > 0:
-            return (
-                f"the border lies between {labels[first - 1]} (still finite) and {culprit} "
-                "(first that is not)"
-            )
-        reached = f"{culprit} is the first that backward reached and already non-finite"
-        if len(self.bad) < len(self.order):
-            return f"{reached}: look at the loss and at what comes after this layer in the forward pass"
-        # What is not finite anywhere in the forward pass reaches the loss, and so every gradient.
-        return (
-            f"{reached}, as is all that came after it: look at the inputs of the model, at its weights, "
-            "and at the loss, any of which can be what is not finite"
+    @cached_property
+    def before(self) -> frozenset[int]:
+        """The tensors that were non-finite after the last backward pass."""
+        if not self.snapshots:
+            return frozenset()
+        norms = as_dict(self.norms)
+        # A norm can overflow over elements that are finite, and then it still does at the update.
+        return frozenset(
+            tensor
+            for tensor, norm in as_dict(self.snapshots[-1].norms).items()
+            if math.isnan(norm)
+            or (math.isinf(norm) and (tensor in self.now or math.isfinite(norms.get(tensor, norm))))
         )
+
+    @cached_property
+    def repaired(self) -> frozenset[int]:
+        """The tensors that were non-finite after the last backward pass and are finite at the update."""
+        return self.before.intersection(self.tensors).difference(self.now)
+
+    @property
+    def _guilty(self) -> bool:
+        # Only the last pass is asked, which is the one that reduced. A rank whose part of the model was
+        # not used has seen nothing, and got its gradients from the others.
+        mine = self.snapshots[-1].done.contributed if self.snapshots else {}
+        spoilt = self.before.union(self.now).intersection(mine)
+        return any(not bool(mine[tensor].isfinite()) for tensor in spoilt)
+
+    def report(self, names: Sequence[str], why: str = "") -> TrapReport:
+        """Report the border as it was after the first pass that shows one, else at the update."""
+        passes = len(self.snapshots)
+        for number, snapshot in enumerate(self.snapshots, 1):
+            if bad := self._nonfinite(snapshot):
+                moment = "after backward"
+                if passes > 1:
+                    moment += f", micro-batch {number} of {passes}"
+                # Some may have kept a gradient from an earlier pass and got nothing in this one.
+                order, norms = (*snapshot.order, *snapshot.tensors), snapshot.norms
+                break
+        else:
+            moment, order, bad, norms = (
+                "right before the update",
+                tuple(self.tensors),
+                self.now,
+                self.norms,
+            )
+            if passes:
+                moment += ", and finite after backward: something in between did it"
+                order = (*self.snapshots[-1].order, *order)
+        report = gradient_report(names, moment, order, bad, as_dict(norms))
+        return replace(report, head=why + report.head, guilty=self._guilty)
+
+    def _nonfinite(self, snapshot: GradientSnapshot) -> dict[int, NonfiniteCount]:
+        # What was seen then can be counted only where the script has not clipped since.
+        known = self.now if _finite(self.snapshots[-1].norms) == _finite(self.norms) else {}
+        return {
+            tensor: known.get(tensor, uncounted(norm))
+            for tensor, norm in as_dict(snapshot.norms).items()
+            if not math.isfinite(norm) and tensor in self.before
+        }
+
+
+def uncounted(norm: float) -> NonfiniteCount:
+    """Return what is known of a gradient from a norm that is not finite."""
+    return NonfiniteCount("NaN" if math.isnan(norm) else "Inf", 0)
+
+
+def _finite(norms: Norms) -> dict[int, float | None]:
+    """Return norms by tensor, none for what is not finite, so that they can be compared."""
+    return {i: norm if math.isfinite(norm) else None for i, norm in as_dict(norms).items()}
+
+
+def gradient_report(
+    names: Sequence[str],
+    moment: str,
+    arrived: Iterable[int],
+    bad: Mapping[int, NonfiniteCount],
+    norms: Mapping[int, float],
+) -> TrapReport:
+    """Tell which gradients are finite and which are not, in the order in which backward delivered them."""
+    order = tuple(dict.fromkeys(arrived))
+    labels = [printable(names[tensor]) for tensor in order]
+    first = next(place for place, tensor in enumerate(order) if tensor in bad)
+    width = max(map(len, labels))
+    rows = [
+        _row(label.ljust(width), bad.get(tensor), norms.get(tensor))
+        for tensor, label in zip(order, labels, strict=True)
+    ]
+    lines = ["in the order in which backward produced them:", *_window(rows, first)]
+    lines.append(_advice(labels, first, all_bad=len(bad) == len(order)))
+    ranks = bad[order[first]].ranks
+    if ranks:
+        lines.append(_PARTS)
+    head = f"{len(bad)} of {len(order)} gradients are not finite {moment}"
+    return TrapReport(names[order[first]], head, lines, ranks)
+
+
+def _row(label: str, bad: NonfiniteCount | None, norm: float | None) -> str:
+    if bad is None:
+        return f"    finite  {label}" + ("" if norm is None else f"  norm {norm:.3g}")
+    if not bad.number:
+        return f"  > {bad.kind}  {label}"
+    part = f", in the part of {_dist.named(bad.ranks)}" if bad.ranks else ""
+    plural = "s" if bad.number > 1 else ""
+    return f"  > {bad.kind:<6}  {label}  {bad.number:,} element{plural}{part}"
+
+
+def _advice(labels: Sequence[str], first: int, *, all_bad: bool) -> str:
+    culprit = labels[first]
+    if first > 0:
+        return (
+            f"the border lies between {labels[first - 1]} (still finite) and {culprit} "
+            "(first that is not)"
+        )
+    reached = f"{culprit} is the first that backward reached and already non-finite"
+    if not all_bad:
+        return f"{reached}: look at the loss and at what comes after this layer in the forward pass"
+    # What is not finite anywhere in the forward pass reaches the loss, and so every gradient.
+    return (
+        f"{reached}, as is all that came after it: look at the inputs of the model, at its weights, "
+        "and at the loss, any of which can be what is not finite"
+    )
 
 
 def threshold_report(
@@ -121,17 +194,16 @@ def threshold_report(
 def activation_report(flags: Sequence[tuple[Flag, int]]) -> TrapReport:
     """Return the report on module tensors and tags: flags in order, with non-finite elements counted."""
     bad = [place for place, (_, count) in enumerate(flags) if count]
+    labels = [f"the {flag.what} of {printable(flag.name)}" for flag, _ in flags]
     rows = [
-        f"  > non-finite  the {flag.what} of {printable(flag.name)}  {count:,} elements"
-        if count
-        else f"    finite      the {flag.what} of {printable(flag.name)}"
-        for flag, count in flags
+        f"  > non-finite  {label}  {count:,} elements" if count else f"    finite      {label}"
+        for label, (_, count) in zip(labels, flags, strict=True)
     ]
-    first = flags[bad[0]][0]
+    first = bad[0]
     head = f"{len(bad)} of {len(flags)} tensors are not finite"
-    last = f"the first that is not finite is the {first.what} of {printable(first.name)}"
-    lines = ["in the order in which they came:", *_window(rows, bad[0]), last]
-    return TrapReport(first.name, head, lines, reduced=False)
+    last = f"the first that is not finite is {labels[first]}"
+    lines = ["in the order in which they came:", *_window(rows, first), last]
+    return TrapReport(flags[first][0].name, head, lines, reduced=False)
 
 
 def _window(rows: list[str], first: int) -> list[str]:

@@ -210,7 +210,7 @@ class OptimizerWatch:
         self._running[update.key] = update
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            self._act(optimizer, update, alone=True)
+            self._act(optimizer, update)
             return args, self._arguments(update, kwargs)
         if not optimizers.evaluates_before_moving(optimizer):
             update.snapshot = optimizers.snapshot(optimizer)
@@ -247,7 +247,7 @@ class OptimizerWatch:
 
         return evaluate
 
-    def _act(self, optimizer: Optimizer, update: Update, *, alone: bool = False) -> None:
+    def _act(self, optimizer: Optimizer, update: Update) -> None:
         if not self._context.paused:
             refuse_graph_capture(self._context)
         # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
@@ -263,25 +263,13 @@ class OptimizerWatch:
             elif bool(overflow):
                 update.overflowed = scaler
                 return
-        # With a closure, or under a scaler, more than the weights depends on what is decided.
-        update.flaggable = (
-            alone
-            and overflow is None
-            and update.scale is None
-            and not (update.inside or scaler is not None)
-            and bool(self._context.program.traps)
-            and optimizers.obeys_flag(optimizer)
-        )
         decision = self._events.step_starting(update)
         update.judged = True
         if decision.error is not None:
             update.undo()
             self.end(update)
             raise decision.error
-        if decision.flag is not None:
-            update.flagged = True
-            _torch.set_found_inf(optimizer, decision.flag)
-        elif decision.skip:
+        if decision.skip:
             update.skipped = True
             update.undo()
             # A gradient of zero would still decay the weight and feed the moments; none at all is

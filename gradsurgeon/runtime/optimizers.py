@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from gradsurgeon import _live, _torch
 
@@ -69,29 +69,6 @@ def only_makes_state(optimizer: Optimizer) -> bool:
             return module == "torch.distributed.checkpoint.state_dict"
         frame = frame.f_back
     return False
-
-
-def obeys_flag(optimizer: Optimizer) -> bool:
-    """Tell whether a flag on the device keeps an optimizer from touching anything.
-
-    Not the first time that it sees a parameter: torch then makes its state whatever the flag says, and
-    leaves the momentum of SGD as it comes from the allocator.
-    """
-    if type(optimizer) not in (SGD, Adam, AdamW):
-        return False
-    for group in optimizer.param_groups:
-        if not group.get("fused"):
-            return False
-        if type(optimizer) is SGD:
-            if not group["momentum"]:
-                continue
-            key = "momentum_buffer"
-        else:
-            key = "exp_avg"
-        for param in group["params"]:
-            if param.grad is not None and optimizer.state.get(param, {}).get(key) is None:
-                return False
-    return True
 
 
 def snapshot(optimizer: Optimizer) -> Snapshot:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -45,8 +45,6 @@ class Recorder:
         self.records = records
         self.writer = writer
         self._event_log = event_log
-        # Notes events that are not noted yet.
-        self.late: Callable[[], None] | None = None
         self._ring: DeviceQueue[_Row] = DeviceQueue(self._take)
         if event_log is not None:
             event_log.sink = self.event
@@ -96,8 +94,6 @@ class Recorder:
         """Write what waits and finish the run directory; records stay in memory."""
         if self.writer is not None:
             atexit.unregister(self._at_exit)
-            if self.late is not None and not self.writer.closed:
-                self.late()
         self._ring.settle()
         if self.writer is not None:
             self._commit(wait=True)

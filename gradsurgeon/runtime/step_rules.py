@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers, _torch
-from gradsurgeon.actions import ByNorm, CaptureRule, Edit, EditRule, FreezeRule, ObserverRule
-from gradsurgeon.runtime import measure
-from gradsurgeon.runtime.accumulated_rules import keep
+from gradsurgeon.actions import ByNorm, CaptureRule, Edit, EditRule, FreezeRule, ObserverRule, Rule
+from gradsurgeon.runtime.accumulated_rules import observe
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.edit_effect import can_decide, changes, decide
-from gradsurgeon.runtime.final_gradients import FinalGradients
-from gradsurgeon.runtime.norm_clip import LEFT_ALONE
+from gradsurgeon.runtime.edit_effect import LEFT_ALONE, can_decide, changes, decide
+from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.param_hooks import check_layout
 from gradsurgeon.runtime.step_counter import StepCounter
 
@@ -31,20 +27,9 @@ class StepRules:
         # Gradients that were edited as final ones at the end of a pass, before an optimizer turned up
         # that is about to consume them, unless the script assigns others.
         self._spared: dict[int, weakref.ref[Tensor]] = {}
-        # What the edits of the last step have made of a few elements, to be found again in the next one
-        # where the script updates twice from one gradient.
-        self._left: dict[StepCounter, _Left] = {}
 
-    def run(
-        self, counter: StepCounter, gradients: FinalGradients, scale: Tensor | None, *, acting: bool
-    ) -> set[int]:
-        """Act on the gradients of one clock.
-
-        Args:
-            counter: that of the optimizer.
-            gradients: its gradients.
-            scale: what a `GradScaler` has multiplied them by, where the optimizer divides by it.
-            acting: whether the update takes place; where it does not, there is nothing to edit.
+    def run(self, counter: StepCounter, gradients: Gradients, *, acting: bool) -> set[int]:
+        """Act on the gradients of one clock; edit them only where the update takes place.
 
         Returns:
             The tensors that an edit may have made non-finite.
@@ -55,53 +40,25 @@ class StepRules:
         same = {i for i, grad in spared.items() if i in gradients and gradients[i] is grad()}
         edited = due_rules.edited - same if acting else frozenset()
         suspicious: set[int] = set()
-        with torch.no_grad():
-            gradients.unscale(edited)
-            left = self._recognize(counter, gradients, edited)
-            try:
-                for bound_rule in due_rules.at_step:
-                    having = gradients.having(bound_rule.tensors)
-                    if isinstance(bound_rule.rule, EditRule):
-                        having = [tensor for tensor in having if tensor in edited]
-                    if having:
-                        self._one(bound_rule, gradients, having)
-                        if not isinstance(bound_rule.rule, CaptureRule):  # counts by itself
-                            context.event_log.fired(bound_rule.rule.id, counter.step, len(having))
-                        if bound_rule.rule.may_overflow and context.mode == "act":
-                            suspicious.update(having)
-            finally:
-                if left is not None:
-                    self._left[counter] = left.with_after(gradients[left.tensor])
-                gradients.rescale(scale)
+        with torch.no_grad(), gradients.in_true_units(edited):
+            for bound_rule in due_rules.at_step:
+                rule = bound_rule.rule
+                if isinstance(rule, ObserverRule | CaptureRule):
+                    observe(context, bound_rule, gradients)
+                    continue
+                tensors = gradients.having(bound_rule.tensors)
+                if isinstance(rule, EditRule):
+                    tensors = [tensor for tensor in tensors if tensor in edited]
+                if not tensors:
+                    continue
+                if isinstance(rule, FreezeRule):
+                    context.event_log.altered(rule.id, len(tensors))
+                else:
+                    self._edit(bound_rule, gradients, tensors)
+                context.event_log.fired(rule.id, counter.step, len(tensors))
+                if rule.may_overflow and context.mode == "act":
+                    suspicious.update(tensors)
         return suspicious
-
-    def _recognize(
-        self, counter: StepCounter, gradients: FinalGradients, edited: Iterable[int]
-    ) -> _Left | None:
-        """Say it once where a gradient is what the edits of the last step have left.
-
-        Returns:
-            What to recognize this one by in the next step, yet without what the edits make of it.
-        """
-        before = self._left.pop(counter, None)
-        # A bound that has been kept to changes nothing when it is applied again; a factor does.
-        scaled = {
-            tensor: bound_rule.rule.id
-            for bound_rule in self._context.due_rules(counter).at_step
-            if isinstance(bound_rule.rule, EditRule)
-            and bound_rule.rule.linear
-            and self._context.mode == "act"
-            for tensor in bound_rule.tensors
-            if tensor in edited and tensor in gradients
-        }
-        if not scaled:
-            return None
-        if before is not None and before.tensor in scaled:
-            again = before.is_found_in(gradients[before.tensor])
-            rule = scaled[before.tensor]
-            self._context.event_log.later(again, _TWICE, rule=rule, step=counter.step)
-        first = next(iter(scaled))
-        return _Left(first, _sample(gradients[first]))
 
     def arrived(self, tensors: Iterable[int]) -> None:
         """Note that gradients have got something that no rule at the step has seen."""
@@ -112,57 +69,46 @@ class StepRules:
         """Leave gradients alone in the next update that have been edited for it already."""
         self._spared.update(edited)
 
-    def _one(
-        self, bound_rule: BoundRule, gradients: FinalGradients, tensors: Sequence[int]
-    ) -> None:
+    def _edit(self, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]) -> None:
         context, rule = self._context, bound_rule.rule
-        if isinstance(rule, ObserverRule):
-            self._log(bound_rule, gradients, tensors)
-        elif isinstance(rule, CaptureRule):
-            keep(context, bound_rule, {tensor: gradients[tensor] for tensor in tensors}, None)
-        elif isinstance(rule, FreezeRule):
-            context.event_log.altered(rule.id, len(tensors))
+        edit = context.edits[rule.id]
+        if not rule.keeps_zero:
+            for tensor in tensors:
+                check_layout(rule, gradients[tensor], context.program.names[tensor])
+        if edit.by_norm is not None:
+            self._by_norm(bound_rule, edit.by_norm, gradients, tensors)
         else:
-            edit = context.edits[rule.id]
-            if not rule.keeps_zero:
-                for tensor in tensors:
-                    check_layout(rule, gradients[tensor], context.program.names[tensor])
-            if edit.by_norm is not None:
-                self._by_norm(bound_rule, edit.by_norm, gradients, tensors)
-            else:
-                self._elementwise(bound_rule, edit, gradients, tensors)
+            self._elementwise(rule, edit, gradients, tensors)
 
     def _elementwise(
-        self, bound_rule: BoundRule, edit: Edit, gradients: FinalGradients, tensors: Sequence[int]
+        self, rule: Rule, edit: Edit, gradients: Gradients, tensors: Sequence[int]
     ) -> None:
-        event_log, rule = self._context.event_log, bound_rule.rule
+        event_log = self._context.event_log
         parts = {tensor: _dist.local(gradients[tensor]) for tensor in tensors}
         known = [tensor for tensor, part in parts.items() if can_decide(edit, part)]
         ranges = _numbers.ranges([parts[tensor] for tensor in known])
-        biting = [
+        biting = {
             tensor
             for tensor, ends in zip(known, ranges, strict=True)
             if decide(edit, parts[tensor], ends)
-        ]
+        }
         event_log.altered(rule.id, len(biting))
-        blind = [tensor for tensor, part in parts.items() if not can_decide(edit, part)]
+        blind = parts.keys() - set(known)
         for tensor in blind:
             event_log.altered(rule.id, changes(edit, parts[tensor]))
         # Whether a gradient has changed must be the same on all ranks that share it: one that measured
         # it again would wait for the others. So all write, be it for nothing.
-        bitten = set(biting)
-        for_all = [t for t in known if t not in bitten and _dist.is_sharded(gradients[t])]
-        written = biting + for_all + blind
+        for_all = {tensor for tensor in known if _dist.is_sharded(gradients[tensor])}
+        written = sorted(biting | blind | for_all)
         _apply(edit, [_dist.local(grad) for grad in gradients.writable(written)])
 
     def _by_norm(
-        self, bound_rule: BoundRule, edit: ByNorm, gradients: FinalGradients, tensors: Sequence[int]
+        self, bound_rule: BoundRule, edit: ByNorm, gradients: Gradients, tensors: Sequence[int]
     ) -> None:
-        context, rule = self._context, bound_rule.rule
-        event_log = context.event_log
+        event_log, rule = self._context.event_log, bound_rule.rule
         if edit.over_rule:
             # What is hidden from the optimizer in this step is not consumed.
-            frozen = context.due_rules(bound_rule.counter).frozen
+            frozen = self._context.due_rules(bound_rule.counter).frozen
             tensors = [tensor for tensor in tensors if tensor not in frozen]
             if not tensors:
                 return
@@ -174,81 +120,25 @@ class StepRules:
         factors = edit.factor(norms)
         if not _torch.is_host(factors):
             event_log.altered(rule.id, (factors.expand(len(tensors)) < 1.0).sum())
-            self._shorten(gradients.writable(tensors), factors)
+            _shorten(gradients.writable(tensors), factors)
             return
-        values = factors.tolist()
-        if not min(values) < 1.0:
-            return
-        if len(values) < len(tensors):  # one for all
-            values *= len(tensors)
-        biting = [
-            (tensor, factor) for tensor, factor in zip(tensors, values, strict=True) if factor < 1.0
-        ]
+        factor_of = zip(tensors, factors.expand(len(tensors)).tolist(), strict=True)
+        biting = {tensor: factor for tensor, factor in factor_of if factor < 1.0}
         event_log.altered(rule.id, len(biting))
-        own = [tensor for tensor, _ in biting]
-        self._shorten(gradients.writable(own), [factor for _, factor in biting])
-
-    @staticmethod
-    def _shorten(grads: Sequence[Tensor], factors: Tensor | Sequence[float]) -> None:
-        """Multiply gradients by a factor each, or by one for all that is still on a device."""
-        parts = [_dist.local(grad) for grad in grads]
-        if not isinstance(factors, Tensor):
-            same = len(set(factors)) == 1
-            torch._foreach_mul_(parts, factors[0] if same else list(factors))
-            return
-        if len(factors) == 1:
-            _numbers.multiply_(parts, factors)
-            return
-        for part, factor in zip(parts, factors.unsqueeze(1).unbind(), strict=True):
-            _numbers.multiply_([part], factor)
-
-    def _log(
-        self, bound_rule: BoundRule, gradients: FinalGradients, tensors: Sequence[int]
-    ) -> None:
-        columns = bound_rule.columns(tensors)
-        for stat, key in bound_rule.keys.items():
-            if stat == "l2":
-                values = gradients.norms(tensors, 2.0)
-            else:
-                values = measure.statistics(stat, gradients.of(tensors))
-            self._context.recorder.add(key, bound_rule.counter.step, columns, values, replace=True)
+        if biting:
+            same = len(set(biting.values())) == 1
+            parts = [_dist.local(grad) for grad in gradients.writable(biting)]
+            torch._foreach_mul_(parts, next(iter(biting.values())) if same else [*biting.values()])
 
 
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """A few elements of one gradient, before and after the edits of a step."""
-
-    tensor: int
-    before: Tensor
-    after: Tensor | None = None
-
-    def with_after(self, grad: Tensor) -> _Left:
-        """Return this with what the edits have made of the gradient."""
-        return replace(self, after=_sample(grad))
-
-    def is_found_in(self, grad: Tensor) -> Tensor:
-        """Tell whether a gradient is what the edits have left, having changed it; 0-dim, not read."""
-        now, after = _sample(grad), cast("Tensor", self.after)
-        if now.shape != after.shape or now.device != after.device:
-            return torch.zeros((), dtype=torch.bool, device="cpu")
-        return (now == after).all() & (after != self.before).any() & (after != 0).any()
-
-
-_SAMPLED = 16
-_TWICE = (
-    "the gradient is what this rule has left at the last update: the script updates twice from one "
-    "gradient, and the edit compounds"
-)
-
-
-def _sample(grad: Tensor) -> Tensor:
-    """Return copies of a few elements of what a rank holds of a gradient; of a sparse one, none."""
-    part = _dist.local(grad)
-    if part.layout != torch.strided:
-        return torch.empty(0, device="cpu")
-    while part.ndim > 1:
-        part = part[0] if len(part) else part.flatten()
-    return part[:_SAMPLED].clone() if part.ndim else part.reshape(1).clone()
+def _shorten(grads: Sequence[Tensor], factors: Tensor) -> None:
+    """Multiply gradients by a factor each, or by one for all, that is on a device."""
+    parts = [_dist.local(grad) for grad in grads]
+    if len(factors) == 1:
+        _numbers.multiply_(parts, factors)
+        return
+    for part, factor in zip(parts, factors.unsqueeze(1).unbind(), strict=True):
+        _numbers.multiply_([part], factor)
 
 
 def _apply(edit: Edit, grads: list[Tensor]) -> None:

@@ -55,8 +55,6 @@ class Step:
     scale: Tensor | None = None
     # It takes place inside a backward pass, on what that pass has finished so far.
     inside: bool = False
-    # A flag on the device can tell the optimizer to skip.
-    flaggable: bool = False
 
 
 class TrainingEvents(Protocol):

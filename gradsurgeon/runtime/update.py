@@ -53,8 +53,6 @@ class Update(Step):
         # came to a skip.
         self.judged = False
         self.loss: Any = None
-        # Whether a flag on the device tells the optimizer to skip.
-        self.flagged = False
         # The scale under which the gradients overflowed, so that the scaler skips the update.
         self.overflowed: Tensor | None = None
         self.skipped = self.ended = False
@@ -110,7 +108,7 @@ class Update(Step):
             grad.detach_().zero_()
 
     def give_back(self) -> None:
-        """Put back what was hidden, and take away the flag that tells the optimizer to skip."""
+        """Put back what was hidden."""
         if self._clearing is not None:
             self._clearing.undo()
             self._clearing = None
@@ -118,7 +116,3 @@ class Update(Step):
         for param, grad in hidden:
             if param.grad is None:
                 param.grad = grad
-        if self.flagged:
-            self.flagged = False
-            if (optimizer := self.optimizer()) is not None:
-                _torch.clear_found_inf(optimizer)

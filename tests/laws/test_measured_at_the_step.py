@@ -96,33 +96,6 @@ def test_a_trap_sees_what_is_written_past_torch(way: Callable[[Tensor, float], N
         assert torch.equal(before, model.weight)
 
 
-def test_two_updates_from_one_gradient_are_said_to_compound_an_edit() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    half = {"id": "half", "action": "scale", "factor": 0.5, "at": "step"}
-    with gradsurgeon.apply(model, rules(half)) as session:
-        for _ in range(3):
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert session.events == []
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.step()
-    assert [(e.kind, e.rule, e.step) for e in session.events] == [("notice", "half", 4)]
-    assert "updates twice from one gradient" in session.events[0].message
-
-
-def test_a_bound_that_does_not_bite_compounds_nothing() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with gradsurgeon.apply(model, rules({**CLIP, "max_norm": 100.0})) as session:
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        optimizer.step()
-    assert session.events == []
-
-
 @pytest.mark.parametrize("kind", ["clamp", "clip-norm", "nan-trap"])
 def test_a_paused_session_does_nothing_at_a_tick(kind: str) -> None:
     options: dict[str, Any] = {

@@ -225,19 +225,21 @@ def test_float16_near_its_limit_is_no_alarm_and_beyond_is_one() -> None:
             optimizer.step()
 
 
-def test_a_gradient_that_the_script_repairs_is_a_notice() -> None:
+@pytest.mark.usefixtures("_both_kinds_of_device")
+@pytest.mark.parametrize("fault", [NAN, INF])
+def test_a_gradient_that_the_script_repairs_is_a_notice(fault: float) -> None:
     model, optimizer = make()
     with gradsurgeon.apply(model, trap()) as session:
-        model.fault = NAN
+        model.fault = fault
         model(data(0, 5, 4)).sum().backward()
         for param in model.parameters():
             assert param.grad is not None
-            param.grad.nan_to_num_()
+            param.grad.nan_to_num_(0.0, 0.0, 0.0)
         optimizer.step()
     assert [(e.kind, e.step, e.name) for e in session.events] == [("notice", 0, "first.weight")]
     assert session.events[0].message.startswith(
         "4 gradients were non-finite after backward and finite at the update "
-        "(first.weight, first.bias, second.weight, ...)"
+        "(first.weight, first.bias, second.weight and 1 more)"
     )
 
 

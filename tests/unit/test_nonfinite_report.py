@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradsurgeon.runtime.measure import NonfiniteCount
-from gradsurgeon.runtime.nonfinite_report import GradientReport
+from gradsurgeon.runtime.nonfinite_report import gradient_report
 
 NAMES = ["first.weight", "second.weight", "third.weight"]
 
@@ -32,5 +32,5 @@ NAMES = ["first.weight", "second.weight", "third.weight"]
 )
 def test_the_advice_fits_what_was_seen(bad: set[int], advice: str) -> None:
     found = {tensor: NonfiniteCount("NaN", 1) for tensor in bad}
-    border = GradientReport("after backward", (2, 1, 0), found, {})
-    assert border.finding(NAMES).lines[-1] == advice
+    report = gradient_report(NAMES, "after backward", (2, 1, 0), found, {})
+    assert report.lines[-1] == advice

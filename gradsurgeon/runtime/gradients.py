@@ -1,0 +1,134 @@
+"""Gradients as they are at one moment, in true units, for all rules that look at them or edit them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _dist, _torch
+from gradsurgeon.runtime import measure
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.measure import Norms, pick
+from gradsurgeon.runtime.scaler_watch import unscaled
+
+
+class Gradients:
+    """The gradients that a backward pass has left, or that an update is about to consume.
+
+    ``scale`` is what a `GradScaler` has multiplied them by.
+    """
+
+    def __init__(self, context: Context, tensors: Iterable[int], scale: Tensor | None) -> None:
+        self._context = context
+        self._now = dict(zip(*context.parameters.grads(tensors), strict=True))
+        self._scale = scale
+        # The norms that have been taken, and of which tensors.
+        self._norms: Norms = ()
+        self._measured: set[int] = set()
+        # Those that belong to this parameter alone, so that they may be written.
+        self._ours: set[int] = set()
+        self._twice: set[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    def __contains__(self, tensor: int) -> bool:
+        return tensor in self._now
+
+    def __getitem__(self, tensor: int) -> Tensor:
+        return self._now[tensor]
+
+    def having(self, tensors: Iterable[int]) -> list[int]:
+        return [tensor for tensor in tensors if tensor in self._now]
+
+    def of(self, tensors: Iterable[int]) -> list[Tensor]:
+        return list(map(self._now.__getitem__, tensors))
+
+    def unscaled(self, tensors: Iterable[int]) -> list[Tensor]:
+        """Return gradients in true units, to be read."""
+        return [unscaled(grad, self._scale) for grad in self.of(tensors)]
+
+    def take_norms(self, tensors: Sequence[int]) -> Norms:
+        """Take the 2-norms of gradients that no rule has edited yet; later rules need not do so again."""
+        self._norms = measure.norms(tensors, self.of(tensors), scale=self._scale)
+        self._measured = set(tensors)
+        return self._norms
+
+    def norms(self, tensors: Sequence[int], order: float) -> Tensor:
+        """Return the norms of some gradients as they are by now, float32."""
+        if (
+            order == 2.0  # noqa: PLR2004 # l2
+            and self._measured.issuperset(tensors)
+            and self._ours.isdisjoint(tensors)
+        ):
+            return pick(self._norms, tensors)
+        return pick(measure.norms(tensors, self.of(tensors), order, scale=self._scale), tensors)
+
+    def statistics(self, stat: str, tensors: Sequence[int]) -> Tensor:
+        """Return one statistic of gradients as they are by now. Shape ``[len(tensors)]``, float32."""
+        if stat == "l2":
+            return self.norms(tensors, 2.0)
+        with torch.no_grad():
+            return measure.statistics(stat, self.unscaled(tensors))
+
+    @contextmanager
+    def in_true_units(self, edited: Iterable[int]) -> Iterator[None]:
+        """Take the scale of a `GradScaler` off while rules edit, which a fused optimizer divides by."""
+        if (scale := self._scale) is None:
+            yield
+            return
+        written = self.having(edited) if self._context.mode == "act" else []
+        scaled = dict(zip(written, self.writable(written), strict=True))
+        # In float32: half precision cannot hold the scale, nor what is small without it.
+        self._now = {tensor: unscaled(grad, scale) for tensor, grad in self._now.items()}
+        self._scale = None
+        try:
+            yield
+        finally:
+            for tensor, grad in scaled.items():
+                grad.copy_(self._now[tensor] * scale.to(grad.device))
+
+    def writable(self, tensors: Collection[int]) -> list[Tensor]:
+        """Return gradients that may be written: those that the optimizer gets, and nobody else.
+
+        Where rules only observe, copies that nobody gets at all.
+        """
+        fresh = [tensor for tensor in tensors if tensor not in self._ours]
+        self._ours.update(fresh)
+        grads, twice = self.of(fresh), self._held_twice() if fresh else ()
+        observing, sharded = self._context.mode == "observe", _dist.any_sharded(grads)
+        for tensor, grad in zip(fresh, grads, strict=True):
+            own = grad
+            # A gradient with a graph (`create_graph=True`) is a value that the graph still needs.
+            if observing or grad.requires_grad or tensor in twice or _is_shared(grad):
+                own = grad.detach().clone()
+            if sharded:
+                # A bound on addends is no bound on their sum.
+                own = _dist.settled(own)
+            if own is not grad:
+                self._now[tensor] = own
+                param = self._context.parameters.param(tensor)
+                if param is not None and not observing:
+                    param.grad = own
+        return self.of(tensors)
+
+    def _held_twice(self) -> set[int]:
+        """Return the tensors whose gradient is that of another parameter as well."""
+        if self._twice is None:
+            parameters = self._context.parameters
+            everything, grads = parameters.grads()
+            holders = Counter(map(id, grads))
+            several = zip(everything, grads, strict=True) if len(holders) < len(grads) else ()
+            self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
+        return self._twice
+
+
+def _is_shared(grad: Tensor) -> bool:
+    """Tell whether the memory of a gradient is that of another tensor; of a part of a shard it is."""
+    if grad.layout != torch.strided or _dist.is_sharded(grad):
+        return False
+    return _torch.shares_storage(grad)
