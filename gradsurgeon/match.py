@@ -1,7 +1,7 @@
 """Patterns and the names that they match. Knows nothing of torch.
 
 A glob is translated into a regular expression that runs in linear time; a regular expression of the
-user's is taken only if no name can make it take long.
+user's is taken only if it is quick on any name of a sensible length.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import warnings
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from heapq import nlargest
 from typing import TYPE_CHECKING, TypeAlias
 
-from gradsurgeon._expressions import Expression, PatternError
+from gradsurgeon._expressions import PatternError, check_expression
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -45,14 +46,14 @@ class Pattern:
     """A compiled pattern; made by `compile_pattern`."""
 
     text: str
-    expression: Expression | str = field(repr=False, compare=False)
+    expression: str = field(repr=False, compare=False)
 
     @cached_property
-    def regex(self) -> re.Pattern[str] | Expression:
-        """The compiled expression. That of a glob is made when the first name is compared."""
-        if isinstance(self.expression, str):
-            return re.compile(self.expression, re.DOTALL)
-        return self.expression
+    def regex(self) -> re.Pattern[str]:
+        """The compiled expression, made when the first name is compared."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return re.compile(self.expression)
 
     def matches(self, name: str) -> bool:
         """Tell whether the whole name matches."""
@@ -84,7 +85,9 @@ def compile_pattern(text: str) -> Pattern:
         message = "the pattern stands in typographic quotes, which are part of the text for YAML"
         raise PatternError(message, f'write straight ones: "{straight}"')
     if text.startswith("re:"):
-        return Pattern(text, Expression(text.removeprefix("re:")))
+        expression = text.removeprefix("re:")
+        check_expression(expression)
+        return Pattern(text, expression)
     if wrong := next((char for char in text if char in "^$()|+\\"), None):
         example = 'regular expressions are written "re:..."'
         hint = f"{example}; [!0-9] is any character but a digit" if wrong == "^" else example
@@ -95,7 +98,7 @@ def compile_pattern(text: str) -> Pattern:
         raise PatternError(message, "write a list of patterns")
     # Each combination on its own: a list in the middle would make matching backtrack, or go wrong.
     choices = (_join(itertools.chain(*choice)) for choice in itertools.product(*parts))
-    return Pattern(text, "|".join(choices))
+    return Pattern(text, f"(?s:{'|'.join(choices)})")
 
 
 def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:

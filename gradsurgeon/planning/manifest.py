@@ -28,8 +28,8 @@ _THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric"}
 
 Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
 
-# What a file may say; a model may say more.
-Name = Annotated[str, Field(min_length=1, max_length=1000)]
+# What a file may say; a model may say more. On longer names a regular expression could take long.
+Name = Annotated[str, Field(min_length=1, max_length=300)]
 NameList = Annotated[tuple[Name, ...], FailFast()]
 Size = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
