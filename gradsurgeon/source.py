@@ -346,16 +346,20 @@ def _core_value(text: str) -> str | float | bool | None:
     return {"null": None, "bool": text.lower() == "true"}.get(kind or "", text)
 
 
-def looks_like(value: str) -> str:
-    """Return a remedy for a text that stands where a number or a boolean was expected."""
-    word = value.strip().replace("\u2212", "-") if len(value) <= _MAX_INT else ""
-    bare = word.lower().lstrip("+-.")
-    if bare in {"nan", "inf", "infinity"}:
-        return f"write {'-' if word[0] == '-' and bare != 'nan' else ''}.{bare[:3]}"
-    if bare in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
-        return f"write {str(bare in {'yes', 'on', 'y', 'true'}).lower()} without quotes"
+def like_bool(value: str) -> str:
+    """Return a remedy for a text that stands where true or false was expected."""
+    word = value.lower()
+    if word in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
+        return f"write {str(word in {'yes', 'on', 'y', 'true'}).lower()} without quotes"
+    return ""
+
+
+def like_number(value: str) -> str:
+    """Return a remedy for a text that stands where a number was expected."""
+    word = value.strip() if len(value) <= _MAX_INT else ""
     if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", word):
         return f"write {word.replace(',', '.')}: decimals stand behind a dot"
     number = word.replace("_", "")
-    remedy = f"remove the quotes: {word} is a number" if number == value else f"write {number}"
-    return remedy if isinstance(_core_value(number), int | float) else ""
+    if type(_core_value(number)) not in {int, float}:
+        return ""
+    return f"remove the quotes: {word} is a number" if number == value else f"write {number}"

@@ -25,7 +25,7 @@ from gradsurgeon.actions._effects import (
     Hidden,
     Observer,
 )
-from gradsurgeon.actions._fields import Flaw, described, steps_of, written
+from gradsurgeon.actions._fields import Flaw, described, written
 from gradsurgeon.actions._kinds import CaptureRule, EditRule, FreezeRule, ObserverRule, TrapRule
 from gradsurgeon.actions._options import Expect, Numel, Options, Steps, Where
 from gradsurgeon.actions._strictness import Direction, Stricter
@@ -67,7 +67,6 @@ __all__ = [
     "described",
     "known_actions",
     "spelled",
-    "steps_of",
     "written",
 ]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeGuard
+from typing import Annotated, TypeAlias, TypeGuard
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -16,7 +16,8 @@ from pydantic_core import PydanticCustomError
 from gradsurgeon.errors import did_you_mean
 from gradsurgeon.match import PatternError, compile_pattern
 
-_DOT, _EMPTY = "\0", "\1"  # no key that a rule may have holds these
+Path: TypeAlias = tuple[str | int, ...]
+
 MAX_FLAWS = 50  # of one rule: nobody reads on, and to look for more takes time
 
 
@@ -25,7 +26,7 @@ class Flaw:
     """Something wrong with the options of one rule: at which key, why, and what to do.
 
     Attributes:
-        at: the key; dots lead into mappings and lists, as in ``steps.to`` and ``params.2``.
+        at: the key, or the keys and indices that lead to the value; empty for the rule as a whole.
         message: what was found, and why it cannot work.
         hint: what to do.
         missing: the key is not there, so that the flaw is shown at the mapping that lacks it.
@@ -33,36 +34,29 @@ class Flaw:
         check: name of the check.
     """
 
-    at: str
+    at: str | Path
     message: str
     hint: str = ""
     missing: bool = False
     key: bool = False
     check: str = "bad-value"
 
-
-def as_step(key: str) -> str:
-    """Return any key as one step of `Flaw.at`, whatever it holds: ``fc.bias`` leads nowhere."""
-    return key.replace(".", _DOT) or _EMPTY
-
-
-def steps_of(at: str) -> list[str]:
-    """Return the keys and indices that `Flaw.at` leads along."""
-    return ["" if step == _EMPTY else step.replace(_DOT, ".") for step in at.split(".")]
+    @property
+    def path(self) -> Path:
+        """``at`` as keys and indices."""
+        return ((self.at,) if self.at else ()) if isinstance(self.at, str) else self.at
 
 
-def flawed(*flaws: Flaw, together: bool = False) -> PydanticCustomError:
+def flawed(*flaws: Flaw) -> PydanticCustomError:
     """Return the error of a validator. Several flaws travel in one, because pydantic takes one.
 
-    ``at`` of each leads from the value that is validated; it may be empty. ``together`` says that the
-    flaws are those of `Options.flaws`, which reading a file finds in another way.
+    ``at`` of each leads from the value that is validated; it may be empty.
     """
-    code: Literal["flawed", "inconsistent"] = "inconsistent" if together else "flawed"
     text = "; ".join(
         f"{flaw.message} ({flaw.hint})" if flaw.hint else flaw.message for flaw in flaws
     )
     # `{` in a text would be read as a placeholder of the template.
-    return PydanticCustomError(code, "{text}", {"text": text, "flaws": flaws})
+    return PydanticCustomError("flawed", "{text}", {"text": text, "flaws": flaws})
 
 
 def described(value: object) -> str:
@@ -96,7 +90,7 @@ def _patterns(value: object) -> tuple[str, ...]:
     for index, text in enumerate(texts):
         if len(flaws) > MAX_FLAWS:
             break
-        at = "" if isinstance(value, str) else str(index)
+        at = () if isinstance(value, str) else (index,)
         if not isinstance(text, str):
             message = f"expected a pattern, found {described(text)}"
             flaws.append(Flaw(at, message, _hint_to_quote(text), check="wrong-type"))

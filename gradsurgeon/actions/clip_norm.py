@@ -14,7 +14,7 @@ from gradsurgeon.actions._effects import ByNorm, Edit
 from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
 from gradsurgeon.actions._kinds import EditRule
 from gradsurgeon.actions._strictness import Stricter
-from gradsurgeon.source import looks_like
+from gradsurgeon.source import like_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +24,7 @@ def _norm_type(value: object) -> object:
     """Refuse what is no order of a norm: a union would say so once per branch."""
     if value == "inf" or (is_number(value) and math.isfinite(value)):
         return value
-    hint = looks_like(value) if isinstance(value, str) else ""
-    hint = hint if "number" in hint else "write 2, 1 or inf"
+    hint = (like_number(value) if isinstance(value, str) else "") or "write 2, 1 or inf"
     message = f"expected a number or the word inf, found {described(value)}"
     raise flawed(Flaw("", message, hint, check="wrong-type"))
 

@@ -27,7 +27,7 @@ def _stats(value: object) -> tuple[str, ...]:
     for index, stat in enumerate(value):
         if len(flaws) > MAX_FLAWS:
             break
-        at = str(index)
+        at = (index,)
         if not isinstance(stat, str):
             message = f"expected the name of a statistic, found {described(stat)}"
             flaws.append(Flaw(at, message, known, check="wrong-type"))

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from gradsurgeon.actions import Flaw, Rule, check_rule, described, known_actions, steps_of
+from gradsurgeon.actions import Flaw, Rule, check_rule, described, known_actions
 from gradsurgeon.errors import Place, Problem, did_you_mean
 from gradsurgeon.packs import PREFIX
 from gradsurgeon.schema._located import Located
@@ -165,31 +165,16 @@ def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, li
         hint = 'such as `- {id: my-rule, action: zero, params: "*.bias"}`'
         return None, [Problem(source.place(at), "wrong-type", message, hint)]
     rule, flaws = check_rule(entry, known_actions)
-    return rule, [_problem(source, at, flaw, entry) for flaw in flaws]
+    return rule, [_problem(source, at, flaw) for flaw in flaws]
 
 
-def _problem(source: Located, at: Path, flaw: Flaw, entry: object) -> Problem:
-    if not flaw.at:
-        return Problem(source.place(at), flaw.check, flaw.message, flaw.hint)
-    path: Path = (*at, *_path(flaw.at, entry))
+def _problem(source: Located, at: Path, flaw: Flaw) -> Problem:
+    path: Path = (*at, *flaw.path)
     if flaw.missing:
         place = source.missing_place(path[:-1])
     else:
         place = source.key_place(path) if flaw.key else source.place(path)
-    release = f" in gradsurgeon {VERSION}" if flaw.check == "not-there-yet" else ""
-    return Problem(place, flaw.check, flaw.message + release, flaw.hint)
-
-
-def _path(at: str, entry: object) -> Iterator[str | int]:
-    """Yield the keys and indices along which a flaw is found: in a mapping, "7" is a key."""
-    inside = entry
-    for step in steps_of(at):
-        if isinstance(inside, Mapping):
-            yield step
-            inside = inside.get(step)
-        else:
-            yield int(step) if step.isdecimal() else step
-            inside = None
+    return Problem(place, flaw.check, flaw.message, flaw.hint)
 
 
 def tidy(problems: Sequence[Problem]) -> list[Problem]:

@@ -285,6 +285,21 @@ rules:
             gradsurgeon.apply(models.Mlp(), {"version": 1, "rules": [rule]})
 
 
+@pytest.mark.usefixtures("own")
+def test_what_is_wrong_inside_an_option_of_any_type_is_told() -> None:
+    class Listed(gradsurgeon.FreezeRule):
+        action: Literal["listed"] = "listed"
+        names: list[str] = []  # noqa: RUF012 - as people write them
+        size: int | str = 1
+
+    rule = {"id": "it", "action": "listed", "params": "*", "names": [1], "size": 1.5}
+    with pytest.raises(gradsurgeon.RuleFileError) as caught:
+        gradsurgeon.load({"version": 1, "rules": [rule]})
+    places = {str(one.place) for one in caught.value.problems}
+    assert "<dict> rules[0].names[0]" in places
+    assert len(places) > 1
+
+
 class TestRefused:
     """What cannot work is said where it is defined, or where it is bound."""
 
