@@ -75,11 +75,11 @@ def _action_of(
     known = f"known: {', '.join(actions)}"
     key = "action"
     if key not in entry:
-        near = [one for one in entry if isinstance(one, str) and did_you_mean(one, [key])]
-        if not near:
+        misspelt = [one for one in entry if isinstance(one, str) and did_you_mean(one, [key])]
+        if not misspelt:
             message, hint = "missing key `action`", f"add `action`; {known}"
             return None, [Flaw(key, message, hint, missing=True, check="missing-key")]
-        key = near[0]  # the walk over the keys says that it is misspelt
+        key = misspelt[0]  # the walk over the keys says that it is misspelt
     action = entry[key]
     if action is None:
         return None, []

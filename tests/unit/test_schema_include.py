@@ -136,8 +136,8 @@ class TestWithoutAFile:
     def test_relative_files_have_nothing_to_be_relative_to(self, rules: Any, place: str) -> None:
         assert refused(rules) == [
             f"{place}: error: `part.yaml` would be relative to the including file, and there is none: "
-            "these rules are a text, a dict or a pack (load them from a file, or include packs only, "
-            "such as `gradsurgeon:clip@1`) [bad-include]"
+            "these rules are a text, a dict or a pack (load them from a file, or include packs only) "
+            "[bad-include]"
         ]
 
     def test_packs_can_be_included(self) -> None:
@@ -149,7 +149,10 @@ class TestWithoutAFile:
 
     def test_a_pack_that_was_meant(self) -> None:
         (message,) = refused({"version": 1, "include": ["nan-trap@1"]})
-        assert "`nan-trap@1` is no pack (did you mean `gradsurgeon:nan-trap@1`?)" in message
+        assert (
+            "these rules are a text, a dict or a pack (did you mean `gradsurgeon:nan-trap@1`?)"
+            in message
+        )
 
 
 LEADING_OUT = [
@@ -189,7 +192,7 @@ class TestTree:
         (here / "part.yaml").write_text(text("two"))
         (here / "top.yaml").write_text(text("one", include=[str(here / "part.yaml")]))
         (found,) = refused("top.yaml")
-        assert "is absolute: a rule file reads inside its own folder only" in found
+        assert "is absolute, or holds a backslash: a rule file reads inside its own folder" in found
 
     def test_what_lies_outside_is_not_told(self, here: pathlib.Path) -> None:
         (here / "folder").symlink_to(here.parent, target_is_directory=True)
@@ -229,7 +232,7 @@ class TestTree:
         assert "circle.yaml` " in circle
         assert str(here) not in circle
         assert "`pipe.yaml` is no regular file" in pipe
-        assert "cannot be looked up: File name too long" in long
+        assert "cannot be looked up" in long
 
     def test_a_file_that_is_too_long(self, here: pathlib.Path) -> None:
         (here / "part.yaml").write_text("#" * (1 << 20) + "\n" + text("two"))
@@ -316,9 +319,13 @@ class TestPublished:
         assert self.load("one@2") == ["one-2"]
 
     def test_the_newest_is_proposed_by_number(self, rules: pathlib.Path) -> None:
-        with pytest.raises(RuleFileError, match=r"write `gradsurgeon:one@10`"):
+        with pytest.raises(
+            RuleFileError, match=r"there is no pack `one`.*\n.*\n.*\n.*did you mean `one@10`"
+        ):
             self.load("one")
-        with pytest.raises(RuleFileError, match=r"known: `gradsurgeon:one@1`, .*@2`, .*@10`"):
+        with pytest.raises(
+            RuleFileError, match=r"no pack `one@3`; packs are named with their version"
+        ):
             self.load("one@3")
 
     def test_a_pack_that_was_changed_is_refused(self, rules: pathlib.Path) -> None:
