@@ -18,7 +18,6 @@ _OPENED = re.compile(r"(?:[:,\[{]|^\s*-)\s*([\"'])")
 
 
 def mark_at(line: int, column: int) -> yaml.Mark:
-    """Return a mark, both counted from 0."""
     return yaml.Mark("", 0, line, column, None, 0)
 
 
@@ -28,7 +27,6 @@ def indicator_hint(char: str) -> str:
 
 
 def syntax_error(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str, yaml.Mark]:
-    """Return message, hint and mark."""
     context, problem = error.context or "", error.problem or "not readable"
     mark: Any = error.problem_mark
     message = f"{context}, {problem}".removeprefix(", ")

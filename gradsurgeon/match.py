@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 _MAX_TEXT = 500
-_TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
 _MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and how much of them
 _MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
 _MAX_RANGE_DIGITS = 18
@@ -56,12 +55,10 @@ class Pattern:
             return re.compile(self.expression)
 
     def matches(self, name: str) -> bool:
-        """Tell whether the whole name matches."""
         return bool(self.regex.fullmatch(name))
 
     @property
     def is_literal(self) -> bool:
-        """Whether the pattern matches exactly one name, its own text."""
         return not self.text.startswith("re:") and not set("*?[{") & set(self.text)
 
 
@@ -80,10 +77,6 @@ def compile_pattern(text: str) -> Pattern:
         raise PatternError(f"the pattern has {len(text)} characters, at most {_MAX_TEXT} are read")
     if not text.removeprefix("re:"):
         raise PatternError("the pattern is empty", 'write "*" to match every name')
-    if len(text) > 1 and {text[0], text[-1]} <= set(_TYPOGRAPHIC):
-        straight = text.strip(_TYPOGRAPHIC)[:80]
-        message = "the pattern stands in typographic quotes, which are part of the text for YAML"
-        raise PatternError(message, f'write straight ones: "{straight}"')
     if text.startswith("re:"):
         expression = text.removeprefix("re:")
         check_expression(expression)
@@ -102,7 +95,6 @@ def compile_pattern(text: str) -> Pattern:
 
 
 def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
-    """Return the indices of the names that any of the patterns matches, in order."""
     matched: set[int] = set()
     for pattern in patterns:
         # No bytecode runs per name: 10,000 names are searched in a few milliseconds.
@@ -291,11 +283,6 @@ def suggest(text: str, names: Sequence[str]) -> str:
     for attempt in tries:
         if count := len(_matched(attempt, names)):
             return f'did you mean "{attempt}" ({count} match{"es" if count > 1 else ""})?'
-    if not text.startswith("re:"):
-        folded = [name.casefold() for name in names]
-        for attempt in (text, *tries):
-            if matched := _matched(attempt.casefold(), folded):
-                return f'did you mean "{names[matched[0]]}"? Upper and lower case differ'
     if near := nearest(text, names):
         return f"closest names: {', '.join(near)}"
     example = ", ".join(names[:3])

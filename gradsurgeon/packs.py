@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path, PureWindowsPath
 
@@ -42,7 +41,6 @@ class Included:
     sha256: str = ""
 
     def check(self, text: str) -> None:
-        """Raise `IncludeError` if ``text`` is not what was published."""
         if self.sha256 not in ("", content_hash(text)):
             raise IncludeError(
                 f"{self.name} is not what was published: {self.path.name} has been changed",
@@ -63,16 +61,8 @@ def folder() -> Path:
 
 
 def published() -> dict[str, Included]:
-    """Return every published pack by `NAME@N`.
-
-    Raises:
-        IncludeError: the installation is damaged.
-    """
-    return _published(folder())
-
-
-@cache
-def _published(where: Path) -> dict[str, Included]:
+    """Return every published pack by `NAME@N`, or raise `IncludeError` if the installation is damaged."""
+    where = folder()
     try:
         lock = json.loads((where / "packs.json").read_text(encoding="utf-8"))
         return {
@@ -85,16 +75,7 @@ def _published(where: Path) -> dict[str, Included]:
 
 
 def locate(entry: str, base: Path | None, find: Callable[[str, Path], Included]) -> Included:
-    """Return what an entry of `include` names.
-
-    Args:
-        entry: ``gradsurgeon:NAME@N`` or a path.
-        base: the folder of the including file; ``None`` where that is no file of the reader's own.
-        find: looks up a path, given with the folder.
-
-    Raises:
-        IncludeError: it names nothing, or something that must not be read.
-    """
+    """Return what an entry of `include` names."""
     if entry.casefold().startswith(PREFIX):
         return _pack(entry[len(PREFIX) :])
     if base is None:
@@ -156,7 +137,6 @@ def file_on_disk(entry: str, base: Path) -> Included:
 
 
 def leads_out(entry: str, how: str = "") -> IncludeError:
-    """Return the error that an entry names something outside the folder of the including file."""
     return IncludeError(
         f"`{entry[:80]}` leads out of the folder of the including file{how}",
         "a rule file reads inside its own folder only: put the file there",
@@ -174,7 +154,6 @@ def check_portable(entry: str) -> None:
 
 
 def is_folder(entry: str) -> IncludeError:
-    """Return the error that an entry names a folder."""
     return IncludeError(f"`{entry[:80]}` is a folder", "name each of its files")
 
 

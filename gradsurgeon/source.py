@@ -71,8 +71,6 @@ class _Collection(_Node):
 
 
 class _Text:
-    """The text of a file, cut into lines."""
-
     def __init__(self, file: str, text: str) -> None:
         self.file, self.text = file, text.removeprefix("\ufeff")
         self.lines = [line.removesuffix("\r") for line in self.text[:MAX_BYTES].split("\n")]
@@ -210,7 +208,6 @@ class _Reader:
             self.halt("yaml-syntax", message, hint, mark)
 
     def walk(self) -> _Node:
-        """Return the root of the first document."""
         events: Any = yaml.parse(self.source.text, Loader=_LOADER)
         try:
             for count, event in enumerate(events):
@@ -277,7 +274,6 @@ class _Reader:
         return node
 
     def alias(self, event: Any) -> _Node:
-        """Return the node that an alias stands for: the same one, places included."""
         name = event.anchor
         node = self.anchors.get(name)
         if node is None:
@@ -289,7 +285,6 @@ class _Reader:
         return node
 
     def close(self, event: Any) -> _Node:
-        """Return the collection that ends here."""
         node = self.stack.pop()
         node.open, node.end = False, event.end_mark
         if node.flow and node.keys and all(item.data is None for item in node.items.values()):
@@ -300,7 +295,6 @@ class _Reader:
         return node
 
     def attach(self, node: _Node) -> None:
-        """Give a finished node to the collection that it stands in."""
         if not self.stack:
             self.root = node
             return

@@ -129,24 +129,12 @@ Glob = Annotated[str, AfterValidator(_glob)]
 # Names that torch may add later must pass, names that it will never have must not.
 _DTYPE = re.compile(r"(?:torch\.)?(?:bool|bfloat16|float\d+(?:_\w+)?|complex\d+|u?int\d+)")
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int64", "bool")
-_SHORT_DTYPES = {
-    "half": "float16",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "float": "float32",
-    "fp32": "float32",
-    "single": "float32",
-    "double": "float64",
-    "fp64": "float64",
-}
 
 
 def _dtype(value: str) -> str:
     if _DTYPE.fullmatch(value) is None:
-        near = _SHORT_DTYPES.get(value.lower().removeprefix("torch."))
-        hint = f"write {near}" if near else did_you_mean(value, _DTYPES)
-        message = f"`{value[:60]}` is not a dtype of torch"
-        raise flawed(Flaw("", message, hint or f"such as {', '.join(_DTYPES[:4])}"))
+        hint = did_you_mean(value[:60], _DTYPES) or f"such as {', '.join(_DTYPES[:4])}"
+        raise flawed(Flaw("", f"`{value[:60]}` is not a dtype of torch", hint))
     return value
 
 
@@ -157,15 +145,13 @@ _MAX_ID = 100  # characters: ids stand in each line of plans, diffs and reports
 
 
 def _rule_id(value: str) -> str:
-    if len(value) > _MAX_ID:
-        message = f"the id has {len(value)} characters, at most {_MAX_ID} are read"
-        raise flawed(Flaw("", message, "the name of a rule is a few words"))
-    if _KEBAB.fullmatch(value) is None:
-        split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", value)
-        proposal = "-".join(re.findall(r"[a-z0-9]+", split.lower()))[:60]
-        what = f"`{value[:60]}` is not a rule id" if value else "the id is empty"
-        message = f"{what}: an id is words of a-z and 0-9 joined by `-`"
-        raise flawed(Flaw("", message, f"write it as `{proposal or 'my-rule'}`"))
+    if len(value) > _MAX_ID or _KEBAB.fullmatch(value) is None:
+        words = re.findall(r"[a-z0-9]+", value[:60].lower())
+        message = (
+            f"`{value[:60]}` is not a rule id: an id is words of a-z and 0-9 joined by `-`, at most "
+            f"{_MAX_ID} characters"
+        )
+        raise flawed(Flaw("", message, f"such as `{'-'.join(words) or 'my-rule'}`"))
     return value
 
 

@@ -38,7 +38,6 @@ class _File:
 
 
 def to_dict(manifest: Manifest) -> dict[str, Any]:
-    """Return the documented form of a manifest."""
     content = {
         "params": [_param(param) for param in manifest.params],
         "modules": [_module(module) for module in manifest.modules],
@@ -52,7 +51,6 @@ def to_dict(manifest: Manifest) -> dict[str, Any]:
 
 
 def dumps(manifest: Manifest) -> str:
-    """Return the text of a file: one line per parameter and module, for reviews of its changes."""
     data = to_dict(manifest)
     lines = [
         f" {json.dumps(key)}: {json.dumps(data[key])}," for key in ("version", "origin", "hash")
@@ -125,11 +123,7 @@ def _module(module: Module) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike[str]) -> Manifest:
-    """Return the names in a ``params.json``, a ``*.safetensors``, or a ``*.index.json`` of shards.
-
-    Raises:
-        ManifestError: it cannot be read, or is no such file.
-    """
+    """Return the names in a ``params.json``, a ``*.safetensors``, or a ``*.index.json`` of shards."""
     file = os.fspath(path)
     if file.endswith(".safetensors"):
         return weights.from_safetensors(file)

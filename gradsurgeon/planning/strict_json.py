@@ -32,17 +32,12 @@ def refuse(file: str, message: str, hint: str = "", check: str = "bad-manifest")
 
 
 def unreadable(file: str, error: Exception) -> NoReturn:
-    """Raise that a file cannot be read."""
     cause = getattr(error, "strerror", None) or str(error)
     refuse(file, f"cannot read the file: {cause}", _KINDS, "unreadable-file")
 
 
 def read(path: str | os.PathLike[str]) -> object:
-    """Return the content of a JSON file.
-
-    Raises:
-        ManifestError: it cannot be read, is too large, or is no JSON.
-    """
+    """Return the content of a JSON file."""
     file = os.fspath(path)
     try:
         with Path(file).open("rb") as stream:
@@ -71,11 +66,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def checked(kind: type[_Value], value: object, file: str) -> _Value:
-    """Return ``value`` as a ``kind``.
-
-    Raises:
-        ManifestError: it is none.
-    """
+    """Return ``value`` as a ``kind``."""
     try:
         valid: _Value = _adapter(kind).validate_python(value)  # type: ignore[arg-type] # a class has the hash of a class
     except ValidationError as errors:

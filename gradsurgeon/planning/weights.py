@@ -67,20 +67,12 @@ class _Header:
 
 
 def from_safetensors(file: str) -> Manifest:
-    """Return the names in the header of a file.
-
-    Raises:
-        ManifestError: it cannot be read, or is no such file.
-    """
+    """Return the names in the header of a file."""
     return _manifest(file, _header(file))
 
 
 def from_index(data: object, file: str) -> Manifest:
-    """Return the names in an index, with shapes from the shards that lie beside it.
-
-    Raises:
-        ManifestError: the index is wrong, or one of the shards.
-    """
+    """Return the names in an index, with shapes from the shards that lie beside it."""
     names_in: dict[str, list[str]] = {}
     for name, shard in strict_json.checked(_Index, data, file).weight_map.items():
         names_in.setdefault(shard, []).append(name)

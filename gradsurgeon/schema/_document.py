@@ -98,13 +98,7 @@ def _values(source: Located, key: str, value: object) -> Iterator[Problem]:
 def duplicate_ids(
     source: Located, ids: Sequence[tuple[int, object]], first: dict[str, Place]
 ) -> Iterator[Problem]:
-    """Yield the ids that stand twice.
-
-    Args:
-        source: where they stand.
-        ids: each with the index of its rule.
-        first: the ids of the files before, to which those of this one are added.
-    """
+    """Yield the ids that stand twice."""
     for index, rule_id in ids:
         if not isinstance(rule_id, str):
             continue
@@ -117,7 +111,6 @@ def duplicate_ids(
 
 
 def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, list[Problem]]:
-    """Return the rule at ``index`` of the list, ``None`` where it is wrong, and its problems."""
     at: Path = ("rules", index)
     if not isinstance(entry, dict):
         message = f"a rule is a mapping with `id`, `action` and `params`, found {described(entry)}"

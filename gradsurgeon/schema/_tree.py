@@ -82,11 +82,7 @@ def _sha256(text: str) -> str:
 
 
 def from_rules(rules: Sequence[Rule]) -> RuleSet:
-    """Return the rule set of rules that were built in Python.
-
-    Raises:
-        RuleFileError: an id stands twice, or there are no rules.
-    """
+    """Return the rule set of rules that were built in Python."""
     source = Built(None, file="<python>")
     problems = list(duplicate_ids(source, [(i, rule.id) for i, rule in enumerate(rules)], {}))
     if not rules:
@@ -98,11 +94,7 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
 
 
 def validate(source: Located, files: Files = DISK) -> RuleSet:
-    """Return the rules of a document and of all that it includes, out of the same files.
-
-    Raises:
-        RuleFileError: with every problem found, those of reading the text included.
-    """
+    """Return the rules of a document and of all that it includes, out of the same files."""
     inspection = inspect(source, files)
     if inspection.rules is None:
         raise RuleFileError(list(inspection.problems))
@@ -127,11 +119,9 @@ class Inspection:
     _written: Mapping[str, tuple[Located, int]]
 
     def source(self, rule_id: str) -> Located:
-        """Return the file that holds a rule."""
         return self._written[rule_id][0]
 
     def options(self, rule_id: str) -> Mapping[str, object]:
-        """Return the options of a rule as they are written."""
         source, index = self._written[rule_id]
         data: Any = source.data
         options: Mapping[str, object] = data["rules"][index]

@@ -106,7 +106,6 @@ def test_matching(text: str, name: str, expected: bool) -> None:
 
 REFUSED: list[tuple[str, str, str]] = [
     ("", "the pattern is empty", 'write "*"'),
-    ("\u201c*.bias\u201d", "stands in typographic quotes", 'write straight ones: "*.bias"'),
     ("re:", "the pattern is empty", ""),
     ("x" * 501, "the pattern has 501 characters, at most 500 are read", ""),
     ("re:" + "x" * 498, "the pattern has 501 characters", ""),
@@ -314,8 +313,7 @@ def test_suggestions(text: str, hint: str) -> None:
     assert suggest(text, NAMES).startswith(hint)
 
 
-def test_suggestions_by_case_and_by_likeness() -> None:
-    assert suggest("*.w", ["A.W", "b"]) == 'did you mean "A.W"? Upper and lower case differ'
+def test_suggestions_by_likeness() -> None:
     names = ["model.layers.0.up.w", "model.layers.1.up.w", "head"]
     assert suggest("model.layers.7.up.w", names) == "closest names: model.layers.*.up.w"
     assert suggest("a", ["b"]) == "the model has 1 name, e.g. b"

@@ -72,7 +72,10 @@ class TestReview:
         ) in out
         assert "rules.yaml:4:25: error: unknown action `size-log` (" in out
         assert "; an action of your own is written MODULE:NAME) [unknown-action]" in out
-        assert "rules.yaml:5:66: error: unknown statistic `large`" in out
+        assert (
+            'rules.yaml:5:66: error: expected the name of a statistic, found the text "large"'
+            in out
+        )
 
     def test_lint(self, folder: pathlib.Path) -> None:
         given = ("lint", "rules.yaml", "--import", "own_actions", "--params", "params.json")
@@ -334,8 +337,6 @@ class TestRefused:
             action: Literal["other"] = "other"
 
         rule = Other.model_validate({"id": "it", "params": "*"})
-        with pytest.raises(gradsurgeon.BindError, match="there is no statistic `nothing`"):
-            gradsurgeon.plan(torch.nn.Linear(2, 1), [rule])
         with pytest.raises(ValueError, match="there is no statistic 'nothing': known: l1"):
             rule.compile()
 
