@@ -14,7 +14,7 @@ from typing import Any
 
 from gradsurgeon.errors import HintedError
 
-_MAX_COUNT = 64
+_MAX_COUNT, _AT_ONCE = 64, 16  # how often something is repeated, and how often it is for free
 # Ways to match a short name that may have to be tried: three `.*`, or two and a `\d+` before a dot. On
 # the longest name that a file may hold these take some 0.1 s.
 _SHORT, _MAX_WAYS = 32, 1 << 15
@@ -55,7 +55,7 @@ class _WaysBound:
         self._tree = _sre.parse(text)
         # Flags for a part of the expression are not known where that part is looked at.
         self._exact = not re.search(r"\(\?[a-zA-Z]*i", text)
-        self._scans = False  # a repeat that can end in one place only still looks for it
+        self._scans = False  # a repeat that can end in one place only still takes time to get there
 
     def check(self) -> None:
         if self.ways(self._tree, last=True) * (_SHORT if self._scans else 1) > _MAX_WAYS:
@@ -97,8 +97,8 @@ class _WaysBound:
             raise PatternError(f"something is repeated more than {_MAX_COUNT} times", _GLOB)
         inside = counted if high == 1 else max(1, counted) * (1 if unbounded else max(1, high))
         ways = self.ways(body, counted=inside)
-        if sure:
-            self._scans |= unbounded
+        if sure or low == high:
+            self._scans |= high > _AT_ONCE
             return ways
         return ways * (_SHORT if unbounded else high - low + 1)
 

@@ -155,6 +155,7 @@ REFUSED: list[tuple[str, str, str]] = [
     ("re:(?=(ab|cd)+)b", "alternatives inside a repeat", ""),
     ("re:.*.*.*.*", "could take very long", ""),
     ("re:.*a.*a[^c]*c.*d", "could take very long", ""),
+    ("re:.*a.*a.*a(?<=.{64}b)", "could take very long", ""),
     ("re:(?=.*a.*a.*a.*a)b", "could take very long", ""),
     ("re:" + ".*a" * 5, "could take very long", ""),
     ("re:" + "(?:|)" * 95, "could take very long", ""),
