@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 # A note is a fact to know about rules that may be just as they should.
 Severity = Literal["error", "warning", "note"]
@@ -87,16 +87,8 @@ class Place:
         after = printable(self.line_text[self.col - 1 + self.width : self.col + 39])
         gutter = f"{self.line:>6} | "
         lead = "..." if start else ""
-        under = " " * (len(gutter) - 2) + "| " + " " * (_columns(lead + before))
-        return f"{gutter}{lead}{before}{marked}{after}\n{under}{'^' * max(1, _columns(marked))}"
-
-
-def _columns(text: str) -> int:
-    """Count terminal columns: East Asian wide characters take two, combining marks none."""
-    return sum(
-        0 if unicodedata.combining(char) else 1 + (unicodedata.east_asian_width(char) in "WF")
-        for char in text
-    )
+        under = " " * (len(gutter) - 2) + "| " + " " * len(lead + before)
+        return f"{gutter}{lead}{before}{marked}{after}\n{under}{'^' * max(1, len(marked))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,38 +132,37 @@ class GradSurgeonError(Exception):
     """Base of every error that gradsurgeon raises on purpose."""
 
 
-class RuleFileError(GradSurgeonError):
+class _FileError(GradSurgeonError):
+    _of: ClassVar[str]
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = tuple(problems)
+        count = sum(problem.severity == "error" for problem in self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} in {self._of}"
+        super().__init__("\n".join([head, *(problem.full() for problem in self.problems)]))
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Sequence[Problem]]]:
+        return type(self), (self.problems,)
+
+
+class RuleFileError(_FileError):
     """A rule file cannot be used. ``problems`` holds everything that is wrong with it, in order.
 
     Args:
         problems: all problems found, warnings included; at least one is an error.
     """
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems: tuple[Problem, ...] = tuple(problems)
-        count = sum(problem.severity == "error" for problem in self.problems)
-        head = f"{count} problem{'s' if count != 1 else ''} in the rules"
-        super().__init__("\n".join([head, *(problem.full() for problem in self.problems)]))
-
-    def __reduce__(self) -> tuple[type[RuleFileError], tuple[Sequence[Problem]]]:
-        return type(self), (self.problems,)
+    _of = "the rules"
 
 
-class ManifestError(GradSurgeonError):
-    """The names of a model cannot be read from a file. ``problems`` holds all that is wrong with it.
+class ManifestError(_FileError):
+    """The names of a model cannot be read from a file. ``problems`` holds what is wrong with it.
 
     Args:
-        problems: all problems found, at least one.
+        problems: the problems found, at least one.
     """
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems: tuple[Problem, ...] = tuple(problems)
-        count = len(self.problems)
-        head = f"{count} problem{'s' if count != 1 else ''} in the names of the model"
-        super().__init__("\n".join([head, *(problem.full() for problem in self.problems)]))
-
-    def __reduce__(self) -> tuple[type[ManifestError], tuple[Sequence[Problem]]]:
-        return type(self), (self.problems,)
+    _of = "the names of the model"
 
 
 class ModelError(GradSurgeonError):

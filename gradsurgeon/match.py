@@ -1,7 +1,7 @@
 """Patterns and the names that they match. Knows nothing of torch.
 
 A glob is translated into a regular expression that runs in linear time; a regular expression of the
-user's is taken only if no name can make it take long.
+user's is taken only if it is quick on any name of a sensible length.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import warnings
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from heapq import nlargest
 from typing import TYPE_CHECKING, TypeAlias
 
-from gradsurgeon._expressions import Expression, PatternError
+from gradsurgeon._expressions import PatternError, check_expression
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +33,6 @@ __all__ = [
 ]
 
 _MAX_TEXT = 500
-_TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
 _MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and how much of them
 _MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
 _MAX_RANGE_DIGITS = 18
@@ -45,22 +45,20 @@ class Pattern:
     """A compiled pattern; made by `compile_pattern`."""
 
     text: str
-    expression: Expression | str = field(repr=False, compare=False)
+    expression: str = field(repr=False, compare=False)
 
     @cached_property
-    def regex(self) -> re.Pattern[str] | Expression:
-        """The compiled expression. That of a glob is made when the first name is compared."""
-        if isinstance(self.expression, str):
-            return re.compile(self.expression, re.DOTALL)
-        return self.expression
+    def regex(self) -> re.Pattern[str]:
+        """The compiled expression, made when the first name is compared."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return re.compile(self.expression)
 
     def matches(self, name: str) -> bool:
-        """Tell whether the whole name matches."""
         return bool(self.regex.fullmatch(name))
 
     @property
     def is_literal(self) -> bool:
-        """Whether the pattern matches exactly one name, its own text."""
         return not self.text.startswith("re:") and not set("*?[{") & set(self.text)
 
 
@@ -79,12 +77,10 @@ def compile_pattern(text: str) -> Pattern:
         raise PatternError(f"the pattern has {len(text)} characters, at most {_MAX_TEXT} are read")
     if not text.removeprefix("re:"):
         raise PatternError("the pattern is empty", 'write "*" to match every name')
-    if len(text) > 1 and {text[0], text[-1]} <= set(_TYPOGRAPHIC):
-        straight = text.strip(_TYPOGRAPHIC)[:80]
-        message = "the pattern stands in typographic quotes, which are part of the text for YAML"
-        raise PatternError(message, f'write straight ones: "{straight}"')
     if text.startswith("re:"):
-        return Pattern(text, Expression(text.removeprefix("re:")))
+        expression = text.removeprefix("re:")
+        check_expression(expression)
+        return Pattern(text, expression)
     if wrong := next((char for char in text if char in "^$()|+\\"), None):
         example = 'regular expressions are written "re:..."'
         hint = f"{example}; [!0-9] is any character but a digit" if wrong == "^" else example
@@ -95,11 +91,10 @@ def compile_pattern(text: str) -> Pattern:
         raise PatternError(message, "write a list of patterns")
     # Each combination on its own: a list in the middle would make matching backtrack, or go wrong.
     choices = (_join(itertools.chain(*choice)) for choice in itertools.product(*parts))
-    return Pattern(text, "|".join(choices))
+    return Pattern(text, f"(?s:{'|'.join(choices)})")
 
 
 def select(patterns: Sequence[Pattern], names: Sequence[str]) -> list[int]:
-    """Return the indices of the names that any of the patterns matches, in order."""
     matched: set[int] = set()
     for pattern in patterns:
         # No bytecode runs per name: 10,000 names are searched in a few milliseconds.
@@ -288,11 +283,6 @@ def suggest(text: str, names: Sequence[str]) -> str:
     for attempt in tries:
         if count := len(_matched(attempt, names)):
             return f'did you mean "{attempt}" ({count} match{"es" if count > 1 else ""})?'
-    if not text.startswith("re:"):
-        folded = [name.casefold() for name in names]
-        for attempt in (text, *tries):
-            if matched := _matched(attempt.casefold(), folded):
-                return f'did you mean "{names[matched[0]]}"? Upper and lower case differ'
     if near := nearest(text, names):
         return f"closest names: {', '.join(near)}"
     example = ", ".join(names[:3])

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path, PureWindowsPath
 
@@ -19,7 +17,6 @@ from gradsurgeon.errors import HintedError, did_you_mean
 
 PREFIX = "gradsurgeon:"
 
-_SUFFIXES = (".yaml", ".yml", ".json")
 _MAX_LISTED = 100  # files of a folder that are looked at for a name like the one that is missing
 
 
@@ -44,7 +41,6 @@ class Included:
     sha256: str = ""
 
     def check(self, text: str) -> None:
-        """Raise `IncludeError` if ``text`` is not what was published."""
         if self.sha256 not in ("", content_hash(text)):
             raise IncludeError(
                 f"{self.name} is not what was published: {self.path.name} has been changed",
@@ -65,16 +61,8 @@ def folder() -> Path:
 
 
 def published() -> dict[str, Included]:
-    """Return every published pack by `NAME@N`.
-
-    Raises:
-        IncludeError: the installation is damaged.
-    """
-    return _published(folder())
-
-
-@cache
-def _published(where: Path) -> dict[str, Included]:
+    """Return every published pack by `NAME@N`, or raise `IncludeError` if the installation is damaged."""
+    where = folder()
     try:
         lock = json.loads((where / "packs.json").read_text(encoding="utf-8"))
         return {
@@ -82,80 +70,42 @@ def _published(where: Path) -> dict[str, Included]:
             for spec, entry in lock["packs"].items()
         }
     except (OSError, ValueError, KeyError) as error:
-        message = f"the list of packs cannot be read: {_cause(error)}"
+        message = f"the list of packs cannot be read: {getattr(error, 'strerror', None) or error}"
         raise IncludeError(message, "install gradsurgeon again") from None
 
 
-def locate(
-    entry: str, base: Path | None, find: Callable[[str, Path], Included] | None = None
-) -> Included:
-    """Return what an entry of `include` names.
-
-    Args:
-        entry: ``gradsurgeon:NAME@N`` or a path.
-        base: the folder of the including file; ``None`` where that is no file of the reader's own.
-        find: looks up a path, given with the folder; on the disk if not given.
-
-    Raises:
-        IncludeError: it names nothing, or something that must not be read.
-    """
+def locate(entry: str, base: Path | None, find: Callable[[str, Path], Included]) -> Included:
+    """Return what an entry of `include` names."""
     if entry.casefold().startswith(PREFIX):
         return _pack(entry[len(PREFIX) :])
     if base is None:
-        raise _not_from_here(entry)
-    return (find or file_on_disk)(entry, base)
+        raise IncludeError(
+            f"`{entry[:80]}` would be relative to the including file, and there is none: these rules "
+            "are a text, a dict or a pack",
+            _like_a_pack(entry) or "load them from a file, or include packs only",
+        )
+    return find(entry, base)
 
 
 def _pack(spec: str) -> Included:
     known = published()
     if spec in known:
         return known[spec]
-    name, _, version = spec.partition("@")
-    versions = _versions()
-    if not name:
-        example = f"write it as {PREFIX}NAME@N; known: {', '.join(_newest_of_all())}"
-        raise IncludeError("the entry names no pack", example)
-    if name not in versions:
-        near = did_you_mean(name, versions).split("`")[1:2]
-        hint = f"did you mean `{_newest(near[0], versions)}`?" if near else ""
-        hint = hint or f"known: {', '.join(_newest_of_all())}"
-        raise IncludeError(f"there is no pack `{name[:60]}`", hint)
-    if not version:
-        raise IncludeError(
-            f"`{PREFIX}{name}` names no version, so that an update of gradsurgeon could change what "
-            "a reviewed file means",
-            f"write `{_newest(name, versions)}`",
-        )
-    listed = ", ".join(f"`{PREFIX}{name}@{one}`" for one in versions[name])
-    if not re.fullmatch("[0-9]+", version):
-        message = f"`{version[:60]}` is no version of a pack: versions are whole numbers"
-        raise IncludeError(message, f"known: {listed}")
-    message = f"the pack `{name}` has no version {version[:60]} in this gradsurgeon"
-    raise IncludeError(message, f"known: {listed}")
-
-
-def _versions() -> dict[str, list[str]]:
-    """Return the versions of each pack, oldest first."""
-    by_name: dict[str, list[str]] = {}
-    for spec in published():
-        name, _, version = spec.partition("@")
-        by_name.setdefault(name, []).append(version)
-    return {name: sorted(versions, key=int) for name, versions in sorted(by_name.items())}
-
-
-def _newest(name: str, versions: dict[str, list[str]]) -> str:
-    return f"{PREFIX}{name}@{versions[name][-1]}"
-
-
-def _not_from_here(entry: str) -> IncludeError:
-    """Return why a relative path means nothing where the rules are no file of the reader's own."""
-    if hint := _like_a_pack(entry):
-        return IncludeError(f"`{entry[:80]}` is no pack", hint)
-    return IncludeError(
-        f"`{entry[:80]}` would be relative to the including file, and there is none: these rules are "
-        "a text, a dict or a pack",
-        f"load them from a file, or include packs only, such as `{_newest_of_all()[0]}`",
+    newest = {}
+    for one in sorted(known, key=lambda one: int(one.partition("@")[2])):
+        newest[one.partition("@")[0]] = one
+    listed = ", ".join(f"{PREFIX}{one}" for one in sorted(newest.values()))
+    raise IncludeError(
+        f"there is no pack `{spec[:60]}`; packs are named with their version, NAME@N, because an update "
+        "of gradsurgeon must not change what a reviewed file means",
+        did_you_mean(spec, newest.values()) or f"known: {listed}",
     )
+
+
+def _like_a_pack(entry: str) -> str:
+    """Return a hint where a pack was meant, such as ``nan-trap@1`` or ``gradsurgoen:nan-trap@1``."""
+    spec = entry.rpartition(":")[2]
+    return f"did you mean `{PREFIX}{spec}`?" if spec in published() else ""
 
 
 def file_on_disk(entry: str, base: Path) -> Included:
@@ -165,11 +115,10 @@ def file_on_disk(entry: str, base: Path) -> Included:
     try:
         root, path = base.resolve(), named.resolve()
         inside, regular = path.is_relative_to(root), path.is_file()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a NUL, links in a circle
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
         # What Python says of links names absolute paths.
-        circle = "its symbolic links go round in a circle"
-        cause = circle if isinstance(error, RuntimeError) else _cause(error)
-        raise IncludeError(f"`{entry[:80]}` cannot be looked up: {cause}") from None
+        hint = "name a file in the folder of the including file"
+        raise IncludeError(f"`{entry[:80]}` cannot be looked up", hint) from None
     if not inside:
         raise leads_out(entry, "" if ".." in Path(entry).parts else " through a symbolic link")
     if ".git" in path.relative_to(root).parts:
@@ -177,17 +126,17 @@ def file_on_disk(entry: str, base: Path) -> Included:
             f"`{entry[:80]}` lies in `.git`, of which nothing is under review",
             "put the file beside the including file",
         )
+    if path.is_dir():
+        raise is_folder(entry)
+    if not path.exists():
+        beside = path.parent.iterdir() if path.parent.is_dir() else ()
+        raise is_missing(entry, (one.name for one in islice(beside, _MAX_LISTED)))
     if not regular:
-        raise _no_file(entry, path)
+        raise IncludeError(f"`{entry[:80]}` is no regular file", "name a file of UTF-8 text")
     return Included(str(named), path, named.parent)
 
 
-def _cause(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
 def leads_out(entry: str, how: str = "") -> IncludeError:
-    """Return the error that an entry names something outside the folder of the including file."""
     return IncludeError(
         f"`{entry[:80]}` leads out of the folder of the including file{how}",
         "a rule file reads inside its own folder only: put the file there",
@@ -196,63 +145,24 @@ def leads_out(entry: str, how: str = "") -> IncludeError:
 
 def check_portable(entry: str) -> None:
     """Raise `IncludeError` if an entry cannot be a path that means the same to every reader."""
-    if not entry.strip():
-        raise IncludeError("an entry is empty", f"name a file, or a pack as {PREFIX}NAME@N")
-    if "://" in entry:
-        raise IncludeError(f"`{entry[:80]}` is an address: nothing is fetched", "copy the file")
-    if entry.startswith(("/", "\\")) or PureWindowsPath(entry).drive:
+    if entry.startswith("/") or "\\" in entry or PureWindowsPath(entry).drive:
         raise IncludeError(
-            f"`{entry[:80]}` is absolute: a rule file reads inside its own folder only",
-            "write the path relative to the including file",
+            f"`{entry[:80]}` is absolute, or holds a backslash: a rule file reads inside its own folder "
+            "only, in the same way everywhere",
+            "write the path relative to the including file, with `/`",
         )
-    if "\\" in entry:
-        raise IncludeError(f"`{entry[:80]}` holds a backslash", "write paths with `/`")
 
 
-def _no_file(entry: str, path: Path) -> IncludeError:
-    """Return why a path, which lies inside the tree, is not a file that can be read."""
-    if path.is_dir():
-        return is_folder(entry, _names(path))
-    if path.exists():
-        return IncludeError(f"`{entry[:80]}` is no regular file", "name a file of UTF-8 text")
-    return is_missing(entry, _names(path.parent))
-
-
-def is_folder(entry: str, inside: Iterable[str]) -> IncludeError:
-    """Return the error that an entry names a folder, which holds the files ``inside``."""
-    names = sorted(one for one in inside if one.endswith(_SUFFIXES))
-    hint = f"name its files, such as `{entry.rstrip('/')}/{names[0]}`" if names else ""
-    return IncludeError(f"`{entry[:80]}` is a folder", hint)
+def is_folder(entry: str) -> IncludeError:
+    return IncludeError(f"`{entry[:80]}` is a folder", "name each of its files")
 
 
 def is_missing(entry: str, beside: Iterable[str]) -> IncludeError:
     """Return the error that an entry names nothing; ``beside``: what stands in its folder."""
-    hint = _like_a_pack(entry)
-    if not hint and "*" in entry:
-        hint = "patterns are not expanded here: name each file"
-    if not hint:
-        # Without the suffixes: that both are YAML makes no two names alike.
-        stems = {Path(name).stem: name for name in sorted(beside)}
-        near = did_you_mean(Path(entry).stem, stems).split("`")[1:2]
-        parent = entry.rpartition("/")[0]
-        hint = f"did you mean `{parent}{'/' * bool(parent)}{stems[near[0]]}`?" if near else ""
+    # Without the suffixes: that both are YAML makes no two names alike.
+    stems = {Path(name).stem: name for name in sorted(beside)}
+    near = did_you_mean(Path(entry).stem, stems).split("`")[1:2]
     return IncludeError(
-        f"there is no file `{entry[:80]}` in the folder of the including file", hint
+        f"there is no file `{entry[:80]}` in the folder of the including file",
+        _like_a_pack(entry) or "".join(f"did you mean `{stems[one]}`?" for one in near),
     )
-
-
-def _names(where: Path) -> Iterator[str]:
-    if where.is_dir():
-        yield from (one.name for one in islice(where.iterdir(), _MAX_LISTED))
-
-
-def _like_a_pack(entry: str) -> str:
-    """Return a hint where a pack was meant, such as ``nan-trap`` or ``gradsurgoen:nan-trap@1``."""
-    name, _, rest = entry.rpartition(":")[2].partition("@")
-    packs = [one for one in _newest_of_all() if one.removeprefix(PREFIX).partition("@")[0] == name]
-    return f"did you mean `{packs[0]}`?" if packs and not rest.endswith(_SUFFIXES) else ""
-
-
-def _newest_of_all() -> list[str]:
-    versions = _versions()
-    return [_newest(name, versions) for name in versions]

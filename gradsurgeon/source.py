@@ -71,8 +71,6 @@ class _Collection(_Node):
 
 
 class _Text:
-    """The text of a file, cut into lines."""
-
     def __init__(self, file: str, text: str) -> None:
         self.file, self.text = file, text.removeprefix("\ufeff")
         self.lines = [line.removesuffix("\r") for line in self.text[:MAX_BYTES].split("\n")]
@@ -210,7 +208,6 @@ class _Reader:
             self.halt("yaml-syntax", message, hint, mark)
 
     def walk(self) -> _Node:
-        """Return the root of the first document."""
         events: Any = yaml.parse(self.source.text, Loader=_LOADER)
         try:
             for count, event in enumerate(events):
@@ -277,7 +274,6 @@ class _Reader:
         return node
 
     def alias(self, event: Any) -> _Node:
-        """Return the node that an alias stands for: the same one, places included."""
         name = event.anchor
         node = self.anchors.get(name)
         if node is None:
@@ -289,7 +285,6 @@ class _Reader:
         return node
 
     def close(self, event: Any) -> _Node:
-        """Return the collection that ends here."""
         node = self.stack.pop()
         node.open, node.end = False, event.end_mark
         if node.flow and node.keys and all(item.data is None for item in node.items.values()):
@@ -300,7 +295,6 @@ class _Reader:
         return node
 
     def attach(self, node: _Node) -> None:
-        """Give a finished node to the collection that it stands in."""
         if not self.stack:
             self.root = node
             return
@@ -346,16 +340,20 @@ def _core_value(text: str) -> str | float | bool | None:
     return {"null": None, "bool": text.lower() == "true"}.get(kind or "", text)
 
 
-def looks_like(value: str) -> str:
-    """Return a remedy for a text that stands where a number or a boolean was expected."""
-    word = value.strip().replace("\u2212", "-") if len(value) <= _MAX_INT else ""
-    bare = word.lower().lstrip("+-.")
-    if bare in {"nan", "inf", "infinity"}:
-        return f"write {'-' if word[0] == '-' and bare != 'nan' else ''}.{bare[:3]}"
-    if bare in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
-        return f"write {str(bare in {'yes', 'on', 'y', 'true'}).lower()} without quotes"
+def like_bool(value: str) -> str:
+    """Return a remedy for a text that stands where true or false was expected."""
+    word = value.lower()
+    if word in {"yes", "on", "y", "true", "no", "off", "n", "false"}:
+        return f"write {str(word in {'yes', 'on', 'y', 'true'}).lower()} without quotes"
+    return ""
+
+
+def like_number(value: str) -> str:
+    """Return a remedy for a text that stands where a number was expected."""
+    word = value.strip() if len(value) <= _MAX_INT else ""
     if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", word):
         return f"write {word.replace(',', '.')}: decimals stand behind a dot"
     number = word.replace("_", "")
-    remedy = f"remove the quotes: {word} is a number" if number == value else f"write {number}"
-    return remedy if isinstance(_core_value(number), int | float) else ""
+    if type(_core_value(number)) not in {int, float}:
+        return ""
+    return f"remove the quotes: {word} is a number" if number == value else f"write {number}"

@@ -10,8 +10,6 @@ from gradsurgeon.actions._base import (
     POINTS,
     Example,
     Moment,
-    Point,
-    Role,
     Rule,
     known_actions,
 )
@@ -25,11 +23,11 @@ from gradsurgeon.actions._effects import (
     Hidden,
     Observer,
 )
-from gradsurgeon.actions._fields import Flaw, described, steps_of, written
+from gradsurgeon.actions._fields import Flaw, described, written
 from gradsurgeon.actions._kinds import CaptureRule, EditRule, FreezeRule, ObserverRule, TrapRule
-from gradsurgeon.actions._options import Expect, Numel, Options, Steps, Where
+from gradsurgeon.actions._options import Options, Steps, Where
 from gradsurgeon.actions._strictness import Direction, Stricter
-from gradsurgeon.actions._target import TARGETS, TargetKind, TensorRef, spelled
+from gradsurgeon.actions._target import TARGETS, TargetKind, spelled
 
 __all__ = [
     "ACTIONS",
@@ -45,29 +43,23 @@ __all__ = [
     "EditRule",
     "Effect",
     "Example",
-    "Expect",
     "Flaw",
     "FreezeRule",
     "Hidden",
     "Moment",
-    "Numel",
     "Observer",
     "ObserverRule",
     "Options",
-    "Point",
-    "Role",
     "Rule",
     "Steps",
     "Stricter",
     "TargetKind",
-    "TensorRef",
     "TrapRule",
     "Where",
     "check_rule",
     "described",
     "known_actions",
     "spelled",
-    "steps_of",
     "written",
 ]
 

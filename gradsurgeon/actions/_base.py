@@ -64,6 +64,10 @@ class Rule(Options):
     points: ClassVar[tuple[Point, ...]] = ("backward", "step")
     needs_at: ClassVar[bool] = False
     takes_at: ClassVar[bool] = True
+    # Whether editing the parts of a sum is editing the sum.
+    linear: ClassVar[bool] = True
+    # Whether the rule needs a number that is taken over a whole gradient.
+    measures: ClassVar[bool] = False
     # Options of which at least one must be given.
     either: ClassVar[tuple[str, ...]] = ()
     EXAMPLES: ClassVar[tuple[Example, ...]] = ()
@@ -137,16 +141,6 @@ class Rule(Options):
         Then acting on the stored values of a sparse gradient is acting on the gradient.
         """
         return True
-
-    @property
-    def linear(self) -> bool:
-        """Whether editing the parts of a sum is editing the sum."""
-        return True
-
-    @property
-    def measures(self) -> bool:
-        """Whether the rule needs a number that is taken over a whole gradient."""
-        return False
 
     @property
     def hides_overflow(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeGuard
+from typing import Annotated, TypeAlias, TypeGuard
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -16,7 +16,8 @@ from pydantic_core import PydanticCustomError
 from gradsurgeon.errors import did_you_mean
 from gradsurgeon.match import PatternError, compile_pattern
 
-_DOT, _EMPTY = "\0", "\1"  # no key that a rule may have holds these
+Path: TypeAlias = tuple[str | int, ...]
+
 MAX_FLAWS = 50  # of one rule: nobody reads on, and to look for more takes time
 
 
@@ -25,7 +26,7 @@ class Flaw:
     """Something wrong with the options of one rule: at which key, why, and what to do.
 
     Attributes:
-        at: the key; dots lead into mappings and lists, as in ``steps.to`` and ``params.2``.
+        at: the key, or the keys and indices that lead to the value; empty for the rule as a whole.
         message: what was found, and why it cannot work.
         hint: what to do.
         missing: the key is not there, so that the flaw is shown at the mapping that lacks it.
@@ -33,36 +34,29 @@ class Flaw:
         check: name of the check.
     """
 
-    at: str
+    at: str | Path
     message: str
     hint: str = ""
     missing: bool = False
     key: bool = False
     check: str = "bad-value"
 
-
-def as_step(key: str) -> str:
-    """Return any key as one step of `Flaw.at`, whatever it holds: ``fc.bias`` leads nowhere."""
-    return key.replace(".", _DOT) or _EMPTY
-
-
-def steps_of(at: str) -> list[str]:
-    """Return the keys and indices that `Flaw.at` leads along."""
-    return ["" if step == _EMPTY else step.replace(_DOT, ".") for step in at.split(".")]
+    @property
+    def path(self) -> Path:
+        """``at`` as keys and indices."""
+        return ((self.at,) if self.at else ()) if isinstance(self.at, str) else self.at
 
 
-def flawed(*flaws: Flaw, together: bool = False) -> PydanticCustomError:
+def flawed(*flaws: Flaw) -> PydanticCustomError:
     """Return the error of a validator. Several flaws travel in one, because pydantic takes one.
 
-    ``at`` of each leads from the value that is validated; it may be empty. ``together`` says that the
-    flaws are those of `Options.flaws`, which reading a file finds in another way.
+    ``at`` of each leads from the value that is validated; it may be empty.
     """
-    code: Literal["flawed", "inconsistent"] = "inconsistent" if together else "flawed"
     text = "; ".join(
         f"{flaw.message} ({flaw.hint})" if flaw.hint else flaw.message for flaw in flaws
     )
     # `{` in a text would be read as a placeholder of the template.
-    return PydanticCustomError(code, "{text}", {"text": text, "flaws": flaws})
+    return PydanticCustomError("flawed", "{text}", {"text": text, "flaws": flaws})
 
 
 def described(value: object) -> str:
@@ -96,7 +90,7 @@ def _patterns(value: object) -> tuple[str, ...]:
     for index, text in enumerate(texts):
         if len(flaws) > MAX_FLAWS:
             break
-        at = "" if isinstance(value, str) else str(index)
+        at = () if isinstance(value, str) else (index,)
         if not isinstance(text, str):
             message = f"expected a pattern, found {described(text)}"
             flaws.append(Flaw(at, message, _hint_to_quote(text), check="wrong-type"))
@@ -135,24 +129,12 @@ Glob = Annotated[str, AfterValidator(_glob)]
 # Names that torch may add later must pass, names that it will never have must not.
 _DTYPE = re.compile(r"(?:torch\.)?(?:bool|bfloat16|float\d+(?:_\w+)?|complex\d+|u?int\d+)")
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "int64", "bool")
-_SHORT_DTYPES = {
-    "half": "float16",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-    "float": "float32",
-    "fp32": "float32",
-    "single": "float32",
-    "double": "float64",
-    "fp64": "float64",
-}
 
 
 def _dtype(value: str) -> str:
     if _DTYPE.fullmatch(value) is None:
-        near = _SHORT_DTYPES.get(value.lower().removeprefix("torch."))
-        hint = f"write {near}" if near else did_you_mean(value, _DTYPES)
-        message = f"`{value[:60]}` is not a dtype of torch"
-        raise flawed(Flaw("", message, hint or f"such as {', '.join(_DTYPES[:4])}"))
+        hint = did_you_mean(value[:60], _DTYPES) or f"such as {', '.join(_DTYPES[:4])}"
+        raise flawed(Flaw("", f"`{value[:60]}` is not a dtype of torch", hint))
     return value
 
 
@@ -163,15 +145,13 @@ _MAX_ID = 100  # characters: ids stand in each line of plans, diffs and reports
 
 
 def _rule_id(value: str) -> str:
-    if len(value) > _MAX_ID:
-        message = f"the id has {len(value)} characters, at most {_MAX_ID} are read"
-        raise flawed(Flaw("", message, "the name of a rule is a few words"))
-    if _KEBAB.fullmatch(value) is None:
-        split = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", value)
-        proposal = "-".join(re.findall(r"[a-z0-9]+", split.lower()))[:60]
-        what = f"`{value[:60]}` is not a rule id" if value else "the id is empty"
-        message = f"{what}: an id is words of a-z and 0-9 joined by `-`"
-        raise flawed(Flaw("", message, f"write it as `{proposal or 'my-rule'}`"))
+    if len(value) > _MAX_ID or _KEBAB.fullmatch(value) is None:
+        words = re.findall(r"[a-z0-9]+", value[:60].lower())
+        message = (
+            f"`{value[:60]}` is not a rule id: an id is words of a-z and 0-9 joined by `-`, at most "
+            f"{_MAX_ID} characters"
+        )
+        raise flawed(Flaw("", message, f"such as `{'-'.join(words) or 'my-rule'}`"))
     return value
 
 

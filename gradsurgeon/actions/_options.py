@@ -34,7 +34,7 @@ class Options(BaseModel):
         fields = type(self).model_fields
         given = {info.alias or name: getattr(self, name) for name, info in fields.items()}
         if flaws := tuple(self.flaws(given)):
-            raise flawed(*flaws, together=True)
+            raise flawed(*flaws)
         return self
 
 

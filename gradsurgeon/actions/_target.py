@@ -15,7 +15,13 @@ TARGETS: tuple[TargetKind, ...] = ("params", "modules", "tensors")
 Side = Literal["param", "input", "output", "tag"]
 
 _STEP = re.compile(r"\[(\d{1,6})\]|\.([A-Za-z_]\w*)")
-_FORMS = "`output`, `input`, `output.grad` or `input.grad`, or one tensor of it by path, such as `output[0].grad`"
+_MODULE_TENSOR = re.compile(r"(output|input)((?:\[\d{1,6}\]|\.[A-Za-z_]\w*)*?)(\.grad)?")
+_HINTS: dict[TargetKind, str] = {
+    "params": "leave `tensor` out",
+    "modules": "write `output`, `input`, `output.grad` or `input.grad`, or one tensor of it by path, such "
+    "as `output[0].grad`",
+    "tensors": "write `grad` or `value`",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,43 +53,18 @@ def spelled(path: tuple[int | str, ...]) -> str:
 def parse_tensor(target: TargetKind, text: str | None) -> TensorRef | str:
     """Return what ``tensor`` means for a kind of target, or what is wrong with it."""
     if target == "params":
-        good = text in (None, "grad")
-        return (
-            TensorRef("param")
-            if good
-            else f"the tensor of a parameter is `grad`, found `{(text or '')[:60]}`"
-        )
+        found = f"the tensor of a parameter is `grad`, found `{(text or '')[:60]}`"
+        return TensorRef("param") if text in (None, "grad") else found
     if target == "tensors":
-        good = text in (None, "grad", "value")
-        wrong = f"the tensor of a tag is `grad` or `value`, found `{(text or '')[:60]}`"
-        return TensorRef("tag", grad=text != "value") if good else wrong
+        found = f"the tensor of a tag is `grad` or `value`, found `{(text or '')[:60]}`"
+        return TensorRef("tag", grad=text != "value") if text in (None, "grad", "value") else found
     if text is None:
         return "missing key `tensor`: a module has several"
-    for side in ("output", "input"):
-        if text == side or text.startswith((f"{side}[", f"{side}.")):
-            return _parse_path("input" if side == "input" else "output", text[len(side) :])
-    return f"`{text[:60]}` is no tensor of a module"
-
-
-def _parse_path(side: Side, rest: str) -> TensorRef | str:
-    grad = rest.endswith(".grad")
-    rest = rest.removesuffix(".grad") if grad else rest
-    path: list[int | str] = []
-    position = 0
-    while position < len(rest):
-        step = _STEP.match(rest, position)
-        if step is None:
-            return f"`{side}{rest[:60]}` is not a path: steps are `[0]` and `.name`"
-        path.append(int(step[1]) if step[1] else step[2])
-        position = step.end()
-    return TensorRef(side, tuple(path), grad)
-
-
-def tensor_hint(target: TargetKind) -> str:
-    """Return what `tensor` can be."""
-    if target == "modules":
-        return f"write {_FORMS}"
-    return "leave `tensor` out" if target == "params" else "write `grad` or `value`"
+    parts = _MODULE_TENSOR.fullmatch(text)
+    if parts is None:
+        return f"`{text[:60]}` is no tensor of a module"
+    path = tuple(int(index) if index else key for index, key in _STEP.findall(parts[2]))
+    return TensorRef("input" if parts[1] == "input" else "output", path, parts[3] is not None)
 
 
 def target_flaws(
@@ -110,7 +91,7 @@ def target_flaws(
         if isinstance(tensor, str):
             missing = text is None
             check = "missing-key" if missing else "bad-value"
-            yield Flaw("tensor", tensor, tensor_hint(target), missing=missing, check=check)
+            yield Flaw("tensor", tensor, _HINTS[target], missing=missing, check=check)
     yield from _keys_for_other_targets(target, given)
     return target
 

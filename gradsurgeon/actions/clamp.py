@@ -43,6 +43,7 @@ class Clamp(EditRule):
 
     needs_at: ClassVar[bool] = True
     points: ClassVar = ("backward", "step")
+    linear: ClassVar[bool] = False
     either: ClassVar = ("min", "max")
     EXAMPLES: ClassVar = (
         Example({"at": "step", "min": -1.0, "max": 1.0}, [-3.0, 0.5, 2.0], expect=[-1.0, 0.5, 1.0]),
@@ -93,11 +94,6 @@ class Clamp(EditRule):
     def complex_problem(self) -> str:
         """Return why there is no clamp of complex numbers."""
         return "complex numbers have no order, so there is nothing to clamp"
-
-    @property
-    def linear(self) -> bool:
-        """Bounding the parts of a sum does not bound the sum."""
-        return False
 
     def compile(self) -> Edit:
         """Return the bound as arithmetic on gradients."""

@@ -14,7 +14,7 @@ from gradsurgeon.actions._effects import ByNorm, Edit
 from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
 from gradsurgeon.actions._kinds import EditRule
 from gradsurgeon.actions._strictness import Stricter
-from gradsurgeon.source import looks_like
+from gradsurgeon.source import like_number
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 def _norm_type(value: object) -> object:
     """Refuse what is no order of a norm: a union would say so once per branch."""
-    if value == "inf" or (is_number(value) and math.isfinite(value)):
+    if value == "inf" or (is_number(value) and 0 < value < math.inf):
         return value
-    hint = looks_like(value) if isinstance(value, str) else ""
-    hint = hint if "number" in hint else "write 2, 1 or inf"
-    message = f"expected a number or the word inf, found {described(value)}"
+    hint = (like_number(value) if isinstance(value, str) else "") or "write 2, 1 or inf"
+    message = f"expected a number above 0 or the word inf, found {described(value)}"
     raise flawed(Flaw("", message, hint, check="wrong-type"))
 
 
@@ -55,6 +54,8 @@ class ClipNorm(EditRule):
     """
 
     points: ClassVar = ("step", "backward")
+    linear: ClassVar[bool] = False
+    measures: ClassVar[bool] = True
     EXAMPLES: ClassVar = (
         Example({"max_norm": 1.0}, [3.0, 4.0], expect=[0.6, 0.8]),
         Example({"max_norm": 9.0, "per": "rule", "at": "step"}, [3.0, 4.0], expect=[3.0, 4.0]),
@@ -84,9 +85,6 @@ class ClipNorm(EditRule):
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         """Yield the common flaws, and a norm over tensors that are not there together."""
         yield from super().flaws(given)
-        norm_type = given.get("norm_type")
-        if is_number(norm_type) and norm_type <= 0:
-            yield Flaw("norm_type", f"the order of a norm is above 0, found {norm_type}", "write 2")
         if given.get("per") != "rule":
             return
         if given.get("at") == "backward":
@@ -99,21 +97,11 @@ class ClipNorm(EditRule):
             yield Flaw("per", message, "use `per: parameter`, which means each tensor by itself")
 
     @property
-    def measures(self) -> bool:
-        """The norm decides."""
-        return True
-
-    @property
     def notes(self) -> tuple[str, ...]:
         """What has no part in a norm over the rule."""
         if self.per != "rule":
             return ()
         return ("one norm per optimizer; what a `freeze` hides in this step has no part in it",)
-
-    @property
-    def linear(self) -> bool:
-        """Bounding the parts of a sum does not bound the sum."""
-        return False
 
     def compile(self) -> Edit:
         """Return the clip as arithmetic on gradients."""

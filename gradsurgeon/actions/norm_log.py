@@ -16,24 +16,18 @@ from gradsurgeon.statistics import STATISTICS
 def _stats(value: object) -> tuple[str, ...]:
     known = f"known: {', '.join(STATISTICS)}"
     if not isinstance(value, list | tuple) or not value:
-        hint = (
-            f"write [{value}]"
-            if isinstance(value, str) and value in STATISTICS
-            else f"such as [l2]; {known}"
-        )
+        hint = f"such as [l2]; {known}"
         message = f"expected a list of statistics, found {described(value)}"
         raise flawed(Flaw("", message, hint, check="wrong-type"))
     flaws: list[Flaw] = []
     for index, stat in enumerate(value):
         if len(flaws) > MAX_FLAWS:
             break
-        at = str(index)
-        if not isinstance(stat, str):
+        at = (index,)
+        if not isinstance(stat, str) or stat not in STATISTICS:
+            hint = did_you_mean(stat[:60], STATISTICS) if isinstance(stat, str) else ""
             message = f"expected the name of a statistic, found {described(stat)}"
-            flaws.append(Flaw(at, message, known, check="wrong-type"))
-        elif stat not in STATISTICS:
-            hint = did_you_mean(stat, STATISTICS) or known
-            flaws.append(Flaw(at, f"unknown statistic `{stat[:60]}`", hint))
+            flaws.append(Flaw(at, message, hint or known))
         elif stat in value[:index]:
             flaws.append(Flaw(at, f"the statistic `{stat}` is listed twice", "remove one of them"))
     if flaws:
@@ -100,6 +94,8 @@ class NormLog(ObserverRule):
         ),
     )
 
+    measures: ClassVar[bool] = True
+
     action: Literal["norm-log"] = "norm-log"
     stats: Annotated[Stats, Field(description="What to record.")] = ("l2",)
 
@@ -107,8 +103,3 @@ class NormLog(ObserverRule):
         """Return which of the statistics complex numbers do not have."""
         real = [stat for stat in self.stats if STATISTICS[stat].real]
         return f"complex numbers have no real {' or '.join(real)}" if real else ""
-
-    @property
-    def measures(self) -> bool:
-        """Statistics are all it is about."""
-        return True

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from gradsurgeon import _live
-from gradsurgeon.actions import EditRule, ObserverRule, Rule
+from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.breaks import breaks_of
@@ -16,7 +16,6 @@ from gradsurgeon.planning.matching import NameIndex, Thing, examples
 from gradsurgeon.planning.overlaps import overlaps
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.schema import RuleSet
-from gradsurgeon.statistics import STATISTICS
 
 NO_MATCH = "matches nothing in this model"
 # Nobody reads on, and to look for what was meant takes time.
@@ -77,12 +76,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
 
 
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
-    """Return what is wrong with rules that match too little in several models together.
-
-    Args:
-        rules: in file order.
-        models: by what they are called.
-    """
+    """Return what is wrong with rules that match too little in several models together."""
     complaints: list[str] = []
     named = {title: _names(one) for title, one in models.items()}
     together = cache(lambda titles: _together([models[title] for title in titles], titles))
@@ -214,10 +208,6 @@ def _shortfalls_of(
 
 
 def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
-    if isinstance(rule, ObserverRule):
-        yield from (
-            f"there is no statistic `{stat}`" for stat in rule.stats if stat not in STATISTICS
-        )
     params = [thing for thing in matched if isinstance(thing, Param)]
     lazy = [param for param in params if param.shape is None and not _shape_is_not_told(param)]
     if lazy:

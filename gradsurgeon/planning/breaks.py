@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gradsurgeon.planning.manifest import ROOT, Module
+from gradsurgeon.planning.manifest import ROOT
 from gradsurgeon.planning.plan import Plan
+from gradsurgeon.planning.table import count
 
 # They hold modules and are never called themselves.
 _HOLDERS = {"ModuleList", "ModuleDict"}
@@ -26,20 +27,16 @@ def outside_graphs(plan: Plan) -> tuple[int, int]:
     }
     with_rules = [one for one in plan.manifest.modules if one.name in ruled and one.name != ROOT]
     # A break in a module that would have been part of the graph around it breaks that one as well.
-    paths = {path for one in with_rules for name in one.names for path in _around(name)}
+    parts = [name.split(".") for one in with_rules for name in one.names]
+    paths = {".".join(steps[:depth]) for steps in parts for depth in range(1, len(steps))}
     around = [
-        one for one in plan.manifest.modules if _is_called(one, paths) and one not in with_rules
+        one
+        for one in plan.manifest.modules
+        if not paths.isdisjoint(one.names)
+        and _HOLDERS.isdisjoint(one.module_type)
+        and one not in with_rules
     ]
     return len(with_rules), len(around)
-
-
-def _around(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    yield from (".".join(parts[:depth]) for depth in range(1, len(parts)))
-
-
-def _is_called(module: Module, paths: set[str]) -> bool:
-    return not paths.isdisjoint(module.names) and _HOLDERS.isdisjoint(module.module_type)
 
 
 def breaks_of(plan: Plan) -> Iterator[str]:
@@ -48,9 +45,9 @@ def breaks_of(plan: Plan) -> Iterator[str]:
     with_rules, around = outside_graphs(plan)
     calls = []
     if with_rules:
-        calls.append(f"the {with_rules} module{'' if with_rules == 1 else 's'} with rules")
+        calls.append(f"the {count(with_rules, 'module')} with rules")
     if around:
-        calls.append(f"the {around} module{'' if around == 1 else 's'} around them")
+        calls.append(f"the {count(around, 'module')} around them")
     if "tensors" in targets:
         calls.append("gradsurgeon.tag()")
     differ = "numerics may differ"

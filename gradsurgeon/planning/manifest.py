@@ -28,8 +28,8 @@ _THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric"}
 
 Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
 
-# What a file may say; a model may say more.
-Name = Annotated[str, Field(min_length=1, max_length=1000)]
+# What a file may say; a model may say more. On longer names a regular expression could take long.
+Name = Annotated[str, Field(min_length=1, max_length=300)]
 NameList = Annotated[tuple[Name, ...], FailFast()]
 Size = Annotated[StrictInt, Field(ge=0, lt=1 << 63)]
 Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
@@ -132,12 +132,7 @@ class Manifest:
 
 def class_names(module: object) -> tuple[str, ...]:
     """Return the class names of a module, most derived first, without `object`."""
-    return _class_names(type(module))  # type: ignore[arg-type] # a class has the hash of a class
-
-
-@lru_cache(maxsize=256)
-def _class_names(kind: type) -> tuple[str, ...]:
-    return tuple(base.__name__ for base in kind.__mro__[:-1])
+    return tuple(base.__name__ for base in type(module).__mro__[:-1])
 
 
 @lru_cache(maxsize=256)
@@ -154,7 +149,7 @@ def _transparent(kind: type) -> frozenset[str]:
 def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield canonical name and module of a tree, shared modules under each of their names."""
     yield prefix, module
-    transparent = _transparent(type(module))  # type: ignore[arg-type] # as above
+    transparent = _transparent(type(module))  # type: ignore[arg-type] # a class has the hash of a class
     for key, child in module._modules.items():  # noqa: SLF001 # `named_children` hides shared ones
         if child is None:
             continue
@@ -164,11 +159,7 @@ def walk(module: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def slots(model: Any) -> Iterator[ParameterSlot]:
     """Yield every place that holds a parameter, tied ones under each of their names."""
-    return _slots(walk(model))
-
-
-def _slots(tree: Iterable[tuple[str, Any]]) -> Iterator[ParameterSlot]:
-    for path, module in tree:
+    for path, module in walk(model):
         # `named_parameters` shows a tied parameter once, under whichever name comes first.
         for key, param in module._parameters.items():  # noqa: SLF001
             if param is not None:
@@ -180,14 +171,14 @@ def from_model(model: Any) -> Manifest:
     """Return the manifest of a ``torch.nn.Module``, on any device, ``meta`` included."""
     tree = list(walk(model))
     groups: dict[int, list[ParameterSlot]] = {}
-    for slot in _slots(tree):
+    for slot in slots(model):
         groups.setdefault(id(slot.owner._parameters[slot.key]), []).append(slot)  # noqa: SLF001
     *_, root = (module for path, module in tree if not path)
     managed = _managed(tree)
     return Manifest(
         origin=type(root).__name__,
         params=tuple(_param(group, managed) for group in groups.values()),
-        modules=tuple(_modules(tree)),
+        modules=tuple(_modules(model)),
         model_type=class_names(root),
         compiled=any(_is_compiled(module) for _, module in tree),
     )
@@ -203,29 +194,16 @@ def _is_compiled(module: Any) -> bool:
 
 def named_modules(model: Any) -> dict[str, Any]:
     """Return every module under each of its canonical names; wrappers give way to what they wrap."""
-    return _by_name(walk(model))
+    return {path or ROOT: module for path, module in walk(model)}
 
 
-def _by_name(tree: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {path or ROOT: module for path, module in tree}
-
-
-def _modules(tree: Iterable[tuple[str, Any]]) -> Iterator[Module]:
-    names: dict[int, list[str]] = {}
-    modules: dict[int, Any] = {}
-    for name, module in _by_name(tree).items():
-        names.setdefault(id(module), []).append(name)
-        modules[id(module)] = module
-    for key, module_names in names.items():
-        module = modules[key]
-        inplace = _option(module, "inplace") is True
-        yield Module(module_names[0], tuple(module_names[1:]), class_names(module), inplace)
-
-
-def _option(module: Any, name: str) -> object:
-    """Return an attribute of a module, or ``None``; to ask a module for what it lacks takes long."""
-    attributes: dict[str, object] = vars(module)
-    return attributes[name] if name in attributes else getattr(type(module), name, None)
+def _modules(model: Any) -> Iterator[Module]:
+    found: dict[int, tuple[Any, list[str]]] = {}
+    for name, module in named_modules(model).items():
+        found.setdefault(id(module), (module, []))[1].append(name)
+    for module, names in found.values():
+        inplace = getattr(module, "inplace", None) is True
+        yield Module(names[0], tuple(names[1:]), class_names(module), inplace)
 
 
 def _managed(tree: Iterable[tuple[str, Any]]) -> set[int]:
@@ -258,6 +236,6 @@ def _param(group: list[ParameterSlot], managed: set[int]) -> Param:
         dtype=str(tensor.dtype).removeprefix("torch."),
         requires_grad=tensor.requires_grad,
         module_type=tuple(types),
-        sparse=any(_option(slot.owner, "sparse") is True for slot in group),
+        sparse=any(getattr(slot.owner, "sparse", None) is True for slot in group),
         sharding=_sharding(tensor, first.owner, managed),
     )

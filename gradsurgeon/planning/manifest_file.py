@@ -12,35 +12,32 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, FailFast, Field
 
 from gradsurgeon.errors import ManifestError
 from gradsurgeon.planning import strict_json, weights
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Name, Param
-from gradsurgeon.planning.strict_json import ProblemList
 
 VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """The top level; its lists are looked at item by item, so that their problems can be bounded."""
-
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     version: Literal[1]
     origin: Name
     hash: Annotated[str, Field(pattern="^sha256:[0-9a-f]{64}$")]
-    params: Any
-    modules: Any
+    # No hand writes such a file: the first item that is wrong says enough.
+    params: Annotated[tuple[Param, ...], FailFast()]
+    modules: Annotated[tuple[Module, ...], FailFast()]
 
 
 def to_dict(manifest: Manifest) -> dict[str, Any]:
-    """Return the documented form of a manifest."""
     content = {
         "params": [_param(param) for param in manifest.params],
         "modules": [_module(module) for module in manifest.modules],
@@ -54,7 +51,6 @@ def to_dict(manifest: Manifest) -> dict[str, Any]:
 
 
 def dumps(manifest: Manifest) -> str:
-    """Return the text of a file: one line per parameter and module, for reviews of its changes."""
     data = to_dict(manifest)
     lines = [
         f" {json.dumps(key)}: {json.dumps(data[key])}," for key in ("version", "origin", "hash")
@@ -127,11 +123,7 @@ def _module(module: Module) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike[str]) -> Manifest:
-    """Return the names in a ``params.json``, a ``*.safetensors``, or a ``*.index.json`` of shards.
-
-    Raises:
-        ManifestError: everything that is wrong with the file, at once.
-    """
+    """Return the names in a ``params.json``, a ``*.safetensors``, or a ``*.index.json`` of shards."""
     file = os.fspath(path)
     if file.endswith(".safetensors"):
         return weights.from_safetensors(file)
@@ -148,45 +140,25 @@ def from_dict(data: object, file: str = "<dict>") -> Manifest:
     two versions of it were merged.
 
     Raises:
-        ManifestError: everything that is wrong with the data, at once.
+        ManifestError: what is wrong with the top level, the first parameter or module that is wrong,
+            or a name that stands twice.
     """
-    if isinstance(data, dict):
-        _check_version(data.get("version"), file)
-    problems = ProblemList(file)
-    top = problems.checked(_File, data, ())
-    lists = data if isinstance(data, dict) else {}
-    params = problems.each(Param, lists.get("params", []), ("params",))
-    modules = problems.each(Module, lists.get("modules", []), ("modules",))
-    problems.distinct(_places_of_names("params", params), "parameter")
-    problems.distinct(_places_of_names("modules", modules), "module")
-    problems.done()
-    assert top is not None  # noqa: S101 # or there was a problem
-    root = next((one.module_type for one in modules.values() if one.name == ROOT), ())
-    manifest = Manifest(top.origin, tuple(params.values()), tuple(modules.values()), root)
-    if to_dict(manifest)["hash"] == top.hash:
-        return manifest
-    return replace(manifest, notes=(edited(file),))
-
-
-def _check_version(version: object, file: str) -> None:
-    """Refuse a file of a later version: it may mean other things by the same words."""
-    if isinstance(version, int) and version > VERSION:
+    version = data.get("version") if isinstance(data, dict) else None
+    if isinstance(version, int) and version > VERSION:  # it may mean other things by the same words
         message = f"this is version {version} of the format, this gradsurgeon reads {VERSION}"
         strict_json.refuse(file, message, "upgrade gradsurgeon")
-
-
-def _places_of_names(
-    key: str, items: Mapping[int, Param | Module]
-) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    for index, item in items.items():
-        yield (key, index, "name"), item.name
-        for number, alias in enumerate(item.aliases):
-            yield (key, index, "aliases", number), alias
-
-
-def edited(file: str) -> str:
-    """Return what to say of a file whose hash is not that of its content."""
-    return (
+    top = strict_json.checked(_File, data, file)
+    for noun, things in (("parameter", top.params), ("module", top.modules)):
+        names = Counter(name for thing in things for name in thing.names)
+        if twice := [name for name, count in names.items() if count > 1]:
+            message = f"the {noun} `{twice[0][:60]}` stands twice"
+            strict_json.refuse(file, message, strict_json.WRITE_AGAIN)
+    root = next((one.module_type for one in top.modules if one.name == ROOT), ())
+    manifest = Manifest(top.origin, top.params, top.modules, root)
+    if to_dict(manifest)["hash"] == top.hash:
+        return manifest
+    note = (
         f"{file} was edited by hand, or merged: its hash is not that of its content; write it again "
         "with `gradsurgeon params`"
     )
+    return replace(manifest, notes=(note,))

@@ -110,21 +110,12 @@ class NameIndex:
         if not reasons:
             return f"{plural}, but `exclude` takes all of them out"
         causes = ", ".join(f"`{key}` ({count})" for key, count in reasons.most_common())
-        meant = _types_meant(rule.where, matched) if reasons["module_type"] else ""
-        return f"{plural}{examples(matched)}, but `where` keeps none of them: {causes}{meant}"
-
-
-def _types_meant(where: Where, things: Sequence[Thing]) -> str:
-    """Return which classes there are, where `module_type` is what keeps nothing."""
-    text = where.module_type or ""
-    known = list(dict.fromkeys(name for thing in things for name in thing.module_type[:1]))
-    if any(failed(Where(module_type=text), thing) == "" for thing in things) or not known:
-        return ""
-    folded = compile_pattern(text.casefold())
-    near = [name for name in known if folded.matches(name.casefold())]
-    if near:
-        return f'; did you mean "{printable(near[0])}"? Upper and lower case differ'
-    return f"; the classes are {', '.join(map(printable, known[:_FEW]))}{', ...' * (len(known) > _FEW)}"
+        classes = ""
+        if reasons["module_type"]:
+            known = list(dict.fromkeys(name for thing in matched for name in thing.module_type[:1]))
+            first = ", ".join(map(printable, known[:_FEW]))
+            classes = f"; the classes are {first}{', ...' * (len(known) > _FEW)}"
+        return f"{plural}{examples(matched)}, but `where` keeps none of them: {causes}{classes}"
 
 
 def failed(where: Where, thing: Thing) -> str:
@@ -162,5 +153,4 @@ def examples(things: Sequence[Thing], owners: Sequence[str] = ()) -> str:
 
 
 def quoted(pattern: Pattern) -> str:
-    """Return a pattern in quotes."""
     return f'"{printable(pattern.text)}"'

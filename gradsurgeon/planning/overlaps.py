@@ -2,67 +2,48 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterator
 from functools import cache
-from itertools import islice
+from itertools import chain, combinations, islice
 from typing import Literal
 
 from gradsurgeon.actions import MOMENTS, CaptureRule, EditRule, Moment, ObserverRule, Rule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.plan import Plan
 
-_SHOWN = 50
+_SHOWN, _LOOKED_AT = 50, 500_000
 # What decides whether a pair of rules is worth a word: what they do to gradients, and when. A trap asks at
 # its own fixed moment, and a freeze changes no gradient: their place is no surprise.
 _Kind = tuple[Literal["edits", "reads", ""], Moment]
 
 
 def overlaps(plan: Plan) -> Iterator[str]:
-    """Yield warnings on rules that change the same tensors; of many pairs the first, in file order."""
+    """Yield warnings on rules that change the same tensors; of many pairs some, in file order."""
     names = cache(lambda rule_id: {binding.name for binding in plan.of(rule_id)})
-    pairs = _pairs(plan)
-    for first, second in islice(pairs, _SHOWN):
+    rules = plan.rules.rules
+    meeting: dict[tuple[str, str | None, str], list[int]] = {}
+    for number, rule in enumerate(rules):
+        tensor = None if rule.target == "params" else rule.tensor
+        for binding in plan.of(rule.id):
+            meeting.setdefault((rule.target, tensor, binding.name), []).append(number)
+    distinct = dict.fromkeys(map(tuple, meeting.values()))
+    pairs = chain.from_iterable(combinations(numbers, 2) for numbers in distinct)
+    kinds = [_kind(rule) for rule in rules]
+    found = sorted(
+        {
+            (first, second)
+            for first, second in islice(pairs, _LOOKED_AT)
+            if _is_worth_a_word(kinds[first], kinds[second])
+        }
+    )
+    for number, other in found[:_SHOWN]:
+        first, second = rules[number], rules[other]
         yield _warning(plan, first, second, names(first.id) & names(second.id))
-    if next(pairs, None) is not None:
+    if len(found) > _SHOWN or next(pairs, None) is not None:
         yield (
             "and more pairs of rules like these: `plan --format json` has every tensor with all rules "
             "that meet on it"
         )
-
-
-def _pairs(plan: Plan) -> Iterator[tuple[Rule, Rule]]:
-    """Yield each pair that is worth a word, in time that grows with these and not with all pairs."""
-    rules = plan.rules.rules
-    groups = _groups(plan)
-    among: dict[int, list[dict[_Kind, list[int]]]] = {}
-    for group in groups:
-        for members in group.values():
-            for number in members:
-                among.setdefault(number, []).append(group)
-    for number, rule in enumerate(rules):
-        later: set[int] = set()
-        for group in among.get(number, ()):
-            for kind, members in group.items():
-                if _is_worth_a_word(_kind(rule), kind):
-                    later.update(members[bisect_right(members, number) :])
-        yield from ((rule, rules[other]) for other in sorted(later))
-
-
-def _groups(plan: Plan) -> list[dict[_Kind, list[int]]]:
-    """Return the rules that meet on some tensor, by their kind; each combination once."""
-    meeting: dict[tuple[str, str | None, str], list[int]] = {}
-    for number, rule in enumerate(plan.rules.rules):
-        tensor = None if rule.target == "params" else rule.tensor
-        for binding in plan.of(rule.id):
-            meeting.setdefault((rule.target, tensor, binding.name), []).append(number)
-    groups = []
-    for numbers in dict.fromkeys(map(tuple, meeting.values())):
-        group: dict[_Kind, list[int]] = {}
-        for number in numbers if len(numbers) > 1 else ():
-            group.setdefault(_kind(plan.rules.rules[number]), []).append(number)
-        groups.append(group)
-    return groups
 
 
 def _kind(rule: Rule) -> _Kind:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from html import escape
@@ -21,8 +21,7 @@ _HOOKS: dict[Moment, str] = {
     "step": "step pre-hook",
 }
 
-
-_MAX_CHAINS, _MAX_LINKS, _LAST_LINKS = 100, 20, 3
+_MAX_CHAINS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +204,7 @@ def _chains(plan: Plan) -> Iterator[str]:
     yield "effects per tensor, in order of effect"
     aliases = {param.name: param.aliases for param in plan.manifest.params}
     for chain, names in islice(groups.items(), _MAX_CHAINS):
-        yield "  " + " -> ".join(_links(chain, points))
+        yield "  " + " -> ".join(f"{rule} (at {points[rule]})" for rule in chain)
         noun = "parameter" if names[0] in aliases else "tensor"
         yield f"      {count(len(names), noun)}: {abridged(names, aliases)}"
     if len(groups) > _MAX_CHAINS:
@@ -214,16 +213,6 @@ def _chains(plan: Plan) -> Iterator[str]:
         yield f"  and {more}, of {count(rest, 'tensor')}: `plan --format json` has all of them"
     if untouched:
         yield f"  no rule: {count(untouched, 'parameter')}"
-
-
-def _links(chain: Sequence[str], points: Mapping[str, str]) -> Iterator[str]:
-    """Yield the rules of a chain, those in the middle of a long one as their number."""
-    folded = len(chain) - _MAX_LINKS
-    for place, rule in enumerate(chain):
-        if folded <= 0 or place < _MAX_LINKS - _LAST_LINKS or place >= len(chain) - _LAST_LINKS:
-            yield f"{rule} (at {points[rule]})"
-        elif place == _MAX_LINKS - _LAST_LINKS:
-            yield f"({folded} more)"
 
 
 def _warnings(plan: Plan) -> Iterator[str]:

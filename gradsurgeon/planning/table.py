@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
-from gradsurgeon._name_ranges import fold_names
 from gradsurgeon.errors import printable
 
 _SHOWN = 6
 _TIED_SHOWN = 2
 NOUNS = {"params": "parameter", "modules": "module", "tensors": "tag"}
+
+_NUMBER = re.compile(r"(?<![0-9])([0-9]{1,18})(?![0-9])")
+_MAX_PIECES = 6  # of a list of numbers with gaps
+
+_Row = tuple[tuple[str, ...], ...]  # for each place of a number, all numbers that stand there
 
 
 def count(number: int, noun: str) -> str:
@@ -38,3 +44,67 @@ def abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:
         shown.append(printable(text + suffix))
     more = len(shown) - _SHOWN
     return ", ".join(shown[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
+
+
+def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return texts that stand for all names, each with the names that it stands for.
+
+    A text stands for no name that is not there: ``{0..1}.{0..1}`` is four names, never two.
+
+    >>> fold_names(["h.0.w", "h.1.w", "h.2.w", "h.1.b"])
+    {'h.{0..2}.w': ['h.0.w', 'h.1.w', 'h.2.w'], 'h.1.b': ['h.1.b']}
+    """
+    # By the texts between the numbers.
+    groups: dict[tuple[str, ...], dict[_Row, list[str]]] = {}
+    for name in names:
+        parts = _NUMBER.split(name)
+        numbers = tuple((number,) for number in parts[1::2])
+        groups.setdefault(tuple(parts[::2]), {})[numbers] = [name]
+    folded: dict[str, list[str]] = {}
+    for texts, rows in groups.items():
+        for row, members in _merge(rows, columns=len(texts) - 1).items():
+            ranges = [*map(_range, row), ""]
+            text = "".join(a + b for a, b in zip(texts, ranges, strict=True))
+            # Distinct names may have equal numbers: 1 and 01.
+            folded.setdefault(text, []).extend(members)
+    return folded
+
+
+def _merge(rows: dict[_Row, list[str]], columns: int) -> dict[_Row, list[str]]:
+    """Merge rows that differ in one column only, column by column."""
+    for column in range(columns):
+        alike: dict[_Row, list[_Row]] = {}
+        for row in rows:
+            alike.setdefault((*row[:column], *row[column + 1 :]), []).append(row)
+        rows = {
+            (*rest[:column], tuple(n for row in group for n in row[column]), *rest[column:]): [
+                name for row in group for name in rows[row]
+            ]
+            for rest, group in alike.items()
+        }
+    return rows
+
+
+def _range(texts: tuple[str, ...]) -> str:
+    """Return ``{0..3}`` for consecutive numbers, ``{0..3,7}`` for others, or the only one."""
+    if len(texts) == 1:
+        return texts[0]
+    if any(text != "0" and text.startswith("0") for text in texts):
+        pieces = list(texts)
+    else:
+        numbers = sorted(map(int, texts))
+        if numbers[-1] - numbers[0] == len(numbers) - 1:
+            return f"{{{numbers[0]}..{numbers[-1]}}}"
+        pieces = list(_runs(numbers))
+    more = len(pieces) > _MAX_PIECES
+    return f"{{{','.join(pieces[:_MAX_PIECES])}{',...' if more else ''}}}"
+
+
+def _runs(numbers: list[int]) -> Iterator[str]:
+    start = numbers[0]
+    for number, following in pairwise([*numbers, None]):
+        if number is not None and following != number + 1:
+            run = range(start, number + 1)
+            yield f"{start}..{number}" if len(run) > 2 else ",".join(map(str, run))  # noqa: PLR2004 # not two
+            if following is not None:
+                start = following

@@ -7,16 +7,15 @@ it tells neither classes of modules nor which tensors train, are tied, or are bu
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from gradsurgeon.planning import strict_json
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Name, Param, Shape
-from gradsurgeon.planning.strict_json import ProblemList
 
 _LEAD = 8  # bytes that hold the length of the header
 _DTYPES = {
@@ -41,114 +40,88 @@ class _Tensor:
     data_offsets: Any = None
 
 
+def _beside(shard: str) -> str:
+    if shard in ("", ".", "..") or not {"/", "\\", ":", "\0"}.isdisjoint(shard):
+        raise ValueError("no plain name of a file: only files beside the index are read")
+    return shard
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    weight_map: dict[Name, Annotated[str, AfterValidator(_beside)]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """The tensors of a file by name, and what it says of other names.
+
+    Attributes:
+        params: those that can have a gradient.
+        aliases: names that were dropped on saving, each with the one that stands for it.
+        left_out: names of tensors that hold whole numbers.
+    """
+
+    params: dict[str, Param] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
 def from_safetensors(file: str) -> Manifest:
-    """Return the names in the header of a file.
-
-    Raises:
-        ManifestError: it cannot be read, or is no such file.
-    """
-    params, aliases, left_out = _tensors(file)
-    return _manifest(file, params, aliases, left_out, [])
+    """Return the names in the header of a file."""
+    return _manifest(file, _header(file))
 
 
-def from_index(data: Mapping[str, object], file: str) -> Manifest:
-    """Return the names in an index, with shapes from the shards that lie beside it.
-
-    Raises:
-        ManifestError: everything that is wrong with the index, or with one of the shards.
-    """
-    shards = _weight_map(data, file)
-    params: dict[str, Param] = {}
-    aliases: dict[str, str] = {}
-    left_out: list[str] = []
+def from_index(data: object, file: str) -> Manifest:
+    """Return the names in an index, with shapes from the shards that lie beside it."""
+    names_in: dict[str, list[str]] = {}
+    for name, shard in strict_json.checked(_Index, data, file).weight_map.items():
+        names_in.setdefault(shard, []).append(name)
+    found = _Header()
     missing: list[str] = []
-    problems = ProblemList(file)
-    names: dict[str, list[str]] = {}
-    for name, shard in shards.items():
-        names.setdefault(shard, []).append(name)
-    for shard, names_inside in names.items():
+    for shard, names in names_in.items():
         path = Path(file).parent / shard
         # Shards of pickles would have to be run to be read.
         if path.suffix != ".safetensors" or not path.exists():
             missing.append(shard)
-            params.update((name, _param(name, None, "")) for name in names_inside)
+            found.params.update((name, _param(name, None, "")) for name in names)
             continue
-        tensors, tied, without = _tensors(os.fspath(path))
-        for name in names_inside:
-            if name in tensors:
-                params[name] = tensors[name]
-            elif name not in without and name not in tied:
-                message = f"{shard} holds no tensor of this name"
-                problems.add(("weight_map", name), message, "index and shards are of two models")
-        aliases |= tied
-        left_out += without
-    problems.done()
-    notes = []
-    if missing:
-        notes.append(
-            f"{len(missing)} of {len(names)} files of weights are not there, or hold "
-            f"pickles (such as {missing[0]}): shapes and dtypes of their parameters are not known, and "
-            "count as 0 elements"
-        )
-    return _manifest(file, params, aliases, left_out, notes)
+        header = _header(os.fspath(path))
+        known = header.params.keys() | header.aliases.keys() | set(header.left_out)
+        if strange := [name for name in names if name not in known]:
+            message = f"{shard} holds no tensor `{strange[0][:60]}`"
+            strict_json.refuse(file, message, "index and shards are of two models")
+        found.params.update((name, header.params[name]) for name in names if name in header.params)
+        found.aliases.update(header.aliases)
+        found.left_out.extend(header.left_out)
+    if not missing:
+        return _manifest(file, found)
+    note = (
+        f"{len(missing)} of {len(names_in)} files of weights are not there, or hold pickles (such as "
+        f"{missing[0]}): shapes and dtypes of their parameters are not known, and count as 0 elements"
+    )
+    return _manifest(file, found, note)
 
 
-def _weight_map(data: Mapping[str, object], file: str) -> dict[str, str]:
-    problems = ProblemList(file)
-    given = data["weight_map"]
-    if not isinstance(given, dict):
-        strict_json.refuse(file, "`weight_map` must be an object: names and their files")
-    for name, shard in given.items():
-        path = ("weight_map", name)
-        problems.checked(Name, name, path)
-        if not isinstance(shard, str) or not shard:
-            problems.add(path, "expected the name of a file beside the index")
-        elif shard in (".", "..") or not {"/", "\\", ":", "\0"}.isdisjoint(shard):
-            message = (
-                f"`{shard[:60]}` is no plain name of a file: only files beside the index are read"
-            )
-            problems.add(path, message)
-    problems.done()
-    return dict(given)
-
-
-def _tensors(file: str) -> tuple[dict[str, Param], dict[str, str], list[str]]:
-    """Return tensors by name, for the names that are tied to one of these which, and those left out."""
-    header = strict_json.parse(_header(file), file)
-    if not isinstance(header, dict):
+def _header(file: str) -> _Header:
+    entries = strict_json.parse(_header_text(file), file)
+    if not isinstance(entries, dict):
         strict_json.refuse(file, "its header is no JSON object: this is no safetensors file")
-    problems = ProblemList(file)
-    metadata = header.pop("__metadata__", {})
-    params: dict[str, Param] = {}
-    left_out: list[str] = []
-    for name, entry in header.items():
-        problems.checked(Name, name, (name,))
-        tensor = problems.checked(_Tensor, entry, (name,))
-        if tensor is None:
-            continue
+    metadata = entries.pop("__metadata__", None)
+    found = _Header()
+    for name, tensor in strict_json.checked(dict[Name, _Tensor], entries, file).items():
         if tensor.dtype.startswith(_WITHOUT_GRADIENT):
-            left_out.append(name)
+            found.left_out.append(name)
         else:
             dtype = _DTYPES.get(tensor.dtype, tensor.dtype.lower())
-            params[name] = _param(name, tensor.shape, dtype)
-    problems.done()
-    return params, _tied(metadata, params), left_out
+            found.params[name] = _param(name, tensor.shape, dtype)
+    # `safetensors.torch.save_model` leaves the other names of tied tensors in the metadata.
+    for name, kept in metadata.items() if isinstance(metadata, dict) else ():
+        if name and name not in found.params and isinstance(kept, str) and kept in found.params:
+            found.aliases[name] = kept
+    return found
 
 
-def _tied(metadata: object, params: Mapping[str, Param]) -> dict[str, str]:
-    """Return the names that were dropped on saving, each with the one that stands for it.
-
-    ``safetensors.torch.save_model`` leaves them in the metadata.
-    """
-    pairs = metadata.items() if isinstance(metadata, dict) else ()
-    return {
-        name: kept
-        for name, kept in pairs
-        if name and name not in params and isinstance(kept, str) and kept in params
-    }
-
-
-def _header(file: str) -> bytes:
+def _header_text(file: str) -> bytes:
     path = Path(file)
     try:
         if path.exists() and not path.is_file():
@@ -164,51 +137,34 @@ def _header(file: str) -> bytes:
                     "this is no safetensors file, or it is cut off: its header does not fit in it"
                 )
                 strict_json.refuse(file, message, "save or download it again")
-            if length > strict_json.MAX_BYTES:
-                strict_json.refuse(file, f"a header of {length} bytes is not read")
-            return stream.read(length)
+            return stream.read(min(length, strict_json.MAX_BYTES + 1))
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        cause = getattr(error, "strerror", None) or str(error)
-        strict_json.refuse(file, f"cannot read the file: {cause}", "", "unreadable-file")
+        strict_json.unreadable(file, error)
 
 
 def _param(name: str, shape: tuple[int, ...] | None, dtype: str) -> Param:
     return Param(name, (), shape, dtype, requires_grad=True, module_type=())
 
 
-def _manifest(
-    file: str,
-    params: Mapping[str, Param],
-    aliases: Mapping[str, str],
-    left_out: list[str],
-    notes: list[str],
-) -> Manifest:
+def _manifest(file: str, found: _Header, *notes: str) -> Manifest:
     tied: dict[str, list[str]] = {}
-    for alias, name in aliases.items():
-        if alias not in params:
+    for alias, name in found.aliases.items():
+        if alias not in found.params:
             tied.setdefault(name, []).append(alias)
     said = [
         f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
         "tied, and it lacks modules without parameters"
     ]
-    if left_out:
-        said.append(
-            f"{len(left_out)} tensors of whole numbers are left out (such as {left_out[0]})"
-        )
+    if found.left_out:
+        count = len(found.left_out)
+        said.append(f"{count} tensors of whole numbers are left out (such as {found.left_out[0]})")
     return Manifest(
         origin=file,
         params=tuple(
-            Param(
-                name,
-                tuple(sorted(tied.get(name, ()), key=_in_order)),
-                params[name].shape,
-                params[name].dtype,
-                requires_grad=True,
-                module_type=(),
-            )
-            for name in sorted(params, key=_in_order)
+            replace(found.params[name], aliases=tuple(sorted(tied.get(name, ()), key=_in_order)))
+            for name in sorted(found.params, key=_in_order)
         ),
-        modules=tuple(_modules(sorted([*params, *aliases], key=_in_order))),
+        modules=tuple(_modules(sorted([*found.params, *found.aliases], key=_in_order))),
         notes=(*said, *notes),
     )
 

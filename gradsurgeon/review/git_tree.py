@@ -81,7 +81,7 @@ class GitTree:
             if at_path is None:
                 raise packs.is_missing(entry, self._names(posixpath.dirname(path)))
             if at_path.kind == "tree":
-                raise packs.is_folder(entry, self._names(path))
+                raise packs.is_folder(entry)
         except GitError as error:
             raise packs.IncludeError(f"`{entry[:80]}` cannot be looked up: {error}") from None
         if wrong := _not_a_file(at_path):

@@ -13,9 +13,8 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
-from gradsurgeon._name_ranges import fold_names
 from gradsurgeon.actions import written
-from gradsurgeon.planning.table import NOUNS, count
+from gradsurgeon.planning.table import NOUNS, count, fold_names
 from gradsurgeon.review.diff_warnings import DiffWarning
 from gradsurgeon.review.difference import Difference, RuleChange
 from gradsurgeon.review.matched_rules import ChainChange

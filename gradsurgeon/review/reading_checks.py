@@ -69,10 +69,6 @@ READING_CHECKS: dict[str, CheckInfo] = {
         "The file is not a mapping with `version` and `rules`.",
         "Begin the file with `version: 1`, then `rules:` and the list of rules.",
     ),
-    "not-there-yet": CheckInfo(
-        "The rule asks for something that this gradsurgeon cannot do yet.",
-        "Upgrade gradsurgeon, or do without.",
-    ),
     "several-documents": CheckInfo(
         "The file holds more than one YAML document.",
         "One file holds one document: remove the `---` or split the file.",

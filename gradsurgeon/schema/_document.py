@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from gradsurgeon.actions import Flaw, Rule, check_rule, described, known_actions, steps_of
+from gradsurgeon.actions import Flaw, Rule, check_rule, described, known_actions
 from gradsurgeon.errors import Place, Problem, did_you_mean
 from gradsurgeon.packs import PREFIX
 from gradsurgeon.schema._located import Located
@@ -14,9 +14,8 @@ from gradsurgeon.schema._version import FORMAT, VERSION, meets
 from gradsurgeon.source import Path
 
 _TOP_LEVEL = ("version", "requires", "include", "rules")
-MAX_FILES = 32  # in all; so no list of includes can hold more
 MAX_PROBLEMS = 100  # of one severity: nobody reads on, and a job must not end in megabytes of them
-_MAX_UNKNOWN = 50  # keys of the top level
+_MAX_HINTS = 50  # on unknown keys: to look for what was meant takes time
 
 
 def no_mapping(source: Located) -> list[Problem]:
@@ -50,16 +49,13 @@ def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
         "version": f"begin the file with `version: {FORMAT}`",
         "rules": "write `rules:` with a list of rules below, each beginning with `- id: ...`",
     }
-    unknown = [key for key in data if key not in _TOP_LEVEL]
-    for key in unknown[_MAX_UNKNOWN:][:1]:
-        message = f"{len(unknown)} unknown keys: those from here on are not looked at"
-        yield Problem(source.key_place((key,)), "too-large", message, "correct these first")
-    ignored = set(unknown[_MAX_UNKNOWN:])
+    unknown = 0
     for key, value in data.items():
-        if key in ignored:
-            continue
         if key not in _TOP_LEVEL:
-            hint = did_you_mean(str(key), [one for one in _TOP_LEVEL if one not in data])
+            unknown += 1
+            hint = ""
+            if unknown <= _MAX_HINTS:
+                hint = did_you_mean(str(key), [one for one in _TOP_LEVEL if one not in data])
             meant.update(hint.split("`")[1:2])
             hint = hint or f"known: {', '.join(_TOP_LEVEL)}"
             message = f"unknown key `{str(key)[:60]}`"
@@ -80,116 +76,57 @@ def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
 
 def _values(source: Located, key: str, value: object) -> Iterator[Problem]:
     """Yield what is wrong with the value of a known key of the top level."""
-    place = source.place((key,))
+    place, found = source.place((key,)), described(value)
     if key == "version" and (value != FORMAT or type(value) is not int):
-        message = f"`version` must be the number {FORMAT}, found {described(value)}"
+        message = f"`version` must be the number {FORMAT}, found {found}"
         yield Problem(place, "bad-version", message, f"write `version: {FORMAT}`")
     if key == "requires" and (not isinstance(value, str) or meets(VERSION, value) is None):
-        message = f"`requires` must be a text with comparisons, found {described(value)}"
+        message = f"`requires` must be a text with comparisons, found {found}"
         yield Problem(place, "bad-requires", message, 'such as ">=0.1" or ">=0.1, <0.3"')
-    if key == "rules" and not isinstance(value, list | tuple):
-        message = f"`rules` must be a list of rules, found {described(value)}"
+    if key in ("rules", "include") and not isinstance(value, list | tuple):
         hint = "begin each rule with `- id: ...`"
-        yield Problem(place, "wrong-type", message, hint)
+        if key == "include":
+            hint = f'such as `include: ["{PREFIX}nan-trap@1"]`'
+        yield Problem(place, "wrong-type", f"`{key}` must be a list, found {found}", hint)
     elif key == "rules" and not value:
         hint = 'a rule is `- {id: my-rule, action: norm-log, params: "*"}`'
         yield Problem(place, "no-rules", "the list of rules is empty", hint)
-    if key == "include":
-        yield from _entries(source, value)
-
-
-def _entries(source: Located, value: object) -> Iterator[Problem]:
-    """Yield what is wrong with the list of includes, whatever its entries name."""
-    place = source.place(("include",))
-    if not isinstance(value, list | tuple):
-        message = f"`include` must be a list of packs and files, found {described(value)}"
-        example = value[:60] if isinstance(value, str) else f"{PREFIX}nan-trap@1"
-        yield Problem(place, "wrong-type", message, f'write `include: ["{example}"]`')
-    elif not value:
+    elif key == "include" and not value:
         yield Problem(place, "bad-include", "the list of includes is empty", "remove the key")
-    elif len(value) > MAX_FILES:
-        message = f"{len(value)} entries, at most {MAX_FILES} files are read"
-        yield Problem(place, "bad-include", message, "include fewer files")
-    else:
-        for index, entry in enumerate(value):
-            if not isinstance(entry, str):
-                message = (
-                    f"`include`: expected a pack or the path of a file, found {described(entry)}"
-                )
-                where = source.place(("include", index))
-                yield Problem(where, "wrong-type", message, f'such as "{PREFIX}nan-trap@1"')
-
-
-def entries(data: Mapping[str, object]) -> list[tuple[int, str]]:
-    """Return the entries of `include` with their indices, but not those that cannot be followed."""
-    given = data.get("include")
-    if not isinstance(given, list | tuple) or len(given) > MAX_FILES:
-        return []
-    return [(index, entry) for index, entry in enumerate(given) if isinstance(entry, str)]
 
 
 def duplicate_ids(
     source: Located, ids: Sequence[tuple[int, object]], first: dict[str, Place]
 ) -> Iterator[Problem]:
-    """Yield the ids that stand twice.
-
-    Args:
-        source: where they stand.
-        ids: each with the index of its rule.
-        first: the ids of the files before, to which those of this one are added.
-    """
+    """Yield the ids that stand twice."""
     for index, rule_id in ids:
         if not isinstance(rule_id, str):
             continue
         place = source.place(("rules", index, "id"))
         where = first.setdefault(rule_id, place)
-        if where is place:
-            continue
-        near = where.file == place.file and where.line > 0
-        at = f"on line {where.line}" if near else f"at {where}"
-        message = f"the id `{rule_id[:60]}` stands twice, first {at}"
-        rename = "rename one of the two rules"
-        if source.file.startswith(PREFIX):  # nobody can change a pack
-            rename = "rename the other rule"
-        elif where.file.startswith(PREFIX):
-            rename = "rename this rule"
-        hint = f"reviews and diffs go by the id: {rename}"
-        yield Problem(place, "duplicate-rule-id", message, hint)
+        if where is not place:
+            message = f"the id `{rule_id[:60]}` stands twice, first at {where}"
+            hint = "reviews and diffs go by the id: rename one of the two rules"
+            yield Problem(place, "duplicate-rule-id", message, hint)
 
 
 def rule_at(source: Located, index: int, entry: object) -> tuple[Rule | None, list[Problem]]:
-    """Return the rule at ``index`` of the list, ``None`` where it is wrong, and its problems."""
     at: Path = ("rules", index)
     if not isinstance(entry, dict):
         message = f"a rule is a mapping with `id`, `action` and `params`, found {described(entry)}"
         hint = 'such as `- {id: my-rule, action: zero, params: "*.bias"}`'
         return None, [Problem(source.place(at), "wrong-type", message, hint)]
     rule, flaws = check_rule(entry, known_actions)
-    return rule, [_problem(source, at, flaw, entry) for flaw in flaws]
+    return rule, [_problem(source, at, flaw) for flaw in flaws]
 
 
-def _problem(source: Located, at: Path, flaw: Flaw, entry: object) -> Problem:
-    if not flaw.at:
-        return Problem(source.place(at), flaw.check, flaw.message, flaw.hint)
-    path: Path = (*at, *_path(flaw.at, entry))
+def _problem(source: Located, at: Path, flaw: Flaw) -> Problem:
+    path: Path = (*at, *flaw.path)
     if flaw.missing:
         place = source.missing_place(path[:-1])
     else:
         place = source.key_place(path) if flaw.key else source.place(path)
-    release = f" in gradsurgeon {VERSION}" if flaw.check == "not-there-yet" else ""
-    return Problem(place, flaw.check, flaw.message + release, flaw.hint)
-
-
-def _path(at: str, entry: object) -> Iterator[str | int]:
-    """Yield the keys and indices along which a flaw is found: in a mapping, "7" is a key."""
-    inside = entry
-    for step in steps_of(at):
-        if isinstance(inside, Mapping):
-            yield step
-            inside = inside.get(step)
-        else:
-            yield int(step) if step.isdecimal() else step
-            inside = None
+    return Problem(place, flaw.check, flaw.message, flaw.hint)
 
 
 def tidy(problems: Sequence[Problem]) -> list[Problem]:
@@ -207,9 +144,6 @@ def tidy(problems: Sequence[Problem]) -> list[Problem]:
 
     # Two aliases of one mapping have its problems twice.
     kept = [problem for problem in dict.fromkeys(problems) if not echoes(problem)]
-    # A refused merge key may have brought every key that is missing.
-    if any(problem.check == "merge-key" for problem in kept):
-        kept = [problem for problem in kept if problem.check != "missing-key"]
     return sorted(kept, key=lambda problem: (problem.place.line, problem.place.col))
 
 

@@ -1,46 +1,14 @@
-"""Plain data that knows where each of its values was written."""
+"""Where rules are written: a file, plain Python data, and the tree in which `include` finds its files."""
 
 from __future__ import annotations
 
 import pathlib
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
+from gradsurgeon import packs, source
 from gradsurgeon.errors import Place, Problem
-from gradsurgeon.source import Path
-
-
-class Located(Protocol):
-    """Plain data that knows where each of its values was written; `source.Document` is one."""
-
-    @property
-    def file(self) -> str:
-        """Name for messages."""
-
-    @property
-    def text(self) -> str:
-        """The whole text, empty where there is none."""
-
-    @property
-    def data(self) -> object:
-        """Plain values."""
-
-    @property
-    def problems(self) -> tuple[Problem, ...]:
-        """What was wrong with reading it."""
-
-    @property
-    def folder(self) -> pathlib.Path | None:
-        """Where the file stands, ``None`` where there is no file."""
-
-    def place(self, path: Path) -> Place:
-        """Return the place of a value."""
-
-    def key_place(self, path: Path) -> Place:
-        """Return the place of a key."""
-
-    def missing_place(self, path: Path) -> Place:
-        """Return where to point for a key that the mapping at ``path`` lacks."""
+from gradsurgeon.source import Document, Path
 
 
 @dataclass(frozen=True)
@@ -60,3 +28,35 @@ class Built:
 
     key_place = place
     missing_place = place
+
+
+# Plain data that knows where each of its values was written.
+Located: TypeAlias = Document | Built
+
+
+class Files(Protocol):
+    """A tree of files in which `include` finds its own: those of a commit do not read the disk."""
+
+    def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
+        """Return a document that stands in ``folder`` the way an entry would name it."""
+
+    def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
+        """Return the file that a relative entry of a file in ``folder`` names, or raise `IncludeError`."""
+
+    def read(self, target: packs.Included) -> Located:
+        """Read what `find` has found, or raise `RuleFileError`."""
+
+
+class _Disk:
+    def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
+        path = folder / pathlib.Path(document.file).name
+        return packs.Included(document.file, path.resolve(), folder)
+
+    def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
+        return packs.file_on_disk(entry, folder)
+
+    def read(self, target: packs.Included) -> Located:
+        return source.read(target.path, target.name)
+
+
+DISK: Files = _Disk()

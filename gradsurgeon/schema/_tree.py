@@ -9,25 +9,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradsurgeon import packs
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import Rule, described
 from gradsurgeon.errors import Place, Problem, RuleFileError
 from gradsurgeon.schema._document import (
-    MAX_FILES,
     MAX_PROBLEMS,
     bounded,
     duplicate_ids,
-    entries,
     no_mapping,
     refusal,
     rule_at,
     tidy,
     top_level,
 )
-from gradsurgeon.schema._files import DISK, Files
-from gradsurgeon.schema._located import Built, Located
+from gradsurgeon.schema._located import DISK, Built, Files, Located
 
-# A hostile tree is read within seconds.
-MAX_DEPTH = 8
+# In all: a hostile tree is read within seconds.
+MAX_FILES = 32
 
 
 @dataclass(frozen=True)
@@ -85,11 +82,7 @@ def _sha256(text: str) -> str:
 
 
 def from_rules(rules: Sequence[Rule]) -> RuleSet:
-    """Return the rule set of rules that were built in Python.
-
-    Raises:
-        RuleFileError: an id stands twice, or there are no rules.
-    """
+    """Return the rule set of rules that were built in Python."""
     source = Built(None, file="<python>")
     problems = list(duplicate_ids(source, [(i, rule.id) for i, rule in enumerate(rules)], {}))
     if not rules:
@@ -101,11 +94,7 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
 
 
 def validate(source: Located, files: Files = DISK) -> RuleSet:
-    """Return the rules of a document and of all that it includes, out of the same files.
-
-    Raises:
-        RuleFileError: with every problem found, those of reading the text included.
-    """
+    """Return the rules of a document and of all that it includes, out of the same files."""
     inspection = inspect(source, files)
     if inspection.rules is None:
         raise RuleFileError(list(inspection.problems))
@@ -130,11 +119,9 @@ class Inspection:
     _written: Mapping[str, tuple[Located, int]]
 
     def source(self, rule_id: str) -> Located:
-        """Return the file that holds a rule."""
         return self._written[rule_id][0]
 
     def options(self, rule_id: str) -> Mapping[str, object]:
-        """Return the options of a rule as they are written."""
         source, index = self._written[rule_id]
         data: Any = source.data
         options: Mapping[str, object] = data["rules"][index]
@@ -152,14 +139,20 @@ class Inspection:
 def inspect(source: Located, files: Files = DISK) -> Inspection:
     """Return the rules of a document and its includes with all that is known of their places."""
     tree = _Tree(source, files)
-    problems = tuple(tree.problems)
-    return Inspection(
-        None if any(one.severity == "error" for one in problems) else tree.rule_set(source),
-        problems,
-        tuple(tree.sources),
-        tree.entries,
-        tree.written,
-    )
+    # Those of a file before those of what it includes.
+    problems = tuple(bounded([problem for group in tree.problems for problem in group]))
+    rules = None
+    if not any(problem.severity == "error" for problem in problems):
+        rules = RuleSet(
+            rules=tuple(tree.rules),
+            warnings=problems,
+            file=source.file,
+            text=source.text,
+            files=tuple((one.file, one.text) for one in tree.sources if one.text),
+            _written=tree.written,
+            _entries=tree.entries,
+        )
+    return Inspection(rules, problems, tuple(tree.sources), tree.entries, tree.written)
 
 
 class _Tree:
@@ -168,43 +161,23 @@ class _Tree:
     def __init__(self, source: Located, files: Files) -> None:
         self._from = files
         self.rules: list[Rule] = []
-        self.files: list[tuple[str, str]] = []
         self.sources: list[Located] = []
         self.entries: dict[str, Place] = {}
         self.written: dict[str, tuple[Located, int]] = {}
-        self._problems: list[list[Problem]] = []  # one list per file
+        self.problems: list[list[Problem]] = []  # one list per file
         self._ids: dict[str, Place] = {}
         self._followed = 0  # entries
         self._reached: dict[pathlib.Path, Place] = {}  # by which entry
         trail = () if source.folder is None else (files.itself(source, source.folder),)
         self._add_file(source, source.folder, trail)
 
-    @property
-    def problems(self) -> list[Problem]:
-        """The problems: those of a file before those of what it includes."""
-        return bounded([problem for group in self._problems for problem in group])
-
-    def rule_set(self, source: Located) -> RuleSet:
-        """Return the rules, of which none is wrong."""
-        return RuleSet(
-            rules=tuple(self.rules),
-            warnings=tuple(self.problems),
-            file=source.file,
-            text=source.text,
-            files=tuple(self.files),
-            _written=self.written,
-            _entries=self.entries,
-        )
-
     def _add_file(
         self, source: Located, folder: pathlib.Path | None, trail: tuple[packs.Included, ...]
     ) -> None:
         # `trail` are the files by which it was reached, itself included.
         group: list[Problem] = []
-        self._problems.append(group)
+        self.problems.append(group)
         self.sources.append(source)
-        if source.text:
-            self.files.append((source.file, source.text))
         data = source.data
         if not isinstance(data, dict):
             group += no_mapping(source)
@@ -214,9 +187,15 @@ class _Tree:
             group.append(refused)
             return
         problems = [*source.problems, *top_level(source, data)]
-        for index, entry in entries(data):
+        included = data.get("include")
+        for index, entry in enumerate(included if isinstance(included, list | tuple) else ()):
             place = source.place(("include", index))
-            problems += self._follow(entry, place, folder, trail)
+            if isinstance(entry, str):
+                problems += self._follow(entry, place, folder, trail)
+            else:
+                message = f"expected a pack or the path of a file, found {described(entry)}"
+                hint = f'such as "{packs.PREFIX}nan-trap@1"'
+                problems.append(Problem(place, "wrong-type", message, hint))
         group += tidy([*problems, *self._add_rules(source, data)])
 
     def _add_rules(self, source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
@@ -246,9 +225,9 @@ class _Tree:
     ) -> Iterator[Problem]:
         # Counted whether they lead to a file or not: to look for what was meant takes time, too.
         self._followed += 1
-        if self._followed > MAX_FILES or len(trail) > MAX_DEPTH:
-            if self._followed <= MAX_FILES + 1:  # to be said once
-                message = f"more than {MAX_DEPTH} files deep or {MAX_FILES} entries in all"
+        if self._followed > MAX_FILES:
+            if self._followed == MAX_FILES + 1:  # to be said once
+                message = f"more than {MAX_FILES} entries in all"
                 yield Problem(place, "bad-include", message, "include fewer files")
             return
         try:
@@ -276,8 +255,6 @@ class _Tree:
             message = f"the includes go round in a circle: {chain}"
             raise packs.IncludeError(message, "remove one of these entries")
         if first := self._reached.get(target.path):
-            here = first.file == place.file and first.line > 0
-            by = f"on line {first.line}" if here else f"at {first}"
-            message = f"{target.name} is included twice, first {by}"
+            message = f"{target.name} is included twice, first at {first}"
             raise packs.IncludeError(message, "remove one of the two entries")
         self._reached[target.path] = place

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from operator import eq, ge, gt, le, lt, ne
 
 VERSION = "0.1.0"
 FORMAT = 1
 
+_COMPARISONS = {">=": ge, "<=": le, "==": eq, "!=": ne, ">": gt, "<": lt}
 _CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+){0,3})")
 
 
@@ -26,14 +28,5 @@ def meets(version: str, requirement: str) -> bool | None:
         match = _CLAUSE.fullmatch(clause.strip())
         if match is None:
             return None
-        operator, want = match.group(1), release(match.group(2))
-        outcomes = {
-            ">=": have >= want,
-            "<=": have <= want,
-            "==": have == want,
-            "!=": have != want,
-            ">": have > want,
-            "<": have < want,
-        }
-        results.append(outcomes[operator])
+        results.append(_COMPARISONS[match[1]](have, release(match[2])))
     return all(results)

@@ -10,7 +10,6 @@ from fuzzing import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradsurgeon._expressions import Expression
 from gradsurgeon.match import PatternError, compile_pattern, select, suggest
 
 # Thousands of inputs take the same few lines, and tracing them twice the time.
@@ -104,29 +103,8 @@ def test_a_regular_expression_that_is_taken_means_what_python_says(text: str, na
         return
     with within(0.5):
         assert pattern.matches(name) is bool(re.fullmatch(text, name))
-        pattern.matches("ab1." * 25 + "!")
-        pattern.matches("a" * 100 + "!")
-
-
-PARTS = r"a|b|.|\.|.*|.*?|a*|[ab]+|a{0,2}|a*+|\d+|(?>a+)|(?=a)|(?!b)|(?<=a)|(?<!b.)|^|$"
-EXPRESSIONS = st.lists(
-    st.sampled_from([*PARTS.split("|"), "(a|ab)", "(?:b|)", "(?i:A)", "(?-i:a)", "(?:a.){2}"]),
-    max_size=6,
-).map("".join)
-
-
-@SETTINGS
-@example(".*a.*a(?<=a.a)", "abaaba")
-@given(EXPRESSIONS, NAMES)
-def test_all_ways_at_once_lead_where_python_gets_one_by_one(text: str, name: str) -> None:
-    for flags in ("", "(?i)"):
-        try:
-            expression = Expression(flags + text)
-        except PatternError:
-            return
-        assert expression.fullmatch(name) is bool(re.fullmatch(flags + text, name))
-        expression.__dict__["_longest"] = -1  # as on a name that is long
-        assert expression.fullmatch(name) is bool(re.fullmatch(flags + text, name))
+        pattern.matches("ab1." * 75)
+        pattern.matches("a" * 299 + "!")
 
 
 @SETTINGS

@@ -127,7 +127,7 @@ class TestRoundTrip:
 
 
 class TestStrict:
-    def test_every_problem_at_once_with_its_place(self, file: pathlib.Path) -> None:
+    def test_the_first_item_that_is_wrong_with_all_its_problems(self, file: pathlib.Path) -> None:
         data = json.loads(json.dumps(GOOD))
         data["params"][0] |= {"shape": [3, -1, True, "x"], "requires_grad": 1, "dtyp": "float32"}
         del data["params"][0]["dtype"]
@@ -150,7 +150,6 @@ class TestStrict:
             ("params[0]", "missing key `dtype`"),
             ("params[0].requires_grad", "expected a valid boolean, found the number 1"),
             ("params[0].dtyp", "unknown key `dtyp`"),
-            ("params[1].aliases", 'expected a list, found the text "fc.b"'),
             ("modules[1].name", 'string should have at least 1 character, found the text ""'),
             ("modules[1].type[0]", "expected a valid string, found nothing"),
         ]
@@ -158,25 +157,21 @@ class TestStrict:
     def test_names_are_unique_aliases_included(self, file: pathlib.Path) -> None:
         data = json.loads(json.dumps(GOOD))
         data["params"][1]["aliases"] = ["tied", "fc.weight"]
-        data["modules"] *= 2
-        assert refused(data, file) == [
-            (
-                "params[1].aliases[1]",
-                "the parameter `fc.weight` stands twice, first at params[0].name",
-            ),
-            ("modules[1].name", "the module `.` stands twice, first at modules[0].name"),
+        assert refused(data, file) == [("", "the parameter `fc.weight` stands twice")]
+        assert refused({**GOOD, "modules": GOOD["modules"] * 2}, file) == [
+            ("", "the module `.` stands twice")
         ]
 
     @pytest.mark.parametrize(
         ("text", "place", "message"),
         [
-            ("", "", "not JSON: Expecting value at line 1, column 1"),
-            ("[1, NaN]", "", "not JSON: NaN is no value of JSON"),
-            ("[" * 100_000, "", "not JSON: it is nested too deeply"),
+            ("", "", "not JSON: EOF while parsing a value at line 1 column 0"),
+            ("[1, NaN]", "", "not JSON: expected value at line 1 column 5"),
+            ("[" * 100_000, "", "not JSON: recursion limit exceeded"),
             (
                 "9" * 5000,
                 "",
-                "not JSON: Exceeds the limit (4300 digits) for integer string conversion",
+                "not JSON: number out of range at line 1 column 4302",
             ),
             ("[" + "1," * 6_000_000 + "1]", "", "more than 6,000,000 values are not read"),
             (" " * 100_000_001, "", "more than 100 MB of JSON are not read"),
@@ -194,19 +189,24 @@ class TestStrict:
         assert refused({**GOOD, "params": value}, file) if value != [] else True
         assert refused({**GOOD, "version": value}, file) if value != 1 else True
 
-    def test_a_key_that_stands_twice(self, file: pathlib.Path) -> None:
-        text = json.dumps(GOOD).replace('"dtype"', '"dtype": "float64", "dtype"', 1)
-        message = 'the key `dtype` stands twice, in the object whose `name` is the text "fc.weight"'
-        assert refused(text, file) == [("", message)]
+    def test_of_two_like_keys_the_last_counts_and_the_hash_tells(self, file: pathlib.Path) -> None:
+        text = json.dumps(GOOD).replace('"float32"', '"float32", "dtype": "float64"', 1)
+        file.write_text(text)
+        found = manifest_file.read(file)
+        assert found.params[0].dtype == "float64"
+        assert "was edited by hand, or merged" in found.notes[0]
 
-    def test_thousands_of_problems_come_to_an_end(self, file: pathlib.Path) -> None:
-        problems = refused({**GOOD, "params": [0] * 10_000}, file)
-        assert len(problems) == 201
-        assert problems[-1][1] == "over 200 problems, not read on"
+    def test_thousands_of_problems_are_counted(self, file: pathlib.Path) -> None:
+        assert refused({**GOOD, "params": [0] * 10_000}, file) == [
+            ("params[0]", "expected a dictionary or an instance of Param, found the number 0")
+        ]
+        strange = {f"key{number}": 1 for number in range(10_000)}
+        assert refused(GOOD | strange, file) == [("", "10000 problems: this is no file of names")]
 
     def test_a_shape_of_a_million_dimensions(self, file: pathlib.Path) -> None:
-        problems = refused(manifest(("a", "float32", [1 << 62] * 1_000_000)), file)
-        assert problems == [("params[0].shape", "1000000 items, at most 64 are read")]
+        ((place, message),) = refused(manifest(("a", "float32", [1 << 62] * 1_000_000)), file)
+        assert place == "params[0].shape"
+        assert "at most 64 items" in message
 
     def test_control_codes_are_escaped(self, file: pathlib.Path) -> None:
         file.write_text(json.dumps({**GOOD, "\x1b[2J": "\x1b[31m", "origin": ["\x1b"]}))
@@ -216,7 +216,9 @@ class TestStrict:
 
     def test_bytes_that_are_no_text(self, file: pathlib.Path) -> None:
         file.write_bytes(b'{"a": "\xff"}')
-        with pytest.raises(ManifestError, match="byte 8 is not UTF-8 text"):
+        with pytest.raises(
+            ManifestError, match="not JSON: invalid unicode code point at line 1 column 8"
+        ):
             manifest_file.read(file)
 
     @pytest.mark.parametrize("name", ["gone.json", "gone.safetensors", "a\0b", "."])
@@ -340,7 +342,7 @@ class TestWeights:
             (b"\xff" * 20, "its header does not fit in it"),
             (b"version https://git-lfs.github.com/spec/v1\noid", "this is a pointer of Git LFS"),
             (b"\x02" + bytes(7) + b"[]", "its header is no JSON object"),
-            (b"\x09" + bytes(7) + b'{"a": NaN', "NaN is no value"),
+            (b"\x09" + bytes(7) + b'{"a": NaN', "not JSON: expected value"),
             (b"\x09" + bytes(7) + b'{"a": [] }', "not JSON"),
         ],
     )
@@ -362,7 +364,7 @@ class TestWeights:
         with pytest.raises(ManifestError) as caught:
             manifest_file.read(path)
         places = [str(one.place).removeprefix(f"{path} ") for one in caught.value.problems]
-        assert places == ["a.shape[0]", "b.dtype", str(path)]
+        assert places == ["a.shape[0]", "b.dtype", "[key]"]
 
 
 class TestIndex:
@@ -407,9 +409,7 @@ class TestIndex:
 
     def test_a_shard_of_another_model(self, file: pathlib.Path) -> None:
         write_weights(file.parent / "one.safetensors", {"x": ("F32", [2, 3])})
-        with pytest.raises(
-            ManifestError, match=r"weight_map\.a\.weight: .*holds no tensor of this name"
-        ):
+        with pytest.raises(ManifestError, match=r"one\.safetensors holds no tensor `a\.weight`"):
             manifest_file.read(file)
 
     @pytest.mark.parametrize(

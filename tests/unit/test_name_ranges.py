@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradsurgeon._name_ranges import fold_names
+from gradsurgeon.planning.table import fold_names
 
 
 @pytest.mark.parametrize(

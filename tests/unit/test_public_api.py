@@ -71,7 +71,10 @@ def test_names() -> None:
 def test_every_error_and_every_action_has_a_name_there() -> None:
     defined = [value for value in vars(errors).values() if inspect.isclass(value)]
     public = [
-        value for value in defined if issubclass(value, GradSurgeonError | GradSurgeonWarning)
+        value
+        for value in defined
+        if issubclass(value, GradSurgeonError | GradSurgeonWarning)
+        and not value.__name__.startswith("_")
     ]
     for value in (*public, *ACTIONS.values()):
         assert getattr(gradsurgeon, value.__name__) is value

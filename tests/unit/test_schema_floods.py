@@ -73,7 +73,7 @@ def test_one_rule_is_not_looked_at_for_ever() -> None:
 
 def test_ids_are_words_not_books() -> None:
     (problem,) = problems_of(f'{HEAD}- {{id: {"a" * 101}, action: zero, params: "*"}}\n')
-    assert problem.message == "the id has 101 characters, at most 100 are read"
+    assert problem.message.endswith("joined by `-`, at most 100 characters")
     assert (problem.place.line, problem.place.col) == (3, 8)
     assert not problems_of(f'{HEAD}- {{id: {"a" * 100}, action: norm-log, params: "*"}}\n')
     long = "9" * 400_000

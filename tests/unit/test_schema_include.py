@@ -136,8 +136,8 @@ class TestWithoutAFile:
     def test_relative_files_have_nothing_to_be_relative_to(self, rules: Any, place: str) -> None:
         assert refused(rules) == [
             f"{place}: error: `part.yaml` would be relative to the including file, and there is none: "
-            "these rules are a text, a dict or a pack (load them from a file, or include packs only, "
-            "such as `gradsurgeon:clip@1`) [bad-include]"
+            "these rules are a text, a dict or a pack (load them from a file, or include packs only) "
+            "[bad-include]"
         ]
 
     def test_packs_can_be_included(self) -> None:
@@ -149,7 +149,10 @@ class TestWithoutAFile:
 
     def test_a_pack_that_was_meant(self) -> None:
         (message,) = refused({"version": 1, "include": ["nan-trap@1"]})
-        assert "`nan-trap@1` is no pack (did you mean `gradsurgeon:nan-trap@1`?)" in message
+        assert (
+            "these rules are a text, a dict or a pack (did you mean `gradsurgeon:nan-trap@1`?)"
+            in message
+        )
 
 
 LEADING_OUT = [
@@ -189,7 +192,7 @@ class TestTree:
         (here / "part.yaml").write_text(text("two"))
         (here / "top.yaml").write_text(text("one", include=[str(here / "part.yaml")]))
         (found,) = refused("top.yaml")
-        assert "is absolute: a rule file reads inside its own folder only" in found
+        assert "is absolute, or holds a backslash: a rule file reads inside its own folder" in found
 
     def test_what_lies_outside_is_not_told(self, here: pathlib.Path) -> None:
         (here / "folder").symlink_to(here.parent, target_is_directory=True)
@@ -211,7 +214,7 @@ class TestTree:
         (here / "link.yaml").symlink_to("part.yaml")
         (here / "top.yaml").write_text(text("one", include=["part.yaml", "link.yaml"]))
         (found,) = refused("top.yaml")
-        assert "link.yaml is included twice, first on line 1" in found
+        assert "link.yaml is included twice, first at top.yaml:1:28" in found
 
     def test_an_included_file_reads_in_its_own_folder_only(self, here: pathlib.Path) -> None:
         (here / "inner").mkdir()
@@ -229,7 +232,7 @@ class TestTree:
         assert "circle.yaml` " in circle
         assert str(here) not in circle
         assert "`pipe.yaml` is no regular file" in pipe
-        assert "cannot be looked up: File name too long" in long
+        assert "cannot be looked up" in long
 
     def test_a_file_that_is_too_long(self, here: pathlib.Path) -> None:
         (here / "part.yaml").write_text("#" * (1 << 20) + "\n" + text("two"))
@@ -241,8 +244,9 @@ class TestTree:
 class TestLimits:
     def test_more_entries_than_files_are_read(self, here: pathlib.Path) -> None:
         (here / "top.yaml").write_text(text("one", include=["gone.yaml"] * 33))
-        (found,) = refused("top.yaml")
-        assert "33 entries, at most 32 files are read (include fewer files)" in found
+        *gone, found = refused("top.yaml")
+        assert len(gone) == 32
+        assert "more than 32 entries in all (include fewer files)" in found
 
     def test_more_files_than_are_read(self, here: pathlib.Path) -> None:
         names = [f"part{n}.yaml" for n in range(33)]
@@ -252,7 +256,7 @@ class TestLimits:
         (here / "top.yaml").write_text(text("one", include=[names[0]]))
         (found,) = refused("top.yaml")
         assert found.startswith("part0.yaml:1:")
-        assert "more than 8 files deep or 32 entries in all (include fewer files)" in found
+        assert "more than 32 entries in all (include fewer files)" in found
 
     def test_entries_that_name_nothing_are_not_looked_for_without_end(
         self, here: pathlib.Path
@@ -268,7 +272,7 @@ class TestLimits:
         with within(seconds=3):
             assert len(refused("top.yaml")) == 32
 
-    @pytest.mark.parametrize(("depth", "read"), [(8, True), (9, False)])
+    @pytest.mark.parametrize(("depth", "read"), [(32, True), (33, False)])
     def test_a_chain(self, here: pathlib.Path, depth: int, read: bool) -> None:
         (here / "part0.yaml").write_text(text("part0"))
         for n in range(1, depth + 1):
@@ -278,7 +282,7 @@ class TestLimits:
             assert [rule.id for rule in rules] == [f"part{n}" for n in range(depth + 1)]
         else:
             (found,) = refused(f"part{depth}.yaml")
-            assert "more than 8 files deep" in found
+            assert "more than 32 entries in all" in found
             assert found.startswith("part1.yaml:1:")
 
 
@@ -316,10 +320,10 @@ class TestPublished:
         assert self.load("one@2") == ["one-2"]
 
     def test_the_newest_is_proposed_by_number(self, rules: pathlib.Path) -> None:
-        with pytest.raises(RuleFileError, match=r"write `gradsurgeon:one@10`"):
-            self.load("one")
-        with pytest.raises(RuleFileError, match=r"known: `gradsurgeon:one@1`, .*@2`, .*@10`"):
-            self.load("one@3")
+        for spec in ("one", "one@3"):
+            with pytest.raises(RuleFileError, match=r"did you mean `one@10`") as caught:
+                self.load(spec)
+            assert f"there is no pack `{spec}`; packs are named with" in str(caught.value)
 
     def test_a_pack_that_was_changed_is_refused(self, rules: pathlib.Path) -> None:
         with (rules / "one.yaml").open("a") as stream:

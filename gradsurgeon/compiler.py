@@ -1,4 +1,4 @@
-"""The program of a plan: everything a session does, sorted by the moment at which it happens."""
+"""Plan -> program: everything a session does, sorted by the moment at which it happens. Pure."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class Program:
 
     @property
     def traps(self) -> tuple[Stage, ...]:
-        """The stages that can stop an update for the gradient of a parameter."""
         return tuple(stage for stage in self.after_backward if isinstance(stage.rule, TrapRule))
 
     @property
@@ -78,12 +77,10 @@ class Program:
 
     @property
     def freezes(self) -> tuple[Stage, ...]:
-        """The stages that keep an optimizer off a parameter."""
         return tuple(stage for stage in self.at_step if isinstance(stage.rule, FreezeRule))
 
     @property
     def step_edits(self) -> tuple[Stage, ...]:
-        """The stages that change final gradients."""
         return tuple(stage for stage in self.at_step if isinstance(stage.rule, EditRule))
 
 
