@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -141,7 +142,7 @@ def write(connection: sqlite3.Connection, batch: Batch, series: Sequence[Written
 
 def _series(series: WrittenSeries) -> tuple[int, str, str, str, str]:
     key = series.key
-    return series.id, key.rule, key.stat, key.point, layout.as_json(key.names)
+    return series.id, key.rule, key.stat, key.point, json.dumps(key.names)
 
 
 def _event(time: float, event: Event) -> tuple[float, str, str, int, int, str, str]:
@@ -157,7 +158,7 @@ def _summarise(connection: sqlite3.Connection, series: WrittenSeries) -> int:
         summary = layout.summarise(_chunk(connection, series.id, done), len(series.key.names))
         connection.execute(
             "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (layout.row_id(series.id, done), *layout.as_columns(summary)),
+            (layout.row_id(series.id, done), *summary),
         )
         done += 1
     return done

@@ -213,7 +213,7 @@ class StoredSeries:
     def rows(self, start: int = 0, stop: int | None = None, every: int = 1) -> Iterator[Row]:
         """Yield every so many rows from ``start`` to before ``stop``, a few megabytes at a time."""
         for step, values, absent in self._stored(start, stop, every):
-            yield Row(step, layout.floats(values), layout.unpack_absent(absent))
+            yield Row(step, array("f", values), layout.unpack_absent(absent))
 
     def _stored(
         self, start: int = 0, stop: int | None = None, every: int = 1
@@ -287,7 +287,7 @@ class StoredSeries:
             sound = isinstance(step, int) and isinstance(value, bytes) and len(value) == _FLOAT
             if not sound or not (bits is None or (isinstance(bits, bytes) and len(bits) == 1)):
                 raise self._wrong_size("row")
-        values = layout.floats(b"".join(row[1] for row in rows))
+        values = array("f", b"".join(row[1] for row in rows))
         bit = 1 << column % 8
         return [
             (step, value, bits is not None and bool(bits[0] & bit))
@@ -326,10 +326,10 @@ class StoredSeries:
         return Summary(
             first,
             last,
-            layout.floats(maxima),
-            layout.floats(minima),
-            layout.counts(nonfinite),
-            layout.counts(present),
+            array("f", maxima),
+            array("f", minima),
+            array("H", nonfinite),
+            array("H", present),
         )
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import sys
 import time
-from array import array
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
@@ -118,8 +116,6 @@ class RunWriter:
             row_id = layout.row_id(series.id, series.rows - 1)
             if row_id not in self._batch.rows:
                 self._batch.size += len(values)
-            if sys.byteorder == "big":
-                values = layout.to_file(array("f", values))
             bits = layout.pack_absent(absent, len(key.names))
             self._batch.rows[row_id] = (row_id, step, values, bits)
             if self._batch.size >= self._large:
@@ -137,7 +133,7 @@ class RunWriter:
         if self.closed:
             return
         for rule, status in statuses.items():
-            text = layout.as_json(asdict(status))
+            text = json.dumps(asdict(status))
             if self._written_statuses.get(rule) != text:
                 self._written_statuses[rule] = self._batch.statuses[rule] = text
 
