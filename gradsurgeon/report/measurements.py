@@ -78,7 +78,7 @@ class InMemory:
         return [series.key for series in self._records]
 
     def span(self) -> tuple[int, int] | None:
-        ends = [end for s in self._records if len(s) for end in (s.rows[0][0], s.rows[-1][0])]
+        ends = [end for series in self._records for end in series.ends()]
         return (min(ends), max(ends)) if ends else None
 
     def keys_of(self, name: str) -> list[Key]:

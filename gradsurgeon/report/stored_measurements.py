@@ -38,7 +38,7 @@ class _SeriesSummary:
         most = max(_SAMPLE_LEAST, min(_SAMPLE_MOST, _SAMPLE_VALUES // max(1, self.width)))
         self.every = max(1, -(-len(self.steps) * CHUNK // most))
         self._sample = array("f")
-        for row in series.rows(every=self.every):
+        for row in series.sample(self.every):
             for column in row.absent:
                 row.values[column] = math.nan
             self._sample += row.values
@@ -134,7 +134,7 @@ class OnDisk:
         return [series.key for series in self._series]
 
     def span(self) -> tuple[int, int] | None:
-        ends = [end for series in self._series if len(series) for end in series.ends()]
+        ends = [end for series in self._series for end in series.ends()]
         return (min(ends), max(ends)) if ends else None
 
     def keys_of(self, name: str) -> list[Key]:

@@ -154,7 +154,7 @@ def is_live(database: Path) -> bool:
         return False
     try:
         # Through SQLite, because closing a plain descriptor would drop a lock of this process.
-        with closing(sqlite3.connect(uri(lock, "mode=ro"), uri=True, timeout=0)) as probe:
+        with closing(sqlite3.connect(uri(lock, "?mode=ro"), uri=True, timeout=0)) as probe:
             probe.execute("SELECT 1 FROM sqlite_master").fetchall()
     except sqlite3.Error as error:
         return is_busy(error)

@@ -72,7 +72,7 @@ def create(path: Path, meta: Mapping[str, str], vfs: str = "") -> sqlite3.Connec
     modes = ["truncate"] if on_network(path) else ["wal", "truncate"]
     for mode in modes:
         connection = sqlite3.connect(
-            uri(path, vfs and f"vfs={vfs}"),
+            uri(path, vfs and f"?vfs={vfs}"),
             uri=True,
             timeout=_PATIENCE,
             isolation_level=None,
@@ -179,10 +179,9 @@ def is_busy(error: BaseException) -> bool:
     return primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
-def uri(path: Path, *options: str) -> str:
+def uri(path: Path, options: str = "") -> str:
     """Return a path as SQLite takes it with options."""
-    query = "&".join(option for option in options if option)
-    return f"file:{quote(os.fsencode(path.absolute()))}{'?' * bool(query)}{query}"
+    return f"file:{quote(os.fsencode(path.absolute()))}{options}"
 
 
 def on_network(path: Path, mounts: str | None = None) -> bool:

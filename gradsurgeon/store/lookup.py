@@ -151,7 +151,7 @@ class Lookup:
 
     def _check_age(self, name: str, stat: str, series: Sequence[RecordedSeries]) -> None:
         """Refuse a value that is old although the rule was due since."""
-        newest = max(step for recorded in series if (step := recorded.newest()) is not None)
+        newest = max(end for recorded in series for end in recorded.ends())
         rule = series[0].key.rule
         missed = 0 if self.due_since is None else self.due_since(rule, name, newest)
         if missed >= _QUIET_STEPS:

@@ -45,8 +45,8 @@ class RecordedSeries(Protocol):
     def last(self, name: str) -> tuple[int, float] | None:
         """Return the last of them, ``None`` where there is none."""
 
-    def newest(self) -> int | None:
-        """Return the step of the last row, whatever has a value in it."""
+    def ends(self) -> tuple[int, ...]:
+        """Return the steps of the first and of the last row, nothing where there is none."""
 
 
 class Series:
@@ -62,14 +62,14 @@ class Series:
 
     def add(self, row: Stored, *, replace: bool) -> bool:
         """Append a row, or overwrite the last one where it is of the same step; return whether there is one more."""
-        overwrite = replace and self.newest() == row[0]
+        overwrite = replace and self.ends()[1:] == row[:1]
         if overwrite:
             self.rows.pop()
         self.rows.append(row)
         return not overwrite
 
-    def newest(self) -> int | None:
-        return self.rows[-1][0] if self.rows else None
+    def ends(self) -> tuple[int, ...]:
+        return (self.rows[0][0], self.rows[-1][0]) if self.rows else ()
 
     def of(self, name: str) -> list[tuple[int, float]]:
         return [(step, value) for step, value in self.cells(name) if value is not None]

@@ -17,7 +17,6 @@ from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordedNames, RecordQueries
 from gradsurgeon.store.rank_file import RankFile, StoredSeries
 
-_LARGEST = 256 * 2**20
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 
 
@@ -169,21 +168,12 @@ def open_run(path: str | os.PathLike[str]) -> Run:
         RecordError: there is no run, or its files are damaged or foreign.
     """
     folder = Path(path)
-    where = printable(str(folder))
-    try:
-        names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        hint = "a run is a directory, the one that `record=` or `--record` named"
-        raise RecordError(f"{where}: cannot be opened as a run: {reason}; {hint}") from None
-    ranks = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
-    if RUN_FILE not in names:
-        begun = "it has records, but rank 0 has not begun" if ranks else "it is no run directory"
-        raise RecordError(f"{where}: holds no {RUN_FILE}: {begun}")
     meta = _read_meta(folder / RUN_FILE)
+    names = [entry.name for entry in folder.iterdir() if entry.is_file()]
+    ranks = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
     if not ranks:
         raise RecordError(
-            f"{where}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
+            f"{printable(str(folder))}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
         )
     with ExitStack() as opened:
         paths = [(folder / database_name(rank), rank) for rank in ranks]
@@ -194,25 +184,24 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
-    where = printable(str(path))
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise RecordError(f"{where}: is larger than any that gradsurgeon writes")
-        meta = json.loads(data)
+        meta = json.loads(path.read_bytes())
     except OSError as error:
-        raise RecordError(f"{where}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        reason = printable(str(error)[:200])
-        raise RecordError(f"{where}: is damaged: no JSON: {reason}") from None
+        raise RecordError(
+            f"{printable(str(path.parent))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
+            "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
+        ) from None
+    except (ValueError, RecursionError):
+        meta = None
     form = meta.get("format") if isinstance(meta, dict) else None
-    if type(form) is not int:
-        raise RecordError(f"{where}: was not written by gradsurgeon: it names no `format`")
+    if not isinstance(form, int):
+        raise RecordError(
+            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`"
+        )
     if form > FORMAT:
         raise RecordError(
-            f"{where}: has format {form}, and this gradsurgeon reads {FORMAT}: it was written by a newer "
-            "one; upgrade gradsurgeon"
+            f"{printable(str(path))}: has format {form}, and this gradsurgeon reads {FORMAT}: it was written "
+            "by a newer one; upgrade gradsurgeon"
         )
     return dict(meta)
 
