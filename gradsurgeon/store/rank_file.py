@@ -21,7 +21,7 @@ from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.store import layout
 from gradsurgeon.store.claim import is_live
-from gradsurgeon.store.database import uri
+from gradsurgeon.store.database import connect
 from gradsurgeon.store.layout import CHUNK, Stored, Summary, row_id
 from gradsurgeon.store.memory import Key
 
@@ -61,13 +61,7 @@ class RankFile:
         self.rank = rank
         self._series: dict[int, StoredSeries] = {}
         try:
-            self._connection = sqlite3.connect(
-                uri(path, "?mode=ro"),
-                uri=True,
-                timeout=_PATIENCE,
-                isolation_level=None,
-                check_same_thread=False,
-            )
+            self._connection = connect(path, _PATIENCE, "?mode=ro")
         except sqlite3.Error as error:
             raise self._unreadable(error) from None
         # Who drops a run without closing it must not be warned of a database that is still open.
