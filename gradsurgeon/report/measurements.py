@@ -3,83 +3,63 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple
 
 from gradsurgeon.report.spikes import Spike, largest_spike
-from gradsurgeon.store import Key, Records, merged
+from gradsurgeon.store import Key, RecordedSeries, Records, merged
 
 STAT = "l2"
 
 
-@dataclass(frozen=True, slots=True)
-class NormHistory:
-    """The norms of one parameter. The numbers are over its finite values, but first and last.
+class NormHistory(NamedTuple):
+    """The norms of one parameter. The numbers are over its finite values, but first and last."""
 
-    Attributes:
-        norms: oldest first, or the largest of each few hundred of them; ``None`` for no gradient.
-        first: the first norm.
-        median: the median.
-        largest: the largest norm.
-        spike: the norm that stands out most from those around it, ``None`` where none does.
-        last: the last norm.
-        nonfinite: how many norms are not finite.
-        nonfinite_step: the step of the first of them.
-    """
-
-    norms: tuple[float | None, ...]
+    norms: tuple[float | None, ...]  # or the largest of each few hundred; None for no gradient
     first: float
     median: float
     largest: float
     spike: Spike | None
     last: float
     nonfinite: int
-    nonfinite_step: int
+    nonfinite_step: int  # of the first of them
 
 
-class Measurements(Protocol):
+class Measurements(ABC):
     """Measurements of a run."""
 
-    @property
-    def dropped(self) -> int:
-        """How many rows had to make room."""
+    dropped = 0  # how many rows had to make room
+    sampled = 1  # the median is taken over one of so many rows
 
-    @property
-    def sampled(self) -> int:
-        """The median is taken over one of so many rows."""
+    def __init__(self, series: Sequence[RecordedSeries]) -> None:
+        self._series = series
 
-    def keys(self) -> Sequence[Key]: ...
+    def keys(self) -> list[Key]:
+        return [series.key for series in self._series]
 
     def span(self) -> tuple[int, int] | None:
         """Return the first and the last step, ``None`` where nothing was measured."""
+        ends = [end for series in self._series for end in series.ends()]
+        return (min(ends), max(ends)) if ends else None
 
+    @abstractmethod
     def keys_of(self, name: str) -> list[Key]:
         """Return the keys of the series that hold an l2 norm of one parameter."""
 
+    @abstractmethod
     def history(self, name: str, rule: str, point: str) -> NormHistory:
         """Return the l2 norms of one parameter, by a rule that has one."""
 
 
-class InMemory:
+class InMemory(Measurements):
     """The records of a session, or those of a run that fits into memory."""
 
-    sampled = 1
-
     def __init__(self, records: Records) -> None:
+        super().__init__(list(records))
         self._records = records
-
-    @property
-    def dropped(self) -> int:
-        return self._records.dropped
-
-    def keys(self) -> list[Key]:
-        return [series.key for series in self._records]
-
-    def span(self) -> tuple[int, int] | None:
-        ends = [end for series in self._records for end in series.ends()]
-        return (min(ends), max(ends)) if ends else None
+        self.dropped = records.dropped
 
     def keys_of(self, name: str) -> list[Key]:
         return [series.key for series in self._records.series(name, STAT) if series.last(name)]

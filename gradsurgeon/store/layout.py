@@ -69,8 +69,8 @@ def unpack_absent(bits: bytes | None) -> frozenset[int]:
     return frozenset(column for column, flag in enumerate(reversed(flags)) if flag == "1")
 
 
-def is_absent(bits: bytes | None, column: int) -> bool:
-    return bits is not None and bool(bits[column >> 3] >> (column & 7) & 1)
+def is_absent(bits: bytes, column: int) -> bool:
+    return bool(bits[column >> 3] >> (column & 7) & 1)
 
 
 def absent_size(width: int) -> int:

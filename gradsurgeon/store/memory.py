@@ -85,8 +85,10 @@ class Series:
     def _cells(self, rows: Iterable[Stored], name: str) -> Iterator[tuple[int, float | None]]:
         column = self.columns[name]
         for step, values, absent in rows:
-            value = None if is_absent(absent, column) else _FLOAT(values, 4 * column)[0]
-            yield step, value
+            if absent is None or not is_absent(absent, column):
+                yield step, _FLOAT(values, 4 * column)[0]
+            else:
+                yield step, None
 
 
 class Records:

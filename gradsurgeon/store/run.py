@@ -14,7 +14,7 @@ from typing import Any, Self
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
-from gradsurgeon.store.lookup import Logged, Lookup, RecordedNames, RecordQueries
+from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.rank_file import RankFile, StoredSeries
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
@@ -125,7 +125,7 @@ class Run(RecordQueries):
             names.setdefault(rule, {}).update(dict.fromkeys(self.names_of(rule)))
         logged = {rule: Logged(tuple(stats[rule]), frozenset(names[rule])) for rule in stats}
         every = tuple(dict.fromkeys((*self.params, *known)))
-        return Lookup(RecordedNames(every, self._aliases, logged), self.series)
+        return Lookup(every, self._aliases, logged, self.series)
 
     @property
     def stats(self) -> dict[str, tuple[str, ...]]:

@@ -52,11 +52,15 @@ def test_names_aliases_and_errors_are_those_of_a_session(run_path: pathlib.Path)
         assert run.params == ("a.weight", "a.bias")
         assert run.latest("tied.a.bias") == run.latest("a.bias") == 299.0
         assert run.history("tied.a.bias", rule="norms")[1] == (1, 1.0)
-        with pytest.raises(KeyError, match=r"no parameter 'a.bia' .* did you mean `a.bias`"):
+        with pytest.raises(KeyError, match=r"no parameter 'a.bia' in the model; nearest: a.bias, "):
             run.latest("a.bia")
-        with pytest.raises(RecordError, match=r"no rule records max of a.bias; recorded: l2"):
+        with pytest.raises(
+            RecordError, match=r"no rule records max of a.bias; recorded: norms: l2"
+        ):
             run.history("a.bias", "max")
-        with pytest.raises(RecordError, match=r"'norm' records nothing of a.bias; did you mean"):
+        with pytest.raises(
+            RecordError, match=r"no rule 'norm' records l2 of a.bias; recorded: norms: l2"
+        ):
             run.history("a.bias", rule="norm")
 
 

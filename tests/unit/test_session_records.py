@@ -54,7 +54,7 @@ def test_a_run_says_what_its_session_said(tmp_path: Path) -> None:
         assert run.status() == session.status()
         assert run.meta["rules"]["sha256"] == session.plan.rules.sha256
         assert run.meta["plan"] == session.plan.to_dict()
-        with pytest.raises(KeyError, match=r"no parameter '0.wieght' .* did you mean `0.weight`"):
+        with pytest.raises(KeyError, match=r"no parameter '0.wieght' .* nearest: 0.weight"):
             run.latest("0.wieght")
 
 
