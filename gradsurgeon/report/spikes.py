@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 # Norms of one training differ from step to step by less than this, in its first steps above all.
 _TIMES = 10.0
@@ -16,15 +16,8 @@ _LEAST = 20
 _NEAR = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Spike:
-    """A norm that stands out.
-
-    Attributes:
-        step: where.
-        value: the norm.
-        times: how often that of the steps around it, infinite where those are 0.
-    """
+class Spike(NamedTuple):
+    """A norm that stands out, and how many times the norms around it; infinite where those are 0."""
 
     step: int
     value: float
@@ -32,18 +25,12 @@ class Spike:
 
 
 def largest_spike(pairs: Sequence[tuple[int, float]]) -> Spike | None:
-    """Return the norm that stands out most, ``None`` where none does.
-
-    Before the first step there is nothing that it could stand out from: it is the beginning of a
-    norm that falls as often as not.
-
-    Args:
-        pairs: step and norm, oldest first; what is not finite is left out.
-    """
+    """Return which of steps and norms stands out most, ``None`` where none does."""
     finite = [pair for pair in pairs if math.isfinite(pair[1])]
     values = [value for _, value in finite]
     spike: Spike | None = None
     largest = _TIMES
+    # The first norm has nothing to stand out from: as often as not it is the beginning of a fall.
     for start in range(1, len(values) if len(values) >= _LEAST else 0, _NEAR):
         # What does not stand out from the least of its surroundings need not be compared further.
         lowest = min(values[max(0, start - _NEAR) : start + 2 * _NEAR])

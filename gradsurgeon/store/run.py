@@ -55,11 +55,6 @@ class Run(RecordQueries):
             file.close()
 
     @property
-    def files(self) -> tuple[Path, ...]:
-        """Every file that belongs to the run."""
-        return (self.path / RUN_FILE, *(file.path for file in self._files))
-
-    @property
     def states(self) -> dict[int, str]:
         """By rank: ``running``, ``finished``, or ``stopped`` without having been closed."""
         return {file.rank: file.state for file in self._files}
@@ -114,17 +109,15 @@ class Run(RecordQueries):
                 yield series
 
     def _lookup(self) -> Lookup:
-        stats: dict[str, dict[str, None]] = {}
-        names: dict[str, dict[str, None]] = {}
+        stats = {rule: set(planned) for rule, planned in self.stats.items()}
+        names = {rule: set(self.names_of(rule)) for rule in stats}
         for series in self:
-            stats.setdefault(series.key.rule, {})[series.key.stat] = None
-            names.setdefault(series.key.rule, {}).update(dict.fromkeys(series.key.names))
-        known = tuple({name: None for recorded in names.values() for name in recorded})
-        for rule, planned in self.stats.items():
-            stats.setdefault(rule, {}).update(dict.fromkeys(planned))
-            names.setdefault(rule, {}).update(dict.fromkeys(self.names_of(rule)))
-        logged = {rule: Logged(tuple(stats[rule]), frozenset(names[rule])) for rule in stats}
-        every = tuple(dict.fromkeys((*self.params, *known)))
+            stats.setdefault(series.key.rule, set()).add(series.key.stat)
+            names.setdefault(series.key.rule, set()).update(series.key.names)
+        logged = {
+            rule: Logged(tuple(sorted(stats[rule])), frozenset(names[rule])) for rule in stats
+        }
+        every = (*self.params, *sorted(set().union(*names.values()) - {*self.params}))
         return Lookup(every, self._aliases, logged, self.series)
 
     @property
