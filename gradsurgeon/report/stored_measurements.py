@@ -8,8 +8,13 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from gradsurgeon.report.measurements import STAT, Measurements, NormHistory
-from gradsurgeon.report.spikes import Spike, largest_spike
+from gradsurgeon.report.measurements import (
+    STAT,
+    Measurements,
+    NormHistory,
+    Spike,
+    largest_spike,
+)
 from gradsurgeon.store import Key
 from gradsurgeon.store.layout import CHUNK
 from gradsurgeon.store.rank_file import StoredSeries

@@ -16,19 +16,12 @@ from gradsurgeon.store.layout import RUN_FILE, database_name
 
 @dataclass(slots=True)
 class Claim:
-    """The right of this process to write the records of one rank.
-
-    Attributes:
-        folder: the run directory.
-        database: the file to write, empty so far.
-        made_folder: the directory was not there before.
-        lock: holds the lock file; ``None`` where the file system has no locks.
-    """
+    """The right of this process to write the records of one rank."""
 
     folder: Path
-    database: Path
-    made_folder: bool
-    lock: sqlite3.Connection | None
+    database: Path  # empty so far
+    made_folder: bool  # it was not there before
+    lock: sqlite3.Connection | None  # `None` where the file system has no locks
 
     def release(self) -> None:
         """Let others see that nobody writes here any more."""

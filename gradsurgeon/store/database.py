@@ -52,7 +52,6 @@ class Batch:
     events: list[tuple[float, Event]] = field(default_factory=list)
     statuses: dict[str, str] = field(default_factory=dict)
     meta: dict[str, str] = field(default_factory=dict)
-    size: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.series or self.rows or self.events or self.statuses or self.meta)
@@ -108,7 +107,8 @@ def _write_meta(connection: sqlite3.Connection, meta: Mapping[str, str]) -> None
 
 def write(connection: sqlite3.Connection, batch: Batch, series: Sequence[WrittenSeries]) -> None:
     connection.execute("BEGIN IMMEDIATE")
-    connection.executemany("INSERT INTO series VALUES (?, ?, ?, ?, ?)", map(_series, batch.series))
+    keys = [(one.id, *one.key[:3], json.dumps(one.key.names)) for one in batch.series]
+    connection.executemany("INSERT INTO series VALUES (?, ?, ?, ?, ?)", keys)
     connection.executemany("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", batch.rows.values())
     connection.executemany(
         "INSERT INTO events (time, kind, rule, step, rank, name, message) VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -120,11 +120,6 @@ def write(connection: sqlite3.Connection, batch: Batch, series: Sequence[Written
     connection.execute("COMMIT")
     for written, number in zip(series, chunks, strict=True):
         written.chunks = number
-
-
-def _series(series: WrittenSeries) -> tuple[int, str, str, str, str]:
-    key = series.key
-    return series.id, key.rule, key.stat, key.point, json.dumps(key.names)
 
 
 def _event(time: float, event: Event) -> tuple[float, str, str, int, int, str, str]:

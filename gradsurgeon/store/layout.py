@@ -78,20 +78,11 @@ def absent_size(width: int) -> int:
 
 
 class Summary(NamedTuple):
-    """A summary of successive rows as it lies in the file: numbers of each column.
-
-    Attributes:
-        first: step of the first row.
-        last: step of the last row.
-        maxima: the largest finite value, NaN where there is none.
-        minima: the smallest finite value, NaN where there is none.
-        nonfinite: how many values are not finite.
-        present: how many values there are.
-    """
+    """A summary of successive rows as it lies in the file: two steps, and numbers of each column."""
 
     first: int
     last: int
-    maxima: array[float]
+    maxima: array[float]  # of finite values, NaN where there is none; so are the minima
     minima: array[float]
     nonfinite: array[int]
     present: array[int]

@@ -70,20 +70,14 @@ class RecordQueries(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Records by name or alias.
-
-    Attributes:
-        known: canonical names, in the order of the model.
-        aliases: other names of the same tensors, with the canonical one.
-        logged: by rule id, what is recorded.
-        find: returns the series of one tensor and one statistic, of one rule or of all.
-        due_since: by rule, tensor and step, in how many steps after that the rule was due.
-    """
+    """Records by name or alias."""
 
     known: tuple[str, ...]
     aliases: Mapping[str, str]
-    logged: Mapping[str, Logged]
+    logged: Mapping[str, Logged]  # by rule
+    # Returns the series of one tensor and one statistic, of one rule or of all.
     find: Callable[[str, str, str | None], Sequence[RecordedSeries]]
+    # Returns by rule, tensor and step in how many steps after that the rule was due.
     due_since: Callable[[str, str, int], int] = lambda *_: 0
 
     def history(self, name: str, stat: str, rule: str | None) -> list[tuple[int, float]]:

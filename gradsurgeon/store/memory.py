@@ -10,8 +10,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from gradsurgeon.store.layout import Stored, is_absent, pack_absent
 
@@ -23,8 +22,7 @@ _FLOAT = struct.Struct("f").unpack_from
 _ROW_BYTES = 160
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """What identifies a series."""
 
     rule: str
@@ -92,21 +90,16 @@ class Series:
 
 
 class Records:
-    """All series of one session in memory, bounded: the oldest rows make room for new ones.
-
-    Attributes:
-        dropped: how many rows have made room.
-        on_drop: called with the step then, when the first of them does.
-    """
+    """All series of one session in memory, bounded: the oldest rows make room for new ones."""
 
     def __init__(self, limit_bytes: int = MEMORY_LIMIT) -> None:
         self._limit = limit_bytes
         self._series: dict[Key, Series] = {}
-        self._named: dict[str, list[Series]] = {}
         # The series of each row, by age.
         self._order: deque[Series] = deque()
         self._bytes = 0
         self.dropped = 0
+        # Called with the step when the first row makes room.
         self.on_drop: Callable[[int], None] | None = None
 
     def add(
@@ -118,20 +111,10 @@ class Records:
         *,
         replace: bool = False,
     ) -> None:
-        """Append one row.
-
-        Args:
-            key: the series, created when it is new.
-            step: the clock of the tensors concerned.
-            values: float32 in native byte order, one per name of the key.
-            absent: columns without a value.
-            replace: overwrite the last row where it is of the same step.
-        """
+        """Append one row of float32, one per name of the key, or replace the last one of the same step."""
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = Series(key)
-            for name in series.columns:
-                self._named.setdefault(name, []).append(series)
         row = step, values, pack_absent(absent, len(key.names))
         if series.add(row, replace=replace):
             self._order.append(series)
@@ -147,8 +130,10 @@ class Records:
         """Return the series that measure one tensor with one statistic, in order of creation."""
         return [
             series
-            for series in self._named.get(name, ())
-            if series.key.stat == stat and rule in (None, series.key.rule)
+            for series in self
+            if series.key.stat == stat
+            and name in series.columns
+            and rule in (None, series.key.rule)
         ]
 
     def __iter__(self) -> Iterator[Series]:

@@ -45,16 +45,7 @@ class Row(NamedTuple):
 
 
 class RankFile:
-    """The records of one rank.
-
-    Attributes:
-        path: the file.
-        rank: whose it is.
-        close: lets go of it; what is dropped does so by itself.
-
-    Raises:
-        RecordError: it is no such file, or damaged.
-    """
+    """The records of one rank; ``close`` lets go of the file, and what is dropped does so by itself."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path = path

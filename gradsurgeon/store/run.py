@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from gradsurgeon.errors import RecordError, printable
@@ -41,12 +40,7 @@ class Run(RecordQueries):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -152,14 +146,7 @@ def _items(value: object) -> list[Any]:
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run directory for reading, also while it is being written. Needs no torch.
-
-    Args:
-        path: the directory that `record=` named.
-
-    Raises:
-        RecordError: there is no run, or its files are damaged or foreign.
-    """
+    """Open a run directory for reading; see `gradsurgeon.open_run`."""
     folder = Path(path)
     meta = _read_meta(folder / RUN_FILE)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]

@@ -31,16 +31,7 @@ _MOST_WAITING = 128 * 2**20
 
 
 class RunWriter:
-    """Writes the records of one rank.
-
-    Args:
-        path: the run directory, made where it is missing. Ranks share it.
-        rank: rank of this process.
-        meta: what `run.json` says; rank 0 writes it.
-
-    Raises:
-        RecordError: the directory cannot be written, or holds a run already; nothing has been changed.
-    """
+    """Writes the records of one rank into a directory that ranks share; rank 0 writes `run.json`."""
 
     def __init__(
         self,
@@ -59,7 +50,6 @@ class RunWriter:
         self._identity = self._file_identity()
         self._series: dict[Key, WrittenSeries] = {}
         self._batch = Batch()
-        self._written_statuses: dict[str, str] = {}
         self._pid = os.getpid()
         self._lock = RLock()
         self._closed = False
@@ -106,8 +96,6 @@ class RunWriter:
                 series.rows += 1
                 series.step = step
             row_id = layout.row_id(series.id, series.rows - 1)
-            if row_id not in self._batch.rows:
-                self._batch.size += len(values)
             bits = layout.pack_absent(absent, len(key.names))
             self._batch.rows[row_id] = (row_id, step, values, bits)
 
@@ -123,9 +111,7 @@ class RunWriter:
         if self.closed:
             return
         for rule, status in statuses.items():
-            text = json.dumps(asdict(status))
-            if self._written_statuses.get(rule) != text:
-                self._written_statuses[rule] = self._batch.statuses[rule] = text
+            self._batch.statuses[rule] = json.dumps(asdict(status))
 
     def due(self) -> bool:
         """Return whether a second has passed since the last commit."""
@@ -191,7 +177,8 @@ class RunWriter:
         with suppress(sqlite3.Error):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-        if is_busy(error) and self._batch.size < _MOST_WAITING:
+        waiting = sum(len(values) for _, _, values, _ in self._batch.rows.values())
+        if is_busy(error) and waiting < _MOST_WAITING:
             return  # tried again in a second
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         self.failed = (
