@@ -202,9 +202,13 @@ class StoredSeries:
         return [pair for start in starts for pair in self.between(name, start, start + self._batch)]
 
     def last(self, name: str) -> tuple[int, float] | None:
-        for end in range(len(self), 0, -self._batch):
-            if pairs := self.between(name, max(0, end - self._batch), end):
+        # Most often the last row has it, and those who ask do so again and again.
+        end, size = len(self), 1
+        while end:
+            start = max(0, end - size)
+            if pairs := self.between(name, start, end):
                 return pairs[-1]
+            end, size = start, min(2 * size, self._batch)
         return None
 
     def between(self, name: str, start: int, stop: int) -> list[tuple[int, float]]:

@@ -49,6 +49,11 @@ class Run(RecordQueries):
             file.close()
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that belongs to the run."""
+        return (self.path / RUN_FILE, *(file.path for file in self._files))
+
+    @property
     def states(self) -> dict[int, str]:
         """By rank: ``running``, ``finished``, or ``stopped`` without having been closed."""
         return {file.rank: file.state for file in self._files}
