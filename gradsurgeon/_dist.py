@@ -80,12 +80,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def is_partial(tensor: Tensor) -> bool:
     """Tell whether a tensor still awaits the sum over ranks (sequence parallel layers leave such)."""
-    return is_sharded(tensor) and any(kind.is_partial() for kind in _placements(tensor))
-
-
-def _placements(sharded: Any) -> Sequence[Any]:
-    """Return how a `DTensor` lies along each dimension of its mesh."""
-    return tuple(sharded.placements)
+    return is_sharded(tensor) and any(kind.is_partial() for kind in cast("Any", tensor).placements)
 
 
 def settled(tensor: Tensor) -> Tensor:
@@ -95,7 +90,7 @@ def settled(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate  # noqa: PLC0415 # there is a DTensor, so it is paid
 
     sharded: Any = tensor
-    placements = [Replicate() if kind.is_partial() else kind for kind in _placements(tensor)]
+    placements = [Replicate() if kind.is_partial() else kind for kind in sharded.placements]
     with torch.no_grad():
         complete: Tensor = sharded.redistribute(placements=placements)
     return complete
@@ -130,9 +125,9 @@ def spread(tensor: Tensor) -> Groups:
     """Return the process groups over which the elements of a tensor are divided."""
     if not is_sharded(tensor):
         return ()
-    mesh: Any = cast("Any", tensor).device_mesh
-    kinds = enumerate(_placements(tensor))
-    return tuple(mesh.get_group(dimension) for dimension, kind in kinds if kind.is_shard())
+    sharded: Any = tensor
+    kinds = enumerate(sharded.placements)
+    return tuple(sharded.device_mesh.get_group(place) for place, kind in kinds if kind.is_shard())
 
 
 def mesh_groups(tensor: Tensor) -> Groups:
@@ -155,12 +150,7 @@ def reduce(values: Tensor, groups: Groups, op: Op = "sum") -> Tensor:
 
 
 def sums(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
-    """Return the sums of what the ranks have of each gradient; plain gradients keep what they have.
-
-    Args:
-        grads: the gradients.
-        parts: what this rank has, a row for each gradient.
-    """
+    """Return the sums of what the ranks have of each gradient, a row each; plain ones keep what they have."""
     return _merged(grads, parts, "sum")
 
 
@@ -168,11 +158,9 @@ def maxima(grads: Sequence[Tensor], parts: Tensor) -> Tensor:
     """Return the largest of what the ranks have of each gradient, as `sums` does; NaN stays NaN."""
     # Whether a backend's maximum keeps NaN is nowhere promised.
     is_nan = parts.isnan()
-    both = torch.stack(
-        [parts.nan_to_num(-math.inf, math.inf, -math.inf), is_nan.to(parts.dtype)], 1
-    )
-    merged = _merged(grads, both, "max")
-    return torch.where(merged[:, 1] > 0, torch.full_like(merged[:, 0], math.nan), merged[:, 0])
+    numbers = parts.nan_to_num(-math.inf, math.inf, -math.inf)
+    merged = _merged(grads, torch.stack([numbers, is_nan.to(parts.dtype)], 1), "max")
+    return merged[:, 0].masked_fill(merged[:, 1] > 0, math.nan)
 
 
 def _merged(grads: Sequence[Tensor], parts: Tensor, op: Op) -> Tensor:
@@ -199,10 +187,7 @@ def _reducible_on(group: Any, wanted: torch.device) -> torch.device:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until an accelerator has done what it was given.
-
-    What a group has reduced by then, all of its ranks have asked for.
-    """
+    """Wait until an accelerator has done, and a group has reduced, what it was given."""
     if device.type != "cpu":
         torch.get_device_module(device.type).synchronize(device)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,17 +11,11 @@ from torch import Tensor
 from gradsurgeon import _dist, _numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Segments:
-    """Small gradients that lie one after another in one tensor.
-
-    Attributes:
-        flat: all their elements.
-        lengths: how many each of them has, at least 1.
-    """
+class Segments(NamedTuple):
+    """Small gradients that lie one after another in one tensor."""
 
     flat: Tensor
-    lengths: Tensor
+    lengths: Tensor  # how many elements each of them has, at least 1
 
     def sum(self, values: Tensor) -> Tensor:
         """Add up a value per element. Shape ``[len(lengths)]``, float64."""
@@ -42,14 +36,9 @@ class Segments:
 
 
 class Shards:
-    """Sharded gradients, of each of which this rank holds a part. Putting numbers together is a collective.
+    """Sharded gradients, of each of which this rank holds a part, be it empty; `sizes` are whole, in float64.
 
-    Args:
-        grads: the gradients. All ranks come here with the same ones in the same order.
-
-    Attributes:
-        parts: the elements that this rank holds of each; there may be none.
-        sizes: number of elements of each whole gradient, float64.
+    Putting numbers together is a collective: all ranks have the same gradients in the same order.
     """
 
     def __init__(self, grads: Sequence[Tensor]) -> None:

@@ -12,7 +12,7 @@ from gradsurgeon import _live, planning, schema, source
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.planning import Manifest, Plan
-from gradsurgeon.report.run_file import describe
+from gradsurgeon.report import describe
 from gradsurgeon.schema import RuleSet
 
 if TYPE_CHECKING:

@@ -45,8 +45,6 @@ FAULT_STEP = 100
 LAST_FINITE = "fc1.weight"
 FIRST_NONFINITE = "conv2.weight"
 
-_WIPE = "\r\x1b[K"
-
 
 class Poison(torch.autograd.Function):
     """The identity, whose backward makes one element of the gradient NaN."""
@@ -125,56 +123,48 @@ class Trainer:
         self.images, self.labels, self.test_images, self.test_labels = load_digits()
         self.accuracy = 0.0
         self.moved_at_fault = self.still_after = 0
-        self.stopped = ""
         self._step = 0
-        self._events_shown = 0
-        # In a terminal the line that shows training going on is rewritten; elsewhere each epoch has its own.
-        self._wipe = _WIPE if sys.stderr.isatty() else ""
 
     def run(self, epochs: int) -> None:
-        """Train, reporting every epoch, and every trap when it trips."""
-        steps = epochs * -(-len(self.labels) // BATCH)
+        """Train, reporting every epoch, and what happens at the fault."""
         for epoch in range(1, epochs + 1):
             loss = 0.0
-            for images, labels in self._batches():
-                loss = self._train(images, labels)
-                if self._wipe:
-                    self.progress(f"epoch {epoch}  step {self._step}/{steps}  loss {loss:.4f}")
-            self.accuracy = self._accuracy()
-            self.progress(
-                f"epoch {epoch:>2}/{epochs}  step {self._step}/{steps}  loss {loss:.4f}  "
-                f"test accuracy {100 * self.accuracy:.1f} %\n"
+            for chosen in torch.split(torch.randperm(len(self.labels)), BATCH):
+                loss = self._train(self.images[chosen], self.labels[chosen])
+            with torch.no_grad():
+                predicted = self.model(self.test_images).argmax(1)
+            self.accuracy = float((predicted == self.test_labels).float().mean())
+            print(
+                f"epoch {epoch:>2}/{epochs}  step {self._step}  loss {loss:.4f}  "
+                f"test accuracy {100 * self.accuracy:.1f} %",
+                file=sys.stderr,
+                flush=True,
             )
-
-    def progress(self, text: str) -> None:
-        """Show the progress in the place of the last one."""
-        print(f"{self._wipe}{text}", end="", file=sys.stderr, flush=True)
-
-    def say(self, text: str) -> None:
-        """Print something else in its place."""
-        self.progress("")
-        say(text)
-
-    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for chosen in torch.split(torch.randperm(len(self.labels)), BATCH):
-            yield self.images[chosen], self.labels[chosen]
 
     def _train(self, images: Tensor, labels: Tensor) -> float:
         self.model.fault.armed = self._step == FAULT_STEP
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
-        before = self._snapshot() if self._step in (FAULT_STEP, FAULT_STEP + 1) else []
+        watched = self._step in (FAULT_STEP, FAULT_STEP + 1)
+        before, known = self._snapshot() if watched else [], len(self.traps())
         self.optimizer.step()
-        events = self.session.events
-        for event in events[self._events_shown :]:
-            if event.kind == "trap":
-                self.say(f"\nTRAP {event.message}\n")
-        self._events_shown = len(events)
-        if before:
-            self._compare(before)
+        for trap in self.traps()[known:]:
+            say(f"\nTRAP {trap.message}\n")
+        after = self._snapshot() if watched else []
+        moved = sum(old != new for old, new in zip(before, after, strict=True))
+        if self._step == FAULT_STEP:
+            self.moved_at_fault = moved
+            what = f"{moved} WEIGHTS OR MOMENTS MOVED" if moved else "no weight or moment moved"
+            say(f"step {self._step}: {what}: checked {len(before)} tensors, bit by bit")
+        elif self._step == FAULT_STEP + 1:
+            self.still_after = len(before) - moved
+            say(f"the step after it: {moved} of {len(before)} tensors moved, training goes on\n")
         self._step += 1
         return float(loss.detach())
+
+    def traps(self) -> list[gradsurgeon.Event]:
+        return [event for event in self.session.events if event.kind == "trap"]
 
     def _snapshot(self) -> list[bytes]:
         """Copy every weight and the optimizer's state of it: exp_avg, exp_avg_sq, step."""
@@ -185,41 +175,16 @@ class Trainer:
             for tensor in (param, *self.optimizer.state[param].values())
         ]
 
-    def _compare(self, before: Sequence[bytes]) -> None:
-        moved = sum(old != new for old, new in zip(before, self._snapshot(), strict=True))
-        if self._step == FAULT_STEP:
-            self.moved_at_fault = moved
-            what = "no weight or moment moved" if not moved else f"{moved} WEIGHTS OR MOMENTS MOVED"
-            self.say(f"step {self._step}: {what}: checked {len(before)} tensors, bit by bit")
-        else:
-            self.still_after = len(before) - moved
-            self.say(
-                f"the step after it: {moved} of {len(before)} tensors moved, training goes on\n"
-            )
-
-    def _accuracy(self) -> float:
-        with torch.no_grad():
-            predicted = self.model(self.test_images).argmax(1)
-        return float((predicted == self.test_labels).float().mean())
-
     def failures(self) -> Iterator[str]:
         """Yield what went otherwise than the demo has to show."""
-        if self.stopped:
-            yield self.stopped
-        traps = [event for event in self.session.events if event.kind == "trap"]
-        if [(event.step, event.name) for event in traps] != [(FAULT_STEP, FIRST_NONFINITE)]:
-            seen = ", ".join(f"{trap.name} at step {trap.step}" for trap in traps) or "none tripped"
+        traps = [(trap.step, trap.name) for trap in self.traps()]
+        if traps != [(FAULT_STEP, FIRST_NONFINITE)]:
+            seen = ", ".join(f"{name} at step {step}" for step, name in traps) or "none tripped"
             yield f"one trap was to trip, on {FIRST_NONFINITE} at step {FAULT_STEP}: {seen}"
         if self.moved_at_fault:
-            yield (
-                f"{self.moved_at_fault} weights or moments moved at step {FAULT_STEP}, whose "
-                "gradients are not finite"
-            )
+            yield f"{self.moved_at_fault} weights or moments moved at step {FAULT_STEP}"
         if self.still_after:
-            yield (
-                f"{self.still_after} tensors did not move at step {FAULT_STEP + 1} either, so that "
-                "they prove nothing"
-            )
+            yield f"{self.still_after} tensors did not move at step {FAULT_STEP + 1} either"
         if self.accuracy < GOAL:
             yield f"test accuracy {100 * self.accuracy:.1f} % is below {100 * GOAL:.0f} %"
 
@@ -236,6 +201,7 @@ def demonstrate(rules: Path, epochs: int) -> int:
     torch.manual_seed(SEED)
     model = DigitsNet()
     optimizer = AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    failures = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
@@ -244,13 +210,12 @@ def demonstrate(rules: Path, epochs: int) -> int:
             try:
                 trainer.run(epochs)
             except NonFiniteGradientError as error:
-                trainer.progress("")
-                trainer.stopped = f"a trap stopped the training: {error}"
+                failures.append(f"a trap stopped the training: {error}")
     text = report.summary(session).text(ascii_only=report.needs_ascii(sys.stdout.encoding))
     say(f"\n{text}\n")
     for warning in warned:
         say(f"warning: {warning.message}")
-    failures = list(trainer.failures())
+    failures += trainer.failures()
     for failure in failures:
         say(f"FAILED: {failure}")
     say(

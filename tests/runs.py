@@ -11,9 +11,10 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import pytest
 from commands import environment
 
-from gradsurgeon.store import Key
+from gradsurgeon.store import Key, database
 from gradsurgeon.store.writer import RunWriter
 
 KEY = Key("norms", "l2", "accumulated", ("a.weight", "a.bias"))
@@ -65,6 +66,14 @@ def write(
         absent = frozenset(i for i, value in enumerate(row) if value is None)
         writer.add(key, step, values(*(value or 0.0 for value in row)), absent)
     return writer
+
+
+def refuse_wal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write without shared memory between processes: as some file systems do, that refuses WAL."""
+    connect = database.connect
+    monkeypatch.setattr(
+        database, "connect", lambda path, patience: connect(path, patience, "?vfs=unix-none")
+    )
 
 
 @contextlib.contextmanager

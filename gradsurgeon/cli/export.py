@@ -17,7 +17,7 @@ from gradsurgeon.cli import fail
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import PatternError, compile_pattern, select
-from gradsurgeon.store.files import is_of_a_run, replacing
+from gradsurgeon.store.files import replacing
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, open_run
 
@@ -96,8 +96,6 @@ def _why_nothing(run: Run) -> str:
 
 def _why_kept(path: Path) -> str:
     """Return why the file there must not be written over; empty where there is none, or it may be."""
-    if is_of_a_run(path):
-        return "is a file of a run, or would be taken for one; name another one"
     if not path.is_file():
         return ""
     with path.open("rb") as file:

@@ -2,8 +2,7 @@
 
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
-from gradsurgeon.report.run_file import describe
-from gradsurgeon.report.sources import from_run, summary, title_of
+from gradsurgeon.report.sources import describe, from_run, summary, title_of
 from gradsurgeon.report.sparkline import BLOCKS, NONFINITE, needs_ascii, sparkline
 
 __all__ = [

@@ -3,83 +3,78 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple
 
-from gradsurgeon.report.spikes import Spike, largest_spike
-from gradsurgeon.store import Key, Records, merged
+from gradsurgeon.store import Key, RecordedSeries, Records, merged
 
 STAT = "l2"
 
+# Norms of one training differ from step to step by less than this, in its first steps above all.
+_TIMES = 10.0
+# Of fewer steps nobody can say what is usual.
+_LEAST = 20
+# So many steps before and after are what a step is compared with: the norm of a whole training falls
+# by orders of magnitude, and every step of its beginning is far above its median.
+_NEAR = 8
 
-@dataclass(frozen=True, slots=True)
-class NormHistory:
-    """The norms of one parameter. The numbers are over its finite values, but first and last.
 
-    Attributes:
-        norms: oldest first, or the largest of each few hundred of them; ``None`` for no gradient.
-        first: the first norm.
-        median: the median.
-        largest: the largest norm.
-        spike: the norm that stands out most from those around it, ``None`` where none does.
-        last: the last norm.
-        nonfinite: how many norms are not finite.
-        nonfinite_step: the step of the first of them.
-    """
+class Spike(NamedTuple):
+    """A norm that stands out, and how many times the norms around it; infinite where those are 0."""
 
-    norms: tuple[float | None, ...]
+    step: int
+    value: float
+    times: float
+
+
+class NormHistory(NamedTuple):
+    """The norms of one parameter. The numbers are over its finite values, but first and last."""
+
+    norms: tuple[float | None, ...]  # or the largest of each few hundred; None for no gradient
     first: float
     median: float
     largest: float
     spike: Spike | None
     last: float
     nonfinite: int
-    nonfinite_step: int
+    nonfinite_step: int  # of the first of them
 
 
-class Measurements(Protocol):
+class Measurements(ABC):
     """Measurements of a run."""
 
-    @property
-    def dropped(self) -> int:
-        """How many rows had to make room."""
+    dropped = 0  # how many rows had to make room
+    sampled = 1  # the median is taken over one of so many rows
 
-    @property
-    def sampled(self) -> int:
-        """The median is taken over one of so many rows."""
+    def __init__(self, series: Sequence[RecordedSeries]) -> None:
+        self._series = series
 
-    def keys(self) -> Sequence[Key]: ...
+    def keys(self) -> list[Key]:
+        return [series.key for series in self._series]
 
     def span(self) -> tuple[int, int] | None:
         """Return the first and the last step, ``None`` where nothing was measured."""
+        ends = [end for series in self._series for end in series.ends()]
+        return (min(ends), max(ends)) if ends else None
 
+    @abstractmethod
     def keys_of(self, name: str) -> list[Key]:
         """Return the keys of the series that hold an l2 norm of one parameter."""
 
+    @abstractmethod
     def history(self, name: str, rule: str, point: str) -> NormHistory:
         """Return the l2 norms of one parameter, by a rule that has one."""
 
 
-class InMemory:
+class InMemory(Measurements):
     """The records of a session, or those of a run that fits into memory."""
 
-    sampled = 1
-
     def __init__(self, records: Records) -> None:
+        super().__init__(list(records))
         self._records = records
-
-    @property
-    def dropped(self) -> int:
-        return self._records.dropped
-
-    def keys(self) -> list[Key]:
-        return [series.key for series in self._records]
-
-    def span(self) -> tuple[int, int] | None:
-        ends = [end for s in self._records if len(s) for end in (min(s.steps), max(s.steps))]
-        return (min(ends), max(ends)) if ends else None
+        self.dropped = records.dropped
 
     def keys_of(self, name: str) -> list[Key]:
         return [series.key for series in self._records.series(name, STAT) if series.last(name)]
@@ -103,3 +98,33 @@ class InMemory:
             nonfinite=len(nonfinite),
             nonfinite_step=min(nonfinite, default=0),
         )
+
+
+def largest_spike(pairs: Sequence[tuple[int, float]]) -> Spike | None:
+    """Return which of steps and norms stands out most, ``None`` where none does."""
+    finite = [pair for pair in pairs if math.isfinite(pair[1])]
+    values = [value for _, value in finite]
+    spike: Spike | None = None
+    largest = _TIMES
+    # The first norm has nothing to stand out from: as often as not it is the beginning of a fall.
+    for start in range(1, len(values) if len(values) >= _LEAST else 0, _NEAR):
+        # What does not stand out from the least of its surroundings need not be compared further.
+        lowest = min(values[max(0, start - _NEAR) : start + 2 * _NEAR])
+        for index in range(start, min(start + _NEAR, len(values))):
+            if values[index] > largest * lowest and (times := _times(values, index)) > largest:
+                largest = times
+                spike = Spike(*finite[index], times)
+        if math.isinf(largest):
+            break
+    return spike
+
+
+def _times(values: Sequence[float], index: int) -> float:
+    """Return a norm as a multiple of the usual norm of the steps around it."""
+    before = values[max(0, index - _NEAR) : index]
+    after = values[index + 1 : index + 1 + _NEAR]
+    # What comes after it to stay is no spike but a new level; at the end that cannot be known.
+    usual = max(median(before), median(after)) if after else max(before)
+    if usual > 0:
+        return values[index] / usual
+    return math.inf if values[index] > 0 else 0.0

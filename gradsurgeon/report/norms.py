@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import RuleStatus
@@ -24,10 +24,7 @@ _NAMES = 4
 _POINTS = ("accumulated", "step", "backward", "forward")
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One row of the table."""
-
+class _Row(NamedTuple):
     name: str
     rule: str
     point: str
@@ -37,10 +34,6 @@ class _Row:
     def times(self) -> float:
         """How many times the norms around it the largest spike is, 0 where there is none."""
         return self.history.spike.times if self.history.spike is not None else 0.0
-
-    @property
-    def always_zero(self) -> bool:
-        return not self.history.nonfinite and self.history.largest == 0
 
 
 def norm_lines(
@@ -90,16 +83,15 @@ def _named(sources: Iterable[tuple[str, str]]) -> str:
 
 def _row(measurements: Measurements, name: str, order: Sequence[str]) -> _Row | None:
     """Return the norms of one tensor by the rule to be preferred, ``None`` without a value."""
-    keys = measurements.keys_of(name)
-    if not keys:
+
+    def preference(key: Key) -> tuple[int, int]:
+        points, rules = [*_POINTS, key.point], [*order, key.rule]
+        return points.index(key.point), rules.index(key.rule)
+
+    key = min(measurements.keys_of(name), key=preference, default=None)
+    if key is None:
         return None
-    key = min(keys, key=lambda key: _preference(key, order))
     return _Row(name, key.rule, key.point, measurements.history(name, key.rule, key.point))
-
-
-def _preference(key: Key, order: Sequence[str]) -> tuple[int, int]:
-    point = _POINTS.index(key.point) if key.point in _POINTS else len(_POINTS)
-    return point, order.index(key.rule) if key.rule in order else len(order)
 
 
 def _selected(rows: Sequence[_Row]) -> list[_Row]:
@@ -143,7 +135,8 @@ def _spikiest(rows: Sequence[_Row]) -> _Row | None:
 
 
 def _callouts(rows: Sequence[_Row], noun: str) -> Iterator[str]:
-    if zero := [row.name for row in rows if row.always_zero]:
+    zero = [r.name for r in rows if r.history.largest == 0 and not r.history.nonfinite]
+    if zero:
         # Of the norm, because that of a gradient below 1e-23 is 0 as well in float32.
         yield f"  norm always exactly 0: {_listed(zero)}"
     if nonfinite := [row for row in rows if row.history.nonfinite]:

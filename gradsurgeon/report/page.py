@@ -59,22 +59,17 @@ class Report:
             ascii_only: draw and write with ASCII only, for streams that cannot encode blocks.
         """
         columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
-        sections = [
-            [self._header()],
-            list(
-                norm_lines(
-                    self.measurements,
-                    self.params,
-                    self.rules,
-                    self.statuses,
-                    columns=columns,
-                    ascii_only=ascii_only,
-                )
-            ),
-            list(rule_lines(self.rules, self.statuses, self.events)),
-            list(event_lines(self.events)),
-        ]
-        text = "\n\n".join("\n".join(section) for section in sections if section)
+        norms = norm_lines(
+            self.measurements,
+            self.params,
+            self.rules,
+            self.statuses,
+            columns=columns,
+            ascii_only=ascii_only,
+        )
+        rules = rule_lines(self.rules, self.statuses, self.events)
+        parts = [[self._header()], norms, rules, event_lines(self.events)]
+        text = "\n\n".join(filter(None, map("\n".join, parts)))
         return text.encode("ascii", "backslashreplace").decode("ascii") if ascii_only else text
 
     @property
@@ -84,17 +79,18 @@ class Report:
 
     def _header(self) -> str:
         steps = list(self.measurements.span() or ())
-        last_steps = (status.last_step for status in self.statuses.values())
-        steps += [step for step in last_steps if step is not None]
+        steps += [one.last_step for one in self.statuses.values() if one.last_step is not None]
         if self.end is not None and self.end > (self.start or 0):
             steps.append(self.end - 1)
         if self.start is not None and steps:
             steps.append(self.start)
         span = f"steps {min(steps)}..{max(steps)}" if steps else "no step seen"
         kinds = by_kind(self.events)
-        each = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
-        events = count(kinds.total(), "event") + (f" ({each})" if each else "")
-        dropped = self.records.dropped
-        lost = f"{count(dropped, 'row')} dropped, the oldest: memory is bounded" if dropped else ""
-        notes = "".join(f"; {printable(note)}" for note in (lost, *self.notes) if note)
-        return f"summary: {printable(self.title)}: {span}, {events}{notes}"
+        events = count(kinds.total(), "event")
+        if kinds:
+            events += f" ({', '.join(f'{number:,} {kind}' for kind, number in kinds.items())})"
+        notes = [f"{span}, {events}"]
+        if dropped := self.records.dropped:
+            notes.append(f"{count(dropped, 'row')} dropped, the oldest: memory is bounded")
+        said = map(printable, (*notes, *self.notes))
+        return f"summary: {printable(self.title)}: {'; '.join(said)}"

@@ -7,13 +7,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from gradsurgeon.errors import printable
-from gradsurgeon.events import Event, EventKind, RuleStatus
+from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count, grid
 
 _EVENTS = 20
-_CHANGING_NOTHING = ("observe", "capture")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +36,15 @@ def rule_lines(
     rows = [("rule", "action", "matched", "fired", "changed", "last step", "")]
     for rule, status in statuses.items():
         info = infos.get(rule, RuleInfo("?"))
-        trips = [e for e in events if (e.kind, e.rule) == ("trap", rule)]
-        # A trap only reads gradients, and its trips are counted in the remark.
-        is_trap = info.role == "trap"
-        rows.append(
-            (
-                printable(rule),
-                printable(info.action),
-                f"{status.matched:,}",
-                "-" if is_trap else f"{status.fired:,}",
-                "-"
-                if is_trap or info.role in _CHANGING_NOTHING
-                else f"{100 * status.changed:.3g}%",
-                "-" if status.last_step is None else str(status.last_step),
-                _remark(info, status, trips),
-            )
-        )
+        fired, changed = f"{status.fired:,}", f"{100 * status.changed:.3g}%"
+        if info.role in ("trap", "observe", "capture"):
+            changed = "-"
+        if info.role == "trap":  # it only reads gradients, and its trips are counted in the remark
+            fired = "-"
+        last = "-" if status.last_step is None else str(status.last_step)
+        remark = _remark(info, status, [e for e in events if (e.kind, e.rule) == ("trap", rule)])
+        names = printable(rule), printable(info.action)
+        rows.append((*names, f"{status.matched:,}", fired, changed, last, remark))
     yield f"rules ({len(statuses)})"
     yield from grid(rows, right=frozenset({2, 3, 4, 5}))
 
@@ -73,12 +66,12 @@ def _remark(info: RuleInfo, status: RuleStatus, trips: Sequence[Event]) -> str:
 def by_kind(events: Iterable[Event]) -> Counter[str]:
     """Return how many events there are of each kind; what several ranks note of a step counts once."""
     per_rank = Counter((event.kind, event.rule, event.step, event.rank) for event in events)
-    most: dict[tuple[EventKind, str, int], int] = {}
+    most: Counter[tuple[str, str, int]] = Counter()
     for (kind, rule, step, _), number in per_rank.items():
-        most[kind, rule, step] = max(number, most.get((kind, rule, step), 0))
+        most[kind, rule, step] = max(number, most[kind, rule, step])
     kinds: Counter[str] = Counter()
-    for (kind, _, _), number in most.items():
-        kinds[kind] += number
+    for (of_kind, _, _), number in most.items():
+        kinds[of_kind] += number
     return kinds
 
 
@@ -94,15 +87,13 @@ def event_lines(events: Sequence[Event]) -> Iterator[str]:
         groups.setdefault((event.kind, event.rule, event.name, wording), []).append(event)
     folded = list(groups.values())
     # The beginning tells what went wrong first, the end what stopped the run.
-    early, late = folded[: _EVENTS // 2], folded[_EVENTS // 2 :]
-    left_out = late[: -(_EVENTS // 2)]
+    half = _EVENTS // 2
+    left_out = folded[half:-half]
     yield f"events ({by_kind(events).total():,})"
-    for group in early:
-        yield from _entry(group)
+    yield from chain.from_iterable(map(_entry, folded[:half]))
     if left_out:
         yield f"  ... and {sum(by_kind(group).total() for group in left_out):,} more"
-    for group in late[len(left_out) :]:
-        yield from _entry(group)
+    yield from chain.from_iterable(map(_entry, folded[half:][-half:]))
 
 
 def _entry(group: Sequence[Event]) -> Iterator[str]:

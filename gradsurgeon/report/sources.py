@@ -1,13 +1,18 @@
-"""Reports of a session, and of a run directory."""
+"""Reports of a session and of a run directory, and what `run.json` says of a run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import platform
+from datetime import UTC, datetime
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
 
+from gradsurgeon.planning import Plan
 from gradsurgeon.report.measurements import STAT, Measurements
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
-from gradsurgeon.store import Records
+from gradsurgeon.schema import VERSION
+from gradsurgeon.store import Records, job
 from gradsurgeon.store.layout import section
 
 if TYPE_CHECKING:
@@ -95,10 +100,11 @@ def _records(run: Run) -> Records | Measurements:
         return OnDisk(run)
     records = Records(limit_bytes=_WHOLE)
     for series in shown:
-        # Of the other statistics a report only says that they are there, and how long.
-        last = len(series) - 1
-        ranges = [(0, None)] if series.key.stat == STAT else [(0, 1), (max(1, last), None)]
-        for row in (row for start_stop in ranges for row in series.rows(*start_stop)):
+        if series.key.stat == STAT:
+            rows = series.rows()
+        else:  # a report only says that it is there, and how long
+            rows = chain(series.rows(0, 1), series.rows(max(1, len(series) - 1)))
+        for row in rows:
             records.add(series.key, row.step, row.values.tobytes(), row.absent)
     return records
 
@@ -107,16 +113,47 @@ def _notes(run: Run) -> tuple[str, ...]:
     notes = []
     if run.meta.get("mode") == "observe":
         notes.append("observed only: no rule changed anything")
-    if len(run.ranks) > 1:
-        notes.append(f"{len(run.ranks)} ranks, norms of the lowest that has them")
-    by_state: dict[str, list[str]] = {}
-    for rank, state in run.states.items():
-        by_state.setdefault(state, []).append(str(rank))
-    several = len(run.ranks) > 1
+    states = run.states
+    several = len(states) > 1
+    if several:
+        notes.append(f"{len(states)} ranks, norms of the lowest that has them")
     for state, text in (
         ("running", "still running"),
         ("stopped", "ended without being closed: the last second may be missing"),
     ):
-        if ranks := by_state.get(state):
+        if ranks := [str(rank) for rank, found in states.items() if found == state]:
             notes.append(f"rank {', '.join(ranks)} {text}" if several else text)
     return tuple(notes)
+
+
+def describe(plan: Plan, *, mode: str, start_step: int, torch: str) -> dict[str, Any]:
+    """Return what `run.json` says of a run, as plain values; `from_run` reads it."""
+    rules = plan.rules
+    return {
+        "gradsurgeon": VERSION,
+        "torch": torch,
+        "python": platform.python_version(),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "job": job.current(),
+        "mode": mode,
+        "start_step": start_step,
+        "rules": {
+            "file": rules.file,
+            "text": rules.text,
+            "sha256": rules.sha256,
+            "files": [{"file": file, "text": text} for file, text in rules.files],
+        },
+        "model": {
+            "origin": plan.manifest.origin,
+            "title": plan.subject,
+            "params": [
+                {"name": param.name, "aliases": list(param.aliases)}
+                for param in plan.manifest.params
+            ],
+        },
+        "plan": plan.to_dict(),
+        "roles": {
+            rule.id: {"role": rule.role, "stats": list(getattr(rule, "stats", ()))}
+            for rule in rules.rules
+        },
+    }

@@ -27,13 +27,10 @@ def needs_ascii(encoding: str | None) -> bool:
 
 
 def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
-    """Draw a history of norms on a log scale, oldest first.
+    """Draw a history of norms on a log scale in at most so many characters; ``None`` is no gradient.
 
-    Args:
-        values: one norm per step, ``None`` where there was no gradient.
-        width: the most characters to use. Each stands for a run of steps by its largest value, so
-            that a spike of one step survives; a single non-finite one marks the whole run.
-        ascii_only: draw with ASCII only.
+    Each character stands for a run of steps by its largest value, so that a spike of one step
+    survives; a single non-finite one marks the whole run.
     """
     cells = min(width, len(values))
     edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from statistics import median
+from typing import NamedTuple
 
-from gradsurgeon.report.measurements import STAT, NormHistory
-from gradsurgeon.report.spikes import Spike, largest_spike
+from gradsurgeon.report.measurements import (
+    STAT,
+    Measurements,
+    NormHistory,
+    Spike,
+    largest_spike,
+)
 from gradsurgeon.store import Key
 from gradsurgeon.store.layout import CHUNK
 from gradsurgeon.store.rank_file import StoredSeries
@@ -38,7 +43,7 @@ class _SeriesSummary:
         most = max(_SAMPLE_LEAST, min(_SAMPLE_MOST, _SAMPLE_VALUES // max(1, self.width)))
         self.every = max(1, -(-len(self.steps) * CHUNK // most))
         self._sample = array("f")
-        for row in series.rows(every=self.every):
+        for row in series.sample(self.every):
             for column in row.absent:
                 row.values[column] = math.nan
             self._sample += row.values
@@ -48,18 +53,14 @@ class _SeriesSummary:
 
     def tensor(self, name: str) -> _TensorSummary:
         column = slice(self.series.columns[name], None, self.width)
-        return _TensorSummary(
-            summary=self,
-            name=name,
-            maxima=self._maxima[column].tolist(),
-            nonfinite=self._nonfinite[column].tolist(),
-            present=self._present[column].tolist(),
-            sample=self._sample[column].tolist(),
+        maxima, sample = (floats[column].tolist() for floats in (self._maxima, self._sample))
+        nonfinite, present = (
+            counts[column].tolist() for counts in (self._nonfinite, self._present)
         )
+        return _TensorSummary(self, name, maxima, nonfinite, present, sample)
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorSummary:
+class _TensorSummary(NamedTuple):
     """One tensor in one series: one entry per chunk, and one row in every few as a sample."""
 
     summary: _SeriesSummary
@@ -70,10 +71,7 @@ class _TensorSummary:
     sample: list[float]
 
     def spike(self) -> Spike | None:
-        """Return the norm that stands out most.
-
-        It is searched in the chunks whose largest norm is highest above the median of the sample around.
-        """
+        """Return the largest spike of the chunks whose norms are highest above the sample around them."""
         every = self.summary.every
         promising = []
         for chunk, largest in enumerate(self.maxima):
@@ -82,11 +80,10 @@ class _TensorSummary:
             if math.isfinite(largest) and largest > 0 and near:
                 usual = median(near)
                 promising.append((largest / usual if usual > 0 else math.inf, chunk))
-        spikes = [
+        return _largest(
             largest_spike(self.rows(max(0, chunk - 1), chunk + 2))
             for _, chunk in sorted(promising, reverse=True)[:_CHUNKS]
-        ]
-        return max(filter(None, spikes), key=lambda spike: spike.times, default=None)
+        )
 
     def cells(self) -> list[tuple[int, float | None]]:
         """Return first step and largest value of each chunk, as a sparkline takes them."""
@@ -96,17 +93,22 @@ class _TensorSummary:
             for step, largest, nonfinite, present in rows
         ]
 
-    def rows(self, chunk: int, stop: int | None = None) -> list[tuple[int, float]]:
-        """Return step and value of the rows of one chunk, or of those to before another."""
-        end = chunk + 1 if stop is None else stop
-        return self.summary.series.between(self.name, chunk * CHUNK, end * CHUNK)
+    def rows(self, chunk: int, stop: int) -> list[tuple[int, float]]:
+        """Return step and value of the rows of some chunks."""
+        return self.summary.series.between(self.name, chunk * CHUNK, stop * CHUNK)
+
+    def end(self, place: int) -> float:
+        """Return the first value (place 0) or the last one (place -1)."""
+        chunk = [chunk for chunk, present in enumerate(self.present) if present][place]
+        return self.rows(chunk, chunk + 1)[place][1]
 
     def first_nonfinite(self) -> int:
-        rows = self.rows(next(chunk for chunk, many in enumerate(self.nonfinite) if many))
+        chunk = next(chunk for chunk, many in enumerate(self.nonfinite) if many)
+        rows = self.rows(chunk, chunk + 1)
         return next((step for step, value in rows if not math.isfinite(value)), 0)
 
 
-class OnDisk:
+class OnDisk(Measurements):
     """The records of a run directory by their summaries.
 
     What is shown is exact, but for the median, which is that of a sample of the rows, for the
@@ -114,28 +116,10 @@ class OnDisk:
     sample promises one.
     """
 
-    dropped = 0
-
     def __init__(self, run: Run) -> None:
-        self._series = list(run.lowest())
-        self._summaries: dict[int, _SeriesSummary] = {}
-        self._named: dict[str, list[StoredSeries]] = {}
-        for series in run:
-            for name in series.key.names if series.key.stat == STAT else ():
-                of_name = self._named.setdefault(name, [series])
-                if of_name[-1] is not series and of_name[-1].rank == series.rank:
-                    of_name.append(series)
-
-    @property
-    def sampled(self) -> int:
-        return max((summary.every for summary in self._summaries.values()), default=1)
-
-    def keys(self) -> list[Key]:
-        return [series.key for series in self._series]
-
-    def span(self) -> tuple[int, int] | None:
-        ends = [end for series in self._series if len(series) for end in series.ends()]
-        return (min(ends), max(ends)) if ends else None
+        super().__init__(list(run.lowest()))
+        self._run = run
+        self._summaries: dict[StoredSeries, _SeriesSummary] = {}
 
     def keys_of(self, name: str) -> list[Key]:
         return [summary.series.key for summary in self._of(name)]
@@ -150,34 +134,32 @@ class OnDisk:
         tensors.sort(key=lambda tensor: tensor.summary.steps[0])
         cells = sorted((c for tensor in tensors for c in tensor.cells()), key=lambda cell: cell[0])
         sample = [value for tensor in tensors for value in _finite(tensor.sample)]
-        spikes = [spike for tensor in tensors if (spike := tensor.spike()) is not None]
-        first, last = tensors[0], tensors[-1]
-        filled = [chunk for chunk, many in enumerate(first.present) if many]
-        filled_last = [chunk for chunk, many in enumerate(last.present) if many]
         nonfinite = [tensor for tensor in tensors if any(tensor.nonfinite)]
         return NormHistory(
             norms=tuple(value for _, value in cells),
-            first=first.rows(filled[0])[0][1],
+            first=tensors[0].end(0),
             median=median(sample) if sample else math.nan,
             largest=max((v for t in tensors for v in _finite(t.maxima)), default=math.nan),
-            spike=max(spikes, key=lambda spike: spike.times, default=None),
-            last=last.rows(filled_last[-1])[-1][1],
+            spike=_largest(tensor.spike() for tensor in tensors),
+            last=tensors[-1].end(-1),
             nonfinite=sum(sum(tensor.nonfinite) for tensor in nonfinite),
             nonfinite_step=nonfinite[0].first_nonfinite() if nonfinite else 0,
         )
 
     def _of(self, name: str) -> list[_SeriesSummary]:
-        return [
-            summary
-            for series in self._named.get(name, ())
-            if (summary := self._read(series)).has(name)
-        ]
+        found = [self._read(series) for series in self._run.series(name, STAT)]
+        return [summary for summary in found if summary.has(name)]
 
     def _read(self, series: StoredSeries) -> _SeriesSummary:
-        if id(series) not in self._summaries:
-            self._summaries[id(series)] = _SeriesSummary(series)
-        return self._summaries[id(series)]
+        if series not in self._summaries:
+            summary = self._summaries[series] = _SeriesSummary(series)
+            self.sampled = max(self.sampled, summary.every)
+        return self._summaries[series]
 
 
 def _finite(values: Sequence[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
+
+
+def _largest(spikes: Iterable[Spike | None]) -> Spike | None:
+    return max(filter(None, spikes), key=lambda spike: spike.times, default=None)

@@ -20,7 +20,7 @@ from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.recorder import Recorder
 from gradsurgeon.runtime.scaler_watch import Scaling, refuse_scaling
 from gradsurgeon.runtime.step_counter import StepCounters
-from gradsurgeon.store import Logged, Lookup, RecordedNames, Records
+from gradsurgeon.store import Logged, Lookup, Records
 
 if TYPE_CHECKING:
     from gradsurgeon.store.writer import RunWriter
@@ -136,8 +136,8 @@ class Attachment:
         things = [*(param.name for param in manifest.params), *(m.name for m in manifest.modules)]
         more = sorted({name for names in measured.values() for name in names} - set(things))
         aliases = {alias: param.name for param in manifest.params for alias in param.aliases}
-        names = RecordedNames((*things, *more), aliases, logged)
-        return Lookup(names, records.series, self._due_since)
+        known = (*things, *more)
+        return Lookup(known, aliases, logged, records.series, self._due_since)
 
     def _due_since(self, rule_id: str, name: str, step: int) -> int:
         """Return in how many finished steps of a parameter after one a rule was due, up to some."""

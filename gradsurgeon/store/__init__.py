@@ -4,15 +4,15 @@ What needs SQLite is imported from where it is, `store.writer` and `store.run`: 
 its records in memory works on a Python that was built without it.
 """
 
-from gradsurgeon.store.lookup import Logged, Lookup, RecordedNames, RecordQueries
-from gradsurgeon.store.memory import Key, Records, merged
+from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
+from gradsurgeon.store.memory import Key, RecordedSeries, Records, merged
 
 __all__ = [
     "Key",
     "Logged",
     "Lookup",
     "RecordQueries",
-    "RecordedNames",
+    "RecordedSeries",
     "Records",
     "merged",
 ]

@@ -10,48 +10,35 @@ from pathlib import Path
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.store import job
-from gradsurgeon.store.database import is_busy, uri
+from gradsurgeon.store.database import connect, is_busy, logs
 from gradsurgeon.store.layout import RUN_FILE, database_name
-
-_ANOTHER = "pass another directory"
 
 
 @dataclass(slots=True)
 class Claim:
-    """The right of this process to write the records of one rank.
-
-    Attributes:
-        folder: the run directory.
-        database: the file to write, empty so far.
-        lock: holds the lock file; ``None`` where the file system has no locks.
-        made_folder: the directory was not there before.
-    """
+    """The right of this process to write the records of one rank."""
 
     folder: Path
-    database: Path
-    lock: sqlite3.Connection | None
-    made_folder: bool
+    database: Path  # empty so far
+    made_folder: bool  # it was not there before
+    lock: sqlite3.Connection | None  # `None` where the file system has no locks
 
     def release(self) -> None:
         """Let others see that nobody writes here any more."""
         if self.lock is not None:
             self.lock.close()
             self.lock = None
-            _unlink(_lock_file(self.database))
+            with suppress(OSError):
+                _lock_file(self.database).unlink()
 
     def undo(self) -> None:
         """Remove the files, and the directory if this claim made it."""
         self.release()
-        for suffix in ("", "-wal", "-shm", "-journal"):
-            _unlink(self.database.with_name(self.database.name + suffix))
-        if self.made_folder:
-            with suppress(OSError):
+        with suppress(OSError):
+            for path in (self.database, *logs(self.database)):
+                path.unlink(missing_ok=True)
+            if self.made_folder:
                 self.folder.rmdir()
-
-
-def _unlink(path: Path) -> None:
-    with suppress(OSError):
-        path.unlink(missing_ok=True)
 
 
 def _lock_file(database: Path) -> Path:
@@ -65,79 +52,53 @@ def claim(path: str | os.PathLike[str], rank: int) -> Claim:
         RecordError: the directory cannot be written, or holds a run already.
     """
     folder = Path(path)
-    made_folder = _make(folder)
     database = folder / database_name(rank)
-    where = printable(str(folder))
-    if not database.exists() and _begun_by_others(folder, rank):
-        raise RecordError(
-            f"{where}: already holds a run ({RUN_FILE}) whose rank 0 is not recording: the records of "
-            f"rank {rank} would be mixed up with those of another run; {_ANOTHER}, or remove this one"
-        )
+    made_folder = False
     try:
+        made_folder = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        if found := _found(database, rank):
+            raise RecordError(
+                f"{printable(str(folder))}: already holds a run ({found}), and records are never written over "
+                "or mixed up with those of another; pass another directory, or remove this one"
+            )
         # Whoever makes the file has the rank: this is atomic, on network file systems as well, and
         # nothing of it can go stale.
         os.close(os.open(database, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    except FileExistsError:
-        raise RecordError(_taken(where, database)) from None
     except OSError as error:
         if made_folder:
             with suppress(OSError):
                 folder.rmdir()
-        raise RecordError(_refused(where, error)) from None
-    return Claim(folder, database, _locked(database), made_folder)
+        raise unwritable(folder, error) from None
+    return Claim(folder, database, made_folder, _locked(database))
 
 
-def _make(folder: Path) -> bool:
-    """Make the directory; return whether it was not there before."""
-    where = printable(str(folder))
-    try:
-        if folder.is_dir():
-            return False
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        if folder.is_dir():  # another rank was quicker
-            return False
-        raise RecordError(
-            f"{where}: is a file, and records are written into a directory; {_ANOTHER}, or remove the file"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise RecordError(_refused(where, error)) from None
-    return True
+def unwritable(folder: Path, error: Exception) -> RecordError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return RecordError(
+        f"{printable(str(folder))}: cannot write records there: {printable(reason)}; pass a directory that "
+        "can be made and written, if need be on another file system"
+    )
 
 
-def _refused(where: str, error: OSError | ValueError) -> str:
-    reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return f"{where}: cannot write records there: {printable(reason)}; pass a directory that can be made and written"
-
-
-def _begun_by_others(folder: Path, rank: int) -> bool:
-    """Return whether the run there is one that rank 0 of this one did not begin."""
+def _found(database: Path, rank: int) -> str:
+    """Return what there is of a run that rank 0 of this one did not begin, empty for nothing."""
+    folder = database.parent
+    if database.exists():
+        now = ", which is being recorded right now" if is_live(database) else ""
+        return f"{database.name}{now}"
     if not (folder / RUN_FILE).exists():
-        return False
-    if rank == 0:
-        return True
+        return ""
     # Rank 0 of this very job may have finished: nothing says that ranks wait for each other.
     ours = bool(job.current()) and not job.is_of_another_start(folder)
-    return not (ours or is_live(folder / database_name(0)))
-
-
-def _taken(where: str, database: Path) -> str:
-    if is_live(database):
-        return (
-            f"{where}: a run is being recorded there right now ({database.name} is locked): two would mix up "
-            f"their rows; {_ANOTHER}, one for each run"
-        )
-    return (
-        f"{where}: already holds the records of a run ({database.name}), which are never written over; "
-        f"{_ANOTHER}, or remove this one"
-    )
+    if rank and (ours or is_live(folder / database_name(0))):
+        return ""
+    return f"{RUN_FILE}, whose rank 0 is not recording"
 
 
 def _locked(database: Path) -> sqlite3.Connection | None:
     """Hold the lock file. The kernel lets go of it when the process dies, however it dies."""
-    lock = sqlite3.connect(
-        _lock_file(database), timeout=0, isolation_level=None, check_same_thread=False
-    )
+    lock = connect(_lock_file(database), 0)
     try:
         lock.execute("BEGIN EXCLUSIVE")
     except sqlite3.Error:
@@ -154,7 +115,7 @@ def is_live(database: Path) -> bool:
         return False
     try:
         # Through SQLite, because closing a plain descriptor would drop a lock of this process.
-        with closing(sqlite3.connect(uri(lock, "mode=ro"), uri=True, timeout=0)) as probe:
+        with closing(connect(lock, 0, "?mode=ro")) as probe:
             probe.execute("SELECT 1 FROM sqlite_master").fetchall()
     except sqlite3.Error as error:
         return is_busy(error)

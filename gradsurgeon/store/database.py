@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import sqlite3
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote
@@ -21,8 +23,7 @@ _NETWORK = re.compile(
     r"9p|afs|beegfs|ceph|cifs|fuse\..*|gfs2|glusterfs|gpfs|lustre|ncpfs|nfs4?|ocfs2|orangefs|panfs"
     r"|smb3|smbfs|virtiofs"
 )
-_MOUNTS = Path("/proc/self/mountinfo")
-_MOUNT_POINT = 4  # the field of a line
+_MOUNTS = Path("/proc/self/mounts")
 # A reader of a file without WAL can be in the way for a moment; training must not wait for it.
 _PATIENCE = 0.05
 # Pages of 16 kB: 16 MB of log between two checkpoints, each of which waits for the disk.
@@ -51,71 +52,52 @@ class Batch:
     events: list[tuple[float, Event]] = field(default_factory=list)
     statuses: dict[str, str] = field(default_factory=dict)
     meta: dict[str, str] = field(default_factory=dict)
-    size: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.series or self.rows or self.events or self.statuses or self.meta)
 
 
-def create(path: Path, meta: Mapping[str, str], vfs: str = "") -> sqlite3.Connection:
+def create(path: Path, rank: int) -> sqlite3.Connection:
     """Open an empty file for writing and lay out its tables, with WAL where that is safe.
-
-    Args:
-        path: the file.
-        meta: what to note in it.
-        vfs: SQLite's layer for files, its own choice where empty.
 
     Raises:
         sqlite3.Error: not even the plain mode works there.
     """
-    modes = ["truncate"] if on_network(path) else ["wal", "truncate"]
-    for mode in modes:
-        connection = sqlite3.connect(
-            uri(path, vfs and f"vfs={vfs}"),
-            uri=True,
-            timeout=_PATIENCE,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        try:
-            if _prepare(connection, mode):
-                # Some file systems let WAL be set and fail with the first write.
-                _lay_out(connection, meta)
-                return connection
-        except sqlite3.Error:
-            connection.close()
-            if mode == modes[-1]:
-                raise
-            _start_over(path)
-            continue
-        connection.close()
-    raise sqlite3.OperationalError("the file system supports no journal")
+    if not _on_network(path):
+        # Some file systems refuse WAL, and some let it be set and fail with the first write.
+        with suppress(sqlite3.Error):
+            return _laid_out(path, rank, "wal")
+        for log in logs(path):
+            log.unlink(missing_ok=True)
+        os.truncate(path, 0)
+    return _laid_out(path, rank, "truncate")
 
 
-def _prepare(connection: sqlite3.Connection, mode: str) -> bool:
-    """Set the mode; return whether SQLite agreed to it."""
-    connection.execute(f"PRAGMA page_size={layout.PAGE}")
-    (agreed,) = connection.execute(f"PRAGMA journal_mode={mode}").fetchone()
-    connection.execute("PRAGMA synchronous=NORMAL")
-    connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT}")
-    return str(agreed).lower() == mode
+def _laid_out(path: Path, rank: int, mode: str) -> sqlite3.Connection:
+    with ExitStack() as undo:
+        connection = connect(path, _PATIENCE)
+        undo.callback(connection.close)
+        connection.execute(f"PRAGMA page_size={layout.PAGE}")
+        (agreed,) = connection.execute(f"PRAGMA journal_mode={mode}").fetchone()
+        if agreed != mode:
+            raise sqlite3.OperationalError(f"the file system does not support the journal `{mode}`")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT}")
+        connection.execute("BEGIN")
+        connection.execute(f"PRAGMA application_id={layout.APPLICATION}")
+        connection.execute(f"PRAGMA user_version={layout.FORMAT}")
+        for table in layout.TABLES.values():
+            connection.execute(table)
+        noted = {"pid": os.getpid(), "host": platform.node(), "rank": rank}
+        _write_meta(connection, {key: str(value) for key, value in noted.items()})
+        connection.execute("COMMIT")
+        undo.pop_all()
+    return connection
 
 
-def _lay_out(connection: sqlite3.Connection, meta: Mapping[str, str]) -> None:
-    connection.execute("BEGIN")
-    connection.execute(f"PRAGMA application_id={layout.APPLICATION}")
-    connection.execute(f"PRAGMA user_version={layout.FORMAT}")
-    for table in layout.TABLES.values():
-        connection.execute(table)
-    noted = {"pid": str(os.getpid()), "host": platform.node(), **meta}
-    _write_meta(connection, noted)
-    connection.execute("COMMIT")
-
-
-def _start_over(path: Path) -> None:
-    for suffix in ("-wal", "-shm", "-journal"):
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
-    os.truncate(path, 0)
+def logs(path: Path) -> list[Path]:
+    """Return the files that SQLite may keep beside one that is written."""
+    return [path.with_name(path.name + suffix) for suffix in ("-wal", "-shm", "-journal")]
 
 
 def _write_meta(connection: sqlite3.Connection, meta: Mapping[str, str]) -> None:
@@ -125,7 +107,8 @@ def _write_meta(connection: sqlite3.Connection, meta: Mapping[str, str]) -> None
 
 def write(connection: sqlite3.Connection, batch: Batch, series: Sequence[WrittenSeries]) -> None:
     connection.execute("BEGIN IMMEDIATE")
-    connection.executemany("INSERT INTO series VALUES (?, ?, ?, ?, ?)", map(_series, batch.series))
+    keys = [(one.id, *one.key[:3], json.dumps(one.key.names)) for one in batch.series]
+    connection.executemany("INSERT INTO series VALUES (?, ?, ?, ?, ?)", keys)
     connection.executemany("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", batch.rows.values())
     connection.executemany(
         "INSERT INTO events (time, kind, rule, step, rank, name, message) VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -137,11 +120,6 @@ def write(connection: sqlite3.Connection, batch: Batch, series: Sequence[Written
     connection.execute("COMMIT")
     for written, number in zip(series, chunks, strict=True):
         written.chunks = number
-
-
-def _series(series: WrittenSeries) -> tuple[int, str, str, str, str]:
-    key = series.key
-    return series.id, key.rule, key.stat, key.point, layout.as_json(key.names)
 
 
 def _event(time: float, event: Event) -> tuple[float, str, str, int, int, str, str]:
@@ -157,7 +135,7 @@ def _summarise(connection: sqlite3.Connection, series: WrittenSeries) -> int:
         summary = layout.summarise(_chunk(connection, series.id, done), len(series.key.names))
         connection.execute(
             "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (layout.row_id(series.id, done), *layout.as_columns(summary)),
+            (layout.row_id(series.id, done), *summary),
         )
         done += 1
     return done
@@ -178,34 +156,27 @@ def is_busy(error: BaseException) -> bool:
     return primary in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
-def uri(path: Path, *options: str) -> str:
-    """Return a path as SQLite takes it with options."""
-    query = "&".join(option for option in options if option)
-    return f"file:{quote(os.fsencode(path.absolute()))}{'?' * bool(query)}{query}"
+def connect(path: Path, patience: float, options: str = "") -> sqlite3.Connection:
+    """Open a file with options of SQLite; wait so many seconds for others who hold it."""
+    return sqlite3.connect(
+        f"file:{quote(os.fsencode(path.absolute()))}{options}",
+        uri=True,
+        timeout=patience,
+        isolation_level=None,
+        check_same_thread=False,
+    )
 
 
-def on_network(path: Path, mounts: str | None = None) -> bool:
-    """Return whether an existing path lies on a network file system, where this machine lists its mounts.
-
-    Args:
-        path: the path.
-        mounts: the list in the form of ``/proc/self/mountinfo``, that of this process by default.
-    """
-    if mounts is None:
-        try:
-            mounts = _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape")
-        except OSError:
-            return False
-    real = os.path.realpath(path)
+def _on_network(path: Path) -> bool:
+    """Return whether a path lies on a network file system, where this machine lists its mounts."""
+    if not _MOUNTS.exists():
+        return False
+    real = f"{os.path.realpath(path)}/"
     nearest, kind = "", ""
-    for line in mounts.splitlines():
-        mount, dash, rest = line.partition(" - ")
-        fields = mount.split(" ")
-        if not dash or len(fields) <= _MOUNT_POINT:
-            continue
-        point = fields[_MOUNT_POINT].replace("\\040", " ").rstrip("/")
-        inside = real == point or real.startswith(f"{point}/")
+    for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        _, escaped, type_, *_ = line.split(" ")
+        point = escaped.replace("\\040", " ").rstrip("/")
         # Of two on the same point the later one hides the earlier.
-        if inside and len(point) >= len(nearest):
-            nearest, kind = point, rest.split(" ")[0]
+        if real.startswith(f"{point}/") and len(point) >= len(nearest):
+            nearest, kind = point, type_
     return _NETWORK.fullmatch(kind) is not None

@@ -9,13 +9,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-import time
 from pathlib import Path
 
 from gradsurgeon.store.layout import RUN_FILE
-
-# Ranks on other machines begin to record within this time, which takes a rank that imports torch seconds.
-_TOGETHER_SECONDS = 60.0
 
 
 def current() -> dict[str, str]:
@@ -33,15 +29,11 @@ def current() -> dict[str, str]:
 
 def is_taken(folder: Path) -> bool:
     """Return whether a directory holds a run that is no earlier part of this job."""
-    file, ours = folder / RUN_FILE, current()
-    if not file.exists() or not ours:
-        return file.exists()
-    if ours["attempt"] != "0":
-        return False  # It is this job that is started once more.
-    theirs = _read_job(file)
-    if theirs.get("host") == ours["host"]:
-        return theirs.get("parent") != ours["parent"]
-    return theirs.get("launch") != ours["launch"] or _age(file) > _TOGETHER_SECONDS
+    ours = current()
+    if not ours:
+        return (folder / RUN_FILE).exists()
+    # At a later attempt it is this job that is started once more.
+    return ours["attempt"] == "0" and is_of_another_start(folder)
 
 
 def is_of_another_start(folder: Path) -> bool:
@@ -49,21 +41,9 @@ def is_of_another_start(folder: Path) -> bool:
     file, ours = folder / RUN_FILE, current()
     if not ours or not file.exists():
         return False
-    theirs = _read_job(file)
+    try:
+        theirs = dict(json.loads(file.read_bytes())["job"])
+    except (OSError, ValueError, TypeError, KeyError):
+        theirs = {}  # a run of a single process, or one that is being removed
     same = ("attempt", "parent") if theirs.get("host") == ours["host"] else ("attempt", "launch")
     return any(theirs.get(key) != ours[key] for key in same)
-
-
-def _read_job(file: Path) -> dict[str, str]:
-    try:
-        job = json.loads(file.read_text(encoding="utf-8")).get("job")
-    except (OSError, ValueError, AttributeError):
-        return {}
-    return job if isinstance(job, dict) else {}
-
-
-def _age(file: Path) -> float:
-    try:
-        return time.time() - file.stat().st_mtime
-    except OSError:
-        return 0.0

@@ -8,13 +8,14 @@ Every `CHUNK` rows have a summary, from which a report draws a million steps wit
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+if sys.byteorder != "little":
+    raise ImportError("records lie in files as on little-endian machines, and this is none")
 
 FORMAT = 1
 APPLICATION = 0x67737267  # "gsrg", in the header of every file
@@ -58,70 +59,30 @@ def row_id(series: int, number: int) -> int:
 
 def pack_absent(absent: frozenset[int], width: int) -> bytes | None:
     """Return one bit per column that has no value, ``None`` where all have one."""
-    if not absent:
-        return None
-    bits = bytearray(absent_size(width))
-    for column in absent:
-        bits[column >> 3] |= 1 << (column & 7)
-    return bytes(bits)
+    bits = sum(1 << column for column in absent)
+    return bits.to_bytes(absent_size(width), "little") if absent else None
 
 
 def unpack_absent(bits: bytes | None) -> frozenset[int]:
     """Return the columns that have no value."""
-    return frozenset(
-        index * 8 + bit
-        for index, byte in enumerate(bits or b"")
-        if byte
-        for bit in range(8)
-        if byte >> bit & 1
-    )
+    flags = f"{int.from_bytes(bits or b'', 'little'):b}"
+    return frozenset(column for column, flag in enumerate(reversed(flags)) if flag == "1")
+
+
+def is_absent(bits: bytes, column: int) -> bool:
+    return bool(bits[column >> 3] >> (column & 7) & 1)
 
 
 def absent_size(width: int) -> int:
     return (width + 7) // 8
 
 
-def to_file(values: array[float] | array[int]) -> bytes:
-    """Return numbers as little-endian bytes."""
-    if sys.byteorder == "big":
-        values = values[:]
-        values.byteswap()
-    return values.tobytes()
-
-
-def floats(blob: bytes) -> array[float]:
-    """Return the float32 numbers of little-endian bytes."""
-    return _from_file("f", blob)
-
-
-def counts(blob: bytes) -> array[int]:
-    """Return the small whole numbers of little-endian bytes."""
-    return _from_file("H", blob)
-
-
-def _from_file(kind: str, blob: bytes) -> array[Any]:
-    values: array[Any] = array(kind, blob)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """A summary of successive rows, column by column.
-
-    Attributes:
-        first: step of the first row.
-        last: step of the last row.
-        maxima: the largest finite value, NaN where there is none.
-        minima: the smallest finite value, NaN where there is none.
-        nonfinite: how many values are not finite.
-        present: how many values there are.
-    """
+class Summary(NamedTuple):
+    """A summary of successive rows as it lies in the file: two steps, and numbers of each column."""
 
     first: int
     last: int
-    maxima: array[float]
+    maxima: array[float]  # of finite values, NaN where there is none; so are the minima
     minima: array[float]
     nonfinite: array[int]
     present: array[int]
@@ -132,7 +93,7 @@ Stored = tuple[int, bytes, bytes | None]  # step, values, absent columns
 
 def summarise(rows: Sequence[Stored], width: int) -> Summary:
     """Return the summary of at least one and at most 65,535 rows."""
-    values = floats(b"".join(row[1] for row in rows))
+    values = array("f", b"".join(row[1] for row in rows))
     holes: dict[int, set[int]] = {}
     for number, row in enumerate(rows):
         for column in unpack_absent(row[2]):
@@ -151,26 +112,9 @@ def summarise(rows: Sequence[Stored], width: int) -> Summary:
     return summary
 
 
-def as_columns(summary: Summary) -> tuple[int, int, bytes, bytes, bytes, bytes]:
-    """Return a summary as it lies in the file."""
-    return (
-        summary.first,
-        summary.last,
-        to_file(summary.maxima),
-        to_file(summary.minima),
-        to_file(summary.nonfinite),
-        to_file(summary.present),
-    )
-
-
 def clean(text: str) -> str:
     """Return a text that SQLite takes: lone surrogates, as from odd file names, as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def as_json(value: object) -> str:
-    """Return a value as JSON in ASCII, in which nothing can be lost on the way."""
-    return json.dumps(value, separators=(",", ":"))
 
 
 def section(meta: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -7,70 +7,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import NamedTuple
 
-from gradsurgeon.errors import RecordError, did_you_mean
+from gradsurgeon.errors import RecordError
 from gradsurgeon.store.memory import RecordedSeries, merged
-
-# Returns the series that measure one tensor with one statistic, of one rule or of all.
-Find = Callable[[str, str, str | None], Sequence[RecordedSeries]]
 
 _NEAREST = 3
 # One step can pass without a gradient for innocent reasons; a value from before three is no news.
 _QUIET_STEPS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Logged:
+class Logged(NamedTuple):
     """What one rule records: which statistics of which tensors."""
 
     stats: tuple[str, ...]
     names: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedNames:
-    """What can be asked for.
-
-    Attributes:
-        known: canonical names, in the order of the model.
-        aliases: other names of the same tensors, with the canonical one.
-        logged: by rule id, what is recorded.
-    """
-
-    known: tuple[str, ...]
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    logged: Mapping[str, Logged] = field(default_factory=dict)
-
-    def canonical(self, name: str) -> str:
-        canonical = self.aliases.get(name, name)
-        if canonical in self.known:
-            return canonical
-        every = [*self.known, *self.aliases]
-        near = did_you_mean(name, every)
-        if not near:
-            # Nothing is alike: whatever is least unlike still shows how names look here.
-            least = get_close_matches(name, every, n=_NEAREST, cutoff=0.0)
-            near = f"nearest: {', '.join(least)}" if least else "there are none"
-        raise KeyError(f"no parameter {name!r} in the model; {near}")
-
-    def check_recorded(self, name: str, stat: str, rule: str | None) -> None:
-        """Refuse a question that no rule will ever answer.
-
-        Raises:
-            RecordError: no rule records that of the tensor.
-        """
-        logging = {key: logged for key, logged in self.logged.items() if name in logged.names}
-        if rule is not None and rule not in logging:
-            hint = did_you_mean(rule, logging)
-            hint = hint or f"rules that record it: {', '.join(logging) or 'none'}"
-            raise RecordError(f"the rule {rule!r} records nothing of {name}; {hint}")
-        asked = [logging[rule]] if rule is not None else logging.values()
-        stats = sorted({recorded for logged in asked for recorded in logged.stats})
-        if stat not in stats:
-            recorded = ", ".join(stats) or "nothing"
-            raise RecordError(f"no rule records {stat} of {name}; recorded: {recorded}")
 
 
 class RecordQueries(ABC):
@@ -97,7 +50,7 @@ class RecordQueries(ABC):
             KeyError: no such name; the nearest ones are given.
             RecordError: recorded by no rule, or by several.
         """
-        return self._lookup().history(name, stat, rule=rule)
+        return self._lookup().history(name, stat, rule)
 
     def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
         """Return the newest value of what `history` returns, without reading the rest.
@@ -112,49 +65,63 @@ class RecordQueries(ABC):
             RecordError: nothing recorded, or by several rules, or, in a session, nothing in the last
                 three steps in which there should have been.
         """
-        return self._lookup().latest(name, stat, rule=rule)
+        return self._lookup().latest(name, stat, rule)
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """Records by name or alias."""
 
-    names: RecordedNames
-    find: Find
-    # By rule, tensor and step, in how many steps after that the rule was due, where that is known.
-    due_since: Callable[[str, str, int], int] | None = None
+    known: tuple[str, ...]
+    aliases: Mapping[str, str]
+    logged: Mapping[str, Logged]  # by rule
+    # Returns the series of one tensor and one statistic, of one rule or of all.
+    find: Callable[[str, str, str | None], Sequence[RecordedSeries]]
+    # Returns by rule, tensor and step in how many steps after that the rule was due.
+    due_since: Callable[[str, str, int], int] = lambda *_: 0
 
-    def history(
-        self, name: str, stat: str = "l2", *, rule: str | None = None
-    ) -> list[tuple[int, float]]:
+    def history(self, name: str, stat: str, rule: str | None) -> list[tuple[int, float]]:
         canonical, series = self._series(name, stat, rule)
         rows = merged(series, canonical)
         if not rows:
-            self.names.check_recorded(canonical, stat, rule)
+            self._check_recorded(canonical, stat, rule)
         return rows
 
-    def latest(self, name: str, stat: str = "l2", *, rule: str | None = None) -> float:
+    def latest(self, name: str, stat: str, rule: str | None) -> float:
         canonical, series = self._series(name, stat, rule)
-        # Of two series with the same step the later one stands, as in `merged`.
-        ends = [
-            (end[0], number, end[1])
-            for number, recorded in enumerate(series)
-            if (end := recorded.last(canonical)) is not None
-        ]
+        ends = [end for recorded in series if (end := recorded.last(canonical)) is not None]
         if not ends:
-            self.names.check_recorded(canonical, stat, rule)
+            self._check_recorded(canonical, stat, rule)
             raise RecordError(
                 f"{stat} of {canonical} has not been recorded yet: no gradient has arrived"
             )
         self._check_age(canonical, stat, series)
-        return max(ends, key=lambda end: end[:2])[2]
+        # Of two series with the same step the later one stands, as in `merged`.
+        return max(reversed(ends), key=lambda end: end[0])[1]
+
+    def _canonical(self, name: str) -> str:
+        canonical = self.aliases.get(name, name)
+        if canonical in self.known:
+            return canonical
+        near = get_close_matches(name, [*self.known, *self.aliases], n=_NEAREST, cutoff=0.0)
+        raise KeyError(f"no parameter {name!r} in the model; nearest: {', '.join(near) or 'none'}")
+
+    def _check_recorded(self, name: str, stat: str, rule: str | None) -> None:
+        """Refuse a question that no rule will ever answer."""
+        logging = {key: logged for key, logged in self.logged.items() if name in logged.names}
+        asked = [logging[key] for key in logging if rule in (None, key)]
+        if not any(stat in logged.stats for logged in asked):
+            recorded = "; ".join(f"{key}: {', '.join(one.stats)}" for key, one in logging.items())
+            raise RecordError(
+                f"{'no rule' if rule is None else f'no rule {rule!r}'} records {stat} of {name}; recorded: "
+                f"{recorded or 'nothing'}"
+            )
 
     def _check_age(self, name: str, stat: str, series: Sequence[RecordedSeries]) -> None:
         """Refuse a value that is old although the rule was due since."""
-        newest = max(step for recorded in series if (step := recorded.newest()) is not None)
+        newest = max(end for recorded in series for end in recorded.ends())
         rule = series[0].key.rule
-        missed = 0 if self.due_since is None else self.due_since(rule, name, newest)
-        if missed >= _QUIET_STEPS:
+        if self.due_since(rule, name, newest) >= _QUIET_STEPS:
             raise RecordError(
                 f"rule {rule}: the last record of {stat} of {name} is of step {newest}, and nothing was "
                 f"measured in the {_QUIET_STEPS} steps in which the rule was due last; history() returns "
@@ -164,7 +131,7 @@ class Lookup:
     def _series(
         self, name: str, stat: str, rule: str | None
     ) -> tuple[str, Sequence[RecordedSeries]]:
-        canonical = self.names.canonical(name)
+        canonical = self._canonical(name)
         series = self.find(canonical, stat, rule)
         rules = sorted({recorded.key.rule for recorded in series})
         if len(rules) > 1:

@@ -7,28 +7,22 @@ which is not the same as a value of NaN.
 
 from __future__ import annotations
 
-from array import array
+import struct
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
-from gradsurgeon.store.layout import pack_absent
+from gradsurgeon.store.layout import Stored, is_absent, pack_absent
 
-# 500 parameters keep 32,000 steps, which is what a memory-only debugging session looks back on;
+# 500 parameters keep 30,000 steps, which is what a memory-only debugging session looks back on;
 # longer runs have a run directory.
 MEMORY_LIMIT = 64 * 2**20
-_VALUE_BYTES = 4
-# The step, and whose row it is.
-_ROW_BYTES = 2 * 8
-# Which columns are absent, one bit each.
-_WORD_BYTES, _WORD_BITS = 8, 64
-# Rows that made room stay in the arrays until they are this part of them.
-_SLACK = 8
+_FLOAT = struct.Struct("f").unpack_from
+# What Python takes for a row beside its numbers.
+_ROW_BYTES = 160
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
+class Key(NamedTuple):
     """What identifies a series."""
 
     rule: str
@@ -49,97 +43,63 @@ class RecordedSeries(Protocol):
     def last(self, name: str) -> tuple[int, float] | None:
         """Return the last of them, ``None`` where there is none."""
 
-    def newest(self) -> int | None:
-        """Return the step of the last row, whatever has a value in it."""
+    def ends(self) -> tuple[int, ...]:
+        """Return the steps of the first and of the last row, nothing where there is none."""
 
 
 class Series:
-    """The rows of one key, oldest first.
-
-    Numbers of all rows lie one after another: an object for each row would take many times their room.
-    """
+    """The rows of one key, oldest first."""
 
     def __init__(self, key: Key) -> None:
         self.key = key
         self.columns = {name: column for column, name in enumerate(key.names)}
-        self._width = len(key.names)
-        self._absent_bytes = _WORD_BYTES * -(-self._width // _WORD_BITS)
-        self.row_bytes = _ROW_BYTES + _VALUE_BYTES * self._width + self._absent_bytes
-        self._steps, self._values, self._absent = array("q"), array("f"), bytearray()
-        # So many rows at the beginning have made room.
-        self._dropped = 0
+        self.rows: deque[Stored] = deque()
 
     def __len__(self) -> int:
-        return len(self._steps) - self._dropped
+        return len(self.rows)
 
-    def add(
-        self, step: int, values: bytes, absent: frozenset[int] = frozenset(), *, replace: bool
-    ) -> bool:
+    def add(self, row: Stored, *, replace: bool) -> bool:
         """Append a row, or overwrite the last one where it is of the same step; return whether there is one more."""
-        overwrite = replace and len(self) > 0 and self._steps[-1] == step
+        overwrite = replace and self.ends()[1:] == row[:1]
         if overwrite:
-            self._cut(len(self._steps) - 1, len(self._steps))
-        self._steps.append(step)
-        self._values.frombytes(values)
-        bits = pack_absent(absent, self._width) or b""
-        self._absent += bits.ljust(self._absent_bytes, b"\0")
+            self.rows.pop()
+        self.rows.append(row)
         return not overwrite
 
-    def drop_oldest(self) -> None:
-        self._dropped += 1
-        if self._dropped * _SLACK > len(self._steps):
-            self._cut(0, self._dropped)
-            self._dropped = 0
-
-    def _cut(self, start: int, stop: int) -> None:
-        del self._steps[start:stop]
-        del self._values[start * self._width : stop * self._width]
-        del self._absent[start * self._absent_bytes : stop * self._absent_bytes]
-
-    def newest(self) -> int | None:
-        return self._steps[-1] if len(self) else None
-
-    @property
-    def steps(self) -> array[int]:
-        return self._steps[self._dropped :]
+    def ends(self) -> tuple[int, ...]:
+        return (self.rows[0][0], self.rows[-1][0]) if self.rows else ()
 
     def of(self, name: str) -> list[tuple[int, float]]:
         return [(step, value) for step, value in self.cells(name) if value is not None]
 
-    def cells(self, name: str) -> list[tuple[int, float | None]]:
-        """Return step and value of one tensor for every row, ``None`` where it has no value."""
-        column, bit = self.columns[name], 1 << (self.columns[name] & 7)
-        values = self._values[self._dropped * self._width + column :: self._width]
-        absent = self._absent[
-            self._dropped * self._absent_bytes + (column >> 3) :: self._absent_bytes
-        ]
-        rows = zip(self.steps, values, absent, strict=True)
-        return [(step, None if bits & bit else value) for step, value, bits in rows]
+    def cells(self, name: str) -> Iterator[tuple[int, float | None]]:
+        """Yield step and value of one tensor for every row, ``None`` where it has no value."""
+        return self._cells(self.rows, name)
 
     def last(self, name: str) -> tuple[int, float] | None:
-        column, bit = self.columns[name], 1 << (self.columns[name] & 7)
-        for row in range(len(self._steps) - 1, self._dropped - 1, -1):
-            if not self._absent[row * self._absent_bytes + (column >> 3)] & bit:
-                return self._steps[row], self._values[row * self._width + column]
-        return None
+        cells = self._cells(reversed(self.rows), name)
+        return next(((step, value) for step, value in cells if value is not None), None)
+
+    def _cells(self, rows: Iterable[Stored], name: str) -> Iterator[tuple[int, float | None]]:
+        column = self.columns[name]
+        for step, values, absent in rows:
+            if absent is None or not is_absent(absent, column):
+                yield step, _FLOAT(values, 4 * column)[0]
+            else:
+                yield step, None
 
 
 class Records:
-    """All series of one session in memory, bounded: the oldest rows make room for new ones.
-
-    Attributes:
-        dropped: how many rows have made room.
-        on_drop: called with the step then, when the first of them does.
-    """
+    """All series of one session in memory, bounded: the oldest rows make room for new ones."""
 
     def __init__(self, limit_bytes: int = MEMORY_LIMIT) -> None:
         self._limit = limit_bytes
         self._series: dict[Key, Series] = {}
-        self._named: dict[str, list[Series]] = {}
         # The series of each row, by age.
         self._order: deque[Series] = deque()
         self._bytes = 0
         self.dropped = 0
+        # Called with the step when the first row makes room.
         self.on_drop: Callable[[int], None] | None = None
 
     def add(
@@ -151,27 +111,17 @@ class Records:
         *,
         replace: bool = False,
     ) -> None:
-        """Append one row.
-
-        Args:
-            key: the series, created when it is new.
-            step: the clock of the tensors concerned.
-            values: float32 in native byte order, one per name of the key.
-            absent: columns without a value.
-            replace: overwrite the last row where it is of the same step.
-        """
+        """Append one row of float32, one per name of the key, or replace the last one of the same step."""
         series = self._series.get(key)
         if series is None:
             series = self._series[key] = Series(key)
-            for name in series.columns:
-                self._named.setdefault(name, []).append(series)
-        if series.add(step, values, absent, replace=replace):
+        row = step, values, pack_absent(absent, len(key.names))
+        if series.add(row, replace=replace):
             self._order.append(series)
-            self._bytes += series.row_bytes
+            self._bytes += _ROW_BYTES + len(values)
         while self._bytes > self._limit and len(self._order) > 1:
-            oldest = self._order.popleft()
-            oldest.drop_oldest()
-            self._bytes -= oldest.row_bytes
+            _, dropped, _ = self._order.popleft().rows.popleft()
+            self._bytes -= _ROW_BYTES + len(dropped)
             self.dropped += 1
             if self.dropped == 1 and self.on_drop is not None:
                 self.on_drop(step)
@@ -180,8 +130,10 @@ class Records:
         """Return the series that measure one tensor with one statistic, in order of creation."""
         return [
             series
-            for series in self._named.get(name, ())
-            if series.key.stat == stat and rule in (None, series.key.rule)
+            for series in self
+            if series.key.stat == stat
+            and name in series.columns
+            and rule in (None, series.key.rule)
         ]
 
     def __iter__(self) -> Iterator[Series]:

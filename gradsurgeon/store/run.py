@@ -8,16 +8,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
-from gradsurgeon.store.lookup import Logged, Lookup, RecordedNames, RecordQueries
+from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.rank_file import RankFile, StoredSeries
 
-_LARGEST = 256 * 2**20
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 
 
@@ -42,12 +40,7 @@ class Run(RecordQueries):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -115,18 +108,16 @@ class Run(RecordQueries):
                 yield series
 
     def _lookup(self) -> Lookup:
-        stats: dict[str, dict[str, None]] = {}
-        names: dict[str, dict[str, None]] = {}
+        stats = {rule: set(planned) for rule, planned in self.stats.items()}
+        names = {rule: set(self.names_of(rule)) for rule in stats}
         for series in self:
-            stats.setdefault(series.key.rule, {})[series.key.stat] = None
-            names.setdefault(series.key.rule, {}).update(dict.fromkeys(series.key.names))
-        known = tuple({name: None for recorded in names.values() for name in recorded})
-        for rule, planned in self.stats.items():
-            stats.setdefault(rule, {}).update(dict.fromkeys(planned))
-            names.setdefault(rule, {}).update(dict.fromkeys(self.names_of(rule)))
-        logged = {rule: Logged(tuple(stats[rule]), frozenset(names[rule])) for rule in stats}
-        every = tuple(dict.fromkeys((*self.params, *known)))
-        return Lookup(RecordedNames(every, self._aliases, logged), self.series)
+            stats.setdefault(series.key.rule, set()).add(series.key.stat)
+            names.setdefault(series.key.rule, set()).update(series.key.names)
+        logged = {
+            rule: Logged(tuple(sorted(stats[rule])), frozenset(names[rule])) for rule in stats
+        }
+        every = (*self.params, *sorted(set().union(*names.values()) - {*self.params}))
+        return Lookup(every, self._aliases, logged, self.series)
 
     @property
     def stats(self) -> dict[str, tuple[str, ...]]:
@@ -160,30 +151,14 @@ def _items(value: object) -> list[Any]:
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run directory for reading, also while it is being written. Needs no torch.
-
-    Args:
-        path: the directory that `record=` named.
-
-    Raises:
-        RecordError: there is no run, or its files are damaged or foreign.
-    """
+    """Open a run directory for reading; see `gradsurgeon.open_run`."""
     folder = Path(path)
-    where = printable(str(folder))
-    try:
-        names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        hint = "a run is a directory, the one that `record=` or `--record` named"
-        raise RecordError(f"{where}: cannot be opened as a run: {reason}; {hint}") from None
-    ranks = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
-    if RUN_FILE not in names:
-        begun = "it has records, but rank 0 has not begun" if ranks else "it is no run directory"
-        raise RecordError(f"{where}: holds no {RUN_FILE}: {begun}")
     meta = _read_meta(folder / RUN_FILE)
+    names = [entry.name for entry in folder.iterdir() if entry.is_file()]
+    ranks = sorted(int(match[1]) for name in names if (match := _FILE.fullmatch(name)))
     if not ranks:
         raise RecordError(
-            f"{where}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
+            f"{printable(str(folder))}: holds {RUN_FILE}, but no records (rank-0.db): were they moved?"
         )
     with ExitStack() as opened:
         paths = [(folder / database_name(rank), rank) for rank in ranks]
@@ -194,25 +169,24 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 
 def _read_meta(path: Path) -> dict[str, Any]:
-    where = printable(str(path))
     try:
-        with path.open("rb") as file:
-            data = file.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise RecordError(f"{where}: is larger than any that gradsurgeon writes")
-        meta = json.loads(data)
+        meta = json.loads(path.read_bytes())
     except OSError as error:
-        raise RecordError(f"{where}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        reason = printable(str(error)[:200])
-        raise RecordError(f"{where}: is damaged: no JSON: {reason}") from None
+        raise RecordError(
+            f"{printable(str(path.parent))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
+            "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
+        ) from None
+    except (ValueError, RecursionError):
+        meta = None
     form = meta.get("format") if isinstance(meta, dict) else None
-    if type(form) is not int:
-        raise RecordError(f"{where}: was not written by gradsurgeon: it names no `format`")
+    if not isinstance(form, int):
+        raise RecordError(
+            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`"
+        )
     if form > FORMAT:
         raise RecordError(
-            f"{where}: has format {form}, and this gradsurgeon reads {FORMAT}: it was written by a newer "
-            "one; upgrade gradsurgeon"
+            f"{printable(str(path))}: has format {form}, and this gradsurgeon reads {FORMAT}: it was written "
+            "by a newer one; upgrade gradsurgeon"
         )
     return dict(meta)
 

@@ -10,19 +10,17 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import sys
 import time
-from array import array
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from threading import RLock
 from typing import Any
 
-from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
-from gradsurgeon.store.claim import claim
+from gradsurgeon.store.claim import claim, unwritable
 from gradsurgeon.store.database import Batch, WrittenSeries, create, is_busy, write
 from gradsurgeon.store.files import replacing
 from gradsurgeon.store.memory import Key
@@ -30,22 +28,10 @@ from gradsurgeon.store.memory import Key
 _INTERVAL = 1.0
 # Someone else can hold the file for long where there is no WAL. Then rows wait, up to this many bytes.
 _MOST_WAITING = 128 * 2**20
-# What is recorded faster than a person could read need not wait for the second to pass.
-_LARGE = 16 * 2**20
 
 
 class RunWriter:
-    """Writes the records of one rank.
-
-    Args:
-        path: the run directory, made where it is missing. Ranks share it.
-        rank: rank of this process.
-        meta: what `run.json` says; rank 0 writes it.
-        vfs: SQLite's layer for files, its own choice where empty.
-
-    Raises:
-        RecordError: the directory cannot be written, or holds a run already; nothing has been changed.
-    """
+    """Writes the records of one rank into a directory that ranks share; rank 0 writes `run.json`."""
 
     def __init__(
         self,
@@ -53,7 +39,6 @@ class RunWriter:
         *,
         rank: int = 0,
         meta: Mapping[str, Any] | None = None,
-        vfs: str = "",
     ) -> None:
         run_json = json.dumps({"format": layout.FORMAT, **(meta or {})}, indent=1)
         self.rank = rank
@@ -61,31 +46,26 @@ class RunWriter:
         self.on_failure: Callable[[str], None] | None = None
         self._claim = claim(path, rank)
         self.path = self._claim.folder
-        self._connection = self._open(run_json, vfs)
+        self._connection = self._open(run_json)
         self._identity = self._file_identity()
         self._series: dict[Key, WrittenSeries] = {}
         self._batch = Batch()
-        self._written_statuses: dict[str, str] = {}
         self._pid = os.getpid()
         self._lock = RLock()
         self._closed = False
         self._last_commit = self._last_step = time.monotonic()
-        self._large = _LARGE
 
-    def _open(self, run_json: str, vfs: str) -> sqlite3.Connection:
+    def _open(self, run_json: str) -> sqlite3.Connection:
         with ExitStack() as undo:
             undo.callback(self._claim.undo)
             try:
-                connection = create(self._claim.database, {"rank": str(self.rank)}, vfs)
+                connection = create(self._claim.database, self.rank)
                 undo.callback(connection.close)
                 if self.rank == 0:
-                    with replacing(self._claim.folder / layout.RUN_FILE) as file:
+                    with replacing(self.path / layout.RUN_FILE) as file:
                         file.write(run_json)
             except (sqlite3.Error, OSError) as error:
-                raise RecordError(
-                    f"{printable(str(self._claim.folder))}: cannot write records there: "
-                    f"{printable(str(error))}; pass a directory on another file system"
-                ) from None
+                raise unwritable(self.path, error) from None
             undo.pop_all()
         return connection
 
@@ -116,14 +96,8 @@ class RunWriter:
                 series.rows += 1
                 series.step = step
             row_id = layout.row_id(series.id, series.rows - 1)
-            if row_id not in self._batch.rows:
-                self._batch.size += len(values)
-            if sys.byteorder == "big":
-                values = layout.to_file(array("f", values))
             bits = layout.pack_absent(absent, len(key.names))
             self._batch.rows[row_id] = (row_id, step, values, bits)
-            if self._batch.size >= self._large:
-                self.commit()
 
     def event(self, event: Event) -> None:
         """Write an event, and with it what waits."""
@@ -137,9 +111,7 @@ class RunWriter:
         if self.closed:
             return
         for rule, status in statuses.items():
-            text = layout.as_json(asdict(status))
-            if self._written_statuses.get(rule) != text:
-                self._written_statuses[rule] = self._batch.statuses[rule] = text
+            self._batch.statuses[rule] = json.dumps(asdict(status))
 
     def due(self) -> bool:
         """Return whether a second has passed since the last commit."""
@@ -168,7 +140,6 @@ class RunWriter:
                 self._failed(error)
             else:
                 self._batch = Batch()
-                self._large = _LARGE
 
     def close(self) -> None:
         """Write what waits and mark the run as finished. May be called twice."""
@@ -206,8 +177,8 @@ class RunWriter:
         with suppress(sqlite3.Error):
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-        if is_busy(error) and self._batch.size < _MOST_WAITING:
-            self._large = self._batch.size + _LARGE
+        waiting = sum(len(values) for _, _, values, _ in self._batch.rows.values())
+        if is_busy(error) and waiting < _MOST_WAITING:
             return  # tried again in a second
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         self.failed = (

@@ -181,10 +181,9 @@ class TestExport:
             (("--name", "re:("), "gradsurgeon: "),
             (("-o", "no/such/file"), "cannot write no/such/file: No such file or directory"),
             (("-o", "run"), "cannot write run: Is a directory"),
-            (("-o", "run/rank-0.db"), "run/rank-0.db: is a file of a run, or would be taken for"),
-            (("-o", "run/rank-7.db-journal"), "run/rank-7.db-journal: is a file of a run"),
-            (("-o", "run/run.json"), "run/run.json: is a file of a run"),
-            (("-o", "link.csv"), "link.csv: is a file of a run"),
+            (("-o", "run/rank-0.db"), "run/rank-0.db: is there already and is no export"),
+            (("-o", "run/run.json"), "run/run.json: is there already and is no export"),
+            (("-o", "link.csv"), "link.csv: is there already and is no export"),
             (("-o", "train.py"), "train.py: is there already and is no export; name another one"),
             (("-o", "/dev/full"), "cannot write /dev/full: No space left on device"),
         ],
@@ -218,7 +217,7 @@ class TestExport:
         assert (tmp_path / "run" / "rank-0.db-wal").stat().st_size
         done = call("export", "run", "--format", "csv", "-o", "run/rank-0.db-wal", cwd=tmp_path)
         assert done.returncode == 2
-        assert "rank-0.db-wal: is a file of a run" in done.stderr
+        assert "rank-0.db-wal: is there already and is no export" in done.stderr
         writer.close()
         with open_run(tmp_path / "run") as run:
             assert run.history("w") == [(0, 1.0), (1, 2.0)]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -97,24 +95,19 @@ def test_a_run_that_was_refused_is_not_in_the_way_of_the_next(folder: Folder, up
     assert folder.databases() == ["run/rank-0.db"]
 
 
-OLD, NEW = 1000.0, 0.0
-
-
 @pytest.mark.parametrize(
-    ("theirs", "age", "attempt", "taken", "another"),
+    ("theirs", "attempt", "taken", "another"),
     [
-        (None, OLD, "0", True, True),  # a run of a single process
-        ({}, OLD, "0", False, False),  # another rank has begun
-        ({"parent": "6"}, NEW, "0", True, True),
-        ({"attempt": "0"}, OLD, "1", False, True),  # these ranks are started once more
-        ({"host": "there", "parent": "6"}, NEW, "0", False, False),
-        ({"host": "there", "parent": "6"}, OLD, "0", True, False),
-        ({"host": "there", "launch": "there/29500/none"}, NEW, "0", True, True),
+        (None, "0", True, True),  # a run of a single process
+        ({}, "0", False, False),  # another rank has begun
+        ({"parent": "6"}, "0", True, True),
+        ({"attempt": "0"}, "1", False, True),  # these ranks are started once more
+        ({"host": "there", "parent": "6"}, "0", False, False),
+        ({"host": "there", "launch": "there/29500/none"}, "0", True, True),
     ],
 )
 def test_ranks_know_the_runs_of_their_own_job(
     theirs: dict[str, str] | None,
-    age: float,
     attempt: str,
     *,
     taken: bool,
@@ -125,7 +118,6 @@ def test_ranks_know_the_runs_of_their_own_job(
     monkeypatch.setattr(job, "current", lambda: {**JOB, "attempt": attempt})
     about = {"format": 1} if theirs is None else {"format": 1, "job": {**JOB, **theirs}}
     (tmp_path / "run.json").write_text(json.dumps(about), encoding="utf-8")
-    os.utime(tmp_path / "run.json", (time.time() - age,) * 2)
     assert job.is_taken(tmp_path) is taken
     assert job.is_of_another_start(tmp_path) is another
     assert not job.is_taken(tmp_path / "nothing")

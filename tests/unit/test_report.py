@@ -385,7 +385,7 @@ def test_nothing_at_all_still_reads() -> None:
 
 
 def test_dropped_rows_are_admitted() -> None:
-    measured = Records(limit_bytes=16 * 28)
+    measured = Records(limit_bytes=16 * 164)
     for step in range(20):
         measured.add(Key("norms", "l2", "step", ("w",)), step, array("f", [1.0]).tobytes())
     head = report(measured).text().splitlines()[0]

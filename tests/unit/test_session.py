@@ -107,17 +107,19 @@ def test_records_by_name_rule_and_statistic() -> None:
 def test_what_is_not_recorded_is_said_with_what_is() -> None:
     session = session_with_records()
     with pytest.raises(
-        KeyError, match=r"no parameter '1.weigth' in the model; did you mean `1.weight`"
+        KeyError, match=r"no parameter '1.weigth' in the model; nearest: 1.weight, "
     ):
         session.latest("1.weigth")
     with pytest.raises(
         RecordError, match=r"l2 of 0.weight is recorded by several rules: .* final, norms"
     ):
         session.latest("0.weight")
-    with pytest.raises(RecordError, match=r"no rule records linf of 0.weight; recorded: l2, max"):
+    with pytest.raises(
+        RecordError, match=r"no rule records linf of 0.weight; recorded: norms: l2; final: l2, max"
+    ):
         session.latest("0.weight", "linf")
     with pytest.raises(
-        RecordError, match=r"'norm' records nothing of 1.weight; did you mean `norms`"
+        RecordError, match=r"no rule 'norm' records l2 of 1.weight; recorded: norms: l2"
     ):
         session.latest("1.weight", rule="norm")
     model, _ = make()

@@ -54,7 +54,7 @@ def test_a_run_says_what_its_session_said(tmp_path: Path) -> None:
         assert run.status() == session.status()
         assert run.meta["rules"]["sha256"] == session.plan.rules.sha256
         assert run.meta["plan"] == session.plan.to_dict()
-        with pytest.raises(KeyError, match=r"no parameter '0.wieght' .* did you mean `0.weight`"):
+        with pytest.raises(KeyError, match=r"no parameter '0.wieght' .* nearest: 0.weight"):
             run.latest("0.wieght")
 
 
@@ -139,7 +139,7 @@ def test_the_latest_is_never_an_old_value(steps: dict[str, int]) -> None:
 
 
 def test_rows_that_make_room_are_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Records.__init__, "__defaults__", (1000,))
+    monkeypatch.setattr(Records.__init__, "__defaults__", (31 * 168,))
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rules = {"version": 1, "rules": [{"id": "n", "action": "norm-log", "params": "*"}]}

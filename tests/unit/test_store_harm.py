@@ -14,7 +14,7 @@ import sys
 import time
 
 import pytest
-from runs import JOB, KEY, another_process, listing, meta, values, write
+from runs import JOB, KEY, another_process, listing, meta, refuse_wal, values, write
 
 from gradsurgeon import Event, RecordError
 from gradsurgeon.events import RuleStatus
@@ -25,15 +25,15 @@ from gradsurgeon.store.writer import RunWriter
 
 pytestmark = pytest.mark.cover_children
 
-# SQLite's layer for files without shared memory: as on a network file system, it refuses WAL.
-NO_WAL = "unix-none"
-
 WRITES_FOR_EVER = """
 import sys, time
-from runs import KEY, meta, values
+import pytest
+from runs import KEY, meta, refuse_wal, values
 from gradsurgeon import Event
 from gradsurgeon.store.writer import RunWriter
-writer = RunWriter(sys.argv[1], meta=meta(), vfs=sys.argv[2])
+if sys.argv[2] == "no wal":
+    refuse_wal(pytest.MonkeyPatch())
+writer = RunWriter(sys.argv[1], meta=meta())
 print("ready", flush=True)
 for step in range(10**9):
     writer.add(KEY, step, values(0.0, float(step)))
@@ -49,9 +49,9 @@ def event(message: str = "bad", step: int = 3) -> Event:
     return Event("trap", "nans", step, 0, "a.bias", message)
 
 
-@pytest.mark.parametrize("vfs", ["", NO_WAL])
-def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, vfs: str) -> None:
-    with another_process(WRITES_FOR_EVER, str(tmp_path), vfs) as process:
+@pytest.mark.parametrize("log", ["wal", "no wal"])
+def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, log: str) -> None:
+    with another_process(WRITES_FOR_EVER, str(tmp_path), log) as process:
         time.sleep(2.3)
         process.send_signal(signal.SIGKILL)
         out, _ = process.communicate()
@@ -69,17 +69,18 @@ def test_kill_minus_nine_loses_the_last_second_at_most(tmp_path: pathlib.Path, v
 
 
 def test_a_killed_run_can_be_followed_by_no_other_in_its_place(tmp_path: pathlib.Path) -> None:
-    with another_process(WRITES_FOR_EVER, str(tmp_path), "") as process:
+    with another_process(WRITES_FOR_EVER, str(tmp_path), "wal") as process:
         process.kill()
         process.communicate()
     with pytest.raises(
-        RecordError, match=r"already holds the records of a run .* pass another directory"
+        RecordError,
+        match=r"already holds a run \(rank-0.db\), and records are never .* pass another directory",
     ):
         RunWriter(tmp_path, meta=meta())
 
 
 def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) -> None:
-    with another_process(WRITES_FOR_EVER, str(tmp_path), ""):
+    with another_process(WRITES_FOR_EVER, str(tmp_path), "wal"):
         code = (
             "import sys\nfrom gradsurgeon.store.writer import RunWriter\n"
             "RunWriter(sys.argv[1], rank=int(sys.argv[2]), meta={})"
@@ -91,8 +92,8 @@ def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) ->
             check=False,
         )
         assert done.returncode == 1
-        assert "a run is being recorded there right now (rank-0.db is locked)" in done.stderr
-        with pytest.raises(RecordError, match="a run is being recorded there right now"):
+        assert "already holds a run (rank-0.db, which is being recorded right now)" in done.stderr
+        with pytest.raises(RecordError, match=r"rank-0.db, which is being recorded right now"):
             RunWriter(tmp_path, meta=meta())
         # Another rank of the same run is welcome.
         other = RunWriter(tmp_path, rank=1)
@@ -106,12 +107,12 @@ def test_a_second_process_is_refused_and_does_no_harm(tmp_path: pathlib.Path) ->
 def test_a_second_writer_in_this_process_is_refused(tmp_path: pathlib.Path) -> None:
     writer = write(tmp_path, {"w": [1.0]})
     for _ in range(2):  # looking must not drop the lock
-        with pytest.raises(RecordError, match="a run is being recorded there right now"):
+        with pytest.raises(RecordError, match=r"rank-0.db, which is being recorded right now"):
             RunWriter(tmp_path, meta=meta())
     writer.close()
-    with pytest.raises(RecordError, match=r"already holds the records of a run \(rank-0.db\)"):
+    with pytest.raises(RecordError, match=r"already holds a run \(rank-0.db\)"):
         RunWriter(tmp_path, meta=meta())
-    with pytest.raises(RecordError, match=r"rank 0 is not recording.*rank 1 would be mixed up"):
+    with pytest.raises(RecordError, match=r"\(run.json, whose rank 0 is not recording\)"):
         RunWriter(tmp_path, rank=1)
     assert listing(tmp_path) == ["rank-0.db", "run.json"]
 
@@ -133,7 +134,7 @@ def test_a_rank_may_be_done_before_another_of_its_job_begins(
 def test_a_reader_in_the_way_delays_and_loses_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsurgeon.store.database.on_network", lambda _: True)
+    monkeypatch.setattr("gradsurgeon.store.database._on_network", lambda _: True)
     writer = RunWriter(tmp_path, meta=meta())
     with contextlib.closing(sqlite3.connect(tmp_path / "rank-0.db")) as reader:
         reader.execute("BEGIN")
@@ -156,7 +157,7 @@ def test_a_reader_in_the_way_delays_and_loses_nothing(
 def test_a_reader_that_never_goes_away_ends_in_one_word(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsurgeon.store.database.on_network", lambda _: True)
+    monkeypatch.setattr("gradsurgeon.store.database._on_network", lambda _: True)
     monkeypatch.setattr("gradsurgeon.store.writer._MOST_WAITING", 1000)
     said: list[str] = []
     writer = RunWriter(tmp_path, meta=meta())
@@ -242,10 +243,14 @@ def test_a_small_file_system_that_fills_up(tmp_path: pathlib.Path) -> None:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-@pytest.mark.parametrize("vfs", ["", NO_WAL])
-def test_a_directory_that_is_removed_is_noticed(tmp_path: pathlib.Path, vfs: str) -> None:
+@pytest.mark.parametrize("wal", [True, False])
+def test_a_directory_that_is_removed_is_noticed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, *, wal: bool
+) -> None:
+    if not wal:
+        refuse_wal(monkeypatch)
     said: list[str] = []
-    writer = RunWriter(tmp_path / "run", meta=meta(), vfs=vfs)
+    writer = RunWriter(tmp_path / "run", meta=meta())
     writer.on_failure = said.append
     writer.add(KEY, 0, values(1.0, 1.0))
     writer.commit()

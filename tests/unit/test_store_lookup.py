@@ -7,16 +7,14 @@ from array import array
 import pytest
 
 from gradsurgeon import RecordError
-from gradsurgeon.store import Key, Logged, Lookup, RecordedNames, Records
+from gradsurgeon.store import Key, Logged, Lookup, Records
 
-NAMES = RecordedNames(
-    known=("a.weight", "b.weight", "c.weight"),
-    aliases={"tied.weight": "a.weight"},
-    logged={
-        "norms": Logged(("l2",), frozenset({"a.weight", "b.weight"})),
-        "other": Logged(("l2", "max"), frozenset({"b.weight"})),
-    },
-)
+KNOWN = ("a.weight", "b.weight", "c.weight")
+ALIASES = {"tied.weight": "a.weight"}
+LOGGED = {
+    "norms": Logged(("l2",), frozenset({"a.weight", "b.weight"})),
+    "other": Logged(("l2", "max"), frozenset({"b.weight"})),
+}
 
 
 def values(*numbers: float) -> bytes:
@@ -29,49 +27,55 @@ def make() -> Lookup:
     records.add(key, 0, values(1.0, 2.0))
     records.add(key, 1, values(3.0, 0.0), frozenset({1}))
     records.add(Key("other", "max", "step", ("b.weight",)), 0, values(9.0))
-    return Lookup(NAMES, records.series)
+    return Lookup(KNOWN, ALIASES, LOGGED, records.series)
 
 
 def test_history_and_latest_by_name_and_alias() -> None:
-    assert make().history("a.weight") == make().history("tied.weight") == [(0, 1.0), (1, 3.0)]
-    assert make().latest("tied.weight") == 3.0
-    assert make().latest("b.weight", "max") == 9.0
+    assert (
+        make().history("a.weight", "l2", None)
+        == make().history("tied.weight", "l2", None)
+        == [(0, 1.0), (1, 3.0)]
+    )
+    assert make().latest("tied.weight", "l2", None) == 3.0
+    assert make().latest("b.weight", "max", None) == 9.0
 
 
 def test_the_latest_passes_over_steps_without_a_gradient() -> None:
-    assert make().latest("b.weight") == 2.0
+    assert make().latest("b.weight", "l2", None) == 2.0
 
 
 @pytest.mark.parametrize("ask", [Lookup.history, Lookup.latest])
 def test_both_say_what_there_is_instead(ask: object) -> None:
     assert callable(ask)
-    with pytest.raises(KeyError, match=r"no parameter 'a.weigth' .*did you mean `a.weight`"):
-        ask(make(), "a.weigth")
+    with pytest.raises(KeyError, match=r"no parameter 'a.weigth' in the model; nearest: a.weight,"):
+        ask(make(), "a.weigth", "l2", None)
     with pytest.raises(KeyError, match=r"no parameter 'xyz' in the model; nearest: .*weight"):
-        ask(make(), "xyz")
-    with pytest.raises(RecordError, match=r"no rule records max of a.weight; recorded: l2"):
-        ask(make(), "a.weight", "max")
-    with pytest.raises(RecordError, match=r"'norm' records nothing of a.weight; did you mean `no"):
-        ask(make(), "a.weight", rule="norm")
+        ask(make(), "xyz", "l2", None)
+    with pytest.raises(RecordError, match=r"no rule records max of a.weight; recorded: norms: l2"):
+        ask(make(), "a.weight", "max", None)
+    with pytest.raises(
+        RecordError, match=r"no rule 'norm' records l2 of a.weight; recorded: norms: l2"
+    ):
+        ask(make(), "a.weight", "l2", "norm")
     with pytest.raises(RecordError, match=r"no rule records l2 of c.weight; recorded: nothing"):
-        ask(make(), "c.weight")
+        ask(make(), "c.weight", "l2", None)
 
 
 def test_what_has_not_come_yet_has_no_latest_and_an_empty_history() -> None:
-    assert make().history("b.weight", rule="other") == []
+    assert make().history("b.weight", "l2", "other") == []
     with pytest.raises(RecordError, match=r"l2 of b.weight has not been recorded yet"):
-        make().latest("b.weight", rule="other")
+        make().latest("b.weight", "l2", "other")
 
 
 def test_several_rules_are_named() -> None:
     records = Records()
     for rule in ("other", "norms"):
         records.add(Key(rule, "l2", "step", ("b.weight",)), 0, values(1.0))
-    lookup = Lookup(NAMES, records.series)
+    lookup = Lookup(KNOWN, ALIASES, LOGGED, records.series)
     message = r"l2 of b.weight is recorded by several rules: pass rule= one of norms, other"
     with pytest.raises(RecordError, match=message):
-        lookup.latest("b.weight")
-    assert lookup.latest("b.weight", rule="other") == 1.0
+        lookup.latest("b.weight", "l2", None)
+    assert lookup.latest("b.weight", "l2", "other") == 1.0
 
 
 def test_of_two_series_the_later_step_stands_and_of_one_step_the_later_series() -> None:
@@ -79,10 +83,10 @@ def test_of_two_series_the_later_step_stands_and_of_one_step_the_later_series() 
     first, second = (Key("norms", "l2", "step", names) for names in (("a", "b"), ("a",)))
     records.add(second, 5, values(5.0))
     records.add(first, 3, values(3.0, 3.0))
-    lookup = Lookup(RecordedNames(("a", "b")), records.series)
-    assert lookup.latest("a") == lookup.history("a")[-1][1] == 5.0
+    lookup = Lookup(("a", "b"), {}, {}, records.series)
+    assert lookup.latest("a", "l2", None) == lookup.history("a", "l2", None)[-1][1] == 5.0
     records.add(first, 5, values(7.0, 7.0))
-    assert lookup.latest("a") == lookup.history("a")[-1][1] == 7.0
+    assert lookup.latest("a", "l2", None) == lookup.history("a", "l2", None)[-1][1] == 7.0
 
 
 def test_what_is_old_is_not_the_latest() -> None:
@@ -98,15 +102,15 @@ def test_what_is_old_is_not_the_latest() -> None:
             asked.append((rule, name, step))
             return missed
 
-        return Lookup(NAMES, records.series, due_since)
+        return Lookup(KNOWN, ALIASES, LOGGED, records.series, due_since)
 
-    assert lookup(2).latest("tied.weight") == 4.0
-    assert lookup(0).latest("b.weight") == 9.0
+    assert lookup(2).latest("tied.weight", "l2", None) == 4.0
+    assert lookup(0).latest("b.weight", "l2", None) == 9.0
     assert asked == [("norms", "a.weight", 3), ("norms", "b.weight", 3)]
     message = (
         r"rule norms: the last record of l2 of a.weight is of step 3, and nothing was measured in the "
         r"3 steps in which the rule was due last; history\(\)"
     )
     with pytest.raises(RecordError, match=message):
-        lookup(3).latest("a.weight")
-    assert lookup(3).history("a.weight")[-1] == (3, 4.0)
+        lookup(3).latest("a.weight", "l2", None)
+    assert lookup(3).history("a.weight", "l2", None)[-1] == (3, 4.0)
