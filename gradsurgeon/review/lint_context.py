@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -65,18 +65,6 @@ class LintContext:
         """Return the first of these options that the rule gives in its file; the last where it gives none."""
         options = self._inspected.options(rule.id)
         return next((key for key in keys if key in options), keys[-1])
-
-    def floats(self, rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        """Yield the path and the text of every number in a rule that is not a whole one."""
-        queue: list[tuple[tuple[str | int, ...], object]] = [((), self._inspected.options(rule.id))]
-        for path, value in queue:
-            if isinstance(value, dict):
-                queue += [((*path, key), item) for key, item in value.items()]
-            elif isinstance(value, list):
-                queue += [((*path, index), item) for index, item in enumerate(value)]
-            elif isinstance(value, float):
-                place = self._inspected.place(rule.id, *path)
-                yield path, place.line_text[place.col - 1 :][: place.width]
 
     # -- names --------------------------------------------------------------------------------
 
@@ -170,11 +158,3 @@ def _contains(rule: Rule, wide: str, narrow: str) -> bool:
     if rule.target == "modules" and ROOT in (wide, narrow):
         return wide == narrow
     return contains(wide, narrow)
-
-
-def listed(rules: Sequence[Rule]) -> str:
-    """Return the ids of the first few rules for a message, and how many more there are."""
-    shown = [f"`{rule.id[:60]}`" for rule in rules[:3]]
-    if len(rules) > len(shown):
-        shown.append(f"{len(rules) - len(shown)} more")
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
