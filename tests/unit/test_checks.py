@@ -255,16 +255,6 @@ class TestWithNames:
 
 
 class TestSuppression:
-    def test_no_comment_inside_a_text_counts(self, tmp_path: pathlib.Path) -> None:
-        text = "a # gradsurgeon: ignore[observed-order]"
-        clip = f"  - {{id: c, action: clip-norm, params: '{text}', max_norm: 1}}\n"
-        folded = text.replace(" #", "\n      #")
-        quoted = f'    params: "{folded}"\n'
-        block = f"    params: |-\n      {text}\n"
-        for params in (quoted, block):
-            rules = f"{clip}  - id: norms\n{params}    action: norm-log\n"
-            assert found(lint(tmp_path, rules)) == [("observed-order", 7, 13)]
-
     def test_a_comment_behind_a_block_does_count(self, tmp_path: pathlib.Path) -> None:
         rules = (
             "  - id: a\n    action: scale\n    params: |-  # gradsurgeon: ignore[scale-by-one]\n"
