@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from gradsurgeon.actions import Direction, Options, Rule, Steps, Stricter
 from gradsurgeon.review.matched_rules import PROTECTING
-from gradsurgeon.review.schedules import includes, last_step
+from gradsurgeon.review.schedules import includes
 
 SELECTION = ("params", "modules", "tensors", "exclude", "where", "model")
 # Not given, these are shown as such: what that means is not their default, but depends on the rule.
@@ -67,17 +67,11 @@ def _plain(options: Options) -> dict[str, Any]:
 
 
 def comparable_options(rule: Rule) -> dict[str, Hashable]:
-    """Return the options of a rule in a form that is equal for two rules exactly if no option differs."""
+    """Return the options of a rule in a form that is equal for two rules if no option differs."""
     options: dict[str, Hashable] = {}
     for name, value in given_options(rule).items():
-        if isinstance(value, list):
-            default = type(rule).model_fields[name].default
-            if not isinstance(default, tuple) or set(default) != set(value):
-                options[name] = frozenset(value)
-        else:
-            options[name] = tuple(sorted(value.items())) if isinstance(value, dict) else value
-    steps, last = rule.steps, last_step(rule.steps)
-    options["steps"] = (steps.from_, last, 1 if last == steps.from_ else steps.every)
+        # Of lists only the content counts: the order of patterns selects nothing else.
+        options[name] = frozenset(value) if isinstance(value, list) else str(value)
     return options
 
 
@@ -103,7 +97,6 @@ def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
 
 
 def _same(first: Any, second: Any) -> bool:
-    # Of lists only the content counts: the order of patterns selects nothing else.
     if isinstance(first, list) and isinstance(second, list):
         return set(first) == set(second)
     return bool(first == second)
