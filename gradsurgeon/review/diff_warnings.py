@@ -115,8 +115,7 @@ def _edit_same_tensors(first: Rule, second: Rule) -> bool:
     return (
         isinstance(first, EditRule)
         and isinstance(second, EditRule)
-        and first.target == second.target
-        and (first.target == "params" or first.tensor == second.tensor)
+        and (first.target, first.ref) == (second.target, second.ref)
     )
 
 

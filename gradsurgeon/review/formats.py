@@ -36,14 +36,7 @@ _RESET = "\033[0m"
 def write(
     problems: Sequence[Problem], form: str, *, root: Path | None = None, colour: bool = False
 ) -> str:
-    """Return problems as text that ends with a line feed, or nothing where there is nothing to say.
-
-    Args:
-        problems: what was found, in order.
-        form: one of `FORMATS`.
-        root: the folder that paths in ``github`` and ``sarif`` start from, here the current one.
-        colour: whether to colour what is for people.
-    """
+    """Return problems as text in one of `FORMATS`, with paths that start from the folder ``root``."""
     base = root or Path.cwd()
     if form in ("full", "concise"):
         return "".join(f"{_for_people(problem, form, colour=colour)}\n" for problem in problems)

@@ -64,14 +64,10 @@ class _Entry(NamedTuple):
 
 
 class GitTree:
-    """The files of one commit; an implementation of `schema.Files`.
-
-    Args:
-        ref: a branch, a tag, a commit, or whatever else git takes for one.
-    """
+    """The files of one commit; an implementation of `schema.Files`."""
 
     def __init__(self, ref: str) -> None:
-        self.ref = ref
+        self.ref = ref  # a branch, a tag, a commit, or whatever else git takes for one
 
     def open(self, path: str) -> source.Document:
         """Read a file by its path from the top of the repository, or from here after ``./``.

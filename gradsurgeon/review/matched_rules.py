@@ -30,9 +30,7 @@ class Match:
     members: frozenset[str] = frozenset()  # the names as a set
     elements: int = 0  # of the parameters
     is_for: bool = True  # whether the rule is for this model at all
-    undecided: tuple[
-        str, ...
-    ] = ()  # conditions that the names do not tell; then nothing is matched
+    undecided: tuple[str, ...] = ()  # conditions that the names do not tell: nothing is matched
 
     @property
     def decided(self) -> bool:

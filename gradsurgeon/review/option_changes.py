@@ -68,11 +68,12 @@ def _plain(options: Options) -> dict[str, Any]:
 
 def comparable_options(rule: Rule) -> dict[str, Hashable]:
     """Return the options of a rule in a form that is equal for two rules if no option differs."""
-    options: dict[str, Hashable] = {}
-    for name, value in given_options(rule).items():
-        # Of lists only the content counts: the order of patterns selects nothing else.
-        options[name] = frozenset(value) if isinstance(value, list) else str(value)
-    return options
+    return {name: _comparable(value) for name, value in given_options(rule).items()}
+
+
+def _comparable(value: Any) -> Hashable:
+    # Of lists only the content counts: the order of patterns selects nothing else.
+    return frozenset(value) if isinstance(value, list) else repr(value)
 
 
 def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
@@ -81,7 +82,10 @@ def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
     changes = []
     for name in dict.fromkeys((*before, *after)):
         first, second = _value(old, before, name), _value(new, after, name)
-        if _same(first, second) or (name == "steps" and _same_steps(old.steps, new.steps)):
+        same = _comparable(first) == _comparable(second)
+        if name == "steps":  # one schedule can be written in several ways
+            same = includes(old.steps, new.steps) and includes(new.steps, old.steps)
+        if same:
             continue
         direction, meaning = _judge(old, new, name, first, second)
         changes.append(OptionChange(name, first, second, direction, meaning))
@@ -96,23 +100,11 @@ def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
     return list(info.default) if isinstance(info.default, tuple) else info.default
 
 
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, list) and isinstance(second, list):
-        return set(first) == set(second)
-    return bool(first == second)
-
-
-def _same_steps(old: Steps, new: Steps) -> bool:
-    return includes(old, new) and includes(new, old)
-
-
 def _judge(old: Rule, new: Rule, name: str, before: Any, after: Any) -> tuple[Direction, str]:
     if old.action != new.action:
         return "changed", ""
-    if name == "steps":
-        return (
-            _judge_steps(old.steps, new.steps) if isinstance(old, PROTECTING) else ("changed", "")
-        )
+    if name == "steps" and isinstance(old, PROTECTING):
+        return _judge_steps(old.steps, new.steps)
     info = _field(old, name) or _field(new, name)
     for item in info.metadata if info is not None else ():
         if isinstance(item, Stricter):

@@ -49,9 +49,7 @@ class Suppressions:
     def unused(self, severities: Mapping[str, str], *, checked: bool) -> Iterator[Problem]:
         """Yield a problem for each name in a comment that suppresses nothing.
 
-        Args:
-            severities: of every check that there is.
-            checked: all checks have looked: otherwise nothing is known of those that could not.
+        Unless all checks have looked (``checked``), nothing is known of those that could not.
         """
         for group in self._by_check.values():
             for suppression in group:

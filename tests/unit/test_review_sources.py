@@ -232,11 +232,6 @@ class TestSpecs:
 
 
 class TestNames:
-    def test_one_source_exactly(self) -> None:
-        for params, model in ((None, None), ("a", "b")):
-            with pytest.raises(ValueError, match="not both"):
-                sources.manifest_of(params, model)
-
     def test_a_model_that_is_not_there(self) -> None:
         with pytest.raises(ModelError, match="cannot import `nosuch`"):
             sources.manifest_of(model="nosuch:build")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from gradsurgeon.actions import Rule, TargetKind
 from gradsurgeon.planning import examples
@@ -197,7 +197,7 @@ def _patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
             yield (key, index), text
 
 
-def _goes_on(number: str, hits: list[str] | None) -> bool:
+def _goes_on(number: str, hits: Iterable[str] | None) -> bool:
     longer = re.compile(f"(?<![0-9]){number}[0-9]")
     return hits is None or any(map(longer.search, hits))
 
@@ -219,9 +219,11 @@ def _partial(body: str, target: TargetKind) -> bool:
 
 def _takes_nothing(context: LintContext, rule: Rule, text: str) -> str:
     """Return why an exclude leaves nothing out; empty if it does, or may."""
-    if context.hits(rule, text) is None:
+    hits = context.hits(rule, text)
+    if hits is None:
         name = f"`{text[:60]}` matches no name that the patterns of the rule can match"
         return name if context.never_matches(rule, text) else ""
-    owners = context.canonical_hits(rule, text)
-    wanted = {name for p in rule.patterns for name in context.canonical_hits(rule, p.text)}
-    return "" if owners & wanted else f"`{text[:60]}` takes nothing out of the match"
+    # By any alias: what is excluded under one name is excluded.
+    wanted = {name for p in rule.patterns for name in (context.hits(rule, p.text) or {}).values()}
+    taken = wanted.intersection(hits.values())
+    return "" if taken else f"`{text[:60]}` takes nothing out of the match"
