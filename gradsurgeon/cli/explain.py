@@ -73,19 +73,14 @@ def check_page(name: str) -> Iterator[str]:
         yield from ("", *(f"  {line}" for line in _paragraphs(READING_CHECKS[name].help)))
         return
     check = CHECKS[name]
-    for heading, text in _sections(type(check)):
-        yield from _section(heading, _paragraphs(text))
-    for lead, text in _both(check):
-        yield from _section(lead, text.strip().splitlines())
+    yield from ("", *(f"  {line}" if line else "" for line in _paragraphs(_body(type(check)))))
+    yield from _section(_found(check), check.BAD.strip().splitlines())
 
 
-def _both(check: Check, tick: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the examples of a check under what they show."""
+def _found(check: Check, tick: str = "") -> str:
+    """Return the heading of the example of a check."""
     names = ", ".join(f"{tick}{name}{tick}" for name in check.NAMES)
-    what = "weights with" if check.WEIGHTS else "a model with"
-    where = f", in {what} the parameters {names}"
-    yield f"Found{where if names else ''}", check.BAD
-    yield "Not found", check.GOOD
+    return f"Found, in a model with the parameters {names}" if names else "Found"
 
 
 def _check_summary(name: str) -> str:
@@ -131,20 +126,18 @@ def _checks_reference() -> Iterator[str]:
     yield from ("### Checks", "", "What `lint` asks of rules that can be read.")
     for name, check in CHECKS.items():
         yield from ("", f"#### `{name}` ({check.severity})", "", _check_summary(name))
-        for heading, text in _sections(type(check)):
-            paragraphs = (" ".join(one.split()) for one in text.strip().split("\n\n"))
-            yield from ("", f"**{heading}.** " + "\n\n".join(paragraphs))
-        for lead, text in _both(check, "`"):
-            yield from ("", f"{lead}:", "", "```yaml", "version: 1", "rules:")
-            yield from (f"  {line}" if line else "" for line in text.strip().splitlines())
-            yield "```"
+        for paragraph in _body(type(check)).strip().split("\n\n"):
+            yield from ("", " ".join(paragraph.split()))
+        yield from ("", f"{_found(check, '`')}:", "", "```yaml", "version: 1", "rules:")
+        yield from (f"  {line}" if line else "" for line in check.BAD.strip().splitlines())
+        yield "```"
     yield from (
         "",
         "### Checks of reading",
         "",
-        "What is wrong with a file that cannot be used, and",
+        "What is wrong with a file that cannot be used, words that other readers take for something",
     )
-    yield from ("words that other readers take for something else.", "")
+    yield from ("else, and comments that suppress nothing.", "")
     yield from ("| check | severity | finds | what to do |", "|---|---|---|---|")
     for name, about in READING_CHECKS.items():
         cells = (f"`{name}`", about.severity, about.summary, about.help)
@@ -174,10 +167,13 @@ def _keys(rule: type[Rule], *, shared: bool) -> list[str]:
     return [key for key in keys if (key in _SHARED) is shared]
 
 
-def _sections(rule: type[Rule | Check]) -> Iterator[tuple[str, str]]:
-    """Yield heading and text of each part of the docstring of an action or a check."""
-    body = inspect.cleandoc(rule.__doc__ or "").partition("\n")[2]
-    for section in re.split(r"^## ", body, flags=re.MULTILINE)[1:]:
+def _body(kind: type[Rule | Check]) -> str:
+    return inspect.cleandoc(kind.__doc__ or "").partition("\n")[2]
+
+
+def _sections(rule: type[Rule]) -> Iterator[tuple[str, str]]:
+    """Yield heading and text of each part of the docstring of an action."""
+    for section in re.split(r"^## ", _body(rule), flags=re.MULTILINE)[1:]:
         heading, _, text = section.partition("\n")
         yield heading, text
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 from gradsurgeon.actions import MOMENTS, EditRule, Rule
-from gradsurgeon.review.matched_rules import ChainChange
+from gradsurgeon.review.matched_rules import ChainChange, MatchedRules
 from gradsurgeon.review.rule_pairs import RulePairs
 
 Kind = Literal[
@@ -21,25 +20,13 @@ Kind = Literal[
     "order",  # of effects
 ]
 _MAX_OVERLAPS = 500  # pairs of rules: who reads on knows enough
-_MAX_EXPLAINED = 20  # to look for the nearest names takes time for each
-_UNEXPLAINED = f"the nearest names are told for the first {_MAX_EXPLAINED} such rules"
 
 
-@dataclass(frozen=True, slots=True)
-class DiffWarning:
+class DiffWarning(NamedTuple):
     kind: Kind
     rules: tuple[str, ...] = ()  # ids, in order of effect where there are two
     names: tuple[str, ...] = ()  # of parameters or modules
     detail: str = ""  # why, in words; of an overlap the moments, of an ``expect`` the numbers
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the documented JSON form."""
-        return {
-            "kind": self.kind,
-            "rules": list(self.rules),
-            "names": list(self.names),
-            "detail": self.detail,
-        }
 
 
 def warnings(
@@ -47,19 +34,12 @@ def warnings(
 ) -> Iterator[DiffWarning]:
     """Yield the warnings, the worst first. What was just as wrong before is left out."""
     before, after = pairs.before, pairs.after
-    unmatched = 0
     for rule in after.rules:
         old = pairs.old_ids.get(rule)
-        if after.has_no_match(rule) and not (old and before.has_no_match(old)):
-            unmatched += 1
-            explained = unmatched <= _MAX_EXPLAINED
-            detail = after.no_match(rule) if explained else _UNEXPLAINED
-            yield DiffWarning("no-match", (rule,), detail=detail)
-        if texts := after.obstacles(rule):
-            known = before.obstacles(old) if old else []
-            for text in (text for text in texts if text not in known):
-                yield DiffWarning("cannot-act", (rule,), detail=text)
-        yield from _broken_expect(pairs, rule)
+        known = set(_flaws(before, old)) if old else set()
+        for kind, detail in _flaws(after, rule):
+            if (kind, detail) not in known:
+                yield DiffWarning(kind, (rule,), detail=detail or after.no_match(rule))
     if lost:
         yield DiffWarning("lost-protection", names=tuple(lost))
     yield from _overlaps(pairs)
@@ -71,17 +51,15 @@ def warnings(
         yield DiffWarning("order", tuple(ids), tuple(names))
 
 
-def _broken_expect(pairs: RulePairs, rule: str) -> Iterator[DiffWarning]:
-    before, after, old = pairs.before, pairs.after, pairs.old_ids.get(rule)
-    expect = after.rules[rule].expect
-    if expect is None or not after.breaks_expect(rule):
-        return
-    count = len(after.matches[rule].names)
-    if old and before.breaks_expect(old):
-        same = before.rules[old].expect == expect
-        if same and len(before.matches[old].names) == count:
-            return
-    yield DiffWarning("expect", (rule,), detail=f"expects {expect.params}, matches {count}")
+def _flaws(matched: MatchedRules, rule: str) -> Iterator[tuple[Kind, str]]:
+    """Yield what is wrong with a rule in this model."""
+    if matched.has_no_match(rule):
+        yield "no-match", ""  # with whatever pattern
+    for text in matched.obstacles(rule):
+        yield "cannot-act", text
+    expect = matched.rules[rule].expect
+    if expect is not None and matched.breaks_expect(rule):
+        yield "expect", f"expects {expect.params}, matches {len(matched.matches[rule].names)}"
 
 
 def _overlaps(pairs: RulePairs) -> Iterator[DiffWarning]:
@@ -137,8 +115,7 @@ def _edit_same_tensors(first: Rule, second: Rule) -> bool:
     return (
         isinstance(first, EditRule)
         and isinstance(second, EditRule)
-        and first.target == second.target
-        and (first.target == "params" or first.tensor == second.tensor)
+        and (first.target, first.ref) == (second.target, second.ref)
     )
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from gradsurgeon.actions import Rule
 from gradsurgeon.planning import Manifest
 from gradsurgeon.review.diff_warnings import DiffWarning, warnings
 from gradsurgeon.review.matched_rules import (
+    PROTECTING,
     ChainChange,
     Match,
     MatchedRules,
@@ -48,9 +50,7 @@ class Difference:
     manifest: Manifest
     added: tuple[RuleChange, ...]
     removed: tuple[RuleChange, ...]
-    changed: tuple[
-        RuleChange, ...
-    ]  # whose options differ, those that were renamed as well included
+    changed: tuple[RuleChange, ...]  # whose options differ, whether renamed as well or not
     renamed: tuple[RuleChange, ...]  # with another id and nothing else
     unchanged: tuple[str, ...]
     order_before: tuple[str, ...]  # the rules of both sides by their new ids, in the old order ...
@@ -76,81 +76,70 @@ class Difference:
         return bool(rules or self.params or self.tensors)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the documented JSON form, version 1."""
+        """Return what `json.dumps` makes the documented form of, version 1."""
         return {
             "version": 1,
-            "added": [
-                _one_side(change, change.after, change.elements_after) for change in self.added
-            ],
-            "removed": [
-                _one_side(change, change.before, change.elements_before) for change in self.removed
-            ],
+            "added": [_one_side(one, one.after, one.elements_after) for one in self.added],
+            "removed": [_one_side(one, one.before, one.elements_before) for one in self.removed],
             "changed": [_both_sides(change) for change in self.changed],
             "renamed": [_both_sides(change) for change in self.renamed],
             "order_changed": self.order_changed,
-            "order": {"before": list(self.order_before), "after": list(self.order_after)},
-            "params": [chain.to_dict() for chain in self.params],
-            "tensors": [chain.to_dict() for chain in self.tensors],
-            "lost_protection": list(self.lost),
+            "order": {"before": self.order_before, "after": self.order_after},
+            "params": [chain._asdict() for chain in self.params],
+            "tensors": [chain._asdict() for chain in self.tensors],
+            "lost_protection": self.lost,
             "covered": {"before": self.covered[0], "after": self.covered[1]},
             "model": {"params": len(self.manifest.params), "elements": self.manifest.elements},
-            "warnings": [warning.to_dict() for warning in self.warnings],
+            "warnings": [warning._asdict() for warning in self.warnings],
             "in_effect": self.in_effect,
         }
 
 
-def _head(change: RuleChange) -> dict[str, Any]:
-    return {"id": change.id, "action": change.action, "target": change.target}
-
-
 def _one_side(change: RuleChange, names: Sequence[str], elements: int) -> dict[str, Any]:
     return {
-        **_head(change),
-        "params": list(names) if change.target == "params" else [],
-        "modules": list(names) if change.target == "modules" else [],
+        "id": change.id,
+        "action": change.action,
+        "target": change.target,
+        "params": names if change.target == "params" else (),
+        "modules": names if change.target == "modules" else (),
         "elements": elements,
     }
 
 
 def _both_sides(change: RuleChange) -> dict[str, Any]:
     return {
-        **_head(change),
+        "id": change.id,
+        "action": change.action,
+        "target": change.target,
         "was": change.old_id,
         "fields": [option.to_dict() for option in change.options],
-        "params_before": list(change.before),
-        "params_after": list(change.after),
+        "params_before": change.before,
+        "params_after": change.after,
         "elements_before": change.elements_before,
         "elements_after": change.elements_after,
     }
 
 
 def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
-    """Return what a change of rules does to a model; rules that match nothing are warnings.
-
-    Args:
-        old: the rules before.
-        new: the rules after.
-        manifest: the names of the model.
-    """
+    """Return what a change of rules does to a model; rules that match nothing are warnings."""
     matcher = Matcher(manifest)
     before, after = MatchedRules(old, matcher), MatchedRules(new, matcher)
     pairs = pair_rules(before, after)
     order = {param.name: position for position, param in enumerate(manifest.params)}
     chains = changed_chains(before, after, pairs.new_ids)
     chains.sort(key=lambda chain: order.get(chain.name, len(order)))
-    lost = sorted(before.protected - after.protected, key=order.__getitem__)
+    protected = (side.params_under(PROTECTING) for side in (before, after))
+    lost = sorted(frozenset.difference(*protected), key=order.__getitem__)
     order_after = tuple(rule for rule in after.rules if rule in pairs.old_ids)
     both = [_rule_change(pairs, pairs.old_ids[rule], rule) for rule in order_after]
+    added = [rule for rule in after.rules if rule not in pairs.old_ids]
+    removed = [rule for rule in before.rules if rule not in pairs.new_ids]
     return Difference(
         old=old,
         new=new,
         manifest=manifest,
-        added=tuple(
-            _rule_change(pairs, "", rule) for rule in after.rules if rule not in pairs.old_ids
-        ),
-        removed=tuple(
-            _rule_change(pairs, rule, "") for rule in before.rules if rule not in pairs.new_ids
-        ),
+        added=tuple(_rule_change(pairs, "", rule) for rule in added),
+        removed=tuple(_rule_change(pairs, rule, "") for rule in removed),
         changed=tuple(change for change in both if change.options),
         renamed=tuple(change for change in both if change.renamed and not change.options),
         unchanged=tuple(change.id for change in both if not change.renamed and not change.options),
@@ -158,7 +147,7 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
         order_after=order_after,
         params=tuple(chain for chain in chains if chain.name in order),
         tensors=tuple(chain for chain in chains if chain.name not in order),
-        covered=(len(before.covered), len(after.covered)),
+        covered=(len(before.params_under(Rule)), len(after.params_under(Rule))),
         lost=tuple(lost),
         warnings=tuple(warnings(pairs, chains, lost)),
     )

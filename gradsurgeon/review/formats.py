@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from gradsurgeon.errors import GradSurgeonError, Problem, RuleFileError, printable
+from gradsurgeon.errors import Problem, printable
 from gradsurgeon.review import checks
 from gradsurgeon.review.reading_checks import READING_CHECKS, CheckInfo
 from gradsurgeon.schema import VERSION
@@ -36,14 +36,7 @@ _RESET = "\033[0m"
 def write(
     problems: Sequence[Problem], form: str, *, root: Path | None = None, colour: bool = False
 ) -> str:
-    """Return problems as text that ends with a line feed, or nothing where there is nothing to say.
-
-    Args:
-        problems: what was found, in order.
-        form: one of `FORMATS`.
-        root: the folder that paths in ``github`` and ``sarif`` start from, here the current one.
-        colour: whether to colour what is for people.
-    """
+    """Return problems as text in one of `FORMATS`, with paths that start from the folder ``root``."""
     base = root or Path.cwd()
     if form in ("full", "concise"):
         return "".join(f"{_for_people(problem, form, colour=colour)}\n" for problem in problems)
@@ -78,37 +71,19 @@ def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
         group = [problem for problem in problems if problem.severity == severity]
         for problem in group[:shown]:
             place = problem.place
-            where: dict[str, object] = {"file": path_from(root, place.file)}
+            where: dict[str, object] = {"file": _path_from(root, place.file)}
             if place.line:
                 end = place.col + max(1, place.width)
                 where |= {"line": place.line, "col": place.col, "endColumn": end}
-            yield command(word, _message_and_hint(problem), **where, title=problem.check)
+            yield _command(word, _message_and_hint(problem), **where, title=problem.check)
         if (more := len(group) - shown) > 0:
             left.append(f"{more} more {severity}{'' if more == 1 else 's'}")
     if left:
         message = f"{', '.join(left)} not shown here: `gradsurgeon lint` lists all"
-        yield command("notice", message, title="gradsurgeon")
+        yield _command("notice", message, title="gradsurgeon")
 
 
-def error_annotations(error: GradSurgeonError, file: str, *, root: Path | None = None) -> str:
-    """Return an error of loading or binding rules as workflow commands.
-
-    Args:
-        error: its problems where it has places, otherwise its text.
-        file: the rule file, where the text has no better place.
-        root: the folder that paths start from, here the current one.
-    """
-    if isinstance(error, RuleFileError):
-        return write(error.problems, "github", root=root)
-    base = root or Path.cwd()
-    texts: Sequence[str] = getattr(error, "complaints", (str(error),))
-    lines = [command("error", text, file=path_from(base, file)) for text in texts[:_SHOWN]]
-    if len(texts) > _SHOWN:
-        lines.append(command("notice", f"{len(texts) - _SHOWN} more not shown here"))
-    return "".join(f"{line}\n" for line in lines)
-
-
-def command(word: str, message: str, **properties: object) -> str:
+def _command(word: str, message: str, **properties: object) -> str:
     """Return a workflow command of GitHub Actions. Its arguments are escaped, so that none can end it."""
     given = ",".join(f"{key}={_property(str(value))}" for key, value in properties.items())
     return f"::{word}{' ' * bool(given)}{given}::{_data(message)}"
@@ -123,7 +98,7 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def path_from(root: Path, file: str) -> str:
+def _path_from(root: Path, file: str) -> str:
     """Return a path relative to ``root``, with slashes; one that lies elsewhere stays as it is."""
     path = Path(file)
     try:
@@ -152,9 +127,6 @@ def _info(check: checks.Check) -> CheckInfo:
 
 def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
     known = all_checks()
-    known |= {
-        problem.check: _unlisted(problem) for problem in problems if problem.check not in known
-    }
     index = {check: number for number, check in enumerate(known)}
     seen: Counter[tuple[str, str]] = Counter()
     results = []
@@ -187,12 +159,6 @@ def _sarif(problems: Sequence[Problem], root: Path) -> Iterator[str]:
     yield json.dumps({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
 
 
-def _unlisted(problem: Problem) -> CheckInfo:
-    """Describe a check that `all_checks` does not know."""
-    words = problem.check.replace("-", " ")
-    return CheckInfo(f"{words.capitalize()}.", f"`gradsurgeon explain {problem.check}`", "warning")
-
-
 def _rule(check: str, about: CheckInfo) -> dict[str, object]:
     return {
         "id": check,
@@ -209,7 +175,7 @@ def _message(text: str) -> str:
 
 def _location(problem: Problem, root: Path) -> dict[str, object]:
     place = problem.place
-    shown = path_from(root, place.file)
+    shown = _path_from(root, place.file)
     artifact = {"uri": quote(os.fsencode(shown), safe="/~"), "uriBaseId": "%SRCROOT%"}
     if Path(shown).is_absolute():
         artifact = {"uri": Path(shown).as_uri()}

@@ -1,45 +1,73 @@
 """The files of a commit, read by asking git: a rule file as it was, with the includes as they were.
 
-Git is asked for objects by their hash only. Nothing is checked out, and nothing that a repository may
-bring along is run: see `git_repository`.
+The repository may belong to a stranger, and what it is configured with can make git run commands. So git
+is only asked for names and for objects: nothing is checked out, shown or compared, which is what hooks,
+filters, drivers and pagers are for. What is left is an object that is not there, as in a partial clone:
+git would fetch it, by commands that the repository names. It is told to fetch nothing and to know no protocol.
 """
 
 from __future__ import annotations
 
+import os
 import pathlib
 import posixpath
-from dataclasses import dataclass
+import shutil
+import subprocess
 from difflib import get_close_matches
 from functools import cached_property
+from typing import NamedTuple
 
 from gradsurgeon import packs, source
-from gradsurgeon.errors import Place, Problem, RuleFileError
-from gradsurgeon.review.git_repository import GitError, Repository
+from gradsurgeon.errors import HintedError, Place, Problem, RuleFileError
 from gradsurgeon.schema import Located
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _MAX_NAMES = 10_000  # that are looked at for one like the path that is missing
-_MISSING = ("not a tree object", "could not get object info", "bad file")
+_SECONDS = 60
 _LINK = "120000"
+# What a user may have set for discovery. All else that begins with GIT_ leads git elsewhere.
+_KEPT_VARIABLES = (
+    "GIT_CEILING_DIRECTORIES",
+    "GIT_DISCOVERY_ACROSS_FILESYSTEM",
+    "GIT_EXEC_PATH",
+    "GIT_CONFIG_GLOBAL",
+    "GIT_CONFIG_SYSTEM",
+    "GIT_CONFIG_NOSYSTEM",
+)
+_VARIABLES = {
+    "LC_ALL": "C",
+    "GIT_NO_LAZY_FETCH": "1",
+    "GIT_ALLOW_PROTOCOL": "none",  # older versions of git do not know the former
+    # Objects are those that a commit names.
+    "GIT_NO_REPLACE_OBJECTS": "1",
+    "GIT_GRAFT_FILE": os.devnull,
+    "GIT_LITERAL_PATHSPECS": "1",
+}
+_SETTINGS = ("core.commitGraph=false", "fetch.bundleURI=", "advice.graftFileDeprecated=false")
+# What git says where an object is not there and it may not fetch.
+_MISSING = (
+    "lazy fetching disabled",
+    "not allowed",
+    "could not get object info",
+    "not a tree object",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class GitError(HintedError):
+    """Git could not do what it was asked."""
+
+
+class _Entry(NamedTuple):
     mode: str
     kind: str  # blob, tree or commit
     hash: str
 
 
 class GitTree:
-    """The files of one commit; an implementation of `schema.Files`.
-
-    Args:
-        ref: a branch, a tag, a commit, or whatever else git takes for one.
-    """
+    """The files of one commit; an implementation of `schema.Files`."""
 
     def __init__(self, ref: str) -> None:
-        self.ref = ref
-        self._listed: dict[str, dict[str, _Entry]] = {}
+        self.ref = ref  # a branch, a tag, a commit, or whatever else git takes for one
 
     def open(self, path: str) -> source.Document:
         """Read a file by its path from the top of the repository, or from here after ``./``.
@@ -49,20 +77,11 @@ class GitTree:
         """
         spec = f"{self.ref}:{path}"
         try:
-            # Git fails here if it fails at all, and says whether the commit or the repository is wrong.
-            root = self._root
             whole = self._from_top(path)
-            entry = None if whole is None else self._entry(root, whole)
-            near = self._nearest(whole) if whole is not None and entry is None else ""
+            raw = _blob(self._file(whole))
         except GitError as error:
-            raise unreadable(spec, str(error), self._remedy(str(error))) from None
-        if whole is None:
-            raise unreadable(spec, "the path leads out of the repository", "")
-        if entry is None:
-            raise unreadable(spec, f"`{self.ref}` has no such file", near)
-        if wrong := _not_a_file(entry):
-            raise unreadable(spec, f"it is {wrong}", "name a file of UTF-8 text")
-        return self._document(entry.hash, pathlib.Path(whole), spec)
+            raise unreadable(spec, error.message, error.hint) from None
+        return source.read(pathlib.Path(whole), spec, raw)
 
     def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
         """Return a document of this tree as an entry of `include` would name it."""
@@ -77,94 +96,88 @@ class GitTree:
             raise packs.leads_out(entry)
         path = posixpath.normpath(posixpath.join(folder.as_posix(), inside))
         try:
-            at_path = self._entry(self._root, path)
-            if at_path is None:
+            found = self._entry(path)
+            if found is None:
                 raise packs.is_missing(entry, self._names(posixpath.dirname(path)))
-            if at_path.kind == "tree":
+            if found.kind == "tree":
                 raise packs.is_folder(entry)
         except GitError as error:
             raise packs.IncludeError(f"`{entry[:80]}` cannot be looked up: {error}") from None
-        if wrong := _not_a_file(at_path):
-            hint = "name the file itself" if at_path.mode == _LINK else "name a file of UTF-8 text"
-            raise packs.IncludeError(f"`{entry[:80]}` is {wrong}", hint)
+        if wrong := _not_a_file(found):
+            raise packs.IncludeError(f"`{entry[:80]}` is {wrong}", "name a file of UTF-8 text")
         target = pathlib.Path(path)
         return packs.Included(f"{self.ref}:{path}", target, target.parent)
 
     def read(self, target: packs.Included) -> source.Document:
         """Read a file that `find` returned."""
-        entry = self._entry(self._root, target.path.as_posix())
-        assert entry is not None  # noqa: S101 # a commit does not change
-        return self._document(entry.hash, target.path, target.name)
-
-    def _document(self, hash_: str, path: pathlib.Path, name: str) -> source.Document:
         try:
-            size = int(self._repository.ask("cat-file", "-s", hash_))
-            if size > source.MAX_BYTES:
-                kib = source.MAX_BYTES // 1024
-                raise unreadable(name, f"over {kib} KiB of text", "use `include`")
-            raw = self._repository.ask("cat-file", "blob", hash_)
+            raw = _blob(self._file(target.path.as_posix()))
         except GitError as error:
-            raise unreadable(name, str(error), self._remedy(str(error))) from None
-        return source.read(path, name, raw)
+            raise unreadable(target.name, error.message, error.hint) from None
+        return source.read(target.path, target.name, raw)
 
     @cached_property
-    def _repository(self) -> Repository:
-        return Repository()
+    def _top(self) -> tuple[str, str]:
+        """The current folder as seen from the top one, and the hash of the top one in the commit.
 
-    @cached_property
-    def _root(self) -> str:
-        """The hash of the top folder, asked for once: a branch that moves meanwhile changes nothing."""
-        if not self.ref or self.ref.startswith("-") or not self.ref.isprintable():
-            raise GitError(f"`{self.ref[:60]}` names no commit")
-        # Unlike `rev-parse`, this one names what it could not find.
-        self._listed[""] = self._read_folder(f"{self.ref}^{{tree}}")
-        return (
-            self._repository.ask("rev-parse", "--verify", f"{self.ref}^{{tree}}").decode().strip()
-        )
+        Asked for once: a branch that moves meanwhile changes nothing.
+        """
+        options = ("--absolute-git-dir", "--show-prefix", "--verify", "--quiet")
+        known = self.ref.isprintable() and not self.ref.startswith("-")
+        printed = _ask("rev-parse", *options, f"{self.ref}^{{tree}}" if known else "", fails=True)
+        git_dir, prefix, root, *_ = [*os.fsdecode(printed).split("\n"), "", ""]
+        # As ordinary files inside a clone, one would stand in the place of the real repository.
+        if git_dir and pathlib.Path.cwd().resolve().is_relative_to(pathlib.Path(git_dir).resolve()):
+            cause = f"it is a bare repository, or the inside of one: {git_dir}"
+            hint = "run it in a working tree, or write the file of the commit to the disk"
+            raise GitError(cause, hint)
+        if not root:
+            remote, _, branch = self.ref.partition("/")
+            fetch = f"`git fetch {remote} {branch}`" if branch else "`git fetch`"
+            hint = (
+                f"is it fetched? Try {fetch}; a checkout in CI may need its whole history; a file whose "
+                "name holds a colon is written with `./` before it"
+            )
+            raise GitError(f"`{self.ref[:60]}` names no commit", hint)
+        return prefix, root
 
-    def _entry(self, root: str, path: str) -> _Entry | None:
-        """Return the entry at a path. A link on the way is returned itself, not followed."""
-        at = _Entry("040000", "tree", root)
-        for step in [part for part in path.split("/") if part not in ("", ".")]:
-            if at.mode == _LINK:
-                return at
-            below = self._list(at.hash) if at.kind == "tree" else {}
-            if step not in below:
-                return None
-            at = below[step]
-        return at
+    def _file(self, path: str) -> _Entry:
+        entry = self._entry(path)
+        if entry is None:
+            raise GitError(f"`{self.ref}` has no such file", self._nearest(path))
+        if wrong := _not_a_file(entry):
+            raise GitError(f"it is {wrong}", "name a file of UTF-8 text")
+        return entry
 
-    def _list(self, hash_: str) -> dict[str, _Entry]:
-        if hash_ not in self._listed:
-            self._listed[hash_] = self._read_folder(hash_)
-        return self._listed[hash_]
-
-    def _read_folder(self, tree: str) -> dict[str, _Entry]:
-        entries: dict[str, _Entry] = {}
-        listing = self._repository.ask("ls-tree", "-z", "--full-tree", tree)
-        for line in filter(None, listing.decode("utf-8", "surrogateescape").split("\0")):
-            about, _, name = line.partition("\t")
-            mode, kind, hash_ = about.split(" ")
-            entries[name] = _Entry(mode, kind, hash_)
-        return entries
+    def _entry(self, path: str) -> _Entry | None:
+        return _Entry("040000", "tree", self._top[1]) if path == "." else self._list(path).get(path)
 
     def _names(self, folder: str) -> list[str]:
-        entry = self._entry(self._root, folder)
-        return list(self._list(entry.hash)) if entry is not None and entry.kind == "tree" else []
+        """Return the names of what stands in a folder."""
+        return [
+            posixpath.basename(path) for path in self._list(*([f"{folder}/"] if folder else []))
+        ]
 
-    def _from_top(self, path: str) -> str | None:
-        """Return a path from the top of the repository, ``None`` where it leads out of it."""
+    def _list(self, *paths: str) -> dict[str, _Entry]:
+        """Return what stands at a path, or in a folder if it ends with a slash, by its whole path."""
+        entries = {}
+        for line in _texts(_ask("ls-tree", "-z", "--full-tree", self._top[1], "--", *paths)):
+            about, _, path = line.partition("\t")
+            entries[path] = _Entry(*about.split(" "))
+        return entries
+
+    def _from_top(self, path: str) -> str:
+        """Return a path from the top of the repository."""
         if path.startswith(("./", "../")):
-            path = posixpath.join(self._repository.prefix, path)
+            path = posixpath.join(self._top[0], path)
         whole = posixpath.normpath(path)
-        return None if whole == ".." or whole.startswith(("../", "/")) else whole
+        if whole == ".." or whole.startswith(("../", "/")):
+            raise GitError("the path leads out of the repository")
+        return whole
 
     def _nearest(self, path: str) -> str:
         """Return a hint with the paths most like the one that is missing."""
-        listing = self._repository.ask(
-            "ls-tree", "-r", "-z", "--name-only", "--full-tree", self._root
-        )
-        names = listing.decode("utf-8", "surrogateescape").split("\0")
+        names = _texts(_ask("ls-tree", "-r", "-z", "--name-only", "--full-tree", self._top[1]))
         known = [name for name in names if name.endswith(_SUFFIXES)][:_MAX_NAMES]
         # The same name in another folder says more than a path of like letters.
         same = [name for name in known if posixpath.basename(name) == posixpath.basename(path)]
@@ -175,27 +188,6 @@ class GitTree:
         specs = [f"`{self.ref}:{name}`" for name in near]
         return f"did you mean {specs[0]}?" if len(specs) == 1 else f"closest: {', '.join(specs)}"
 
-    def _remedy(self, said: str) -> str:
-        if "not a git repository" in said:
-            return "run it inside the repository, or name two files"
-        if "bare repository" in said:
-            return "run it in a working tree, or write the file of the commit to the disk"
-        if "borrows objects" in said:
-            return "`git repack -a -d` makes them its own; then remove that file"
-        if any(word in said for word in _MISSING):
-            return (
-                "an object is not here, as in a partial clone, and reading fetches nothing: `git show` of "
-                "the file does, if you trust the repository"
-            )
-        if "object name" in said or "names no commit" in said:
-            remote, _, branch = self.ref.partition("/")
-            fetch = f"`git fetch {remote} {branch}`" if branch else "`git fetch`"
-            return (
-                f"is it fetched? Try {fetch}; a checkout in CI may need its whole history; a file whose "
-                "name holds a colon is written with `./` before it"
-            )
-        return ""
-
 
 def unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
     message = f"cannot read the file: {cause}"
@@ -205,5 +197,59 @@ def unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
 def _not_a_file(entry: _Entry) -> str:
     """Return what an entry is if it is no file; an empty text if it is one."""
     if entry.mode == _LINK:
-        return "a symbolic link, or behind one: links of a commit are not followed"
+        return "a symbolic link: links of a commit are not followed"
     return {"tree": "a folder", "commit": "a submodule"}.get(entry.kind, "")
+
+
+def _blob(entry: _Entry) -> bytes:
+    if int(_ask("cat-file", "-s", entry.hash)) > source.MAX_BYTES:
+        raise GitError(f"over {source.MAX_BYTES // 1024} KiB of text", "use `include`")
+    return _ask("cat-file", "blob", entry.hash)
+
+
+def _texts(listing: bytes) -> list[str]:
+    return [os.fsdecode(text) for text in listing.split(b"\0") if text]
+
+
+def _ask(*arguments: str, fails: bool = False) -> bytes:
+    """Return what git prints; that it fails without a word is no error where it ``fails``."""
+    # A relative folder on the path is skipped: a repository could bring its own git.
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    git = shutil.which("git", path=os.pathsep.join(filter(os.path.isabs, folders)))
+    if git is None:
+        raise GitError("git is not installed")
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("GIT_") or key in _KEPT_VARIABLES
+    }
+    try:
+        done = subprocess.run(  # noqa: S603 # no shell, and no argument of a user's that begins with a dash
+            (git, *(part for text in _SETTINGS for part in ("-c", text)), *arguments),
+            env=kept | _VARIABLES,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_SECONDS,
+            check=False,
+        )
+    except (OSError, ValueError) as error:  # ValueError: a NUL in an argument
+        raise GitError(f"git cannot be run: {error}") from None
+    except subprocess.TimeoutExpired:
+        raise GitError(f"git took more than {_SECONDS} seconds") from None
+    if done.returncode and (done.stderr or not fails):
+        said = " ".join(done.stderr.decode("utf-8", "replace").split())[:400]
+        raise GitError(
+            f"git says: {said or f'nothing, and ends with {done.returncode}'}", _hint(said)
+        )
+    return done.stdout
+
+
+def _hint(said: str) -> str:
+    if "not a git repository" in said:
+        return "run it inside the repository, or name two files"
+    if any(words in said for words in _MISSING):
+        return (
+            "an object is not here, as in a partial clone, and reading fetches nothing: `git show` of "
+            "the file does, if you trust the repository"
+        )
+    return ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -51,7 +51,6 @@ class LintContext:
             )
             for index, rule in enumerate(self.rules)
         }
-        self._overlaps: dict[tuple[str, str], bool] = {}
         self._within: dict[tuple[frozenset[str], frozenset[str]], bool] = {}
         sizes = (len(self._facts[rule.id].patterns) + len(rule.exclude) for rule in self.rules)
         self.compared = self.rules[: sum(total <= MAX_COMPARED for total in accumulate(sizes))]
@@ -61,34 +60,17 @@ class LintContext:
         for index, rule in enumerate(self.compared):
             yield rule, list(self.compared[:index])
 
-    def given_key(self, rule: Rule, *keys: str) -> str:
-        """Return the first of these options that the rule gives in its file; the last where it gives none."""
-        options = self._inspected.options(rule.id)
-        return next((key for key in keys if key in options), keys[-1])
+    def says_at(self, rule: Rule) -> bool:
+        """Tell whether a rule gives its point in the file."""
+        return "at" in self._inspected.options(rule.id)
 
-    def floats(self, rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        """Yield the path and the text of every number in a rule that is not a whole one."""
-        queue: list[tuple[tuple[str | int, ...], object]] = [((), self._inspected.options(rule.id))]
-        for path, value in queue:
-            if isinstance(value, dict):
-                queue += [((*path, key), item) for key, item in value.items()]
-            elif isinstance(value, list):
-                queue += [((*path, index), item) for index, item in enumerate(value)]
-            elif isinstance(value, float):
-                place = self._inspected.place(rule.id, *path)
-                yield path, place.line_text[place.col - 1 :][: place.width]
+    def hits(self, rule: Rule, pattern: str) -> dict[str, str] | None:
+        """Return the names that a pattern of a rule matches, each with its canonical name.
 
-    # -- names --------------------------------------------------------------------------------
-
-    def hits(self, rule: Rule, pattern: str) -> list[str] | None:
-        """Return the names that a pattern of a rule matches; ``None`` where names are not known."""
+        ``None`` where names are not known.
+        """
         hits = self.matched.matcher.hits(rule, pattern) if self.matched else None
-        return None if hits is None else list(hits)
-
-    def canonical_hits(self, rule: Rule, pattern: str) -> set[str]:
-        """Return the canonical names of what a pattern matches by any alias; empty where names are not known."""
-        hits = self.matched.matcher.hits(rule, pattern) if self.matched else None
-        return {thing.name for thing in (hits or {}).values()}
+        return None if hits is None else {name: thing.name for name, thing in hits.items()}
 
     def selected(self, rule: Rule) -> frozenset[str] | None:
         """Return the names that a rule selects; ``None`` where names are not known."""
@@ -103,8 +85,6 @@ class LintContext:
             return False
         return all(disjoint(text, pattern) for text in patterns)
 
-    # -- two rules ----------------------------------------------------------------------------
-
     def acts_before(self, first: Rule, second: Rule) -> bool:
         """Tell whether ``first`` takes effect before ``second``: by moment, then by file order."""
         return self._facts[first.id].when < self._facts[second.id].when
@@ -116,12 +96,6 @@ class LintContext:
         """
         if self._facts[first.id].tensor != self._facts[second.id].tensor:
             return False
-        key = (first.id, second.id)
-        if key not in self._overlaps:
-            self._overlaps[key] = self._overlap(first, second)
-        return self._overlaps[key]
-
-    def _overlap(self, first: Rule, second: Rule) -> bool:
         names, others = self.selected(first), self.selected(second)
         if names is not None and others is not None:
             shared = not names.isdisjoint(others)
@@ -170,11 +144,3 @@ def _contains(rule: Rule, wide: str, narrow: str) -> bool:
     if rule.target == "modules" and ROOT in (wide, narrow):
         return wide == narrow
     return contains(wide, narrow)
-
-
-def listed(rules: Sequence[Rule]) -> str:
-    """Return the ids of the first few rules for a message, and how many more there are."""
-    shown = [f"`{rule.id[:60]}`" for rule in rules[:3]]
-    if len(rules) > len(shown):
-        shown.append(f"{len(rules) - len(shown)} more")
-    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)

@@ -17,12 +17,7 @@ _MAX_PROBLEMS = 200
 
 
 def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[Problem]:
-    """Return the problems of reading a file and of its rules, in file order, without the suppressed ones.
-
-    Args:
-        inspected: a rule file; where it has errors, its rules are not looked at.
-        manifest: the names of a model, if they are known.
-    """
+    """Return the problems of reading a file and of its rules, in file order, without the suppressed ones."""
     problems = [*inspected.problems, *_problems_of_rules(inspected, manifest)]
     own_files = [source for source in inspected.sources if not source.file.startswith(PREFIX)]
     suppressions = Suppressions(own_files)

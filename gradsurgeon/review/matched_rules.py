@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from types import UnionType
+from typing import NamedTuple
 
 from gradsurgeon.actions import MOMENTS, EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.match import compile_pattern
@@ -29,9 +30,7 @@ class Match:
     members: frozenset[str] = frozenset()  # the names as a set
     elements: int = 0  # of the parameters
     is_for: bool = True  # whether the rule is for this model at all
-    undecided: tuple[
-        str, ...
-    ] = ()  # conditions that the names do not tell; then nothing is matched
+    undecided: tuple[str, ...] = ()  # conditions that the names do not tell: nothing is matched
 
     @property
     def decided(self) -> bool:
@@ -99,22 +98,14 @@ class MatchedRules:
         for rule in sorted(self.rules.values(), key=lambda rule: MOMENTS.index(rule.point)):
             suffix = "" if rule.target == "params" else f" {rule.ref}"
             for name in self.matches[rule.id].names:
-                chains.setdefault(f"{name}{suffix}" if suffix else name, []).append(rule.id)
+                chains.setdefault(name + suffix, []).append(rule.id)
         return {key: tuple(chain) for key, chain in chains.items()}
 
-    @cached_property
-    def covered(self) -> frozenset[str]:
-        """Names of the parameters that any rule acts on."""
-        return frozenset().union(*(self._params_of(rule) for rule in self.rules.values()))
-
-    @cached_property
-    def protected(self) -> frozenset[str]:
-        """Names of the parameters whose gradients a rule edits, traps or keeps from the optimizer."""
-        protecting = [rule for rule in self.rules.values() if isinstance(rule, PROTECTING)]
-        return frozenset().union(*map(self._params_of, protecting))
-
-    def _params_of(self, rule: Rule) -> frozenset[str]:
-        return self.matches[rule.id].members if rule.target == "params" else frozenset()
+    def params_under(self, kinds: type[Rule] | UnionType) -> frozenset[str]:
+        """Return the names of the parameters that rules of some kinds act on."""
+        rules = self.rules.values()
+        ids = [rule.id for rule in rules if isinstance(rule, kinds) and rule.target == "params"]
+        return frozenset().union(*(self.matches[rule].members for rule in ids))
 
     def has_no_match(self, rule_id: str) -> bool:
         """Tell whether a rule matches nothing although it is not optional."""
@@ -140,17 +131,12 @@ class MatchedRules:
         return obstacles(self.rules[rule_id], match.things, self.matcher.manifest)
 
 
-@dataclass(frozen=True, slots=True)
-class ChainChange:
+class ChainChange(NamedTuple):
     """A tensor that goes through other rules than before, by id in order of effect."""
 
     name: str
     before: tuple[str, ...]
     after: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the documented JSON form."""
-        return {"name": self.name, "before": list(self.before), "after": list(self.after)}
 
 
 def changed_chains(

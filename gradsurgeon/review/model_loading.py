@@ -20,7 +20,13 @@ def load_model(spec: str) -> Any:
         ModelError: it cannot be imported or built, or is no module.
     """
     with _stdout_to_stderr():
-        return _model(spec)
+        torch = _torch()
+        target = _target(spec)
+        model = target if isinstance(target, torch.nn.Module) else _build(torch, spec, target)
+    if not isinstance(model, torch.nn.Module):
+        message = f"`{printable(spec)}` must give a torch.nn.Module, it gives"
+        raise ModelError(f"{message} a value of the type {type(model).__name__}")
+    return model
 
 
 def import_module(name: str) -> Any:
@@ -49,28 +55,14 @@ def _stdout_to_stderr() -> Iterator[None]:
         os.close(stdout)
 
 
-def _model(spec: str) -> Any:
-    torch = _torch()
-    target = _target(spec)
-    model = target if isinstance(target, torch.nn.Module) else _build(torch, spec, target)
-    if not isinstance(model, torch.nn.Module):
-        message = f"`{printable(spec)}` must give a torch.nn.Module, it gives"
-        raise ModelError(f"{message} a value of the type {type(model).__name__}")
-    return model
-
-
 def _torch() -> Any:
     try:
         return importlib.import_module("torch")
-    except ModuleNotFoundError as error:
-        if error.name == "torch":
-            install = "pip install 'gradsurgeon[torch]'"
-            raise ModelError(
-                f"`--model` needs PyTorch, which is not installed: {install}"
-            ) from None
-        raise ModelError(_failure("cannot import torch", error)) from None
-    except (ImportError, OSError) as error:  # a build that does not fit the machine
-        raise ModelError(_failure("cannot import torch", error)) from None
+    except (ImportError, OSError) as error:  # OSError: a build that does not fit the machine
+        what = (
+            "`--model` needs PyTorch (pip install 'gradsurgeon[torch]'), which cannot be imported"
+        )
+        raise ModelError(_failure(what, error)) from None
 
 
 def _target(spec: str) -> Any:
@@ -102,16 +94,14 @@ def _build(torch: Any, spec: str, build: Any) -> Any:
         message = f"`{printable(spec)}` is neither a module nor something that builds one"
         raise ModelError(f"{message}, but a value of the type {kind}")
     try:
-        with torch.device("meta"):
+        try:
+            with torch.device("meta"):
+                return build()
+        except Exception as error:  # noqa: BLE001 # anything may fail on a device without values
+            reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
+            sys.stderr.write(f"not built on the meta device ({reason}): building it for real\n")
             return build()
-    except Exception as error:  # noqa: BLE001 # anything may fail on a device without values
-        reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
-        sys.stderr.write(f"not built on the meta device ({reason}): building it for real\n")
-    except SystemExit as error:
-        raise ModelError(_failure(f"cannot build `{printable(spec)}`", error)) from None
-    try:
-        return build()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 # as above
+    except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
         raise ModelError(_failure(f"cannot build `{printable(spec)}`", error)) from None
 
 

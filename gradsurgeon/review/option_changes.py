@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from gradsurgeon.actions import Direction, Options, Rule, Steps, Stricter
 from gradsurgeon.review.matched_rules import PROTECTING
-from gradsurgeon.review.schedules import includes, last_step
+from gradsurgeon.review.schedules import includes
 
 SELECTION = ("params", "modules", "tensors", "exclude", "where", "model")
 # Not given, these are shown as such: what that means is not their default, but depends on the rule.
@@ -67,18 +67,13 @@ def _plain(options: Options) -> dict[str, Any]:
 
 
 def comparable_options(rule: Rule) -> dict[str, Hashable]:
-    """Return the options of a rule in a form that is equal for two rules exactly if no option differs."""
-    options: dict[str, Hashable] = {}
-    for name, value in given_options(rule).items():
-        if isinstance(value, list):
-            default = type(rule).model_fields[name].default
-            if not isinstance(default, tuple) or set(default) != set(value):
-                options[name] = frozenset(value)
-        else:
-            options[name] = tuple(sorted(value.items())) if isinstance(value, dict) else value
-    steps, last = rule.steps, last_step(rule.steps)
-    options["steps"] = (steps.from_, last, 1 if last == steps.from_ else steps.every)
-    return options
+    """Return the options of a rule in a form that is equal for two rules if no option differs."""
+    return {name: _comparable(value) for name, value in given_options(rule).items()}
+
+
+def _comparable(value: Any) -> Hashable:
+    # Of lists only the content counts: the order of patterns selects nothing else.
+    return frozenset(value) if isinstance(value, list) else repr(value)
 
 
 def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
@@ -87,7 +82,10 @@ def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
     changes = []
     for name in dict.fromkeys((*before, *after)):
         first, second = _value(old, before, name), _value(new, after, name)
-        if _same(first, second) or (name == "steps" and _same_steps(old.steps, new.steps)):
+        same = _comparable(first) == _comparable(second)
+        if name == "steps":  # one schedule can be written in several ways
+            same = includes(old.steps, new.steps) and includes(new.steps, old.steps)
+        if same:
             continue
         direction, meaning = _judge(old, new, name, first, second)
         changes.append(OptionChange(name, first, second, direction, meaning))
@@ -102,24 +100,11 @@ def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
     return list(info.default) if isinstance(info.default, tuple) else info.default
 
 
-def _same(first: Any, second: Any) -> bool:
-    # Of lists only the content counts: the order of patterns selects nothing else.
-    if isinstance(first, list) and isinstance(second, list):
-        return set(first) == set(second)
-    return bool(first == second)
-
-
-def _same_steps(old: Steps, new: Steps) -> bool:
-    return includes(old, new) and includes(new, old)
-
-
 def _judge(old: Rule, new: Rule, name: str, before: Any, after: Any) -> tuple[Direction, str]:
     if old.action != new.action:
         return "changed", ""
-    if name == "steps":
-        return (
-            _judge_steps(old.steps, new.steps) if isinstance(old, PROTECTING) else ("changed", "")
-        )
+    if name == "steps" and isinstance(old, PROTECTING):
+        return _judge_steps(old.steps, new.steps)
     info = _field(old, name) or _field(new, name)
     for item in info.metadata if info is not None else ():
         if isinstance(item, Stricter):

@@ -1,15 +1,10 @@
-"""What a difference says in words, the same in a terminal and in a pull request.
-
-A phrase is a sequence of pieces: plain words of ours, and `Code` that holds what users wrote. A
-renderer escapes the latter for where it goes.
-"""
+"""What a difference says in words, the same in a terminal and in a pull request."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
@@ -17,7 +12,6 @@ from gradsurgeon.actions import written
 from gradsurgeon.planning.table import NOUNS, count, fold_names
 from gradsurgeon.review.diff_warnings import DiffWarning
 from gradsurgeon.review.difference import Difference, RuleChange
-from gradsurgeon.review.matched_rules import ChainChange
 from gradsurgeon.review.option_changes import OptionChange
 
 _MAX_NAMES = 6
@@ -25,17 +19,159 @@ _MAX_UNCHANGED = 10
 _MAX_OVERLAPS = 10  # pairs of rules that newly change the same tensors
 _MAX_CHAIN = 40  # rules of one chain
 _QUOTED = ("params", "modules", "tensors", "exclude", "model", "where.module_type")
+_ENDS = "training with these rules ends with an error before its first step"
+
+Ids = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Code:
-    """A piece of text that a user wrote: an id, a pattern, a name, a value."""
+class Phrases:
+    """What one difference says.
 
-    text: str
+    Attributes:
+        code: writes what a user wrote (an id, a pattern, a name, a value), escaped for where it goes.
+        arrow: stands between before and after.
+    """
 
+    difference: Difference
+    code: Callable[[str], str]
+    arrow: str
 
-Phrase = tuple[str | Code, ...]
-Ids = tuple[str, ...]
+    def summary(self) -> str:
+        found = self.difference
+        if not found.in_effect:
+            return "no difference in effect"
+        rewritten = sum(change.renamed for change in found.changed)
+        parts = [
+            f"{len(found.added)} added" * bool(found.added),
+            f"{len(found.removed)} removed" * bool(found.removed),
+            f"{len(found.changed)} changed" * bool(found.changed)
+            + f" ({rewritten} of them renamed)" * bool(rewritten),
+            f"{len(found.renamed)} only renamed" * bool(found.renamed),
+            "other order" * found.order_changed,
+        ]
+        rules = ", ".join(filter(None, parts)) or "other chains"
+        before, after = (f"{number:,}" for number in found.covered)
+        covered = f"{self._from_to(before, after)} of {len(found.manifest.params):,}"
+        lost = f"; {len(found.lost):,} lost all protection" * bool(found.lost)
+        return f"{rules}; {covered} parameters under rules{lost}"
+
+    def warnings(self) -> Iterator[str]:
+        """Yield the warnings. Of many pairs of rules that overlap, only the first are written out."""
+        warnings = self.difference.warnings
+        overlaps = [warning for warning in warnings if warning.kind == "overlap"]
+        left_out = {warning.rules for warning in overlaps[_MAX_OVERLAPS:]}
+        for warning in warnings:
+            is_left_out = warning.kind == "overlap" and warning.rules in left_out
+            if warning.kind != "more-overlaps" and not is_left_out:
+                yield self._warning(warning)
+        if more := overlaps[_MAX_OVERLAPS:]:
+            over = any(warning.kind == "more-overlaps" for warning in warnings)
+            first, second = map(self.code, more[0].rules)
+            yield (
+                f"{'Over ' * over}{count(len(more), 'other pair')} of rules now change tensors together, "
+                f"such as {first} and {second}: `--format json` has {'the first' if over else 'all'}."
+            )
+
+    def _warning(self, warning: DiffWarning) -> str:
+        rules = [self.code(rule) for rule in warning.rules]
+        names = self.names(warning.names)
+        if warning.kind == "lost-protection":
+            what = f"{count(len(warning.names), 'parameter')} lost all protection"
+            return f"{what}: no rule edits, freezes or traps the gradient now: {names}."
+        if warning.kind == "no-match":
+            return f"{rules[0]} matches nothing in this model: {_ENDS}. {self.code(warning.detail)}"
+        if warning.kind == "expect":
+            broken = "it breaks its own `expect`, so"
+            return f"{rules[0]} {warning.detail} parameters: {broken} {_ENDS}."
+        if warning.kind == "cannot-act":
+            return f"{rules[0]} cannot act on this model: {_ENDS}. {self.code(warning.detail)}"
+        if warning.kind == "overlap":
+            first, second = warning.detail.split(", then ")
+            target = next(r.target for r in self.difference.new.rules if r.id == warning.rules[0])
+            shared = f"{count(len(warning.names), NOUNS[target])}: {names}"
+            order = f"First {rules[0]} ({first}), then {rules[1]} ({second})."
+            return f"{rules[0]} and {rules[1]} now both change {shared}. {order}"
+        chains = (*self.difference.params, *self.difference.tensors)
+        example = next(chain for chain in chains if chain.name == warning.names[0])
+        before, now = self.chain(example.before), self.chain(example.after)
+        what = f"the order of effects changed for {count(len(warning.names), 'tensor')}"
+        return f"{what}: {names}. Such as {before} before, {now} now."
+
+    def order(self) -> str:
+        """Return how the order in the file changed, from the first rule that moved to the last."""
+        before, after = self.difference.order_before, self.difference.order_after
+        start = _equal(before, after)
+        end = len(before) - _equal(before[::-1], after[::-1])
+        old, new = self.chain(before[start:end]), self.chain(after[start:end])
+        seen = any(warning.kind == "order" for warning in self.difference.warnings)
+        effect = "" if seen else "; no tensor sees another order"
+        return f"order in the file: {old} became {new}{effect}"
+
+    def changes(self) -> Iterator[tuple[str, RuleChange, list[str]]]:
+        """Yield each rule that differs, with a sign before it and its details behind it."""
+        found = self.difference
+        for change in found.added:
+            yield "+", change, [self._given(option) for option in change.options]
+        for change in found.removed:
+            yield "-", change, [self._given(option) for option in change.options]
+        for change in (*found.changed, *found.renamed):
+            was = [f"renamed from {self.code(change.old_id)}"] * change.renamed
+            yield "~", change, [*was, *map(self._changed, change.options)]
+
+    def binds(self, change: RuleChange) -> tuple[str, str]:
+        """Return how many things, and how many elements, a rule matches before and after."""
+        things = self._from_to(f"{len(change.before):,}", f"{len(change.after):,}")
+        if change.target != "params":
+            return f"{things} {NOUNS[change.target]}s", ""
+        return things, self._from_to(short(change.elements_before), short(change.elements_after))
+
+    def unchanged(self) -> str:
+        ids = self.difference.unchanged
+        more = len(ids) - _MAX_UNCHANGED
+        rest = f" and {count(more, 'other')}" if more > 0 else ""
+        return ", ".join(map(self.code, ids[:_MAX_UNCHANGED])) + rest
+
+    def names(self, names: Sequence[str]) -> str:
+        """Return names with their numbers folded; the first few of many."""
+        folded = fold_names(names)
+        shown = [
+            self.code(text) + f" x{len(members)}" * (len(members) > 1)
+            for text, members in list(folded.items())[:_MAX_NAMES]
+        ]
+        more = len(folded) - _MAX_NAMES
+        return ", ".join(shown) + (f" and {count(more, 'other')}" if more > 0 else "")
+
+    def chain(self, ids: Sequence[str]) -> str:
+        """Return the rules of a chain, in order of effect."""
+        shown = [self.code(rule) for rule in ids[:_MAX_CHAIN]]
+        if (more := len(ids) - _MAX_CHAIN) > 0:
+            shown.append(f"{more} more")
+        return f" {self.arrow} ".join(shown) or "no rule"
+
+    def chains(self) -> list[tuple[tuple[Ids, Ids], list[str]]]:
+        """Return the names of tensors by the change of their chain."""
+        groups: dict[tuple[Ids, Ids], list[str]] = {}
+        for change in (*self.difference.params, *self.difference.tensors):
+            groups.setdefault((change.before, change.after), []).append(change.name)
+        return list(groups.items())
+
+    def _from_to(self, before: str, after: str) -> str:
+        return before if before == after else f"{before} {self.arrow} {after}"
+
+    def _changed(self, option: OptionChange) -> str:
+        """Return an option that differs, with the meaning of the change."""
+        absent = "always" if option.name in {"steps", "optional"} else "not given"
+        texts = (_spelled(option.name, value) for value in (option.before, option.after))
+        before, after = (self.code(text) if text else absent for text in texts)
+        meaning = f": {option.meaning}" if option.meaning else ""
+        name = self.code(option.name)
+        return f"{name}: {before} {self.arrow} {after} ({option.direction}{meaning})"
+
+    def _given(self, option: OptionChange) -> str:
+        """Return an option of a rule that was added or removed."""
+        value = option.after if option.before is None else option.before
+        return f"{self.code(option.name)}: {self.code(_spelled(option.name, value))}"
 
 
 def short(number: int) -> str:
@@ -46,158 +182,10 @@ def short(number: int) -> str:
     return str(number)
 
 
-def from_to(before: str, after: str, arrow: str) -> str:
-    """Return ``48 -> 24``, or just ``48`` if nothing changed."""
-    return before if before == after else f"{before} {arrow} {after}"
-
-
-def summary(difference: Difference, arrow: str = "->") -> str:
-    if not difference.in_effect:
-        return "no difference in effect"
-    rewritten = sum(change.renamed for change in difference.changed)
-    changed = f"{len(difference.changed)} changed"
-    parts = [
-        f"{len(difference.added)} added" if difference.added else "",
-        f"{len(difference.removed)} removed" if difference.removed else "",
-        changed + (f" ({rewritten} of them renamed)" if rewritten else "")
-        if difference.changed
-        else "",
-        f"{len(difference.renamed)} only renamed" if difference.renamed else "",
-        "other order" if difference.order_changed else "",
-    ]
-    rules = ", ".join(filter(None, parts)) or "other chains"
-    before, after = (f"{number:,}" for number in difference.covered)
-    covered = f"{from_to(before, after, arrow)} of {len(difference.manifest.params):,}"
-    lost = f"{len(difference.lost):,} lost all protection" if difference.lost else ""
-    return "; ".join(filter(None, (rules, f"{covered} parameters under rules", lost)))
-
-
-def names(names: Sequence[str]) -> Phrase:
-    """Return names with their numbers folded; the first few of many."""
-    return _names(tuple(names))
-
-
-@lru_cache(maxsize=64)  # many warnings are about the same names
-def _names(names: tuple[str, ...]) -> Phrase:
-    folded = list(fold_names(names).items())
-    pieces: list[str | Code] = []
-    for text, members in folded[:_MAX_NAMES]:
-        pieces += [", "] if pieces else []
-        pieces += [Code(text), f" x{len(members)}"] if len(members) > 1 else [Code(text)]
-    if (more := len(folded) - _MAX_NAMES) > 0:
-        pieces.append(f" and {count(more, 'other')}")
-    return tuple(pieces)
-
-
-def chain(ids: Sequence[str], arrow: str) -> Phrase:
-    """Return the rules of a chain, in order of effect."""
-    pieces = _joined(ids[:_MAX_CHAIN], f" {arrow} ")
-    if (more := len(ids) - _MAX_CHAIN) > 0:
-        pieces.append(f" {arrow} {more} more")
-    return tuple(pieces) or ("no rule",)
-
-
-def unchanged(ids: Sequence[str]) -> Phrase:
-    pieces = _joined(ids[:_MAX_UNCHANGED], ", ")
-    if (more := len(ids) - _MAX_UNCHANGED) > 0:
-        pieces.append(f" and {count(more, 'other')}")
-    return tuple(pieces)
-
-
-def _joined(ids: Sequence[str], separator: str) -> list[str | Code]:
-    pieces: list[str | Code] = []
-    for rule in ids:
-        pieces += [separator, Code(rule)] if pieces else [Code(rule)]
-    return pieces
-
-
-def warnings(difference: Difference, arrow: str) -> Iterator[Phrase]:
-    """Yield the warnings. Of many pairs of rules that overlap, only the first are written out."""
-    overlaps = [warning for warning in difference.warnings if warning.kind == "overlap"]
-    left_out = {warning.rules for warning in overlaps[_MAX_OVERLAPS:]}
-    over = any(warning.kind == "more-overlaps" for warning in difference.warnings)
-    for warning in difference.warnings:
-        is_left_out = warning.kind == "overlap" and warning.rules in left_out
-        if warning.kind != "more-overlaps" and not is_left_out:
-            yield _warning(warning, difference, arrow)
-    if more := overlaps[_MAX_OVERLAPS:]:
-        number = f"{'Over ' * over}{count(len(more), 'other pair')}"
-        start = f"{number} of rules now change tensors together, such as "
-        first, second = more[0].rules
-        end = f": `--format json` has {'the first' if over else 'all'}."
-        yield (start, Code(first), " and ", Code(second), end)
-
-
-def _warning(warning: DiffWarning, difference: Difference, arrow: str) -> Phrase:
-    rules = [Code(rule) for rule in warning.rules]
-    if warning.kind == "lost-protection":
-        number = count(len(warning.names), "parameter")
-        what = f"{number} lost all protection: no rule edits, freezes or traps the gradient now"
-        return (f"{what}: ", *names(warning.names), ".")
-    if warning.kind == "no-match":
-        start = "matches nothing in this model: training with these rules ends with an error"
-        return (rules[0], f" {start} before its first step. ", Code(warning.detail))
-    if warning.kind == "expect":
-        start = "breaks its own `expect`, so training with these rules ends with an error"
-        return (rules[0], f" {warning.detail} parameters: it {start} before its first step.")
-    if warning.kind == "cannot-act":
-        start = "cannot act on this model: training with these rules ends with an error"
-        return (rules[0], f" {start} before its first step. ", Code(warning.detail))
-    if warning.kind == "overlap":
-        first, second = warning.detail.split(", then ")
-        target = next(r.target for r in difference.new.rules if r.id == warning.rules[0])
-        what = count(len(warning.names), NOUNS[target])
-        shared = (rules[0], " and ", rules[1], f" now both change {what}: ", *names(warning.names))
-        return (*shared, ". First ", rules[0], f" ({first}), then ", rules[1], f" ({second}).")
-    return _other_order(warning, difference, arrow)
-
-
-def _other_order(warning: DiffWarning, difference: Difference, arrow: str) -> Phrase:
-    tensors = count(len(warning.names), "tensor")
-    chains = (*difference.params, *difference.tensors)
-    example = next(chain for chain in chains if chain.name == warning.names[0])
-    return (
-        f"the order of effects changed for {tensors}: ",
-        *(*names(warning.names), ". Such as "),
-        *(*chain(example.before, arrow), " before, "),
-        *(*chain(example.after, arrow), " now."),
-    )
-
-
-def order(difference: Difference, arrow: str) -> Phrase:
-    """Return how the order in the file changed, from the first rule that moved to the last."""
-    before, after = difference.order_before, difference.order_after
-    start = len(list(takewhile(lambda both: both[0] == both[1], zip(before, after, strict=True))))
-    tails = zip(reversed(before), reversed(after), strict=True)
-    end = len(before) - len(list(takewhile(lambda both: both[0] == both[1], tails)))
-    old, new = chain(before[start:end], arrow), chain(after[start:end], arrow)
-    seen = any(warning.kind == "order" for warning in difference.warnings)
-    effect = "" if seen else "; no tensor sees another order"
-    return ("order in the file: ", *old, " became ", *new, effect)
-
-
-def binds(change: RuleChange, arrow: str) -> tuple[str, str]:
-    """Return how many things, and how many elements, a rule matches before and after."""
-    things = from_to(f"{len(change.before):,}", f"{len(change.after):,}", arrow)
-    if change.target != "params":
-        return f"{things} {NOUNS[change.target]}s", ""
-    return things, from_to(short(change.elements_before), short(change.elements_after), arrow)
-
-
-def option(change: OptionChange, arrow: str) -> Phrase:
-    """Return an option that differs, with the meaning of the change."""
-    absent = "always" if change.name in {"steps", "optional"} else "not given"
-    texts = (_spelled(change.name, value) for value in (change.before, change.after))
-    before, after = (Code(text) if text else absent for text in texts)
-    meaning = f"{change.direction}: {change.meaning}" if change.meaning else change.direction
-    return (Code(change.name), ": ", before, f" {arrow} ", after, f" ({meaning})")
-
-
-def options(changes: Sequence[OptionChange]) -> Iterator[Phrase]:
-    """Yield the options of a rule that was added or removed."""
-    for change in changes:
-        value = change.after if change.before is None else change.before
-        yield (Code(change.name), ": ", Code(_spelled(change.name, value)))
+def _equal(one: Ids, other: Ids) -> int:
+    """Return how many ids at the beginning are equal."""
+    pairs = zip(one, other, strict=True)
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _spelled(name: str, value: Any) -> str:
@@ -211,11 +199,3 @@ def _spelled(name: str, value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {written(item)}' for key, item in value.items())}}}"
     return f"[{', '.join(value)}]" if isinstance(value, list) else written(value)
-
-
-def grouped(chains: Sequence[ChainChange]) -> list[tuple[tuple[Ids, Ids], list[str]]]:
-    """Return the names of tensors by the change of their chain."""
-    groups: dict[tuple[Ids, Ids], list[str]] = {}
-    for change in chains:
-        groups.setdefault((change.before, change.after), []).append(change.name)
-    return list(groups.items())

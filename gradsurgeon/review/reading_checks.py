@@ -93,6 +93,13 @@ READING_CHECKS: dict[str, CheckInfo] = {
         "The file cannot be read.",
         "Name a readable file of UTF-8 text.",
     ),
+    "unused-suppression": CheckInfo(
+        "A comment suppresses nothing.",
+        "It would hide the next problem of the kind: remove it, or correct the name. Errors cannot be "
+        "suppressed. A comment counts for its own line; on a line of its own for the line below; behind "
+        "the `id` of a rule for the whole rule.",
+        "warning",
+    ),
     "wrong-type": CheckInfo(
         "A value is of the wrong type.",
         "The message says what was expected; quoted numbers are texts, and patterns are quoted.",

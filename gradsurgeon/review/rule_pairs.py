@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from gradsurgeon.actions import Rule
 from gradsurgeon.review.matched_rules import MatchedRules
@@ -16,8 +15,8 @@ from gradsurgeon.review.option_changes import (
     given_options,
 )
 
-_SIMILAR = 0.5  # of what two rules match together, what both do
-_MAX_COMPARISONS = 1_000_000  # of pairs of rules, and of the names that both may match
+# Action, selection and all the rest: what a rule is recognised by under another id.
+_Traits = tuple[Hashable, Hashable, Hashable]
 
 
 @dataclass(frozen=True)
@@ -43,32 +42,22 @@ class RulePairs:
 def pair_rules(before: MatchedRules, after: MatchedRules) -> RulePairs:
     """Return which rule of the new file is which of the old one, under the same id or another.
 
-    A rule under another id was most likely renamed where it is the same otherwise; or where what it acts
-    on stayed, or what it does stayed and most of what it acts on, too. The last is looked for among so
-    many pairs only: in a huge file, rules beyond are removed ones and added ones.
+    A rule under another id was most likely renamed where it is the same otherwise, or where it does
+    something else of the same kind to the same tensors.
     """
     new_ids = {rule: rule for rule in before.rules if rule in after.rules}
     gone = {key: _traits(rule) for key, rule in before.rules.items() if key not in after.rules}
     come = {key: _traits(rule) for key, rule in after.rules.items() if key not in before.rules}
     new_ids.update(_pair_equal(gone, come, traits=3))
     new_ids.update(_pair_equal(gone, come, traits=2))
-    new_ids.update(_pair_similar(gone, come, before, after))
     return RulePairs(before, after, new_ids, {new: old for old, new in new_ids.items()})
-
-
-class _Traits(NamedTuple):
-    """What a rule is recognised by under another id: by all of these, or by the first two."""
-
-    kind: Hashable
-    selection: Hashable
-    rest: Hashable
 
 
 def _traits(rule: Rule) -> _Traits:
     options = comparable_options(rule)
     selection = {item for item in options.items() if item[0].partition(".")[0] in SELECTION}
     kind = (rule.action, rule.target, str(rule.ref))
-    return _Traits(kind, frozenset(selection), frozenset(options.items() - selection))
+    return kind, frozenset(selection), frozenset(options.items() - selection)
 
 
 def _pair_equal(
@@ -82,25 +71,3 @@ def _pair_equal(
         if ids := same.get(gone[old][:traits]):
             del gone[old], come[ids[-1]]
             yield old, ids.pop()
-
-
-def _pair_similar(
-    gone: dict[str, _Traits], come: dict[str, _Traits], before: MatchedRules, after: MatchedRules
-) -> Iterator[tuple[str, str]]:
-    """Yield old and new id of rules that do the same to mostly the same tensors."""
-    left = _MAX_COMPARISONS
-    for old, traits in gone.items():
-        first = before.matches[old].members
-        for new, other in come.items():
-            left -= 1
-            if left < 0:
-                return
-            if (traits.kind, traits.rest) != (other.kind, other.rest):
-                continue
-            second = after.matches[new].members
-            left -= min(len(first), len(second))
-            both = len(first & second)
-            if both and both >= _SIMILAR * (len(first) + len(second) - both):
-                del come[new]
-                yield old, new
-                break

@@ -8,28 +8,21 @@ from gradsurgeon import planning, schema, source
 from gradsurgeon.planning import Manifest, manifest_file
 from gradsurgeon.review import model_loading
 from gradsurgeon.review.git_tree import GitTree, unreadable
-from gradsurgeon.schema import Files, RuleSet
+from gradsurgeon.schema import RuleSet
 
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 
 def manifest_of(params: str | None = None, model: str | None = None) -> Manifest:
-    """Return the names that rules are planned on. Only a model needs torch, and runs code.
-
-    Args:
-        params: a ``params.json``, a ``*.safetensors``, or a ``*.index.json``.
-        model: ``MODULE:NAME`` of what builds the model, or of the model itself.
+    """Return the names in a file, or those of the model that ``MODULE:NAME`` is or builds.
 
     Raises:
         ManifestError: the file is wrong or cannot be read.
-        ModelError: the model cannot be imported or built.
-        ValueError: not exactly one of the two is given.
+        ModelError: the model cannot be imported or built. Only this needs torch, and runs code.
     """
-    if params is not None and model is None:
+    if params is not None:
         return manifest_file.read(params)
-    if model is not None and params is None:
-        return planning.from_model(model_loading.load_model(model))
-    raise ValueError("either a file with names or a model is needed, and not both")
+    return planning.from_model(model_loading.load_model(model or ""))
 
 
 def rules_at(spec: str) -> RuleSet:
@@ -40,24 +33,15 @@ def rules_at(spec: str) -> RuleSet:
     Raises:
         RuleFileError: with every problem found.
     """
-    return schema.validate(*open_rules(spec))
-
-
-def open_rules(spec: str) -> tuple[source.Document, Files]:
-    """Return a rule file, and where the files are that it includes.
-
-    Raises:
-        RuleFileError: it cannot be read.
-    """
     ref, path = split(spec)
     if ref is None:
-        return source.read(path), schema.DISK
+        return schema.validate(source.read(path))
     if not ref or not path:
         what = "no commit before" if not ref else "no file behind"
         example = "write REF:PATH, such as HEAD:rules.yaml"
         raise unreadable(spec, f"there is {what} the colon", example)
     tree = GitTree(ref)
-    return tree.open(path), tree
+    return schema.validate(tree.open(path), tree)
 
 
 def split(spec: str) -> tuple[str | None, str]:

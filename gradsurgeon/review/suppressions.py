@@ -8,21 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
 from gradsurgeon.errors import Place, Problem, did_you_mean
 from gradsurgeon.schema import Located
 
 CHECK = "unused-suppression"
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_HASH = re.compile(r"(?<!\S)#")
-_COMMENT = re.compile(r"#\s*gradsurgeon:\s*ignore\b(?:\[([^\]\n]*)\])?")
-
-_Spans = dict[int, list[tuple[int, int]]]  # by line, first column and column behind the last
+_COMMENT = re.compile(r"(?<!\S)#\s*gradsurgeon:\s*ignore\b(?:\[([^\]\n]*)\])?")
 
 
 @dataclass(slots=True)
-class Suppression:
+class _Suppression:
     """One name in one comment."""
 
     check: str
@@ -35,12 +29,11 @@ class Suppressions:
     """The suppressions in some files."""
 
     def __init__(self, sources: Sequence[Located]) -> None:
-        self._by_check: dict[tuple[str, str], list[Suppression]] = {}
+        self._by_check: dict[tuple[str, str], list[_Suppression]] = {}
         for source in sources:
-            if "gradsurgeon:" in source.text:
-                for suppression in _read(source):
-                    key = (source.file, suppression.check)
-                    self._by_check.setdefault(key, []).append(suppression)
+            for suppression in _read(source):
+                key = (source.file, suppression.check)
+                self._by_check.setdefault(key, []).append(suppression)
 
     def take(self, problem: Problem) -> bool:
         """Tell whether a comment suppresses a problem, and mark that comment as used."""
@@ -56,9 +49,7 @@ class Suppressions:
     def unused(self, severities: Mapping[str, str], *, checked: bool) -> Iterator[Problem]:
         """Yield a problem for each name in a comment that suppresses nothing.
 
-        Args:
-            severities: of every check that there is.
-            checked: all checks have looked: otherwise nothing is known of those that could not.
+        Unless all checks have looked (``checked``), nothing is known of those that could not.
         """
         for group in self._by_check.values():
             for suppression in group:
@@ -85,30 +76,23 @@ def _why_useless(
     return None
 
 
-def _read(source: Located) -> Iterator[Suppression]:
+def _read(source: Located) -> Iterator[_Suppression]:
     lines = [line.removesuffix("\r") for line in source.text.removeprefix("\ufeff").split("\n")]
-    try:
-        scalars = _quoted_scalars(source)
-    except yaml.YAMLError:
-        return
     rules, below = _lines_of_rules(source), _lines_below(lines)
     for number, line in enumerate(lines, 1):
-        if "gradsurgeon:" not in line:
-            continue
-        start = _comment_start(line, scalars.get(number, []))
-        comment = None if start is None else _COMMENT.search(line, start)
+        comment = _COMMENT.search(line)
         if comment is None:
             continue
-        alone = not line[:start].strip()
+        alone = line.lstrip().startswith("#")
         scope = (below[number],) * 2 if alone else rules.get(number, (number, number))
         for column, name in _names(comment):
             place = Place(source.file, number, column + 1, line, max(1, len(name)))
-            yield Suppression(name, place, scope)
+            yield _Suppression(name, place, scope)
 
 
 def _names(comment: re.Match[str]) -> Iterator[tuple[int, str]]:
     """Yield column and text of each name in the brackets; one empty name if there is none."""
-    if comment[1] is None or not comment[1].strip(" ,\t"):
+    if not (comment[1] or "").strip(" ,\t"):
         yield comment.start(), ""
         return
     for part in re.finditer(r"[^,\s][^,]*", comment[1]):
@@ -122,28 +106,6 @@ def _lines_below(lines: Sequence[str]) -> list[int]:
         if lines[number].lstrip().startswith("#"):
             below[number] = below[number + 1]
     return below
-
-
-def _comment_start(line: str, scalars: Sequence[tuple[int, int]]) -> int | None:
-    for sign in _HASH.finditer(line):
-        before = bisect.bisect_right(scalars, sign.start(), key=lambda scalar: scalar[0])
-        if not before or scalars[before - 1][1] <= sign.start():
-            return sign.start()
-    return None
-
-
-def _quoted_scalars(source: Located) -> _Spans:
-    """Return where quoted and block scalars stand: a `#` inside one begins no comment."""
-    spans: _Spans = {}
-    for token in yaml.scan(source.text.removeprefix("\ufeff"), Loader=_LOADER):
-        if isinstance(token, yaml.ScalarToken) and token.style:
-            start, end = token.start_mark, token.end_mark
-            # The line of a block's indicator ends in what may be a comment.
-            for line in range(start.line + (token.style in "|>"), end.line + 1):
-                low = start.column if line == start.line else 0
-                high = end.column if line == end.line else 1 << 30
-                spans.setdefault(line + 1, []).append((low, high))
-    return spans
 
 
 def _lines_of_rules(source: Located) -> dict[int, tuple[int, int]]:

@@ -6,12 +6,9 @@ from collections.abc import Iterator
 
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.review import phrases
-from gradsurgeon.review.difference import Difference, RuleChange
-from gradsurgeon.review.matched_rules import ChainChange
-from gradsurgeon.review.phrases import Code, Phrase
+from gradsurgeon.review.difference import Difference
+from gradsurgeon.review.phrases import Phrases, short
 
-_ARROW = "->"
 _CHAINS = 20
 
 
@@ -21,70 +18,50 @@ def render(difference: Difference) -> str:
 
 
 def _lines(difference: Difference) -> Iterator[str]:
+    phrases = Phrases(difference, _shown, "->")
     manifest = difference.manifest
-    model = (
-        f"{_shown(manifest.origin)}: {count(len(manifest.params), 'parameter')}, "
-        f"{phrases.short(manifest.elements)} elements"
-    )
+    size = f"{count(len(manifest.params), 'parameter')}, {short(manifest.elements)} elements"
     files = f"{_shown(difference.old.file)} -> {_shown(difference.new.file)}"
-    yield f"diff: {files} on {model}"
-    yield phrases.summary(difference)
+    yield f"diff: {files} on {_shown(manifest.origin)}: {size}"
+    yield phrases.summary()
     if difference.warnings:
         yield ""
-        for phrase in phrases.warnings(difference, _ARROW):
-            yield f"warning: {_rendered(phrase)}"
+        for warning in phrases.warnings():
+            yield f"warning: {warning}"
     if difference.order_changed:
-        yield f"note: {_rendered(phrases.order(difference, _ARROW))}"
+        yield f"note: {phrases.order()}"
     for note in manifest.notes:
         yield f"note: {_shown(note)}"
-    if not difference.in_effect:
+    if difference.in_effect:
+        yield ""
+        yield from _rules(phrases)
+        yield from _chains(phrases)
+
+
+def _rules(phrases: Phrases) -> Iterator[str]:
+    for sign, change, details in phrases.changes():
+        things, elements = phrases.binds(change)
+        noun = f" parameters ({elements} elements)" if change.target == "params" else ""
+        yield f"{sign} {change.id}  {change.action} on {things}{noun}"
+        for detail in details:
+            yield f"      {detail}"
+    if phrases.difference.unchanged:
+        yield f"= {phrases.unchanged()}"
+
+
+def _chains(phrases: Phrases) -> Iterator[str]:
+    groups = phrases.chains()
+    if not groups:
         return
     yield ""
-    yield from _rules(difference)
-    yield from _chains((*difference.params, *difference.tensors))
-
-
-def _rules(difference: Difference) -> Iterator[str]:
-    for sign, group in (
-        ("+", difference.added),
-        ("-", difference.removed),
-        ("~", (*difference.changed, *difference.renamed)),
-    ):
-        for change in group:
-            yield f"{sign} {_head(change)}"
-            if change.renamed:
-                yield f"      renamed from {change.old_id}"
-            lines = phrases.options(change.options)
-            if sign == "~":
-                lines = (phrases.option(option, _ARROW) for option in change.options)
-            for phrase in lines:
-                yield f"      {_rendered(phrase)}"
-    if difference.unchanged:
-        yield f"= {_rendered(phrases.unchanged(difference.unchanged))}"
-
-
-def _head(change: RuleChange) -> str:
-    things, elements = phrases.binds(change, _ARROW)
-    noun = f" parameters ({elements} elements)" if change.target == "params" else ""
-    return f"{change.id}  {change.action} on {things}{noun}"
-
-
-def _chains(chains: tuple[ChainChange, ...]) -> Iterator[str]:
-    if not chains:
-        return
-    yield ""
-    yield f"tensors under other rules than before, in order of effect: {len(chains):,}"
-    groups = phrases.grouped(chains)
+    number = sum(len(names) for _, names in groups)
+    yield f"tensors under other rules than before, in order of effect: {number:,}"
     for (before, after), names in groups[:_CHAINS]:
-        yield f"  {_rendered(phrases.names(names))}"
-        yield f"      before: {_rendered(phrases.chain(before, _ARROW))}"
-        yield f"      now:    {_rendered(phrases.chain(after, _ARROW))}"
+        yield f"  {phrases.names(names)}"
+        yield f"      before: {phrases.chain(before)}"
+        yield f"      now:    {phrases.chain(after)}"
     if (more := len(groups) - _CHAINS) > 0:
         yield f"  and {count(more, 'other pair')} of chains: `--format json` has all"
-
-
-def _rendered(phrase: Phrase) -> str:
-    return "".join(_shown(piece.text) if isinstance(piece, Code) else piece for piece in phrase)
 
 
 def _shown(text: str) -> str:

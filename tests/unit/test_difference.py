@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 from typing import Any
@@ -188,16 +189,11 @@ class TestNames:
         assert not found.renamed
         assert not found.params
 
-    def test_so_is_one_that_matches_nearly_the_same(self) -> None:
-        found = diff([zero("before")], [zero("after", params="h.{0..1}.*")])
-        assert [one.old_id for one in found.changed] == ["before"]
-
     @pytest.mark.parametrize(
         "other",
         [
             zero("after", params="head.*"),
-            zero("after", params="h.0.*"),
-            zero("after", params="h.{0..1}.*", at="step"),
+            zero("after", params="h.{0..1}.*"),
             clamp("after", min=0),
         ],
     )
@@ -366,7 +362,7 @@ def test_the_documented_json() -> None:
     last = ["h.2.attn.weight", "h.2.mlp.weight"]
     same = {"before": ["bound"], "after": []}
     zeroth = {"before": ["norms", "bound"], "after": ["sizes"]}
-    assert found.to_dict() == {
+    assert json.loads(json.dumps(found.to_dict())) == {
         "version": 1,
         "added": [
             {

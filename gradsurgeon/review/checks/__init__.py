@@ -1,25 +1,13 @@
-"""The checks of `gradsurgeon lint` on what rules mean: one file each, found by looking into this folder."""
+"""The checks of `gradsurgeon lint` on what rules mean: every subclass of `Check` in the files beside this one."""
 
 from __future__ import annotations
 
-import pkgutil
-from importlib import import_module
-
+from gradsurgeon.review.checks import pairs, patterns, values  # noqa: F401 # they hold the checks
 from gradsurgeon.review.checks._base import Check, Finding
 
 __all__ = ["CHECKS", "Check", "Finding"]
 
-
-def _discover() -> dict[str, Check]:
-    checks: dict[str, Check] = {}
-    for info in pkgutil.iter_modules(__path__):
-        if info.name.startswith("_"):
-            continue
-        module = import_module(f"{__name__}.{info.name}")
-        class_name = "".join(word.capitalize() for word in info.name.split("_"))
-        check: Check = getattr(module, class_name)()
-        checks[check.id] = check
-    return checks
-
-
-CHECKS: dict[str, Check] = _discover()
+CHECKS: dict[str, Check] = {
+    check.id: check
+    for check in sorted((kind() for kind in Check.__subclasses__()), key=lambda check: check.id)
+}

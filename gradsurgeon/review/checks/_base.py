@@ -1,7 +1,4 @@
-"""What every check has in common.
-
-Each file beside this one is one check: a class named like the file. No list names it: the folder is searched.
-"""
+"""What every check has in common."""
 
 from __future__ import annotations
 
@@ -26,16 +23,14 @@ class Finding:
 
 
 class Check(ABC):
-    """One question about valid rules. The docstring of a subclass is its page, with the examples below."""
+    """One question about valid rules. The docstring of a subclass is its page, with the example below."""
 
     # `error`: training cannot begin. `warning`: the rules hardly do what was meant. `note`: they may.
     severity: ClassVar[Severity] = "warning"
-    GOOD: ClassVar[str]  # rules in which it finds nothing
-    BAD: ClassVar[str]  # rules in which it finds something
+    BAD: ClassVar[str]  # rules in which it finds something ...
     NAMES: ClassVar[
         tuple[str, ...]
-    ] = ()  # the parameters of the model, where the examples need one
-    WEIGHTS: ClassVar[bool] = False  # the names come from a file of weights, which tells less
+    ] = ()  # ... in a model with these parameters, where it needs one
 
     @property
     def id(self) -> str:

@@ -1,0 +1,265 @@
+"""Checks on what two rules do to the same tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from gradsurgeon.actions import CaptureRule, EditRule, FreezeRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.review.checks._base import Check, Finding
+from gradsurgeon.review.lint_context import LintContext
+
+
+class EffectiveOrder(Check):
+    """Two edits of the same gradients take effect in another order than they stand in the file.
+
+    What acts at `backward` comes before what acts at `step`, wherever it stands: the rule above does
+    not get its gradient before this one, but after it. A clip above a scale is a clip of what has been
+    scaled.
+
+    Put the rules in the order in which they take effect, or give this one the point of the other by
+    `at`. The plan shows the effective order for each tensor.
+    """
+
+    BAD = """
+- id: clipped
+  action: clip-norm
+  params: "*"
+  max_norm: 1.0
+
+- id: gentle-head
+  action: scale
+  params: "head.*"
+  factor: 0.5
+"""
+
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        def both_edit(rule: Rule, other: Rule) -> bool:
+            edits = isinstance(rule, EditRule) and isinstance(other, EditRule)
+            return edits and not _one_is_moot(context, rule, other)
+
+        for rule, later in _out_of_order(context, both_edit):
+            hint = "put them in the order in which they act, or choose another `at`"
+            key = "at" if context.says_at(rule) else "action"
+            yield Finding(rule, (key,), _where_it_acts(rule, "acts", later), hint, later)
+
+
+class ObservedOrder(Check):
+    """A record is taken before an edit that stands above it, or after one that stands below.
+
+    One expects a `norm-log` or `capture` below an edit to show what the edit has left. By default records
+    are taken at `accumulated`, which is before everything at `step` and after everything at `backward`.
+
+    If you want what the optimizer gets, write `at: step` below the edits. Otherwise nothing: the record
+    is right, and the order in the file does not matter.
+    """
+
+    severity = "note"
+    BAD = """
+- id: clipped
+  action: clip-norm
+  params: "*"
+  max_norm: 1.0
+
+- id: what-is-left
+  action: norm-log
+  params: "*"
+"""
+
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule, later in _out_of_order(context, _edit_and_record):
+            does = "changes gradients" if isinstance(rule, EditRule) else "sees gradients"
+            hint = "put it above, or choose another `at`"
+            key = "at" if context.says_at(rule) else "action"
+            yield Finding(rule, (key,), _where_it_acts(rule, does, later), hint, later)
+
+
+class OverlappingEdits(Check):
+    """Two rules certainly change the same tensors in the same step.
+
+    Every rule that matches applies; there is no "last match wins". The second one sees what the first
+    one has left. Where the names of a model are known, that is exact. Otherwise it is said where a pattern
+    of one rule is `*`, is a pattern of the other rule as well, or matches a name that the other rule
+    gives without wildcards.
+
+    If both are meant, nothing. Otherwise leave the names of one rule out of the other by `exclude`.
+    """
+
+    severity = "note"
+    BAD = """
+- id: gentle-head
+  action: scale
+  params: "head.*"
+  factor: 0.5
+
+- id: gentle-rest
+  action: scale
+  params: "*"
+  factor: 0.1
+"""
+
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule, above in context.pairs():
+            if not isinstance(rule, EditRule):
+                continue
+            others = tuple(
+                other
+                for other in above
+                if isinstance(other, EditRule)
+                and not _one_is_moot(context, rule, other)
+                and context.overlap(other, rule)
+            )
+            if others:
+                change = f"change{'s' * (len(others) == 1)}"
+                message = f"it changes tensors that {_listed(others)} {change} as well"
+                hint = "both apply, one after the other: if one is enough, use `exclude`"
+                yield Finding(rule, (rule.target,), message, hint, others)
+
+
+class ShadowedRule(Check):
+    """A rule has no effect, because another one zeroes or freezes all that it acts on.
+
+    The rule looks as if it did something. Who removes the other one brings it to life. Found are edits of
+    tensors that are certainly zero already, that are set to zero later, or that belong to frozen
+    parameters, in every step in which the edit acts.
+
+    Remove one of the two, or let them act on different names or in different `steps`.
+    """
+
+    BAD = """
+- id: no-bias
+  action: zero
+  params: "*.bias"
+
+- id: gentle-bias
+  action: scale
+  params: "fc.bias"
+  factor: 0.1
+"""
+
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in context.compared:
+            for other in context.compared:
+                if reason := _moot(context, rule, other):
+                    hint = "remove one of the two, or give them other names or `steps`"
+                    yield Finding(rule, ("id",), f"`{rule.id}` {reason}", hint, (other,))
+                    break
+
+
+class TrapAfterSanitize(Check):
+    """A trap waits for what another rule has removed.
+
+    `nan-trap` looks after each backward pass. Where all its tensors are under a `sanitize`, or under a
+    `zero`, every NaN and every infinity has been replaced by then: it cannot trip, while the file looks as
+    if the run were guarded.
+
+    Narrow `sanitize` down to the known culprit and let the trap guard the rest. To know how often
+    there was something to replace, put a `norm-log` with `stats: [nonfinite]` and `at: backward` above.
+    """
+
+    BAD = """
+- id: clean
+  action: sanitize
+  params: "*"
+
+- id: guard
+  action: nan-trap
+  params: "*"
+"""
+
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        cleaners = [rule for rule in context.compared if rule.action in ("sanitize", "zero")]
+        for trap in (rule for rule in context.compared if isinstance(rule, TrapRule)):
+            before = tuple(
+                rule
+                for rule in cleaners
+                if context.acts_before(rule, trap) and context.covers(rule, trap)
+            )
+            if before:
+                replace = f"replace{'s' * (len(before) == 1)}"
+                message = f"the trap never sees a NaN: {_listed(before)} {replace} it before"
+                hint = "narrow that rule down, or remove the trap"
+                yield Finding(trap, ("action",), message, hint, before)
+
+
+class ZeroIsNotFreeze(Check):
+    """A parameter whose gradient is set to zero still moves.
+
+    The optimizer goes on with what it has: weight decay shrinks the weight, and the momentum of
+    earlier steps carries it on. The gradient counts as one of zeros in the statistics of Adam.
+
+    To keep a parameter as it is, use `freeze`. To drop what a loss contributes to it, `zero` is right.
+    """
+
+    severity = "note"
+    BAD = """
+- id: keep-backbone
+  action: zero
+  params: "backbone.*"
+"""
+
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        message = "zero is not freeze: weight decay and momentum still move the weight"
+        hint = "to keep a parameter as it is use `freeze`"
+        for rule in context.rules:
+            if rule.action != "zero" or rule.target != "params":
+                continue
+            if not any(_moot(context, rule, by) for by in context.compared):
+                yield Finding(rule, ("action",), message, hint)
+
+
+def _edit_and_record(first: Rule, second: Rule) -> bool:
+    edits = [isinstance(rule, EditRule) for rule in (first, second)]
+    records = [isinstance(rule, ObserverRule | CaptureRule) for rule in (first, second)]
+    return edits.count(True) == 1 and any(records)
+
+
+def _out_of_order(
+    context: LintContext, is_pair: Callable[[Rule, Rule], bool]
+) -> Iterator[tuple[Rule, tuple[Rule, ...]]]:
+    """Yield each rule that acts before rules that stand above it and make a pair with it, with these."""
+    for rule, above in context.pairs():
+        later = tuple(
+            other
+            for other in above
+            if is_pair(rule, other)
+            and context.acts_before(rule, other)
+            and context.overlap(other, rule)
+        )
+        if later:
+            yield rule, later
+
+
+def _where_it_acts(rule: Rule, does: str, later: Sequence[Rule]) -> str:
+    stand = f"which stand{'s' * (len(later) == 1)} above it"
+    return f"it {does} at `{rule.point}`, before {_listed(later)}, {stand}"
+
+
+def _listed(rules: Sequence[Rule]) -> str:
+    """Return the ids of the first few rules for a message, and how many more there are."""
+    shown = [f"`{rule.id[:60]}`" for rule in rules[:3]]
+    if len(rules) > len(shown):
+        shown.append(f"{len(rules) - len(shown)} more")
+    return " and ".join([", ".join(shown[:-1]), shown[-1]] if len(shown) > 1 else shown)
+
+
+def _one_is_moot(context: LintContext, first: Rule, second: Rule) -> bool:
+    return bool(_moot(context, first, second) or _moot(context, second, first))
+
+
+def _moot(context: LintContext, rule: Rule, by: Rule) -> str:
+    """Return why a rule has no effect beside another one; empty if it has one, or may have."""
+    if rule is by or by.action not in ("zero", "freeze") or not context.covers(by, rule):
+        return ""
+    first = context.acts_before(by, rule)
+    if by.action == "freeze":
+        if isinstance(rule, EditRule) or (isinstance(rule, FreezeRule) and first):
+            return f"does nothing: `{by.id}` keeps the optimizer off these parameters"
+        return ""
+    if not isinstance(rule, EditRule):
+        return ""
+    if first:
+        return (
+            f"does nothing: `{by.id}` has set all of it to zero before" if rule.keeps_zero else ""
+        )
+    # Of two that zero the same, the later one is superfluous, as the first branch says.
+    return "" if rule.action == "zero" else f"has no effect: `{by.id}` sets all of it to zero later"
