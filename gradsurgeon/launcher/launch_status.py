@@ -109,8 +109,8 @@ def why_no_rule_acted(stages: bytes) -> str:
         return ""
     if TORCH_IMPORTED in stages:
         return (
-            "no rule acted: no optimizer was built on the parameters of a module, and no backward "
-            "pass reached any (torch.func, torch.autograd.grad and distributed autograd pass rules by)"
+            "no rule acted: no optimizer of torch was built on the parameters of a module (where a script "
+            "updates them by hand, call gradsurgeon.apply in it)"
         )
     if RULES_TAKEN not in stages:
         return f"no process has taken the rules: no Python of {sys.prefix} ran"
