@@ -18,7 +18,6 @@ from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import write_header
-from gradsurgeon.planning import Plan
 from gradsurgeon.runtime import lacking
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.store import job
@@ -55,12 +54,7 @@ class Models:
     def attach(
         self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer
     ) -> None:
-        """Put the rules on the models of an optimizer that have none yet.
-
-        Raises:
-            BindError: a rule cannot act on what it matches.
-            RecordError: records cannot be written.
-        """
+        """Put the rules on the models of an optimizer that have none yet."""
         owned = {id(param) for root in roots for param in root.parameters()}
         if free := sum(id(param) not in owned for param in params):
             say(
@@ -74,13 +68,6 @@ class Models:
 
         A model may have been incomplete when its optimizer was built, above all where it builds its
         own: what has become larger since, or a part of something larger, is bound again.
-
-        Args:
-            optimizers: all that are known.
-
-        Raises:
-            BindError: a rule cannot act on what it matches.
-            RecordError: records cannot be written.
         """
         waiting = [model for model in self._alive() if not model.begun]
         params = [param for model in waiting for param in model.params()]
@@ -98,6 +85,7 @@ class Models:
 
     def _begin(self, model: AttachedModel, optimizers: Sequence[Optimizer]) -> None:
         model.begun = True
+        # The process group may have come after the optimizer, and will be gone at the end.
         model.rank = _dist.rank()
         if self.settings.quiet or self.settings.dry_run:
             return
@@ -108,13 +96,7 @@ class Models:
             for group in getattr(optimizer, "param_groups", ())
             if any(id(param) in params for param in group["params"])
         }
-        write_header(model, self.rules, list(owners))
-
-    def _put_on(self, root: nn.Module, optimizer: Optimizer | None) -> None:
-        launch_status.note(launch_status.EXPLAINED)
-        start = self._replace_parts(root)
-        plan = planning.bind(self.rules, planning.from_model(root), alone=False)
-        self._attach(root, plan, optimizer, start)
+        write_header(model, list(owners))
 
     def _replace_parts(self, root: nn.Module) -> int:
         """Let go of models that turn out to be a part of this one; return the step they were at."""
@@ -131,7 +113,10 @@ class Models:
                     self.attached.remove(model)
         return step
 
-    def _attach(self, root: nn.Module, plan: Plan, optimizer: Optimizer | None, start: int) -> None:
+    def _put_on(self, root: nn.Module, optimizer: Optimizer | None) -> None:
+        launch_status.note(launch_status.EXPLAINED)
+        start = self._replace_parts(root)
+        plan = planning.bind(self.rules, planning.from_model(root), alone=False)
         title = self._title(plan.manifest.origin)
         plan = replace(plan, title=title)
         while True:
@@ -197,22 +182,13 @@ class Models:
         return self._folder
 
     def check(self) -> None:
-        """Refuse to train where a rule matches nothing in any model.
-
-        Raises:
-            BindError: naming the rules and the nearest names.
-        """
-        for model in self.attached:
-            # The process group may have come after the optimizer, and will be gone at the end.
-            model.rank = _dist.rank()
+        """Refuse to train where a rule matches nothing in any model."""
         plans = {model.title: model.plan for model in self.attached if not model.replaced}
-        if self.attached and (missing := lacking(self.rules, plans)[0]):
+        if plans and (missing := lacking(self.rules, plans)[0]):
             raise BindError(missing)
         self.fitting = True
 
     def shortfalls(self) -> list[str]:
         """Return what is wrong with rules that match too little in all models together."""
-        return planning.shortfalls(
-            self.rules,
-            {m.title: m.plan.manifest for m in self.attached if not m.replaced},
-        )
+        models = {m.title: m.plan.manifest for m in self.attached if not m.replaced}
+        return planning.shortfalls(self.rules, models)

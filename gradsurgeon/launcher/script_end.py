@@ -54,11 +54,7 @@ class ScriptEnd:
             leave(exit_code.instead_of(status))
 
     def dry_run(self) -> None:
-        """Print the plans, write the manifests and stop, where that is what was asked for.
-
-        Raises:
-            SystemExit: with 0, or with 2 where a manifest could not be written.
-        """
+        """Print the plans, write the manifests and stop, where that is what was asked for."""
         if not self._settings.dry_run or not self._models.attached:
             return
         self._done = True

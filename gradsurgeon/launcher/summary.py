@@ -12,14 +12,13 @@ from gradsurgeon.launcher.attached_model import AttachedModel
 from gradsurgeon.launcher.messages import write
 from gradsurgeon.planning import NO_MATCH
 from gradsurgeon.planning.table import NOUNS, count, grid
-from gradsurgeon.schema import RuleSet
 
 _MOST_EVENTS = 5
 
 
-def write_header(model: AttachedModel, rules: RuleSet, optimizers: Sequence[str]) -> None:
+def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
     """Say which model was found and what each rule has bound to in it."""
-    manifest = model.plan.manifest
+    rules, manifest = model.plan.rules, model.plan.manifest
     by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
     by += f", from step {model.start}" if model.start else ""
     first = (

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradsurgeon import _live, api
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
-from gradsurgeon.launcher import launch_status
+from gradsurgeon.launcher import exit_code, launch_status
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.script_end import ScriptEnd
@@ -26,18 +26,13 @@ from gradsurgeon.runtime import registry
 
 
 def activate(settings: Settings) -> None:
-    """Put the rules on whatever this process is going to train.
-
-    Raises:
-        SystemExit: the rule file is not valid. Hours of training without rules would not be what
-            was asked for.
-    """
+    """Put the rules on whatever this process is going to train; stop it where they are not valid."""
     try:
         rules = api.load(settings.rules)
     except RuleFileError as error:
         launch_status.note(launch_status.EXPLAINED)
         print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
-        raise SystemExit(2) from None
+        raise SystemExit(exit_code.REFUSED) from None
     models = Models(settings, rules)
     WarningLines(models).install()
     TrainingDetector(models, ScriptEnd(settings, models)).install()
@@ -127,11 +122,7 @@ class TrainingDetector:
 
 @contextmanager
 def _faults_named() -> Iterator[None]:
-    """Stop at a fault of ours as well: nobody has asked for training without the rules.
-
-    Raises:
-        GradSurgeonError: the rules cannot be put on a model.
-    """
+    """Stop at a fault of ours as well: nobody has asked for training without the rules."""
     try:
         yield
     except GradSurgeonError:
