@@ -128,7 +128,7 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
     if program is None:
         return _fail(f"{printable(command[0])}: there is no such command")
     if target[0] == "--" and STATUS_FILE in environment and STATUS_FILE not in os.environ:
-        observer.start(environment[STATUS_FILE])
+        observer.start(environment)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":

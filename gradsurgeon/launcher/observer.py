@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Mapping
 from typing import NoReturn
 
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.messages import say
+from gradsurgeon.launcher.settings import STATUS_FILE
 
 
-def start(status_file: str) -> None:
-    """Leave a process behind that waits for the end of this one, whatever it turns into."""
+def start(environment: Mapping[str, str]) -> None:
+    """Leave a process behind that waits for the end of this one, whatever it turns into.
+
+    Args:
+        environment: that of what it turns into.
+    """
     try:
         # By its number alone it might be another process by then.
         end = os.pidfd_open(os.getpid())
@@ -26,14 +32,15 @@ def start(status_file: str) -> None:
         try:
             os.setsid()  # What the terminal sends is for the command.
             if os.fork() == 0:
-                _observe(end, status_file)
+                os.environ.update(environment)
+                _observe(end)
         finally:
             os._exit(0)
     os.waitpid(between, 0)
     os.close(end)
 
 
-def _observe(end: int, status_file: str) -> NoReturn:
+def _observe(end: int) -> NoReturn:
     os.chdir("/")
     nowhere = os.open(os.devnull, os.O_RDWR)
     # Whoever reads what the command writes is not to wait for this process.
@@ -42,6 +49,7 @@ def _observe(end: int, status_file: str) -> NoReturn:
     os.dup2(end, 3)
     os.closerange(4, os.sysconf("SC_OPEN_MAX"))
     select.select([3], [], [])
-    if text := launch_status.why_no_rule_acted(launch_status.read_and_remove(status_file)):
+    stages = launch_status.read_and_remove(os.environ[STATUS_FILE])
+    if text := launch_status.why_no_rule_acted(stages):
         say(text)
     os._exit(0)

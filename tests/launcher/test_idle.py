@@ -129,6 +129,13 @@ def test_the_end_of_a_shell_is_that_of_its_processes(what: str, place: Path) -> 
     assert not list((place / "tmp").glob("gradsurgeon-*"))
 
 
+def test_strict_expects_torch_below_a_shell_as_well(place: Path) -> None:
+    (place / "none.py").write_text("", encoding="utf-8")
+    done = run(place, "--", "bash", "-c", f"{sys.executable} none.py; exit 7", strict=True)
+    assert done.returncode == 7
+    assert ours(done) == ["gradsurgeon: no rule acted: no process has imported torch"]
+
+
 @pytest.mark.cover_children
 def test_a_command_ends_as_it_would(place: Path) -> None:
     done = run(place, "--", "bash", "-c", "echo $PPID; kill -9 $$")
