@@ -14,10 +14,8 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-from gradsurgeon.errors import ModelError, did_you_mean, printable
+from gradsurgeon.errors import ModelError
 
-_COMMANDS = ("run", "lint", "plan", "diff", "params", "report", "export", "explain", "schema")
-_NOT_YET = ("replay",)
 _RULE_FILE = "a rule file, or REF:FILE of a git commit"
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
@@ -41,23 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has seen enough. The interpreter flushes once more at exit: into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
-    except Exception as error:  # noqa: BLE001 # whatever it is, the exit code must not say "problems found"
-        if isinstance(error, FileNotFoundError) and _is_nowhere():
-            return fail("the working directory does not exist any more: go to one that does")
+    except Exception:  # noqa: BLE001 # whatever it is, the exit code must not say "problems found"
         traceback.print_exc()
         return fail(
             "internal error: this is a fault of gradsurgeon, please report it with the above"
         )
     return code
-
-
-def _is_nowhere() -> bool:
-    """Return whether the working directory is gone, such as the scratch folder of a job."""
-    try:
-        os.getcwd()  # noqa: PTH109 # only whether it can be told
-    except FileNotFoundError:
-        return True
-    return False
 
 
 def fail(message: str) -> int:
@@ -67,32 +54,21 @@ def fail(message: str) -> int:
 
 
 def _dispatch(argv: Sequence[str]) -> int:
-    parser = _parser()
-    word = argv[0] if argv else ""
-    if not word:
-        parser.print_help(sys.stderr)
-        return 2
-    if word == "--version":
-        from gradsurgeon.schema import VERSION  # noqa: PLC0415 # `--help` needs no pydantic
-
-        print(f"gradsurgeon {VERSION}")
-        return 0
-    if word in _NOT_YET:
-        from gradsurgeon.schema import VERSION  # noqa: PLC0415 # as above
-
-        return fail(f"`{word}` is not there yet in gradsurgeon {VERSION}")
-    if word == "run":
+    if argv[:1] == ["run"]:
         # What follows belongs to the script, once the script is named.
         from gradsurgeon.launcher import command  # noqa: PLC0415 # the others do not need it
 
         return command.main(argv[1:])
-    if word not in _COMMANDS and not word.startswith("-"):
-        hint = did_you_mean(word, _COMMANDS) or f"known: {', '.join(_COMMANDS)}"
-        return fail(f"unknown command `{printable(word[:60])}` ({hint})")
-    return _run(parser.parse_args(argv))
+    parser = _parser()
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
+    if argv[0] == "--version":
+        from gradsurgeon.schema import VERSION  # noqa: PLC0415 # `--help` needs no pydantic
 
-
-def _run(arguments: argparse.Namespace) -> int:
+        print(f"gradsurgeon {VERSION}")
+        return 0
+    arguments = parser.parse_args(argv)
     if modules := getattr(arguments, "modules", ()):
         from gradsurgeon.review import model_loading  # noqa: PLC0415 # the others do not need it
 
@@ -119,7 +95,11 @@ def _parser() -> argparse.ArgumentParser:
 
     command("run", "Run a training script with rules on it, without editing it.")
     _add_lint(command("lint", "Check rule files: every problem, with its place and a remedy."))
-    _add_plan(command("plan", "Show what rules bind to in a model, touching nothing."))
+    plan = command("plan", "Show what rules bind to in a model, touching nothing.")
+    plan.add_argument("file", metavar="FILE", help=_RULE_FILE)
+    _add_names(plan)
+    plan.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    _add_import(plan)
     _add_diff(command("diff", "Show what a change of a rule file does to a model."))
     _add_params(command("params", "Write the names of a model, to plan rules without it."))
     explain = command("explain", "Show what an action does, or what a check of lint means.")
@@ -189,14 +169,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help=_RULE_FILE)
-    add_names(parser)
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
-    _add_import(parser)
-
-
-def add_names(parser: argparse.ArgumentParser) -> None:
+def _add_names(parser: argparse.ArgumentParser) -> None:
     """Add the options that say where the names of the model come from: one of the two."""
     group = parser.add_mutually_exclusive_group(required=True)
     _add_params_file(group)
@@ -227,15 +200,15 @@ def _add_params(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check",
         metavar="FILE",
-        help="write nothing: tell whether FILE, or a hash `sha256:...`, is that of the model; without "
-        "--model whether FILE is as it was written",
+        help="write nothing: tell whether FILE is that of the model; without --model whether it is as it "
+        "was written",
     )
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     for name in ("old", "new"):
         parser.add_argument(name, metavar=name.upper(), help=_RULE_FILE)
-    add_names(parser)
+    _add_names(parser)
     parser.add_argument(
         "--format",
         choices=("text", "markdown", "json"),

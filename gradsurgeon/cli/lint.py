@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO, get_args
 from gradsurgeon import review
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import ManifestError, Problem, Severity, printable
+from gradsurgeon.planning.table import count
 from gradsurgeon.review import formats, sources
 
 if TYPE_CHECKING:
@@ -30,8 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     # A file that is named twice is one file.
     by_file = {file: review.lint(file, manifest) for file in dict.fromkeys(arguments.files)}
     problems = _distinct(by_file)
-    colour = arguments.output is None and coloured(sys.stdout)
-    text = formats.write(problems, arguments.format, root=workspace(), colour=colour)
+    colour = arguments.output is None and _coloured(sys.stdout)
+    text = formats.write(problems, arguments.format, root=_workspace(), colour=colour)
     if arguments.output is not None:
         try:
             Path(arguments.output).write_text(text, encoding="utf-8", newline="\n")
@@ -49,19 +50,15 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(problem.severity in _FAILING[arguments.fail_on] for problem in problems))
 
 
-def coloured(stream: TextIO) -> bool:
+def _coloured(stream: TextIO) -> bool:
     """Return whether to write colours: to a terminal that has them, unless the user declines."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not plain
 
 
-def workspace() -> Path:
+def _workspace() -> Path:
     """Return the folder that GitHub takes paths from: the checkout, inside which a job may run."""
-    try:
-        here = Path.cwd()
-    except OSError:
-        here = Path("/")  # The working directory is gone: paths are shown as absolute ones.
-    given = os.environ.get("GITHUB_WORKSPACE")
+    here, given = Path.cwd(), os.environ.get("GITHUB_WORKSPACE")
     return Path(given) if given and here.is_relative_to(given) else here
 
 
@@ -75,12 +72,8 @@ def _summary(by_file: dict[str, list[Problem]]) -> str:
     severities = Counter(problem.severity for problem in _distinct(by_file))
     what = printable(next(iter(by_file))) if len(by_file) == 1 else f"{len(by_file)} files"
     if not severities:
-        return f"{_count(len(by_file), 'file')} clean"
+        return f"{count(len(by_file), 'file')} clean"
     order = get_args(Severity)
-    counts = [_count(severities[name], name) for name in order if severities[name]]
+    counts = [count(severities[name], name) for name in order if severities[name]]
     clean = sum(not group for group in by_file.values())
     return f"{what}: {', '.join(counts)}" + (f" ({clean} clean)" if clean else "")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

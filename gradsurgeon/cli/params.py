@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import difflib
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import ManifestError, ModelError, printable
@@ -16,7 +16,6 @@ from gradsurgeon.review import sources
 if TYPE_CHECKING:
     import argparse
 
-_HASH = re.compile("sha256:[0-9a-f]{64}")
 _SHOWN = 50
 
 
@@ -52,21 +51,16 @@ def _about(manifest: Manifest) -> str:
     return f"{printable(manifest.origin)}, {size}, {manifest_file.to_dict(manifest)['hash']}"
 
 
-def _check(given: str, model: str | None) -> int:
-    """Compare a file, or a hash alone, with the model; a file alone with its own hash."""
-    if _HASH.fullmatch(given):
-        return _check_hash(given, model)
+def _check(file: str, model: str | None) -> int:
+    """Compare a file with the model, or with its own hash."""
     # The file before the model: it takes no time, and may be wrong.
-    known = manifest_file.from_dict(strict_json.read(given), given)
-    shown = printable(given)
-    if model is None:
-        changes = list(known.notes)
-    else:
-        now = sources.manifest_of(model=model)
-        changes = [*known.notes, *_changes(known, now)]
+    known = manifest_file.from_dict(strict_json.read(file), file)
+    changes = list(known.notes)
+    if model is not None:
+        changes += _changes(known, sources.manifest_of(model=model))
+    shown = printable(file)
     if not changes:
-        done = "is intact" if model is None else "is up to date"
-        print(f"{shown} {done}: {_about(known)}", file=sys.stderr)
+        print(f"{shown} is up to date: {_about(known)}", file=sys.stderr)
         return 0
     print(f"{shown} is stale:")
     for text in changes[:_SHOWN]:
@@ -78,49 +72,9 @@ def _check(given: str, model: str | None) -> int:
     return 1
 
 
-def _check_hash(given: str, model: str | None) -> int:
-    if model is None:
-        return fail("`--check` with a hash needs `--model MODULE:NAME` to compare it with")
-    now = sources.manifest_of(model=model)
-    current = manifest_file.to_dict(now)["hash"]
-    if current == given:
-        print(f"the hash is that of the model: {_about(now)}", file=sys.stderr)
-        return 0
-    print(f"stale: the hash of {printable(now.origin)} is {current}, not {given}")
-    print("a hash does not tell what has changed: check a file for that")
-    return 1
-
-
 def _changes(known: Manifest, now: Manifest) -> Iterator[str]:
-    """Yield a line for each difference."""
-    if known.origin != now.origin:
-        yield f"~ origin: {known.origin} -> {now.origin}"
-    before, after = manifest_file.to_dict(known), manifest_file.to_dict(now)
-    for key, noun in (("params", "parameter"), ("modules", "module")):
-        yield from _items(before[key], after[key], noun)
-
-
-def _items(
-    before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]], noun: str
-) -> Iterator[str]:
-    old = {item["name"]: item for item in before}
-    new = {item["name"]: item for item in after}
-    changed = [name for name in new if name in old and new[name] != old[name]]
-    yield from (f"+ {noun} {name}{_size(new[name])}" for name in new if name not in old)
-    yield from (f"- {noun} {name}{_size(old[name])}" for name in old if name not in new)
-    yield from (f"~ {noun} {name}: {_difference(old[name], new[name])}" for name in changed)
-    if [name for name in old if name in new] != [name for name in new if name in old]:
-        yield f"~ the order of the {noun}s"
-
-
-def _size(item: dict[str, Any]) -> str:
-    return f" {item['dtype']} {item['shape']}" if "shape" in item else f" ({item['type'][0]})"
-
-
-def _difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return "; ".join(f"{key} {_shown(old.get(key))} -> {_shown(new.get(key))}" for key in keys)
-
-
-def _shown(value: object) -> str:
-    return "nothing" if value is None else str(value)
+    """Yield the lines of the file that differ; it has one for each parameter and module."""
+    before, after = (manifest_file.dumps(manifest).splitlines() for manifest in (known, now))
+    for line in difflib.unified_diff(before, after, n=0, lineterm=""):
+        if not line.startswith(("---", "+++", "@@")):
+            yield line

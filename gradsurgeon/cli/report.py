@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the report; 2 where there is no run that can be read."""
     plain = arguments.ascii or needs_ascii(sys.stdout.encoding)
     folder = Path(arguments.run)
-    inside = sorted(_inside(folder, _DEEPEST))
+    inside = sorted(_inside(folder))
     try:
         if is_run := (folder / RUN_FILE).exists() or not inside:
             with open_run(folder) as opened:
@@ -40,18 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _inside(folder: Path, levels: int) -> Iterator[Path]:
+def _inside(folder: Path) -> Iterator[Path]:
     """Yield the runs in the folders below; a link leads elsewhere and is not followed."""
-    try:
-        with os.scandir(folder) as entries:
-            below = [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return  # `open_run` says so of the folder that was named
-    for subfolder in below:
-        if (subfolder / RUN_FILE).is_file():
-            yield subfolder
-        if levels > 1:
-            yield from _inside(subfolder, levels - 1)
+    for name, below, files in os.walk(folder):
+        place = Path(name)
+        if RUN_FILE in files and place != folder:
+            yield place
+        if len(place.parts) - len(folder.parts) == _DEEPEST:
+            below.clear()
 
 
 def _commands(folders: Sequence[Path]) -> Iterator[str]:

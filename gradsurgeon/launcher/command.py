@@ -12,20 +12,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurgeon.errors import printable
 from gradsurgeon.launcher import launch_status, observer
-from gradsurgeon.launcher.interpreters import blocking_flag, other_prefix
 from gradsurgeon.launcher.messages import say
-from gradsurgeon.launcher.settings import DISABLE, RULES, STATUS_FILE, STRICT, Settings, is_on
+from gradsurgeon.launcher.settings import DISABLE, RULES, STATUS_FILE, Settings, is_on
 from gradsurgeon.store import job
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
-# A first rank that starts on a busy machine may come seconds after the others.
-_FIRST_RANK_SECONDS = 5.0
 _WITH_VALUE = ("--rules", "--record", "--start-step")
 
 
@@ -39,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_args(options)
     if not arguments.print_env and not target:
         return _fail(f"no script is given\nusage: {_USAGE}")
-    if _is_off() and not arguments.print_env:
+    if is_on(os.environ.get(DISABLE, "")) and not arguments.print_env:
         return _become_target(target, dict(os.environ))
     rules = arguments.rules or os.environ.get(RULES, "")
     if problem := _problem(rules, arguments.record):
@@ -48,7 +44,13 @@ def main(argv: Sequence[str]) -> int:
     if arguments.print_env:
         _print_difference(environment)
         return 0
-    environment |= launch_status.variables(environment, command=target[0] == "--")
+    is_command = target[0] == "--"
+    if (flag := _blocking_flag()) and not is_command:
+        why = f"with {flag} Python looks at neither PYTHONPATH nor sitecustomize: leave {flag} out"
+        if arguments.strict:
+            return _fail(f"the rules cannot get into the script: {why}")
+        say(f"the script runs on without rules: {why}")
+    environment |= launch_status.variables(environment, command=is_command)
     return _become_target(target, environment)
 
 
@@ -63,10 +65,6 @@ def _settings(rules: str, arguments: argparse.Namespace) -> Settings:
         quiet=arguments.quiet,
         strict=arguments.strict,
     )
-
-
-def _is_off() -> bool:
-    return is_on(os.environ.get(DISABLE, ""))
 
 
 def _problem(rules: str, record: str | None) -> str:
@@ -115,49 +113,22 @@ def _flags() -> list[str]:
     return flags
 
 
+def _blocking_flag() -> str:
+    """Return the flag of this interpreter, handed on to scripts, with which rules cannot get in."""
+    flags = sys.flags
+    given = {"-I": flags.isolated, "-E": flags.ignore_environment, "-S": flags.no_site}
+    return next((flag for flag, on in given.items() if on), "")
+
+
 def _become_target(target: list[str], environment: dict[str, str]) -> int:
-    if target[0] == "--":
-        return _become_command(target[1:], environment)
-    return _become_script(target, environment)
-
-
-def _become_script(target: list[str], environment: dict[str, str]) -> int:
-    if not _is_off() and (flag := blocking_flag()):
-        why = f"with {flag} Python takes no notice of PYTHONPATH or of sitecustomize, by which they come"
-        if not _goes_on_without(f"{why}: leave {flag} out", environment):
-            return 2
-    return _become(sys.executable, script_command(target), environment)
-
-
-def _become_command(command: list[str], environment: dict[str, str]) -> int:
+    command = target[1:] if target[0] == "--" else script_command(target)
     if not command:
         return _fail("nothing follows `--`: a command is expected, such as torchrun")
-    program = command[0] if os.path.isabs(command[0]) else shutil.which(command[0])  # noqa: PTH117
+    program = shutil.which(command[0])
     if program is None:
         return _fail(f"{printable(command[0])}: there is no such command")
-    if _is_off():
-        return _become(program, command, environment)
-    prefix = other_prefix(program)
-    if prefix:
-        why = f"it is run by the Python of {printable(prefix)}, gradsurgeon by that of {printable(sys.prefix)}"
-        if not _goes_on_without(
-            f"{why}: install gradsurgeon in the former, and use it", environment
-        ):
-            return 2
-    outermost = STATUS_FILE not in os.environ
-    # From here on this process, too, notes how far it came.
-    os.environ |= environment
-    if prefix:
-        launch_status.note(launch_status.RULES_TAKEN)  # That need not be said twice.
-    if outermost and os.name != "nt":
-        observer.start(environment[STATUS_FILE])
-    code = _become(program, command, environment)
-    if outermost and os.name == "nt":
-        observer.report(environment[STATUS_FILE])
-    return code
-
-
-def _become(program: str, command: list[str], environment: dict[str, str]) -> int:
+    if target[0] == "--" and STATUS_FILE in environment and STATUS_FILE not in os.environ:
+        observer.start(environment)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":
@@ -166,17 +137,7 @@ def _become(program: str, command: list[str], environment: dict[str, str]) -> in
     try:
         os.execve(program, command, environment)  # noqa: S606 # that is what was asked for
     except OSError as error:
-        launch_status.note(launch_status.EXPLAINED)
         return _fail(f"{printable(program)}: {error.strerror}")
-
-
-def _goes_on_without(why: str, environment: dict[str, str]) -> bool:
-    """Say why the rules will not act; return whether to go on, as without ``--strict``."""
-    if environment.get(STRICT):
-        _fail(f"the rules cannot act: {why}")
-        return False
-    say(f"the rules will not act: {why}")
-    return True
 
 
 def _print_difference(environment: dict[str, str]) -> None:
@@ -187,14 +148,7 @@ def _print_difference(environment: dict[str, str]) -> None:
 
 
 def _fail(text: str) -> int:
-    # All ranks of a machine find the same, and the first says so. What has started them ends all as soon
-    # as one has ended: the others leave it the time to speak, and speak for themselves if still there.
-    rank = os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))
-    who = "gradsurgeon run"
-    if rank != "0":
-        time.sleep(_FIRST_RANK_SECONDS)
-        who = f"{who}: rank {printable(rank)}"
-    print(f"{who}: {text}", file=sys.stderr)  # noqa: T201 # a command line prints
+    print(f"gradsurgeon run: {text}", file=sys.stderr)  # noqa: T201 # a command line prints
     return 2
 
 

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
 from gradsurgeon import _live
-
-# A graph with more nodes than this is not walked to its end.
-_MOST_NODES = 1_000_000
 
 
 def roots_of(params: Sequence[Tensor], known: Iterable[nn.Module] = ()) -> list[nn.Module]:
@@ -81,20 +77,3 @@ def _without_repetition(roots: list[nn.Module], wanted: set[int]) -> list[nn.Mod
             chosen.append(root)
             covered |= held[id(root)]
     return chosen
-
-
-def leaves_of(tensors: Any) -> list[Tensor]:
-    """Return the leaves that a backward pass from these tensors would reach."""
-    roots: Iterable[Any] = [tensors] if isinstance(tensors, Tensor) else tensors
-    waiting = [root.grad_fn for root in roots if isinstance(root, Tensor)]
-    seen: set[Any] = set()
-    leaves: dict[int, Tensor] = {}
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves[id(leaf)] = leaf
-        waiting += [above for above, _ in node.next_functions]
-    return list(leaves.values())

@@ -10,12 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from gradsurgeon import _live
 from gradsurgeon.launcher import exit_code, launch_status
-from gradsurgeon.launcher.messages import say
-from gradsurgeon.launcher.settings import Settings, from_environment
+from gradsurgeon.launcher.settings import PREFIX, Settings, from_environment
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
@@ -26,22 +25,22 @@ else:
 
 def start() -> None:
     """Arrange for the rules to be there once torch is, if the environment says so."""
-    try:
-        settings = from_environment(os.environ)
-    except (OSError, ValueError) as error:
-        sys.meta_path.insert(0, _Finder("torch", partial(_refuse, str(error))))
+    settings = from_environment(os.environ)
+    if settings is None:
         return
-    if settings is not None:
+    # Another Python on the way, such as that of a tool, is left alone unless it may train something.
+    ours = os.environ.get(PREFIX, sys.prefix)
+    if sys.prefix == ours:
         exit_code.install()
         launch_status.start()
-        sys.meta_path.insert(0, _Finder("torch", partial(_activate, settings)))
-
-
-def _refuse(text: str) -> NoReturn:
-    """Stop the script: its settings mean nothing, and nobody has asked for training without rules."""
-    launch_status.note(launch_status.EXPLAINED)
-    say(text)
-    raise SystemExit(exit_code.REFUSED)
+        waiting = partial(_activate, settings)
+    else:
+        reason = (
+            f"this is the Python of {sys.prefix}, gradsurgeon is installed in {ours}: install it in the "
+            "former, and use that one"
+        )
+        waiting = partial(launch_status.run_without_rules, settings, reason)
+    sys.meta_path.insert(0, _Finder("torch", waiting))
 
 
 def _activate(settings: Settings) -> None:
@@ -50,7 +49,8 @@ def _activate(settings: Settings) -> None:
     try:
         from gradsurgeon.launcher.training_detector import activate  # noqa: PLC0415 # as said
     except Exception as error:  # noqa: BLE001 # a script must not die of its debugger
-        launch_status.run_without_rules(settings, error)
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        launch_status.run_without_rules(settings, reason)
     else:
         activate(settings)
 
@@ -66,8 +66,6 @@ class _Finder(MetaPathFinder):
         self._imported = imported
         # Threads that search through this finder: to them it has nothing to add.
         self._searching: set[int] = set()
-        # The module, where it has been executed and its import failed nevertheless: by what was called back.
-        self.executed: ModuleType | None = None
 
     def find_spec(
         self,
@@ -86,26 +84,24 @@ class _Finder(MetaPathFinder):
         finally:
             self._searching.remove(thread)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self)
+            spec.loader = _Loader(spec.loader, self._done)
         return spec
 
-    def done(self, module: ModuleType) -> None:
-        """Call back, and step out of the way where that went well."""
-        self.executed = module
+    def _done(self) -> None:
         self._imported()
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
 
 class _Loader(Loader):
-    """Executes a module by the loader it has, once."""
+    """Executes a module by the loader it has, and calls back."""
 
-    def __init__(self, loader: Loader, finder: _Finder) -> None:
+    def __init__(self, loader: Loader, executed: Callable[[], None]) -> None:
         self._loader = loader
-        self._finder = finder
+        self._executed = executed
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._finder.executed or self._loader.create_module(spec)
+        return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         # Only what is ours is put back: another loader around this one may have put itself there.
@@ -115,6 +111,5 @@ class _Loader(Loader):
             module.__loader__ = self._loader
         # Nothing of what torch and we build here will ever be garbage.
         with _live.uncollected():
-            if self._finder.executed is None:
-                self._loader.exec_module(module)
-            self._finder.done(module)
+            self._loader.exec_module(module)
+            self._executed()

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -24,8 +22,6 @@ from gradsurgeon.launcher.settings import DRY_RUN, STATUS_FILE, STRICT, Settings
 _MAIN = "GRADSURGEON_MAIN"
 # A process has taken the rules; it has imported torch; it trains something, or has said why not.
 RULES_TAKEN, TORCH_IMPORTED, EXPLAINED = b"p", b"t", b"b"
-_NAME = re.compile(r"gradsurgeon-(\d+)-[0-9a-f]{16}")
-_STALE_SECONDS = 24 * 60 * 60
 
 # What the process that was launched has noted: it needs no file.
 _noted: list[bytes] = []
@@ -42,35 +38,9 @@ def variables(base: Mapping[str, str], *, command: bool) -> dict[str, str]:
         return {}  # One launcher below another: the outer one reads the file.
     import tempfile  # noqa: PLC0415 # every process of a launch imports this module, and it takes long
 
-    folder = Path(tempfile.gettempdir())
-    if os.name != "nt":
-        _sweep(folder)
-    told = {STATUS_FILE: str(folder / f"gradsurgeon-{os.getpid()}-{os.urandom(8).hex()}")}
+    name = f"gradsurgeon-{os.getpid()}-{os.urandom(8).hex()}"
+    told = {STATUS_FILE: str(Path(tempfile.gettempdir()) / name)}
     return told if command else {_MAIN: str(os.getpid()), **told}
-
-
-def _sweep(folder: Path) -> None:
-    """Remove status files of this user whose process was killed, so that nobody has read them."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            name = _NAME.fullmatch(entry.name)
-            if name is not None and not is_alive(int(name[1])):
-                with suppress(OSError):
-                    stat = entry.stat(follow_symlinks=False)
-                    # What cannot be seen from here may be alive in another container.
-                    if stat.st_uid == os.getuid() and time.time() - stat.st_mtime > _STALE_SECONDS:
-                        Path(entry.path).unlink()
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether there is a process of this number, be it somebody else's."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # somebody else's
-    return True
 
 
 def start() -> None:
@@ -90,14 +60,13 @@ def note(stage: bytes) -> None:
             out.write(stage)
 
 
-def run_without_rules(settings: Settings, error: BaseException) -> None:
-    """Say in one line that the launcher cannot find its way in this script, which runs on unless strict.
+def run_without_rules(settings: Settings, reason: str) -> None:
+    """Say in one line that the rules do not get into this script, which runs on unless strict.
 
     Raises:
         SystemExit: with ``--strict``.
     """
     note(EXPLAINED)
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
     say(f"the script runs on without rules: {reason}")
     if settings.strict:
         raise SystemExit(exit_code.REFUSED) from None
@@ -109,8 +78,8 @@ def why_no_rule_acted(stages: bytes) -> str:
         return ""
     if TORCH_IMPORTED in stages:
         return (
-            "no rule acted: no optimizer was built on the parameters of a module, and no backward "
-            "pass reached any (torch.func, torch.autograd.grad and distributed autograd pass rules by)"
+            "no rule acted: no optimizer of torch was built on the parameters of a module (where a script "
+            "updates them by hand, call gradsurgeon.apply in it)"
         )
     if RULES_TAKEN not in stages:
         return f"no process has taken the rules: no Python of {sys.prefix} ran"

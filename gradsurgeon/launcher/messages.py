@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 
@@ -25,37 +24,22 @@ def say(text: str) -> None:
 
 def write(lines: Iterable[str], rank: int) -> None:
     """Write lines beside progress bars, on the first rank only."""
-    if rank == 0 and (lines := list(lines)):
-        with beside_progress_bars():
-            to_stderr("\n".join(lines))
-
-
-@contextmanager
-def beside_progress_bars() -> Iterator[None]:
-    """Take progress bars off the terminal for the moment, and draw them again after it."""
-    module: Any = sys.modules.get("tqdm.std")
-    if module is None or not getattr(module.tqdm, "_instances", ()):
-        yield
+    text = "\n".join(lines)
+    if rank != 0 or not text:
         return
-    with module.tqdm.get_lock():
+    tqdm: Any = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    if not getattr(tqdm, "_instances", ()):
+        to_stderr(text)
+        return
+    with tqdm.get_lock():
         # `external_write_mode` would also redraw those on a stdout that goes elsewhere.
-        bars = [bar for bar in module.tqdm._instances if _is_in_the_way(bar)]  # noqa: SLF001 # all there are
+        bars = [
+            bar
+            for bar in tqdm._instances  # noqa: SLF001 # all there are
+            if hasattr(bar, "start_t") and bar.fp == sys.stderr
+        ]
         for bar in bars:
             bar.clear(nolock=True)
-        try:
-            yield
-        finally:
-            for bar in bars:
-                bar.refresh(nolock=True)
-
-
-def _is_in_the_way(bar: Any) -> bool:
-    """Return whether a progress bar is where lines on stderr go."""
-    if not hasattr(bar, "start_t"):
-        return False  # not drawn yet
-    if bar.fp == sys.stderr:
-        return True
-    try:
-        return os.path.sameopenfile(bar.fp.fileno(), sys.stderr.fileno())
-    except (AttributeError, OSError, ValueError):
-        return False  # no file, such as a cell of a notebook
+        to_stderr(text)
+        for bar in bars:
+            bar.refresh(nolock=True)

@@ -8,63 +8,48 @@ from __future__ import annotations
 
 import os
 import select
-import time
+from collections.abc import Mapping
 from typing import NoReturn
 
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.messages import say
+from gradsurgeon.launcher.settings import STATUS_FILE
 
-_POLL_SECONDS = 0.2
 
+def start(environment: Mapping[str, str]) -> None:
+    """Leave a process behind that waits for the end of this one, whatever it turns into.
 
-def start(status_file: str) -> None:
-    """Leave a process behind that waits for the end of this one, whatever it turns into."""
-    pid = os.getpid()
-    end_of_pid = _readable_at_the_end(pid)
+    Args:
+        environment: that of what it turns into.
+    """
+    try:
+        # By its number alone it might be another process by then.
+        end = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return  # Only Linux has them.
     between = os.fork()
     if between == 0:
         try:
             os.setsid()  # What the terminal sends is for the command.
             if os.fork() == 0:
-                _observe(pid, end_of_pid, status_file)
+                os.environ.update(environment)
+                _observe(end)
         finally:
             os._exit(0)
     os.waitpid(between, 0)
-    if end_of_pid != -1:
-        os.close(end_of_pid)
+    os.close(end)
 
 
-def _readable_at_the_end(pid: int) -> int:
-    """Return a file that can be read once a process has ended, -1 where the system has none."""
-    try:
-        # By its number alone it might be another process by then.
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return -1
-
-
-def _observe(pid: int, end_of_pid: int, status_file: str) -> NoReturn:
+def _observe(end: int) -> NoReturn:
     os.chdir("/")
     nowhere = os.open(os.devnull, os.O_RDWR)
     # Whoever reads what the command writes is not to wait for this process.
     os.dup2(nowhere, 0)
     os.dup2(nowhere, 1)
-    most = os.sysconf("SC_OPEN_MAX")
-    if end_of_pid == -1:
-        os.closerange(3, most)
-        while launch_status.is_alive(pid):
-            time.sleep(_POLL_SECONDS)
-    else:
-        os.closerange(3, end_of_pid)
-        os.closerange(end_of_pid + 1, most)
-        poll = select.poll()
-        poll.register(end_of_pid, select.POLLIN)
-        poll.poll()
-    report(status_file)
-    os._exit(0)
-
-
-def report(status_file: str) -> None:
-    """Say why no rule acted, now that a command has ended."""
-    if text := launch_status.why_no_rule_acted(launch_status.read_and_remove(status_file)):
+    os.dup2(end, 3)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+    select.select([3], [], [])
+    stages = launch_status.read_and_remove(os.environ[STATUS_FILE])
+    if text := launch_status.why_no_rule_acted(stages):
         say(text)
+    os._exit(0)

@@ -6,20 +6,19 @@ import atexit
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from gradsurgeon import _dist
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import BindError, GradSurgeonWarning, printable
-from gradsurgeon.launcher import exit_code
-from gradsurgeon.launcher.debugger import Debugger
+from gradsurgeon.launcher import debugger, exit_code
 from gradsurgeon.launcher.messages import say, write
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.sigterm import SigtermHandler
-from gradsurgeon.launcher.summary import untrained, write_summary
+from gradsurgeon.launcher.summary import write_summary
 from gradsurgeon.planning import manifest_file
 
 
@@ -30,7 +29,6 @@ class ScriptEnd:
         self._settings = settings
         self._models = models
         self._pid = 0
-        self._debugger = Debugger()
         self._prepared = self._done = False
 
     def prepare(self) -> None:
@@ -47,21 +45,7 @@ class ScriptEnd:
         Patch(os, "_exit", self._exit)
         SigtermHandler(self._finish).install()
         if self._settings.pdb:
-            self._debugger.install()
-            if why := self._why_nothing_stops():
-                write([f"gradsurgeon: --pdb will open no debugger: {why}"], _dist.rank())
-
-    def _why_nothing_stops(self) -> str:
-        """Return why no rule will ever stop an update, empty where one may."""
-        if self._settings.observe:
-            return "with --observe no rule stops an update"
-        rules = self._models.rules
-        if any(
-            getattr(rule, "then", "") == "raise" or hasattr(rule, "give_up_after")
-            for rule in rules.rules
-        ):
-            return ""
-        return f"no rule of {printable(rules.file)} stops an update, as `nan-trap` does"
+            debugger.install()
 
     def _exit(self, leave: Callable[[int], NoReturn], status: int) -> NoReturn:
         try:
@@ -70,19 +54,11 @@ class ScriptEnd:
             leave(exit_code.instead_of(status))
 
     def dry_run(self) -> None:
-        """Print the plans, write the manifest and stop, where that is what was asked for.
-
-        Raises:
-            SystemExit: with 0, or with 2 where a manifest could not be written.
-        """
+        """Print the plans, write the manifests and stop, where that is what was asked for."""
         if not self._settings.dry_run or not self._models.attached:
             return
         self._done = True
-        sys.exit(0 if self._show_plans() else exit_code.REFUSED)
-
-    def _show_plans(self) -> bool:
-        """Print the plans and write the manifests; return whether all could be written."""
-        written = True
+        code = 0
         for number, model in enumerate(self._models.attached if _dist.rank() == 0 else ()):
             print(model.plan, flush=True)  # noqa: T201 # it is the product
             path = Path(self._settings.dry_run)
@@ -92,66 +68,42 @@ class ScriptEnd:
                 manifest_file.write(model.plan.manifest, path)
             except OSError as error:
                 say(f"dry run: error: cannot write {printable(str(path))}: {error.strerror}")
-                written = False
+                code = exit_code.REFUSED
             else:
                 say(f"dry run: wrote {printable(str(path))}")
-        return written
+        sys.exit(code)
 
     def _finish(self) -> None:
         """Take the rules off and say what they did."""
         if self._done or os.getpid() != self._pid:
             return  # A forked child ends its own way: the records are its parent's.
         self._done = True
-        updated = self._models.updated_by_hand()
-        problems = self._models.conclude(updated)
-        # Of a run that was refused nothing stays in the way of the next.
-        stopped = _ended_by(BindError)
-        refused = (stopped or self._models.refused is not None) and self._models.is_unused
-        self._remove_rules(discard=refused)
-        self._debugger.say_what_was_missed()
-        if not self._models.attached or (refused and stopped):
-            return  # The traceback tells why.
-        if not self._models.fitting:
-            # Without an optimizer that steps nobody has said so yet.
-            problems += self._models.shortfalls()
-        if self._settings.dry_run and updated and not problems:
-            # Only one update, after which no backward pass came.
-            if not self._show_plans():
-                exit_code.refuse()
-        else:
-            self._say(problems)
-
-    def _remove_rules(self, *, discard: bool) -> None:
+        models = self._models
+        ended_by = getattr(sys, "last_value", None)
+        refused = isinstance(ended_by, BindError) and not models.fitting
         with warnings.catch_warnings():
             # What there is to warn of at the end is in the summary.
             warnings.simplefilter("ignore", GradSurgeonWarning)
-            for model in self._models.attached:
-                if discard:
+            for model in models.attached:
+                # Of a run that was refused nothing stays in the way of the next.
+                if refused:
                     model.session.discard()
-                    model.record = ""
                 else:
                     model.session.remove()
+        if models.attached and not refused:  # Otherwise the traceback tells why.
+            self._say()
 
-    def _say(self, problems: Sequence[str]) -> None:
+    def _say(self) -> None:
         """Say what the rules did, or why they could not."""
-        attached = self._models.attached
-        if self._models.refused is not None:
-            on = "" if self._models.is_unused else ", and the script went on"
-            problems = [f"the rules were refused{on}: {problem}" for problem in problems]
+        # Without an optimizer that steps nobody has said so yet.
+        problems = [] if self._models.fitting else self._models.shortfalls()
         if self._settings.dry_run:
-            seen = "; ".join(map(untrained, attached))
-            text = (
-                f"dry run: no optimizer took a step until the end, so that no plan was made: {seen}"
-            )
+            text = "dry run: no optimizer took a step until the end, so that no plan was made"
             problems = [text, *problems]
         elif not self._settings.quiet:
-            for model in attached:
+            for model in self._models.attached:
                 write_summary(model)
-        write([f"gradsurgeon: error: {problem}" for problem in problems], attached[0].rank)
+        rank = self._models.attached[0].rank
+        write([f"gradsurgeon: error: {problem}" for problem in problems], rank)
         if problems and (self._settings.strict or self._settings.dry_run):
             exit_code.refuse()
-
-
-def _ended_by(kind: type[BaseException]) -> bool:
-    """Return whether an error that nobody has caught ends the script."""
-    return isinstance(getattr(sys, "last_value", None), kind)

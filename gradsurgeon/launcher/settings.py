@@ -26,21 +26,11 @@ _SWITCHES = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How rules are to be put on a script.
-
-    Attributes:
-        rules: absolute path of the rule file.
-        record: absolute path of the run directory, empty for none.
-        dry_run: where to write the manifest before stopping at the first step, empty to train.
-        start_step: number of the first update.
-        observe: arm every rule, edit nothing.
-        pdb: open the debugger at a trap.
-        quiet: print neither header nor summary.
-        strict: stop where the launcher cannot do its work, instead of running without rules.
-    """
+    """How rules are to be put on a script: as the options say; paths are absolute, empty for none."""
 
     rules: str
     record: str = ""
+    # Where to write the manifest before stopping at the first step.
     dry_run: str = ""
     start_step: int = 0
     observe: bool = False
@@ -73,15 +63,13 @@ def is_on(value: str) -> bool:
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings | None:
-    """Return the settings of this process, ``None`` without rules, with `GRADSURGEON_DISABLE`, or in another Python.
+    """Return the settings of this process, ``None`` without rules or with `GRADSURGEON_DISABLE`.
 
     Raises:
         ValueError: a variable has a value that means nothing.
     """
     rules = environment.get(RULES, "")
     if not rules or is_on(environment.get(DISABLE, "")):
-        return None
-    if environment.get(PREFIX, sys.prefix) != sys.prefix:
         return None
     step = environment.get(START_STEP, "0")
     if not step.isdecimal():

@@ -12,16 +12,13 @@ from gradsurgeon.launcher.attached_model import AttachedModel
 from gradsurgeon.launcher.messages import write
 from gradsurgeon.planning import NO_MATCH
 from gradsurgeon.planning.table import NOUNS, count, grid
-from gradsurgeon.schema import RuleSet
 
 _MOST_EVENTS = 5
-# So a session begins to say that it counts backward passes.
-_NO_OPTIMIZER = "no torch optimizer owns the parameters"
 
 
-def write_header(model: AttachedModel, rules: RuleSet, optimizers: Sequence[str]) -> None:
+def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
     """Say which model was found and what each rule has bound to in it."""
-    manifest = model.plan.manifest
+    rules, manifest = model.plan.rules, model.plan.manifest
     by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
     by += f", from step {model.start}" if model.start else ""
     first = (
@@ -59,12 +56,6 @@ def write_summary(model: AttachedModel) -> None:
         return
     since = f", from step {model.start}" if model.start else ""
     lines = [f"gradsurgeon: {model.title}, {count(session.step - model.start, 'step')}{since}"]
-    # Whoever counts on a schedule has to know that its steps are no updates of an optimizer.
-    lines += [
-        f"  note: {printable(event.message)}"
-        for event in session.events
-        if event.kind == "notice" and event.message.startswith(_NO_OPTIMIZER)
-    ]
     rows = []
     for rule in model.plan.rules.rules:
         if not model.plan.of(rule.id):
@@ -78,12 +69,6 @@ def write_summary(model: AttachedModel) -> None:
     if model.record:
         lines.append(f"  gradsurgeon report {printable(model.record)}")
     write(lines, model.rank)
-
-
-def untrained(model: AttachedModel) -> str:
-    """Say of a model that was not updated how far its training came."""
-    seen = "gradients came" if model.begun else "an optimizer was built, and no gradient came"
-    return f"{model.title}: {seen}"
 
 
 def _events(events: Sequence[Event]) -> list[str]:

@@ -14,12 +14,12 @@ from gradsurgeon.launcher.models import Models
 from gradsurgeon.store.layout import database_name
 
 
-class WarningLines:
-    """Shows the warnings that the filters let through, and what is logged."""
+class WarningLines(logging.Handler):
+    """Shows the warnings that the filters let through, and what is logged as a warning or worse."""
 
     def __init__(self, models: Models) -> None:
+        super().__init__(logging.WARNING)
         self._models = models
-        self._alike = False
 
     def install(self) -> None:
         """Show them from now on, unless the script shows or records warnings by itself."""
@@ -27,7 +27,10 @@ class WarningLines:
         # of a warning about a resource where it is replaced.
         Patch(warnings, "_showwarnmsg_impl", self._show)
         # What happens to updates is logged: the first trap or skipped step of a kind at once.
-        logging.getLogger("gradsurgeon").addHandler(_LogLines(self._write))
+        logging.getLogger("gradsurgeon").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._write(record.getMessage())
 
     def _show(
         self, show: Callable[[warnings.WarningMessage], None], warning: warnings.WarningMessage
@@ -46,22 +49,6 @@ class WarningLines:
 
     def _ranks_are_alike(self) -> bool:
         """Return whether all ranks train the same model, and warn of the same."""
-        if not self._alike:
-            params = [param for model in self._models.attached for param in model.params()]
-            self._alike = (
-                _dist.any_sharded(params)
-                or any(map(_dist.is_flattened, params))
-                or bool(_dist.data_parallel(params))
-            )
-        return self._alike
-
-
-class _LogLines(logging.Handler):
-    """Writes what is logged as a warning, or worse."""
-
-    def __init__(self, write_text: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
-        self._write_text = write_text
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._write_text(record.getMessage())
+        params = [param for model in self._models.attached for param in model.params()]
+        flat = any(map(_dist.is_flattened, params))
+        return flat or _dist.any_sharded(params) or bool(_dist.data_parallel(params))

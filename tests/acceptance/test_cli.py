@@ -207,17 +207,6 @@ class TestTheRest:
         done = call("--version", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (0, f"gradsurgeon {VERSION}\n")
 
-    @pytest.mark.parametrize("command", cli._NOT_YET)
-    def test_commands_to_come(self, capsys: pytest.CaptureFixture[str], command: str) -> None:
-        assert cli.main([command, "--rules", "x"]) == 2
-        message = f"gradsurgeon: `{command}` is not there yet in gradsurgeon {VERSION}\n"
-        assert capsys.readouterr() == ("", message)
-
-    def test_a_misspelt_command(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert cli.main(["lnit", "x.yaml"]) == 2
-        message = "gradsurgeon: unknown command `lnit` (did you mean `lint`?)\n"
-        assert capsys.readouterr() == ("", message)
-
     @pytest.mark.parametrize(
         "arguments",
         [
@@ -226,6 +215,7 @@ class TestTheRest:
             ["lint", "x", "--format", "xml"],
             ["plan", "x"],
             ["--wrong"],
+            ["lnit", "x"],
             ["--"],
         ],
     )

@@ -155,17 +155,13 @@ class TestExitCodes:
             "order in the file: a -> b became b -> a; no tensor sees another order" in done.stdout
         )
 
-    def test_every_problem_of_both_sides_and_of_the_names(self, here: pathlib.Path) -> None:
+    def test_every_problem_of_a_side(self, here: pathlib.Path) -> None:
         (here / "old.yaml").write_text(
             'version: 1\nrules:\n  - {id: a, action: zer, params: "*"}\n  - {id: b, action: zero}\n'
         )
-        (here / "new.yaml").write_text(
-            'version: 1\nrules:\n  - {id: c, action: scale, params: "*"}\n'
-        )
-        (here / "params.json").write_text('{"version": 1, "params": 3}')
         done = call("diff", *SIDES, "--exit-code", cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
-        for place in ("old.yaml:3:21: error", "old.yaml:4:", "new.yaml:3:", "params.json params: "):
+        for place in ("old.yaml:3:21: error", "old.yaml:4:"):
             assert place in done.stderr
 
     @pytest.mark.parametrize(
@@ -175,8 +171,6 @@ class TestExitCodes:
         done = call("diff", old, new, "--params", "params.json", cwd=here)
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.count("gone.yaml:1:1: error: cannot read the file") == 1
-        there = ({old, new} - {"gone.yaml"} or {""}).pop()
-        assert done.stderr.endswith(f"gradsurgeon plan {there}\n") == bool(there)
 
     def test_names_that_are_not_there(self, here: pathlib.Path) -> None:
         done = call("diff", "old.yaml", "new.yaml", "--params", "gone.json", cwd=here)

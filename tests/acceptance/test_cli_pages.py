@@ -19,6 +19,8 @@ from gradsurgeon.review.reading_checks import READING_CHECKS
 
 pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
 
+HEADING = re.compile(r"^\*\*(.*)\.\*\*", re.MULTILINE)
+
 
 class TestExplain:
     def test_without_a_name_it_lists_the_actions_and_then_the_checks(
@@ -37,10 +39,14 @@ class TestExplain:
         done = call("explain", "scale-by-zero", cwd=tmp_path, code=WITHOUT_TORCH)
         assert (done.returncode, done.stderr) == (0, "")
         lines = done.stdout.splitlines()
-        assert lines[0] == "scale-by-zero (warning): A factor of zero does not remove a NaN."
-        heads = [line for line in lines if line and not line.startswith(" ")][1:]
-        assert heads == ["Found"]
-        assert "\nFound\n  - id: no-bias\n    action: scale\n" in done.stdout
+        assert lines[:3] == [
+            "`scale-by-zero` (warning)",
+            "",
+            "A factor of zero does not remove a NaN.",
+        ]
+        assert HEADING.findall(done.stdout) == ["What it finds", "Why it matters", "What to do"]
+        rule = "  - id: no-bias\n    action: scale\n"
+        assert f"\nFound:\n\n```yaml\nversion: 1\nrules:\n{rule}" in done.stdout
         assert max(map(len, lines)) <= 100
 
     @pytest.mark.parametrize("check", sorted(READING_CHECKS))
@@ -49,14 +55,18 @@ class TestExplain:
     ) -> None:
         assert cli.main(["explain", check]) == 0
         about = READING_CHECKS[check]
-        head, _, *rest = capsys.readouterr().out.splitlines()
-        assert head == f"{check} ({about.severity}): {about.summary}"
-        assert " ".join(line.strip() for line in rest) == about.help
+        head, _, summary, _, *rest = capsys.readouterr().out.splitlines()
+        assert head == f"`{check}` ({about.severity})"
+        assert summary == about.summary
+        assert " ".join(rest) == about.help
 
     def test_an_unknown_check(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["explain", "scale-by-zer"]) == 2
         said = capsys.readouterr().err
-        assert said == "gradsurgeon: unknown check `scale-by-zer` (did you mean `scale-by-zero`?)\n"
+        assert (
+            said
+            == "gradsurgeon: unknown action or check `scale-by-zer` (did you mean `scale-by-zero`?)\n"
+        )
         assert cli.main(["explain", "qqqq"]) == 2
         assert "unknown action or check `qqqq` (known: " in capsys.readouterr().err
 
@@ -64,28 +74,16 @@ class TestExplain:
         done = call("explain", "clamp", cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         lines = done.stdout.splitlines()
-        assert lines[0] == "clamp: Bound every element of a gradient."
-        heads = [line for line in lines if line and not line.startswith(" ")][1:]
-        assert heads == [
-            "What it does",
-            "Why use it",
-            "Points",
-            "Cost",
-            "Options",
-            "Options of every rule",
-            "Examples",
-        ]
-        assert re.search(
-            r"^  at +backward \| step +needed with params +The moment", done.stdout, re.MULTILINE
-        )
-        assert re.search(
-            r"^  min +number +- +Lower bound of every element\.$", done.stdout, re.MULTILINE
-        )
-        assert done.stdout.endswith(
+        assert lines[:3] == ["`clamp`", "", "Bound every element of a gradient."]
+        heads = ["What it does", "Why use it", "Points", "Cost", "Options of every rule"]
+        assert HEADING.findall(done.stdout) == heads
+        assert "| `at` | backward \\| step | needed with params | The moment" in done.stdout
+        assert "| `min` | number | - | Lower bound of every element. |" in lines
+        assert (
             '  - id: example-3\n    action: clamp\n    params: "*"\n    at: backward\n    max: 1.0\n'
-            "    # gradient  [nan, -inf, inf]\n    # becomes   [nan, -inf, 1]\n"
-        )
-        assert max(map(len, lines)) <= 100
+            "    # gradient  [nan, -inf, inf]\n    # becomes   [nan, -inf, 1]\n```\n"
+        ) in done.stdout
+        assert max(len(line) for line in lines if not line.startswith("|")) <= 100
 
     def test_what_an_observer_records_and_what_trips_a_trap(self, tmp_path: pathlib.Path) -> None:
         norms, trap = (
@@ -93,24 +91,27 @@ class TestExplain:
         )
         assert "    # gradient  [3, 4]\n    # recorded  l2 5\n" in norms
         assert "    # gradient  [1, nan]\n    # trips     yes\n" in trap
-        assert "  It takes no `at`: it looks after each backward pass" in trap
+        assert " It takes no `at`: it looks after each backward pass" in trap
 
     @pytest.mark.parametrize("action", sorted(ACTIONS))
     def test_the_examples_can_be_pasted(
         self, action: str, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path
     ) -> None:
         assert cli.main(["explain", action]) == 0
-        examples = capsys.readouterr().out.partition("\nExamples\n")[2]
+        examples = capsys.readouterr().out.partition("```yaml\n")[2].partition("```")[0]
         rule = ACTIONS[action]
         # What is not to be seen on one gradient is shown once per kind of target.
         assert examples.count("- id: ") == len(rule.EXAMPLES or rule.targets)
-        (tmp_path / "pasted.yaml").write_text(f"version: 1\nrules:\n{examples}")
+        (tmp_path / "pasted.yaml").write_text(examples)
         assert cli.main(["lint", str(tmp_path / "pasted.yaml")]) == 0
 
     def test_an_unknown_action(self, tmp_path: pathlib.Path) -> None:
         done = call("explain", "nan_trp", cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == "gradsurgeon: unknown action `nan_trp` (did you mean `nan-trap`?)\n"
+        assert (
+            done.stderr
+            == "gradsurgeon: unknown action or check `nan_trp` (did you mean `nan-trap`?)\n"
+        )
 
 
 class TestSchema:

@@ -78,7 +78,7 @@ def test_a_fault_of_ours_does_not_end_in_training_without_rules(folder: Folder) 
     assert (done.code, done.out) == (1, "")
     assert "ZeroDivisionError" in done.lines
     assert done.lines[-1] == (
-        "gradsurgeon.errors.GradSurgeonError: the rules cannot be put on Linear: ZeroDivisionError above. "
+        "gradsurgeon.errors.GradSurgeonError: the rules cannot be put on the model: ZeroDivisionError above. "
         "That is a fault of gradsurgeon, please report it; with GRADSURGEON_DISABLE=1 the script trains "
         "without rules"
     )
@@ -87,41 +87,17 @@ def test_a_fault_of_ours_does_not_end_in_training_without_rules(folder: Folder) 
 
 
 @pytest.mark.cover_children
-def test_a_variable_that_means_nothing_stops_what_trains_and_nothing_else(folder: Folder) -> None:
+def test_a_variable_that_means_nothing_is_named(folder: Folder) -> None:
     (folder.path / "rules.yaml").write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
     (folder.path / "train.py").write_text(f"print('begun', flush=True)\n{TRAIN}")
-    (folder.path / "other.py").write_text("print('other')")
     path = os.pathsep.join([str(BOOTSTRAP), environment()["PYTHONPATH"]])
     told = {"GRADSURGEON_RULES": "rules.yaml", "GRADSURGEON_START_STEP": "x", "PYTHONPATH": path}
     done = launch(folder.path, "train.py", **told)
-    assert (done.returncode, done.stdout) == (2, b"begun\n")
-    text = b"gradsurgeon: GRADSURGEON_START_STEP is a number of steps, 0 or more, not 'x'\n"
-    assert done.stderr == text
-    done = launch(folder.path, "other.py", **told)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"other\n", b"")
-
-
-SPIKY = TRAP.replace("then: skip-step", "then: warn")
-
-
-@pytest.mark.parametrize(
-    ("rules", "options", "why"),
-    [
-        (NORMS + CLIP, (), "no rule of {}/rules.yaml stops an update, as `nan-trap` does"),
-        (NORMS + TRAP, ("--observe",), "with --observe no rule stops an update"),
-        # After `give_up_after` trips it raises.
-        (NORMS + TRAP, (), ""),
-        (NORMS + SPIKY, (), ""),
-    ],
-    ids=["no trap", "observe", "skip-step", "warn"],
-)
-def test_a_debugger_that_will_never_open_is_named(
-    folder: Folder, rules: str, options: tuple[str, ...], why: str
-) -> None:
-    done = folder.run(TRAIN, "--pdb", "--quiet", *options, rules=rules, record=False)
-    assert (done.code, done.out) == (0, "trained\n")
-    said = f"gradsurgeon: --pdb will open no debugger: {why.format(folder.path)}"
-    assert done.lines == ([said] if why else [])
+    assert (done.returncode, done.stdout) == (0, b"begun\ntrained\n")
+    text = b"GRADSURGEON_START_STEP is a number of steps, 0 or more, not 'x'\n"
+    assert done.stderr == b"gradsurgeon: the script runs without rules: " + text
+    done = launch(folder.path, "train.py", GRADSURGEON_STRICT="1", **told)
+    assert (done.returncode, done.stdout) == (2, b"")
 
 
 @pytest.mark.cover_children
@@ -139,16 +115,10 @@ MINE = '{"learning_rate": 0.1}\n'
 
 
 @pytest.mark.cover_children
-@pytest.mark.parametrize("by_hand", [False, True], ids=["an optimizer", "by hand"])
-def test_a_dry_run_replaces_only_a_manifest(folder: Folder, *, by_hand: bool) -> None:
-    script = TRAIN
-    if by_hand:
-        script = TRAIN.replace("optimizer = ", "# ").replace(
-            "optimizer.step()", "model.weight.data.sub_(model.weight.grad)"
-        )
+def test_a_dry_run_replaces_only_a_manifest(folder: Folder) -> None:
     file = folder.path / "params.json"
     file.write_text(MINE, encoding="utf-8")
-    done = folder.run(script, "--dry-run", record=False)
+    done = folder.run(TRAIN, "--dry-run", record=False)
     assert done.code == 2, done.lines
     assert "norms" in done.out
     assert file.read_text(encoding="utf-8") == MINE
@@ -158,7 +128,7 @@ def test_a_dry_run_replaces_only_a_manifest(folder: Folder, *, by_hand: bool) ->
     ]
     file.unlink()
     for _ in range(2):
-        done = folder.run(script, "--dry-run", record=False)
+        done = folder.run(TRAIN, "--dry-run", record=False)
         assert (done.code, done.lines) == (0, [f"gradsurgeon: dry run: wrote {file}"])
         assert '"origin": "Linear"' in file.read_text(encoding="utf-8")
 
@@ -168,19 +138,6 @@ def test_the_summary_counts_the_steps_of_this_run(folder: Folder) -> None:
     done = folder.run(TRAIN, "--start-step", "100")
     assert "gradsurgeon: Linear, 1 step, from step 100" in done.lines
     assert folder.steps("weight") == [100]
-
-
-def test_the_summary_says_where_backward_passes_count_as_steps(folder: Folder) -> None:
-    by_hand = TRAIN.replace("optimizer = ", "# ").replace(
-        "optimizer.step()", "model.weight.data.sub_(model.weight.grad)"
-    )
-    done = folder.run(by_hand)
-    place = done.lines.index("gradsurgeon: Linear, 1 step")
-    assert done.lines[place + 1].startswith(
-        "  note: no torch optimizer owns the parameters: the end of a backward pass that began on empty "
-        "gradients counts as the step; "
-    )
-    assert not [line for line in folder.run(TRAIN, record=False).lines if "  note: " in line]
 
 
 @pytest.mark.parametrize("empty", ["", ":src", "src:", "src::other"])
@@ -199,34 +156,6 @@ def test_an_empty_entry_of_the_path_is_the_working_directory(folder: Folder, emp
     assert launched.returncode == 0, launched.stderr
     assert launched.stdout == plain.stdout
     assert (str(folder.path).encode() + b"'" in plain.stdout) == (empty != "")
-
-
-@pytest.mark.cover_children
-def test_a_working_directory_that_is_gone(folder: Folder) -> None:
-    rules, script = folder.path / "rules.yaml", folder.path / "other.py"
-    rules.write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
-    script.write_text("import sys\nprint('other', [one for one in sys.path if 'bootstrap' in one])")
-    start = (
-        "import os, sys; os.rmdir(os.getcwd()); from gradsurgeon.cli import main; sys.exit(main())"
-    )
-    told = {}
-    for words in (
-        ("lint", str(rules)),
-        ("run", "--rules", str(rules), str(script)),
-        ("run", "--rules", str(rules), "--dry-run", str(script)),
-        ("run", "--rules", str(rules), "--record", "run", str(script)),
-    ):
-        (folder.path / "gone").mkdir()
-        done = launch(folder.path / "gone", "-c", start, *words)
-        told[words[-2]] = (done.returncode, done.stdout.decode(), done.stderr.decode())
-    gone = (
-        2,
-        "",
-        "gradsurgeon: the working directory does not exist any more: go to one that does\n",
-    )
-    assert told["lint"] == (0, "", "1 file clean\n")
-    assert told[str(rules)] == (0, "other []\n", "")
-    assert told["--dry-run"] == told["run"] == gone
 
 
 @pytest.mark.parametrize("how", ["sys.stderr.close()", "sys.stderr = None"])

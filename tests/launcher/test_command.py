@@ -85,7 +85,6 @@ def test_entries_of_the_path_stay_as_they_are(given: str, entries: list[str]) ->
     [
         {"GRADSURGEON_DISABLE": "1"},
         {"GRADSURGEON_DISABLE": "yes"},
-        {"GRADSURGEON_PREFIX": "/another/interpreter"},
         {"GRADSURGEON_RULES": ""},
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -98,11 +98,9 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
     sys.modules.pop(NAME, None)
 
 
-def wait(
-    told: list[str], *, before: bool, called_back: Callable[[], None] | None = None
-) -> _Finder:
+def wait(told: list[str], *, before: bool) -> _Finder:
     """Put the launcher's finder and the other one at work."""
-    finder = _Finder(NAME, called_back or (lambda: told.append("launcher")))
+    finder = _Finder(NAME, lambda: told.append("launcher"))
     finders: list[Any] = [OtherFinder(told), finder]
     for one in finders if before else reversed(finders):
         sys.meta_path.insert(0, one)
@@ -122,24 +120,6 @@ def test_another_finder_that_waits_for_the_module_is_told_once(
     assert module.__spec__ is not None
     assert type(module.__loader__) is type(module.__spec__.loader)
     assert type(module.__loader__).__name__ == "SourceFileLoader"
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_an_import_that_the_launcher_ends_executes_nothing_twice_on_a_retry(
-    told: list[str], *, before: bool
-) -> None:
-    def refuse() -> None:
-        told.append("launcher")
-        raise SystemExit(2)
-
-    finder = wait(told, before=before, called_back=refuse)
-    for _ in range(2):
-        with pytest.raises(SystemExit):
-            importlib.import_module(NAME)
-    assert told.count("executed") == 1
-    assert told.count("launcher") == 2
-    assert finder in sys.meta_path
-    assert NAME not in sys.modules
 
 
 def test_a_spec_that_nobody_executes_tells_nobody(told: list[str]) -> None:

@@ -122,8 +122,7 @@ def test_what_is_said_beside_a_progress_bar_is_on_lines_of_its_own(runs: Runs) -
     assert bars, "the bar is drawn again"
 
 
-BY_HAND = {"no optimizer", *(name for name, case in CASES.items() if "endings.py" in case.words)}
-EVENTFUL = {"scaler", "phases"} | BY_HAND
+EVENTFUL = {"scaler", "phases"}
 
 
 @pytest.mark.parametrize(
@@ -138,13 +137,6 @@ def test_nothing_is_worth_an_event(name: str, runs: Runs) -> None:
 def test_a_scaler_that_skips_is_an_event(runs: Runs) -> None:
     _, after = both(runs, "scaler")
     assert [text.partition(":")[0] for text in events_of(after.record)] == ["scaler-skip"]
-
-
-@pytest.mark.parametrize("name", scripts(sorted(BY_HAND - {"SIGKILL"})))
-def test_updates_by_hand_are_told_once(name: str, runs: Runs) -> None:
-    _, after = both(runs, name)
-    (notice,) = events_of(after.record)
-    assert notice.startswith("notice: ")
 
 
 @pytest.mark.slow
@@ -197,9 +189,9 @@ def test_the_switch_turns_everything_off(runs: Runs) -> None:
 @pytest.mark.slow
 def test_warnings_as_errors_stay_those_of_the_script(runs: Runs) -> None:
     strict = (("PYTHONWARNINGS", "error"),)
-    # Updates by hand get a notice of ours.
-    before = runs.plain(CASES["no optimizer"]).result()
-    after = runs.launched(CASES["no optimizer"], OBSERVE, env=strict).result()
+    # A parameter that joins gets a notice of ours.
+    before = runs.plain(CASES["phases"]).result()
+    after = runs.launched(CASES["phases"], OBSERVE, env=strict).result()
     assert (after.code, after.stdout) == (0, before.stdout), shown(after)
 
 
@@ -212,14 +204,12 @@ rules:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain loop", "LBFGS", "no optimizer"])
+@pytest.mark.parametrize("name", ["plain loop", "LBFGS"])
 def test_a_rule_that_matches_nothing_stops_the_first_step(name: str, runs: Runs) -> None:
     after = runs.launched(CASES[name], UNMATCHED).result()
     assert after.code == 1, shown(after)
-    # An optimizer is stopped before any weight moves. Of a model without one nobody knows that it is
-    # trained before somebody has written to its weights: once, and not again.
-    moved = [b"step 0"] if name == "no optimizer" else []
-    assert [line[:6] for line in after.stdout.splitlines()] == moved
+    # Before any weight moves.
+    assert after.stdout == b""
     assert "nowhere" in after.stderr
     assert "decoder.*" in after.stderr
     assert "BindError" in after.stderr
@@ -304,7 +294,6 @@ EDITED = {
         f"{attach('generator', SHRINK)}\n{attach('discriminator')}",
     ),
     "LBFGS": (EDIT, "evaluations = 0", attach("model")),
-    "no optimizer": (EDIT, "average = copy.deepcopy(student).eval()", attach("student")),
     "scaler": (
         EDIT,
         'scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)',

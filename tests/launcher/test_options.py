@@ -102,7 +102,6 @@ from torch import nn
 model = nn.Linear(2, 1)
 {optimizer}
 model(torch.ones(1, 2)).sum().backward()
-{after}
 """
 SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
 
@@ -111,13 +110,13 @@ SGD = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
 @pytest.mark.parametrize(
     ("script", "seen"),
     [
-        (NO_STEP.format(optimizer=SGD, after=""), "Linear: gradients came"),
-        (NO_STEP.format(optimizer="", after=""), "Linear: gradients came"),
+        (NO_STEP.format(optimizer=SGD), "no optimizer took a step until the end"),
+        (NO_STEP.format(optimizer=""), "no optimizer of torch was built on the parameters"),
         (
-            NO_STEP.format(optimizer=SGD, after="").replace("model(", "# "),
-            "Linear: an optimizer was built, and no gradient came",
+            NO_STEP.format(optimizer=SGD).replace("model(", "# "),
+            "no optimizer took a step until the end",
         ),
-        ("import torch", "no optimizer was built on the parameters of a module"),
+        ("import torch", "no optimizer of torch was built on the parameters of a module"),
     ],
     ids=["no step", "no optimizer", "no gradient", "nothing"],
 )
@@ -130,15 +129,6 @@ def test_a_dry_run_that_sees_no_step_says_so_and_fails(
     assert line.startswith("gradsurgeon: ")
     assert seen in line
     assert not (place.path / "params.json").exists()
-
-
-@pytest.mark.cover_children
-def test_a_dry_run_of_updates_by_hand_ends_with_the_first(place: Place) -> None:
-    after = "model.weight.data.sub_(model.weight.grad)"
-    done = place.run("--dry-run", script=NO_STEP.format(optimizer="", after=after))
-    assert done.code == 0, done.err
-    assert done.out.startswith("plan: ")
-    assert (place.path / "params.json").exists()
 
 
 def test_observing_edits_nothing_and_says_what_it_would(place: Place) -> None:

@@ -24,12 +24,6 @@ def folder(tmp_path: Path) -> Folder:
     return Folder(tmp_path)
 
 
-# The first rank is late: torchrun would end it as soon as another one has ended.
-LATE = """
-import os, time
-if os.environ.get("LOCAL_RANK") == "0":
-    time.sleep(1.5)
-"""
 TAKEN = "run holds a run already: name another directory, or remove it"
 
 
@@ -38,23 +32,14 @@ def test_ranks_refuse_it_together_before_anything_is_trained(folder: Folder) -> 
     assert (done.code, done.out) == (0, "trained\n"), done.lines
     before = folder.databases()
     assert before == ["run/rank-0.db"]
-    (folder.path / "sitecustomize.py").write_text(LATE, encoding="utf-8")
     for ranks in (1, 2):
-        done = folder.run(TRAIN, start=torchrun(ranks), env={"PYTHONPATH": str(folder.path)})
+        done = folder.run(TRAIN, start=torchrun(ranks))
         assert done.code != 0
         assert done.out == ""
-        said = [line for line in done.lines if line.startswith("gradsurgeon ru")]
-        assert said == [f"gradsurgeon run: {TAKEN}"], done.lines
-        # What torchrun says of the rank that ended by itself.
-        assert sum("exitcode" in line and ": 2 " in line for line in done.lines) == 1
+        # torchrun ends all as soon as one has ended: it may be quicker than the others are to say so.
+        said = {line for line in done.lines if line.startswith("gradsurgeon ru")}
+        assert said == {f"gradsurgeon run: {TAKEN}"}, done.lines
         assert folder.databases() == before
-
-
-def test_a_rank_whose_first_does_not_refuse_speaks_for_itself(folder: Folder) -> None:
-    done = folder.run(TRAIN)
-    assert (done.code, done.out) == (0, "trained\n"), done.lines
-    done = folder.run(TRAIN, env={"LOCAL_RANK": "1"})
-    assert (done.code, done.lines) == (2, [f"gradsurgeon run: rank 1: {TAKEN}"])
 
 
 def test_more_ranks_than_before_go_to_one_directory_of_their_own(folder: Folder) -> None:
@@ -77,20 +62,12 @@ def test_more_ranks_than_before_go_to_one_directory_of_their_own(folder: Folder)
     assert folder.databases() == [*new, "run/rank-0.db"]
 
 
-@pytest.mark.parametrize(
-    "update", ["optimizer.step()", "model.weight.data.sub_(model.weight.grad)"]
-)
-def test_a_run_that_was_refused_is_not_in_the_way_of_the_next(folder: Folder, update: str) -> None:
-    script = TRAIN.replace("optimizer.step()", update)
-    if "data" in update:
-        script = script.replace("optimizer =", "# ").replace(
-            'print("', 'model(torch.ones(1, 2)).sum().backward(); print("'
-        )
+def test_a_run_that_was_refused_is_not_in_the_way_of_the_next(folder: Folder) -> None:
     gone = "  - {id: gone, action: zero, params: 'decodr.*'}\n"
-    done = folder.run(script, rules=NORMS + gone)
+    done = folder.run(TRAIN, rules=NORMS + gone)
     assert (done.code, done.out) == (1, "")
     assert not (folder.path / "run").exists()
-    done = folder.run(script)
+    done = folder.run(TRAIN)
     assert (done.code, done.out) == (0, "trained\n")
     assert folder.databases() == ["run/rank-0.db"]
 

@@ -46,13 +46,12 @@ def end(how):
 
 torch.manual_seed(19)
 model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(3):
     loss = model(torch.randn(4, 3)).square().mean()
-    model.zero_grad()
+    optimizer.zero_grad()
     loss.backward()
-    with torch.no_grad():
-        for param in model.parameters():
-            param -= 0.1 * param.grad
+    optimizer.step()
     print(f"step {step} loss {loss.item():.9g}")
 print("weights", digest(model), flush=True)
 end(sys.argv[1])

@@ -115,7 +115,7 @@ class TestReview:
     def test_explain(self, folder: pathlib.Path) -> None:
         code, out, _ = self.run(folder, "explain", "--import", "own_actions", "flip")
         assert code == 0
-        assert out.startswith("flip: Turn a gradient around.")
+        assert out.startswith("`flip`\n\nTurn a gradient around.")
         assert "strength" in out
         assert "# becomes   [-2, 6]" in out
         listed = self.run(folder, "explain", "--import", "own_actions")[1]

@@ -55,12 +55,12 @@ _leave_the_path()
 try:
     _make_importable()
     from gradsurgeon.launcher.importing import start
+
+    start()
 except Exception as error:  # noqa: BLE001 # whatever it is, the script is to run
     print(f"gradsurgeon: the script runs without rules: {error}", file=sys.stderr)  # noqa: T201
     _note_explained()
     if os.environ.get("GRADSURGEON_STRICT"):
         sys.stderr.flush()
         os._exit(2)  # An exception is a fatal error here: no script has begun.
-else:
-    start()
 _run_the_hidden_sitecustomize()
