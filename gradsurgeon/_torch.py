@@ -63,12 +63,6 @@ def accumulates(param: Tensor) -> bool:
     return True
 
 
-def in_compiled_autograd() -> bool:
-    """Tell whether compiled autograd runs the backward pass: it never calls what was queued."""
-    module: Any = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and bool(module.in_compiled_autograd_region)
-
-
 def is_capturing() -> bool:
     """Tell whether the operations of this stream go into a CUDA graph instead of being run."""
     # Builds without CUDA have the question, but no answer.

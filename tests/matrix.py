@@ -18,6 +18,7 @@ QUICK = (
     "package",
     "gan",
     "LBFGS",
+    "no optimizer",
     "scaler",
     "exception",
     "SIGTERM",
@@ -62,6 +63,8 @@ CASES = {
         (Trained("Actor", "body.weight", 5), Trained("Critic", "body.weight", 5)),
     ),
     "LBFGS": Case(("lbfgs.py",), (Trained("Sequential", "0.weight", 5),)),
+    # The first of six updates tells that there are any.
+    "no optimizer": Case(("by_hand.py",), (Trained("Student", "layers.0.weight", 5),)),
     "adjoint method": Case(("adjoint.py",), (Trained("Model", "encoder.weight", 4),)),
     "distillation": Case(("distill.py",), (Trained("Encoder", "embed.weight", 6),)),
     "own optimizer, thread": Case(("lion.py",), (Trained("Sequential", "0.weight", 5),)),

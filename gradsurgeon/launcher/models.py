@@ -52,14 +52,13 @@ class Models:
         return any(not model.begun for model in self._alive())
 
     def attach(
-        self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer
+        self, roots: Sequence[nn.Module], params: Sequence[Tensor], optimizer: Optimizer | None
     ) -> None:
-        """Put the rules on the models of an optimizer that have none yet."""
+        """Put the rules on the models of an optimizer, or of updates by hand, that have none yet."""
         owned = {id(param) for root in roots for param in root.parameters()}
         if free := sum(id(param) not in owned for param in params):
-            say(
-                f"{free} parameters of {type(optimizer).__name__} are in no module: no rule acts on them"
-            )
+            whose = "the script" if optimizer is None else type(optimizer).__name__
+            say(f"{free} parameters of {whose} are in no module: no rule acts on them")
         for root in roots:
             self._put_on(root, optimizer)
 

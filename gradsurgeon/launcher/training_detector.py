@@ -1,4 +1,4 @@
-"""Waits for something to be trained: an optimizer that is built, and then a first backward pass."""
+"""Waits for something to be trained: an optimizer that is built, or weights that change without one."""
 
 from __future__ import annotations
 
@@ -9,20 +9,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradsurgeon import _live, api
+from gradsurgeon import _dist, _live, api
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
 from gradsurgeon.launcher import exit_code, launch_status
 from gradsurgeon.launcher.discovery import roots_of
+from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.script_end import ScriptEnd
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.warning_lines import WarningLines
 from gradsurgeon.runtime import registry
+from gradsurgeon.runtime.backward_order import BackwardGraph
+from gradsurgeon.runtime.backward_order import roots_of as roots_of_pass
+
+_SAMPLED = 16
 
 
 def activate(settings: Settings) -> None:
@@ -48,12 +54,15 @@ class TrainingDetector:
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._backward_patch: Patch | None = None
         self._checked = False
+        # A few elements of the parameters that the last pass reached, as long as there is no optimizer.
+        self._samples: dict[int, tuple[Tensor, Tensor]] = {}
 
     def install(self) -> None:
         Patch(Optimizer, "__init__", self._construct)
         # Before the hook of the sessions, which is to find those that come during a step.
         register_optimizer_step_pre_hook(self._before_step)
         registry.watch_steps()
+        self._wait_for_backward()
 
     def _construct(
         self, construct: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
@@ -64,7 +73,7 @@ class TrainingDetector:
         self._search(optimizer)
 
     def _wait_for_backward(self) -> None:
-        """Wait for the first backward pass of a new model."""
+        """Wait for the first backward pass of a new model, and for all as long as there is no optimizer."""
         if self._backward_patch is None:
             self._backward_patch = Patch(torch.autograd, "backward", self._backward)
         # One that could not be taken off, because the script has put its own over it, is still called.
@@ -78,8 +87,29 @@ class TrainingDetector:
         self._stop_waiting()
         for optimizer in list(self._sizes):
             self._search(optimizer)
+        if not self._sizes:
+            self._search_updated(tensors[0] if tensors else named["tensors"])
         self._begin()
         original(*tensors, **named)
+
+    def _search_updated(self, outputs: Any) -> None:
+        """Find the models that a script updates by hand: their weights have changed since the last pass."""
+        roots = roots_of_pass([outputs] if isinstance(outputs, Tensor) else outputs)
+        leaves = [leaf for leaf in BackwardGraph(roots).leaves() if isinstance(leaf, nn.Parameter)]
+        before, self._samples = self._samples, {id(leaf): (leaf, _sample(leaf)) for leaf in leaves}
+        updated = [
+            leaf
+            for identity, (leaf, now) in self._samples.items()
+            if identity in before and not torch.equal(before[identity][1], now)
+        ]
+        self._wait_for_backward()
+        if updated and not self._models.cover(updated):
+            say(
+                "weights are updated without an optimizer of torch: the rules act from the second update on"
+            )
+            with _faults_named():
+                self._models.attach(roots_of(updated), leaves, None)
+            self._check()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
         del args, kwargs
@@ -88,6 +118,9 @@ class TrainingDetector:
         if self._models.is_any_waiting:
             self._stop_waiting()
             self._begin()
+        self._check()
+
+    def _check(self) -> None:
         if not self._checked:
             self._checked = True
             self._models.check()
@@ -118,6 +151,10 @@ class TrainingDetector:
             self._models.begin(list(self._sizes))
         if self._models.attached:
             self._script_end.prepare()
+
+
+def _sample(param: Tensor) -> Tensor:
+    return _dist.local(param).detach().reshape(-1)[:_SAMPLED].clone()
 
 
 @contextmanager

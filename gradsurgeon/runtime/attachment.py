@@ -87,9 +87,7 @@ class Attachment:
             self._close()
 
     def model_gone(self) -> None:
-        if self.controller.manual.provisional:
-            self.discard()
-        elif not self.removed:
+        if not self.removed:
             self._close()
 
     def _close(self, at: int | None = None) -> None:

@@ -49,7 +49,8 @@ class CompileSupport:
 
     def detach(self, step: int | None) -> None:
         """Let code that was compiled around hooks be compiled anew, where the model lives on after a step."""
-        _programs.remove(self._program)
+        if self._program in _programs:
+            _programs.remove(self._program)
         # Torch has given up on a loop around a graph break, and does not try again by itself.
         if step is not None and self._program.modules and _torch.forget_compiled_code():
             text = (

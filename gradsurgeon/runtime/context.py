@@ -37,7 +37,6 @@ class Options(NamedTuple):
         mode: whether edits act.
         start_step: the number of the first update.
         beside: the launcher has put the rules on: the script has no session, or one that acts before.
-        provisional: whether an optimizer is going to update the model is not known yet.
     """
 
     optimizers: Sequence[Optimizer] | None = None
@@ -45,7 +44,6 @@ class Options(NamedTuple):
     mode: Mode = "act"
     start_step: int = 0
     beside: bool = False
-    provisional: bool = False
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
@@ -49,9 +49,6 @@ class ManualSteps:
     def __init__(self, context: Context, events: TrainingEvents, options: Options) -> None:
         self._context = context
         self._events = events
-        # An optimizer may turn up after these backward passes: what an update by hand would have to be
-        # told or refused waits until one is seen.
-        self.provisional = options.provisional
         declared = options.optimizers is not None and not options.optimizers
         self._counts: Literal["nothing", "passes", "ticks"] = "ticks" if declared else "nothing"
         # The last pass has been counted as a step, and judged so.
@@ -59,8 +56,6 @@ class ManualSteps:
         self._last = StepDecision()
         # The gradients that were edited at its end.
         self._edited: dict[int, weakref.ref[Tensor]] = {}
-        # The tensors that a pass has reached while their gradients, edited as final ones, were still there.
-        self._compounded: list[int] = []
         self._began = context.counters.common.step
 
     @property
@@ -75,43 +70,18 @@ class ManualSteps:
         """Find out whether a pass went on with an earlier one. Reads each device once."""
         held = measure.read(list(done.held.values()))
         onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
-        compounded = [tensor for tensor in self.edited() if tensor in onto]
-        if self.provisional:
-            # Nothing has been updated since, so that this pass takes the place of the one before.
-            self._compounded = compounded or self._compounded
-            return
         done.continued |= bool(onto)
-        self.refuse_to_compound(compounded)
-
-    def refuse_to_compound(self, tensors: Sequence[int]) -> None:
-        if tensors and self._context.mode == "act":
-            name, tick = self._context.program.names[tensors[0]], how_to_tick(self._context)
+        compounded = [tensor for tensor in self.edited() if tensor in onto]
+        if compounded and self._context.mode == "act":
+            name, tick = self._context.program.names[compounded[0]], how_to_tick(self._context)
             raise GradSurgeonError(_COMPOUNDS.format(name=name, tick=tick))
 
     def edited(self) -> list[int]:
         return sorted({i for stage in self._context.program.step_edits for i in stage.tensors})
 
     def begin(self) -> None:
+        """Say that passes count as steps from now on; refuse what cannot act on such updates."""
         self._counts = "passes"
-        if not self.provisional:
-            self._announce()
-
-    def again(self) -> None:
-        """Take back the step that the last pass was counted as: nothing was updated after it."""
-        self._compounded = []
-        if self._counted and not self.declared:
-            self._counted = False
-            counters = self._context.counters
-            counters.common.step -= 1
-            counters.start = counters.common.step
-
-    def confirm(self) -> None:
-        """Say what waited until an update by hand was seen, and refuse what cannot act on it."""
-        self.provisional = False
-        if self.active:
-            self._announce()
-
-    def _announce(self) -> None:
         self._refuse_freezes()
         event_log, step = self._context.event_log, self._context.counters.latest
         tick = how_to_tick(self._context)
@@ -120,7 +90,6 @@ class ManualSteps:
             if getattr(stage.rule, "then", "") == "skip-step":
                 text = _NO_SKIP.format(tick=tick)
                 event_log.emit("notice", text, rule=stage.rule.id, step=step, warn=True)
-        self.refuse_to_compound(self._compounded)
 
     def _refuse_freezes(self) -> None:
         if refused := [stage.rule.id for stage in self._context.program.freezes]:
@@ -170,10 +139,7 @@ class ManualSteps:
         What was counted stays counted: who has steps of both kinds must find no number twice.
         """
         counter = self._context.counters.common
-        if self.provisional:
-            self.provisional = False
-            self.again()
-        elif self._counts == "passes" and self._counted:
+        if self._counts == "passes" and self._counted:
             steps = counter.step - self._began
             text = _TAKEN_OVER.format(steps=f"{steps} step{'s' if steps > 1 else ''}")
             self._context.event_log.once("late optimizer", text, step=counter.step)
