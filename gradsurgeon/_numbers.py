@@ -121,7 +121,6 @@ def _each(grads: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _packed(grads: Sequence[Tensor], _order: float) -> Tensor:
-    """Return the 2-norms of small tensors: one copy, one reduction by segments."""
     return _of_segments(*_together(grads))
 
 
@@ -137,7 +136,6 @@ def _of_segments(flat: Tensor, lengths: Tensor) -> Tensor:
 
 
 def by_segments(flat: Tensor, how: str, lengths: Tensor) -> Tensor:
-    """Return the ``sum``, ``min`` or ``max`` of each of the tensors that lie one after another."""
     return torch.segment_reduce(flat, how, lengths=lengths, unsafe=True)
 
 
@@ -151,7 +149,6 @@ def _dotted(grads: Sequence[Tensor], _order: float) -> Tensor:
 
 
 def _in_order(parts: Sequence[tuple[Sequence[int], Tensor]], count: int) -> Tensor:
-    """Put numbers together that belong to some positions each."""
     if len(parts) == 1:
         return parts[0][1]
     order = [position for positions, _ in parts for position in positions]
@@ -166,7 +163,6 @@ def _in_order(parts: Sequence[tuple[Sequence[int], Tensor]], count: int) -> Tens
 
 
 def ends(grad: Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest element of a real gradient, as `ranges` does."""
     elements = grad if grad.layout == torch.strided else values(grad)
     if not elements.numel():
         return 0.0, 0.0
@@ -175,10 +171,7 @@ def ends(grad: Tensor) -> tuple[float, float]:
 
 
 def ranges(grads: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Return the smallest and the largest element of each real gradient. Waits for the device.
-
-    Both are NaN where an element is. Of an empty gradient both are 0.
-    """
+    """Return the smallest and the largest element of each real gradient, both NaN where one is. Waits for the device."""
     ranges = [(0.0, 0.0)] * len(grads)
     small: dict[torch.dtype, list[int]] = {}
     with torch.no_grad():
@@ -216,7 +209,6 @@ def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def nonfinite(grad: Tensor) -> Tensor:
-    """Return the number of NaN and infinite elements, as a 0-dim tensor on the device."""
     return values(grad).isfinite().logical_not_().sum()
 
 

@@ -18,20 +18,16 @@ class Segments(NamedTuple):
     lengths: Tensor  # how many elements each of them has, at least 1
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up a value per element. Shape ``[len(lengths)]``, float64."""
         # A plain sum, one after another, would lose digits in float32.
         return _numbers.by_segments(values.double(), "sum", self.lengths)
 
     def min(self, values: Tensor) -> Tensor:
-        """Take the smallest of a value per element; NaN where one is."""
         return _numbers.by_segments(values, "min", self.lengths)
 
     def max(self, values: Tensor) -> Tensor:
-        """Take the largest of a value per element; NaN where one is."""
         return _numbers.by_segments(values, "max", self.lengths)
 
     def per_element(self, values: Tensor) -> Tensor:
-        """Repeat a value per gradient for each of its elements."""
         return values.repeat_interleave(self.lengths, output_size=len(self.flat))
 
 
@@ -48,18 +44,14 @@ class Shards:
         self.sizes = torch.tensor(sizes, dtype=torch.float64, device=self.parts[0].device)
 
     def each(self, measure: Callable[..., Tensor], *arguments: Iterable[object]) -> Tensor:
-        """Return a number of each part as float64, of which ``arguments`` hold more to go by."""
         rows = zip(self.parts, *arguments, strict=True)
         return torch.stack([measure(*row) for row in rows]).double()
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add up what the ranks have of each gradient; one that is not sharded keeps what it has."""
         return _dist.sums(self._grads, values)
 
     def max(self, values: Tensor) -> Tensor:
-        """Take the largest of what the ranks have of each gradient; NaN stays NaN."""
         return _dist.maxima(self._grads, values)
 
     def min(self, values: Tensor) -> Tensor:
-        """Take the smallest of what the ranks have of each gradient; NaN stays NaN."""
         return -self.max(-values)

@@ -22,7 +22,6 @@ def mark_at(line: int, column: int) -> yaml.Mark:
 
 
 def indicator_hint(char: str) -> str:
-    """Return the remedy for a pattern without quotes."""
     return f'`{char}` starts {_INDICATORS[char]} in YAML: quote patterns, e.g. params: "*.weight"'
 
 
@@ -67,7 +66,6 @@ def _by_place(
 
 
 def _by_character(context: str, line: str, first: str, opened: Any, mark: Any) -> tuple[str, Any]:
-    """Return hint and mark by the character that the value of the line begins with."""
     before = line[max(0, mark.column - 500) : mark.column]
     if first in _INDICATORS and ("flow" not in context or "*" in before):
         hint = indicator_hint("*" if re.search(r"[\s\[,]\*+$", before) else first)

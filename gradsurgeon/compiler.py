@@ -52,7 +52,6 @@ class Program:
 
     @property
     def rules(self) -> list[Rule]:
-        """All rules that bind something, each once."""
         found = {rule.id: rule for own in self.per_tensor.values() for rule in own}
         found |= {stage.rule.id: stage.rule for stage in (*self.after_backward, *self.at_step)}
         return [*(found | {rule.id: rule for rule, _ in self.site_rules}).values()]

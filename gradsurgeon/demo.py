@@ -111,7 +111,6 @@ def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def default_rules() -> Path:
-    """Return the quickstart rules."""
     return packs.folder() / "quickstart.yaml"
 
 
@@ -126,7 +125,6 @@ class Trainer:
         self._step = 0
 
     def run(self, epochs: int) -> None:
-        """Train, reporting every epoch, and what happens at the fault."""
         for epoch in range(1, epochs + 1):
             loss = 0.0
             for chosen in torch.split(torch.randperm(len(self.labels)), BATCH):
@@ -176,7 +174,6 @@ class Trainer:
         ]
 
     def failures(self) -> Iterator[str]:
-        """Yield what went otherwise than the demo has to show."""
         traps = [(trap.step, trap.name) for trap in self.traps()]
         if traps != [(FAULT_STEP, FIRST_NONFINITE)]:
             seen = ", ".join(f"{name} at step {step}" for step, name in traps) or "none tripped"
@@ -195,7 +192,6 @@ def say(text: str) -> None:
 
 
 def demonstrate(rules: Path, epochs: int) -> int:
-    """Run the demo and return the exit code."""
     # The tensors are tiny, and in a container torch sees more cores than it may use.
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -226,7 +222,6 @@ def demonstrate(rules: Path, epochs: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo from the command line."""
     parser = argparse.ArgumentParser(prog="python -m gradsurgeon.demo", description=__doc__)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="default: %(default)s")
     parser.add_argument("--rules", type=Path, default=default_rules(), help="a rule file")

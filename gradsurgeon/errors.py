@@ -48,12 +48,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class HintedError(ValueError):
-    """Something in a rule that cannot be used, before it is known where it stands.
-
-    Attributes:
-        message: what is wrong.
-        hint: what to do, may be empty.
-    """
+    """Something in a rule that cannot be used, before it is known where it stands."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)

@@ -42,8 +42,6 @@ _Options: TypeAlias = "list[list[str | None]]"  # each a sequence of expressions
 
 @dataclass(frozen=True)
 class Pattern:
-    """A compiled pattern; made by `compile_pattern`."""
-
     text: str
     expression: str = field(repr=False, compare=False)
 
@@ -158,7 +156,6 @@ def _glob_piece(text: str, at: int) -> tuple[str | None, int]:
 
 
 def _set(body: str) -> str:
-    """Return the inside of a character set; only ranges have a meaning in it."""
     out = ""
     at = 0
     while at < len(body):
@@ -266,7 +263,6 @@ def _closest(text: str, known: Iterable[str], limit: int) -> list[str]:
 
 
 def suggest(text: str, names: Sequence[str]) -> str:
-    """Return one sentence that helps with a pattern that matches none of ``names``."""
     if not names:
         return "the model has no names to match"
     if text.startswith("re:"):

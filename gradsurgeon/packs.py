@@ -54,7 +54,6 @@ def content_hash(text: str) -> str:
 
 
 def folder() -> Path:
-    """Return the folder of the packs: inside the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parent
     inside = package / "rules"
     return inside if inside.is_dir() else package.parent / "rules"
@@ -75,7 +74,6 @@ def published() -> dict[str, Included]:
 
 
 def locate(entry: str, base: Path | None, find: Callable[[str, Path], Included]) -> Included:
-    """Return what an entry of `include` names."""
     if entry.casefold().startswith(PREFIX):
         return _pack(entry[len(PREFIX) :])
     if base is None:

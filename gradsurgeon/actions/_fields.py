@@ -43,15 +43,11 @@ class Flaw:
 
     @property
     def path(self) -> Path:
-        """``at`` as keys and indices."""
         return ((self.at,) if self.at else ()) if isinstance(self.at, str) else self.at
 
 
 def flawed(*flaws: Flaw) -> PydanticCustomError:
-    """Return the error of a validator. Several flaws travel in one, because pydantic takes one.
-
-    ``at`` of each leads from the value that is validated; it may be empty.
-    """
+    """Return the error of a validator. Several flaws travel in one, because pydantic takes one."""
     text = "; ".join(
         f"{flaw.message} ({flaw.hint})" if flaw.hint else flaw.message for flaw in flaws
     )
@@ -168,5 +164,4 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Tell whether a raw option is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)

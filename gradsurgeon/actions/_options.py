@@ -49,7 +49,6 @@ class Steps(Options):
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the flaw of a schedule that never comes."""
         start, stop = given.get("from", 0), given.get("to")
         if is_whole(start) and is_whole(stop) and 0 < stop <= start:
             message = f"the schedule is empty: `to` ({stop}) is not after `from` ({start})"
@@ -57,11 +56,9 @@ class Steps(Options):
 
     @property
     def always(self) -> bool:
-        """Whether it is every step."""
         return self.from_ == 0 and self.to is None and self.every == 1
 
     def due(self, step: int) -> bool:
-        """Tell whether the rule acts in ``step``."""
         after = step - self.from_
         return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
 
@@ -74,7 +71,6 @@ class Numel(Options):
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the flaw of bounds that exclude everything."""
         low, high = given.get("min"), given.get("max")
         if is_whole(low) and is_whole(high) and 0 <= high < low:
             yield Flaw("min", f"min ({low}) is greater than max ({high})", "exchange them")

@@ -21,11 +21,7 @@ _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
-
-    Args:
-        argv: the arguments, those of the process if not given.
-    """
+    """Run the command line and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character gets its escape instead of a traceback.
@@ -170,7 +166,6 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_names(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where the names of the model come from: one of the two."""
     group = parser.add_mutually_exclusive_group(required=True)
     _add_params_file(group)
     _add_model(group)

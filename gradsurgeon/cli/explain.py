@@ -38,7 +38,6 @@ _TARGET_EXAMPLES: dict[TargetKind, dict[str, str]] = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the page of one action or check, or the list of all."""
     name = arguments.action
     checks = severities()
     if name is None:
@@ -115,7 +114,6 @@ def _check_summary(name: str) -> str:
 
 
 def _sections(described: type[Rule | Check]) -> Iterator[str]:
-    """Yield what follows the summary in the docstring of an action or a check."""
     body = inspect.cleandoc(described.__doc__ or "").partition("\n")[2]
     for section in re.split(r"^## ", body, flags=re.MULTILINE)[1:]:
         heading, _, text = section.partition("\n")
@@ -151,7 +149,6 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _keys(rule: type[Rule], *, shared: bool) -> list[str]:
-    """Return the options of an action: those of every rule, or those of its own."""
     keys = [key for key in rule_schema(rule)["properties"] if key != "action"]
     return [key for key in keys if (key in _SHARED) is shared]
 
@@ -171,7 +168,6 @@ def _type(info: Mapping[str, Any]) -> str:
 
 
 def _meaning(info: Mapping[str, Any]) -> str:
-    """Return what an option means, with what may stand in it."""
     description = str(info.get("description", ""))
     if "properties" in info:
         return f"{description} Keys: {', '.join(info['properties'])}."
@@ -181,7 +177,6 @@ def _meaning(info: Mapping[str, Any]) -> str:
 
 
 def _default(branch: Mapping[str, Any], key: str) -> str:
-    """Return the default of an option, or when it must be given."""
     if key in branch["required"]:
         return "must be given"
     choices = [one for part in branch.get("allOf", ()) for one in part["anyOf"]]
@@ -201,7 +196,6 @@ def _rule_file(rules: Iterable[str]) -> Iterator[str]:
 
 
 def _examples(rule: type[Rule]) -> Iterator[str]:
-    """Yield each example as a rule that can be copied, with what it does to one gradient."""
     for number, example in enumerate(rule.EXAMPLES, 1):
         yield from [""] * (number > 1)
         yield from _rule(rule, number, {"params": "*", **example.options})

@@ -38,7 +38,6 @@ Chosen = Sequence[tuple[StoredSeries, Sequence[int]]]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the records; 2 where there are none, or they cannot be read or written."""
     try:
         with open_run(arguments.run) as opened:
             chosen = list(_chosen(opened, arguments))
@@ -63,7 +62,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(run: Run, arguments: argparse.Namespace) -> Iterator[tuple[StoredSeries, list[int]]]:
-    """Yield every series that was asked for, with its columns that were."""
     pattern = None if arguments.name is None else compile_pattern(arguments.name)
     for series in run:
         key = series.key

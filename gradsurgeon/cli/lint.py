@@ -51,7 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _coloured(stream: TextIO) -> bool:
-    """Return whether to write colours: to a terminal that has them, unless the user declines."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return stream.isatty() and not plain
 
@@ -68,7 +67,6 @@ def _distinct(by_file: dict[str, list[Problem]]) -> list[Problem]:
 
 
 def _summary(by_file: dict[str, list[Problem]]) -> str:
-    """Return ``rules.yaml: 14 errors, 1 warning``."""
     severities = Counter(problem.severity for problem in _distinct(by_file))
     what = printable(next(iter(by_file))) if len(by_file) == 1 else f"{len(by_file)} files"
     if not severities:

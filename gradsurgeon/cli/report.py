@@ -24,7 +24,6 @@ _DEEPEST = 6
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; 2 where there is no run that can be read."""
     plain = arguments.ascii or needs_ascii(sys.stdout.encoding)
     folder = Path(arguments.run)
     inside = sorted(_inside(folder))
@@ -51,7 +50,6 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def _commands(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield for each run inside another how to see it, and what it is of."""
     rows = []
     for folder in folders:
         try:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the schema."""
     del arguments
     print(json.dumps(document_schema(), indent=2, ensure_ascii=False))
     return 0
@@ -30,7 +29,6 @@ _TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
 
 
 def document_schema() -> dict[str, Any]:
-    """Return the schema of a whole file: one branch per action, told apart by `action`."""
     rules = {name: rule_schema(rule) for name, rule in ACTIONS.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -73,7 +71,6 @@ def document_schema() -> dict[str, Any]:
 
 
 def rule_schema(rule: type[Rule]) -> dict[str, Any]:
-    """Return the branch of one action."""
     schema = rule.model_json_schema()
     definitions = schema.pop("$defs", {})
     unknown = _unknown(rule)
@@ -117,7 +114,6 @@ def _tensor(rule: type[Rule], description: str) -> dict[str, Any]:
 
 
 def _unknown(rule: type[Rule]) -> set[str]:
-    """Return the keys of every rule that this action does not take."""
     unknown: set[str] = {kind for kind in TARGETS if kind not in rule.targets}
     if not rule.takes_at:
         unknown.add("at")
@@ -127,7 +123,6 @@ def _unknown(rule: type[Rule]) -> set[str]:
 
 
 def _together(rule: type[Rule]) -> dict[str, Any]:
-    """Return what keys demand of each other, which no single one can say."""
     needs: dict[str, list[str]] = {}
     if "modules" in rule.targets:
         needs["modules"] = ["tensor"]

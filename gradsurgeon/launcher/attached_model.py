@@ -46,7 +46,6 @@ class AttachedModel:
         return [] if module is None else list(module.parameters())
 
     def bound_ids(self) -> set[int]:
-        """Return the ids of the parameters that the rules were bound to."""
         names = {name for param in self.plan.manifest.params for name in param.names}
         return {
             id(slot.owner._parameters[slot.key])  # noqa: SLF001 # the slot itself

@@ -26,11 +26,7 @@ _WITH_VALUE = ("--rules", "--record", "--start-step")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replace this process by the script; return only where that cannot be done.
-
-    Args:
-        argv: what follows the word `run`.
-    """
+    """Replace this process by the script; return only where that cannot be done."""
     options, target = split(argv)
     arguments = _parser().parse_args(options)
     if not arguments.print_env and not target:
@@ -79,10 +75,7 @@ def _problem(rules: str, record: str | None) -> str:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cut a command line into the launcher's own options and what is to be run.
-
-    The first word that is no option begins the script: `--lr` behind it is none of ours.
-    """
+    """Cut a command line in two where the script begins: at the first word that is no option of ours."""
     words = list(argv)
     script = 0
     while script < len(words):

@@ -73,7 +73,6 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Find the module as all others would, and be told once it has been executed."""
         del path, target
         thread = get_ident()
         if fullname != self._name or thread in self._searching:

@@ -28,12 +28,7 @@ _noted: list[bytes] = []
 
 
 def variables(base: Mapping[str, str], *, command: bool) -> dict[str, str]:
-    """Return the variables for the process that this one turns into, and for its children.
-
-    Args:
-        base: the environment.
-        command: it turns into something that may not be Python.
-    """
+    """Return the variables for what this process turns into; a ``command`` may not be Python."""
     if base.get(STATUS_FILE):
         return {}  # One launcher below another: the outer one reads the file.
     import tempfile  # noqa: PLC0415 # every process of a launch imports this module, and it takes long
@@ -44,7 +39,6 @@ def variables(base: Mapping[str, str], *, command: bool) -> dict[str, str]:
 
 
 def start() -> None:
-    """Note that the rules are taken, and read the status file at the end, if this process is the one to."""
     if os.environ.get(STATUS_FILE):
         note(RULES_TAKEN)
         # Before anything else is registered: it runs last.
@@ -61,11 +55,7 @@ def note(stage: bytes) -> None:
 
 
 def run_without_rules(settings: Settings, reason: str) -> None:
-    """Say in one line that the rules do not get into this script, which runs on unless strict.
-
-    Raises:
-        SystemExit: with ``--strict``.
-    """
+    """Say in one line that the rules do not get into this script, which runs on unless strict."""
     note(EXPLAINED)
     say(f"the script runs on without rules: {reason}")
     if settings.strict:
@@ -73,7 +63,6 @@ def run_without_rules(settings: Settings, reason: str) -> None:
 
 
 def why_no_rule_acted(stages: bytes) -> str:
-    """Return what is to be said of processes that came so far, nothing where all is well."""
     if EXPLAINED in stages:
         return ""
     if TORCH_IMPORTED in stages:
@@ -88,7 +77,6 @@ def why_no_rule_acted(stages: bytes) -> str:
 
 
 def read_and_remove(file: str) -> bytes:
-    """Return the stages that were noted in a status file, which is not needed any more."""
     try:
         stages = Path(file).read_bytes()
         Path(file).unlink()

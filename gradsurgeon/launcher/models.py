@@ -25,8 +25,6 @@ from gradsurgeon.store.layout import database_name
 
 
 class Models:
-    """Puts the rules on models as their training is noticed."""
-
     def __init__(self, settings: Settings, rules: RuleSet) -> None:
         self.settings = settings
         self.rules = rules
@@ -37,10 +35,7 @@ class Models:
         self.fitting = False
 
     def cover(self, params: Iterable[Tensor]) -> bool:
-        """Return whether all of these parameters are under rules already.
-
-        Those that have come to a model since its rules were bound are not.
-        """
+        """Tell whether these are under rules already: what came to a model since its rules were bound is not."""
         bound = {param for model in self._alive() for param in model.bound_ids()}
         return all(id(param) in bound for param in params)
 
@@ -179,13 +174,11 @@ class Models:
         return self._folder
 
     def check(self) -> None:
-        """Refuse to train where a rule matches nothing in any model."""
         plans = {model.title: model.plan for model in self.attached if not model.replaced}
         if plans and (missing := lacking(self.rules, plans)[0]):
             raise BindError(missing)
         self.fitting = True
 
     def shortfalls(self) -> list[str]:
-        """Return what is wrong with rules that match too little in all models together."""
         models = {m.title: m.plan.manifest for m in self.attached if not m.replaced}
         return planning.shortfalls(self.rules, models)

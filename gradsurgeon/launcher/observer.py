@@ -17,11 +17,7 @@ from gradsurgeon.launcher.settings import STATUS_FILE
 
 
 def start(environment: Mapping[str, str]) -> None:
-    """Leave a process behind that waits for the end of this one, whatever it turns into.
-
-    Args:
-        environment: that of what it turns into.
-    """
+    """Leave a process behind that waits for the end of this one, whatever it turns into."""
     try:
         # By its number alone it might be another process by then.
         end = os.pidfd_open(os.getpid())

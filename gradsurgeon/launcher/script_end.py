@@ -74,7 +74,6 @@ class ScriptEnd:
         sys.exit(code)
 
     def _finish(self) -> None:
-        """Take the rules off and say what they did."""
         if self._done or os.getpid() != self._pid:
             return  # A forked child ends its own way: the records are its parent's.
         self._done = True
@@ -94,7 +93,6 @@ class ScriptEnd:
             self._say()
 
     def _say(self) -> None:
-        """Say what the rules did, or why they could not."""
         # Without an optimizer that steps nobody has said so yet.
         problems = [] if self._models.fitting else self._models.shortfalls()
         if self._settings.dry_run:

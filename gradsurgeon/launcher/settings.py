@@ -63,11 +63,7 @@ def is_on(value: str) -> bool:
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings | None:
-    """Return the settings of this process, ``None`` without rules or with `GRADSURGEON_DISABLE`.
-
-    Raises:
-        ValueError: a variable has a value that means nothing.
-    """
+    """Return the settings of this process, ``None`` without rules or with `GRADSURGEON_DISABLE`."""
     rules = environment.get(RULES, "")
     if not rules or is_on(environment.get(DISABLE, "")):
         return None

@@ -17,7 +17,6 @@ _MOST_EVENTS = 5
 
 
 def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
-    """Say which model was found and what each rule has bound to in it."""
     rules, manifest = model.plan.rules, model.plan.manifest
     by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
     by += f", from step {model.start}" if model.start else ""
@@ -47,7 +46,6 @@ def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
 
 
 def write_summary(model: AttachedModel) -> None:
-    """Say what the rules did, and what happened."""
     session = model.session
     statuses = session.status()
     if not model.begun and not any(status.fired for status in statuses.values()):
@@ -72,7 +70,6 @@ def write_summary(model: AttachedModel) -> None:
 
 
 def _events(events: Sequence[Event]) -> list[str]:
-    """Return the events that matter: the last ones in full, the others counted."""
     shown = [event for event in events if event.kind != "notice"]
     lines = []
     if len(shown) > _MOST_EVENTS:

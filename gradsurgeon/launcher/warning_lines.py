@@ -15,8 +15,6 @@ from gradsurgeon.store.layout import database_name
 
 
 class WarningLines(logging.Handler):
-    """Shows the warnings that the filters let through, and what is logged as a warning or worse."""
-
     def __init__(self, models: Models) -> None:
         super().__init__(logging.WARNING)
         self._models = models
@@ -48,7 +46,6 @@ class WarningLines(logging.Handler):
             write([f"gradsurgeon: rank {rank}: {text}"], 0)
 
     def _ranks_are_alike(self) -> bool:
-        """Return whether all ranks train the same model, and warn of the same."""
         params = [param for model in self._models.attached for param in model.params()]
         flat = any(map(_dist.is_flattened, params))
         return flat or _dist.any_sharded(params) or bool(_dist.data_parallel(params))

@@ -100,7 +100,6 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
 
 
 def _together(models: Sequence[Manifest], titles: Sequence[str]) -> dict[str, NameIndex]:
-    """Return the names of several models as if they were one."""
     origin = ", ".join(titles)
     whole = Manifest(
         origin=origin,
@@ -149,7 +148,6 @@ def _shape_is_not_told(param: Param) -> bool:
 
 
 def is_for(model: str, manifest: Manifest) -> bool:
-    """Tell whether rules for a class of models are for this one."""
     pattern = compile_pattern(model)
     return any(pattern.matches(name) for name in manifest.model_type or (manifest.origin,))
 
@@ -168,7 +166,6 @@ def _bindings(rule: Rule, matched: Sequence[Thing]) -> Iterator[Binding]:
 
 
 def _warnings_on(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
-    """Yield what a reader of the plan must know about a match."""
     params = [thing for thing in matched if isinstance(thing, Param)]
     if params and not any(param.requires_grad for param in params):
         yield "all parameters it matches have `requires_grad` off: it acts once it is on"

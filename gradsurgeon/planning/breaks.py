@@ -40,7 +40,6 @@ def outside_graphs(plan: Plan) -> tuple[int, int]:
 
 
 def breaks_of(plan: Plan) -> Iterator[str]:
-    """Yield what a reader of the plan must know who compiles the model."""
     targets = {rule.target for rule in plan.rules.rules if plan.of(rule.id)}
     with_rules, around = outside_graphs(plan)
     calls = []

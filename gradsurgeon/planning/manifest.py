@@ -88,7 +88,6 @@ class Module:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Canonical name and aliases."""
         return (self.name, *self.aliases)
 
 
@@ -185,7 +184,6 @@ def from_model(model: Any) -> Manifest:
 
 
 def _is_compiled(module: Any) -> bool:
-    """Tell whether a module is what `torch.compile` returns, or is compiled in place."""
     return (
         type(module).__name__ == "OptimizedModule"
         or vars(module).get("_compiled_call_impl") is not None

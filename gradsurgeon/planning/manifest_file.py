@@ -86,7 +86,6 @@ def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
 
 
 def _is_manifest(path: pathlib.Path) -> bool:
-    """Tell whether a file is one of ours, be it an outdated or an edited one."""
     try:
         data = strict_json.read(path)
     except ManifestError:

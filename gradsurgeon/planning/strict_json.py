@@ -37,7 +37,6 @@ def unreadable(file: str, error: Exception) -> NoReturn:
 
 
 def read(path: str | os.PathLike[str]) -> object:
-    """Return the content of a JSON file."""
     file = os.fspath(path)
     try:
         with Path(file).open("rb") as stream:
@@ -49,7 +48,6 @@ def read(path: str | os.PathLike[str]) -> object:
 
 
 def parse(raw: bytes, file: str) -> object:
-    """Return what the text says; raises as `read` does."""
     if len(raw) > MAX_BYTES:
         refuse(file, f"more than {MAX_BYTES // 1_000_000} MB of JSON are not read", _KINDS)
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
@@ -66,7 +64,6 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def checked(kind: type[_Value], value: object, file: str) -> _Value:
-    """Return ``value`` as a ``kind``."""
     try:
         valid: _Value = _adapter(kind).validate_python(value)  # type: ignore[arg-type] # a class has the hash of a class
     except ValidationError as errors:

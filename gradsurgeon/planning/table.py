@@ -19,7 +19,6 @@ _Row = tuple[tuple[str, ...], ...]  # for each place of a number, all numbers th
 
 
 def count(number: int, noun: str) -> str:
-    """Return ``3 rules`` or ``1 rule``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 

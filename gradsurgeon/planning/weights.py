@@ -67,7 +67,6 @@ class _Header:
 
 
 def from_safetensors(file: str) -> Manifest:
-    """Return the names in the header of a file."""
     return _manifest(file, _header(file))
 
 

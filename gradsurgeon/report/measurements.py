@@ -43,8 +43,6 @@ class NormHistory(NamedTuple):
 
 
 class Measurements(ABC):
-    """Measurements of a run."""
-
     dropped = 0  # how many rows had to make room
     sampled = 1  # the median is taken over one of so many rows
 
@@ -101,7 +99,6 @@ class InMemory(Measurements):
 
 
 def largest_spike(pairs: Sequence[tuple[int, float]]) -> Spike | None:
-    """Return which of steps and norms stands out most, ``None`` where none does."""
     finite = [pair for pair in pairs if math.isfinite(pair[1])]
     values = [value for _, value in finite]
     spike: Spike | None = None

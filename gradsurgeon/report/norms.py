@@ -45,7 +45,6 @@ def norm_lines(
     columns: int,
     ascii_only: bool,
 ) -> Iterator[str]:
-    """Yield the table of norms and what stands out in it."""
     keys = measurements.keys()
     names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
     order = list(rules)
@@ -129,7 +128,6 @@ def _table(
 
 
 def _spikiest(rows: Sequence[_Row]) -> _Row | None:
-    """Return the row with the largest spike, ``None`` where there is none."""
     worst = max(rows, key=lambda row: row.times)
     return worst if worst.times else None
 

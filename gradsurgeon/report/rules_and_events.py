@@ -30,7 +30,6 @@ def rule_lines(
     statuses: Mapping[str, RuleStatus],
     events: Sequence[Event] = (),
 ) -> Iterator[str]:
-    """Yield what each rule did."""
     if not statuses:
         return
     rows = [("rule", "action", "matched", "fired", "changed", "last step", "")]

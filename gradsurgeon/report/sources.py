@@ -86,7 +86,6 @@ def from_run(run: Run) -> Report:
 
 
 def title_of(run: Run) -> str:
-    """Return which rules a run was of, and on which model."""
     rules, model = section(run.meta, "rules"), section(run.meta, "model")
     return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
 

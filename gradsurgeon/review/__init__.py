@@ -11,12 +11,7 @@ __all__ = ["lint"]
 
 
 def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
-    """Return all problems of a file and its includes; that it cannot be read is one of them.
-
-    Args:
-        path: a rule file.
-        manifest: the names of a model, if they are known: more can be checked then, and some checks are exact.
-    """
+    """Return all problems of a file and its includes; that it cannot be read is one of them."""
     try:
         document = source.read(path)
     except RuleFileError as error:

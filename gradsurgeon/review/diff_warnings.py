@@ -52,7 +52,6 @@ def warnings(
 
 
 def _flaws(matched: MatchedRules, rule: str) -> Iterator[tuple[Kind, str]]:
-    """Yield what is wrong with a rule in this model."""
     if matched.has_no_match(rule):
         yield "no-match", ""  # with whatever pattern
     for text in matched.obstacles(rule):

@@ -43,8 +43,6 @@ class RuleChange:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a change of rules does to a model."""
-
     old: RuleSet
     new: RuleSet
     manifest: Manifest
@@ -63,15 +61,11 @@ class Difference:
 
     @property
     def order_changed(self) -> bool:
-        """Whether the rules that are on both sides stand in another order."""
         return self.order_before != self.order_after
 
     @cached_property
     def in_effect(self) -> bool:
-        """Whether anything differs that a training run could show.
-
-        An id counts, since records go by it; an order in the file that no tensor sees does not.
-        """
+        """Whether a training run could show a difference: an id counts, an order that no tensor sees does not."""
         rules = self.added or self.removed or self.changed or self.renamed
         return bool(rules or self.params or self.tensors)
 

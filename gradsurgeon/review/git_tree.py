@@ -70,11 +70,7 @@ class GitTree:
         self.ref = ref  # a branch, a tag, a commit, or whatever else git takes for one
 
     def open(self, path: str) -> source.Document:
-        """Read a file by its path from the top of the repository, or from here after ``./``.
-
-        Raises:
-            RuleFileError: the commit has no such file, or it cannot be read, or git cannot be asked.
-        """
+        """Read a file by its path from the top of the repository, or from here after ``./``."""
         spec = f"{self.ref}:{path}"
         try:
             whole = self._from_top(path)
@@ -84,7 +80,6 @@ class GitTree:
         return source.read(pathlib.Path(whole), spec, raw)
 
     def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
-        """Return a document of this tree as an entry of `include` would name it."""
         name = document.file.removeprefix(f"{self.ref}:").rpartition("/")[2]
         return packs.Included(document.file, folder / name, folder)
 
@@ -109,7 +104,6 @@ class GitTree:
         return packs.Included(f"{self.ref}:{path}", target, target.parent)
 
     def read(self, target: packs.Included) -> source.Document:
-        """Read a file that `find` returned."""
         try:
             raw = _blob(self._file(target.path.as_posix()))
         except GitError as error:
@@ -153,7 +147,6 @@ class GitTree:
         return _Entry("040000", "tree", self._top[1]) if path == "." else self._list(path).get(path)
 
     def _names(self, folder: str) -> list[str]:
-        """Return the names of what stands in a folder."""
         return [
             posixpath.basename(path) for path in self._list(*([f"{folder}/"] if folder else []))
         ]
@@ -167,7 +160,6 @@ class GitTree:
         return entries
 
     def _from_top(self, path: str) -> str:
-        """Return a path from the top of the repository."""
         if path.startswith(("./", "../")):
             path = posixpath.join(self._top[0], path)
         whole = posixpath.normpath(path)

@@ -61,19 +61,14 @@ class LintContext:
             yield rule, list(self.compared[:index])
 
     def says_at(self, rule: Rule) -> bool:
-        """Tell whether a rule gives its point in the file."""
         return "at" in self._inspected.options(rule.id)
 
     def hits(self, rule: Rule, pattern: str) -> dict[str, str] | None:
-        """Return the names that a pattern of a rule matches, each with its canonical name.
-
-        ``None`` where names are not known.
-        """
+        """Return the names that a pattern of a rule matches, each with its canonical name, if names are known."""
         hits = self.matched.matcher.hits(rule, pattern) if self.matched else None
         return None if hits is None else {name: thing.name for name, thing in hits.items()}
 
     def selected(self, rule: Rule) -> frozenset[str] | None:
-        """Return the names that a rule selects; ``None`` where names are not known."""
         if self.matched is None or rule.target == "tensors":
             return None
         return self.matched.matches[rule.id].members

@@ -102,7 +102,6 @@ class MatchedRules:
         return {key: tuple(chain) for key, chain in chains.items()}
 
     def params_under(self, kinds: type[Rule] | UnionType) -> frozenset[str]:
-        """Return the names of the parameters that rules of some kinds act on."""
         rules = self.rules.values()
         ids = [rule.id for rule in rules if isinstance(rule, kinds) and rule.target == "params"]
         return frozenset().union(*(self.matches[rule].members for rule in ids))
@@ -113,16 +112,13 @@ class MatchedRules:
         return match.decided and not match.names and not rule.optional
 
     def no_match(self, rule_id: str) -> str:
-        """Return why a rule matches nothing, with the nearest names."""
         return self.matcher.no_match(self.rules[rule_id])
 
     def breaks_expect(self, rule_id: str) -> bool:
-        """Tell whether a rule matches another number of parameters than it says."""
         rule, match = self.rules[rule_id], self.matches[rule_id]
         return match.decided and rule.expect is not None and rule.expect.params != len(match.names)
 
     def obstacles(self, rule_id: str) -> list[str]:
-        """Return why a rule cannot act on what it matches."""
         match = self.matches[rule_id]
         if not match.is_for or self.rules[rule_id].target == "tensors":
             return []

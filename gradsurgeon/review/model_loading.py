@@ -14,11 +14,7 @@ from gradsurgeon.errors import ModelError, printable
 
 
 def load_model(spec: str) -> Any:
-    """Return the module that ``pkg.mod:name`` names, built on the meta device where that works.
-
-    Raises:
-        ModelError: it cannot be imported or built, or is no module.
-    """
+    """Return the module that ``pkg.mod:name`` names, built on the meta device where that works."""
     with _stdout_to_stderr():
         torch = _torch()
         target = _target(spec)
@@ -30,11 +26,7 @@ def load_model(spec: str) -> Any:
 
 
 def import_module(name: str) -> Any:
-    """Import a module of the user; the current folder is searched as well.
-
-    Raises:
-        ModelError: it cannot be imported.
-    """
+    """Import a module of the user; the current folder is searched as well."""
     with _stdout_to_stderr():
         return _imported(name)
 

@@ -26,7 +26,6 @@ class OptionChange:
     meaning: str = ""  # what that means where the direction alone would not tell
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the documented JSON form."""
         return {
             "name": self.name,
             "before": self.before,

@@ -120,7 +120,6 @@ class Phrases:
             yield "~", change, [*was, *map(self._changed, change.options)]
 
     def binds(self, change: RuleChange) -> tuple[str, str]:
-        """Return how many things, and how many elements, a rule matches before and after."""
         things = self._from_to(f"{len(change.before):,}", f"{len(change.after):,}")
         if change.target != "params":
             return f"{things} {NOUNS[change.target]}s", ""
@@ -133,7 +132,6 @@ class Phrases:
         return ", ".join(map(self.code, ids[:_MAX_UNCHANGED])) + rest
 
     def names(self, names: Sequence[str]) -> str:
-        """Return names with their numbers folded; the first few of many."""
         folded = fold_names(names)
         shown = [
             self.code(text) + f" x{len(members)}" * (len(members) > 1)
@@ -143,14 +141,12 @@ class Phrases:
         return ", ".join(shown) + (f" and {count(more, 'other')}" if more > 0 else "")
 
     def chain(self, ids: Sequence[str]) -> str:
-        """Return the rules of a chain, in order of effect."""
         shown = [self.code(rule) for rule in ids[:_MAX_CHAIN]]
         if (more := len(ids) - _MAX_CHAIN) > 0:
             shown.append(f"{more} more")
         return f" {self.arrow} ".join(shown) or "no rule"
 
     def chains(self) -> list[tuple[tuple[Ids, Ids], list[str]]]:
-        """Return the names of tensors by the change of their chain."""
         groups: dict[tuple[Ids, Ids], list[str]] = {}
         for change in (*self.difference.params, *self.difference.tensors):
             groups.setdefault((change.before, change.after), []).append(change.name)
@@ -160,7 +156,6 @@ class Phrases:
         return before if before == after else f"{before} {self.arrow} {after}"
 
     def _changed(self, option: OptionChange) -> str:
-        """Return an option that differs, with the meaning of the change."""
         absent = "always" if option.name in {"steps", "optional"} else "not given"
         texts = (_spelled(option.name, value) for value in (option.before, option.after))
         before, after = (self.code(text) if text else absent for text in texts)
@@ -169,13 +164,11 @@ class Phrases:
         return f"{name}: {before} {self.arrow} {after} ({option.direction}{meaning})"
 
     def _given(self, option: OptionChange) -> str:
-        """Return an option of a rule that was added or removed."""
         value = option.after if option.before is None else option.before
         return f"{self.code(option.name)}: {self.code(_spelled(option.name, value))}"
 
 
 def short(number: int) -> str:
-    """Return a number of elements in short: ``70.5 M``."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
@@ -183,7 +176,6 @@ def short(number: int) -> str:
 
 
 def _equal(one: Ids, other: Ids) -> int:
-    """Return how many ids at the beginning are equal."""
     pairs = zip(one, other, strict=True)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 

@@ -13,7 +13,6 @@ _CHAINS = 20
 
 
 def render(difference: Difference) -> str:
-    """Return a difference as text without a line feed at its end."""
     return "\n".join(_lines(difference))
 
 

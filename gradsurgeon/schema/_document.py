@@ -19,7 +19,6 @@ _MAX_HINTS = 50  # on unknown keys: to look for what was meant takes time
 
 
 def no_mapping(source: Located) -> list[Problem]:
-    """Return why a document holds no keys at all."""
     if source.data is None and source.problems:
         return list(source.problems)
     message = f"a rule file is a mapping with `version` and `rules`, found {described(source.data)}"
@@ -29,7 +28,6 @@ def no_mapping(source: Located) -> list[Problem]:
 
 
 def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
-    """Return why this gradsurgeon must not read the file, if it must not."""
     version, requires = data.get("version"), data.get("requires")
     if isinstance(requires, str) and meets(VERSION, requires) is False:
         message = f"these rules require gradsurgeon {requires[:60]}, this is {VERSION}"
@@ -43,7 +41,6 @@ def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
 
 
 def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield what is wrong with the keys of the top level, the rules themselves left aside."""
     meant: set[str] = set()
     examples = {
         "version": f"begin the file with `version: {FORMAT}`",
@@ -75,7 +72,6 @@ def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def _values(source: Located, key: str, value: object) -> Iterator[Problem]:
-    """Yield what is wrong with the value of a known key of the top level."""
     place, found = source.place((key,)), described(value)
     if key == "version" and (value != FORMAT or type(value) is not int):
         message = f"`version` must be the number {FORMAT}, found {found}"
@@ -98,7 +94,6 @@ def _values(source: Located, key: str, value: object) -> Iterator[Problem]:
 def duplicate_ids(
     source: Located, ids: Sequence[tuple[int, object]], first: dict[str, Place]
 ) -> Iterator[Problem]:
-    """Yield the ids that stand twice."""
     for index, rule_id in ids:
         if not isinstance(rule_id, str):
             continue

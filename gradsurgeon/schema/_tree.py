@@ -82,7 +82,6 @@ def _sha256(text: str) -> str:
 
 
 def from_rules(rules: Sequence[Rule]) -> RuleSet:
-    """Return the rule set of rules that were built in Python."""
     source = Built(None, file="<python>")
     problems = list(duplicate_ids(source, [(i, rule.id) for i, rule in enumerate(rules)], {}))
     if not rules:
@@ -94,7 +93,6 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
 
 
 def validate(source: Located, files: Files = DISK) -> RuleSet:
-    """Return the rules of a document and of all that it includes, out of the same files."""
     inspection = inspect(source, files)
     if inspection.rules is None:
         raise RuleFileError(list(inspection.problems))
@@ -128,16 +126,12 @@ class Inspection:
         return options
 
     def place(self, rule_id: str, *path: str | int) -> Place:
-        """Return the place of an option of a rule, such as ``"steps", "to"`` or ``"params", 2``.
-
-        Of a pattern that stands alone, index 0 is its own place.
-        """
+        """Return the place of an option, as ``"steps", "to"``; of a pattern that stands alone, index 0 is its own place."""
         source, index = self._written[rule_id]
         return source.place(("rules", index, *path))
 
 
 def inspect(source: Located, files: Files = DISK) -> Inspection:
-    """Return the rules of a document and its includes with all that is known of their places."""
     tree = _Tree(source, files)
     # Those of a file before those of what it includes.
     problems = tuple(bounded([problem for group in tree.problems for problem in group]))

@@ -235,7 +235,6 @@ def _where_it_acts(rule: Rule, does: str, later: Sequence[Rule]) -> str:
 
 
 def _listed(rules: Sequence[Rule]) -> str:
-    """Return the ids of the first few rules for a message, and how many more there are."""
     shown = [f"`{rule.id[:60]}`" for rule in rules[:3]]
     if len(rules) > len(shown):
         shown.append(f"{len(rules) - len(shown)} more")

@@ -191,7 +191,6 @@ class UselessExclude(Check):
 
 
 def _patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the path and the text of every pattern of a rule, those it excludes included."""
     for key in (rule.target, "exclude"):
         for index, text in enumerate(getattr(rule, key)):
             yield (key, index), text
