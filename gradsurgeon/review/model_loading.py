@@ -91,8 +91,8 @@ def _build(torch: Any, spec: str, build: Any) -> Any:
                 return build()
         except Exception as error:  # noqa: BLE001 # anything may fail on a device without values
             reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
-            sys.stderr.write(f"not built on the meta device ({reason}): building it for real\n")
-            return build()
+        sys.stderr.write(f"not built on the meta device ({reason}): building it for real\n")
+        return build()
     except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
         raise ModelError(_failure(f"cannot build `{printable(spec)}`", error)) from None
 
