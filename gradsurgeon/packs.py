@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path, PureWindowsPath
 
 from gradsurgeon.errors import HintedError, did_you_mean
 
 PREFIX = "gradsurgeon:"
-
-_MAX_LISTED = 100  # files of a folder that are looked at for a name like the one that is missing
 
 
 class IncludeError(HintedError):
@@ -26,19 +23,12 @@ class IncludeError(HintedError):
 
 @dataclass(frozen=True, slots=True)
 class Included:
-    """A file to be included.
+    """A file to be included."""
 
-    Attributes:
-        name: what messages call it.
-        path: where it is, without symbolic links, so that one file has one path.
-        folder: what its own relative entries start from; ``None`` where it may have none.
-        sha256: hash that the content must have; empty where any will do.
-    """
-
-    name: str
-    path: Path
-    folder: Path | None
-    sha256: str = ""
+    name: str  # in messages
+    path: Path  # without symbolic links, so that one file has one path
+    folder: Path | None  # what its own relative entries start from; ``None`` where it may have none
+    sha256: str = ""  # hash that the content must have; empty where any will do
 
     def check(self, text: str) -> None:
         if self.sha256 not in ("", content_hash(text)):
@@ -127,8 +117,7 @@ def file_on_disk(entry: str, base: Path) -> Included:
     if path.is_dir():
         raise is_folder(entry)
     if not path.exists():
-        beside = path.parent.iterdir() if path.parent.is_dir() else ()
-        raise is_missing(entry, (one.name for one in islice(beside, _MAX_LISTED)))
+        raise is_missing(entry)
     if not regular:
         raise IncludeError(f"`{entry[:80]}` is no regular file", "name a file of UTF-8 text")
     return Included(str(named), path, named.parent)
@@ -155,12 +144,6 @@ def is_folder(entry: str) -> IncludeError:
     return IncludeError(f"`{entry[:80]}` is a folder", "name each of its files")
 
 
-def is_missing(entry: str, beside: Iterable[str]) -> IncludeError:
-    """Return the error that an entry names nothing; ``beside``: what stands in its folder."""
-    # Without the suffixes: that both are YAML makes no two names alike.
-    stems = {Path(name).stem: name for name in sorted(beside)}
-    near = did_you_mean(Path(entry).stem, stems).split("`")[1:2]
-    return IncludeError(
-        f"there is no file `{entry[:80]}` in the folder of the including file",
-        _like_a_pack(entry) or "".join(f"did you mean `{stems[one]}`?" for one in near),
-    )
+def is_missing(entry: str) -> IncludeError:
+    message = f"there is no file `{entry[:80]}` in the folder of the including file"
+    return IncludeError(message, _like_a_pack(entry) or "correct the path")

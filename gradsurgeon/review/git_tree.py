@@ -13,7 +13,6 @@ import pathlib
 import posixpath
 import shutil
 import subprocess
-from difflib import get_close_matches
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,8 +20,6 @@ from gradsurgeon import packs, source
 from gradsurgeon.errors import HintedError, Place, Problem, RuleFileError
 from gradsurgeon.schema import Located
 
-_SUFFIXES = (".yaml", ".yml", ".json")
-_MAX_NAMES = 10_000  # that are looked at for one like the path that is missing
 _SECONDS = 60
 _LINK = "120000"
 # What a user may have set for discovery. All else that begins with GIT_ leads git elsewhere.
@@ -93,7 +90,7 @@ class GitTree:
         try:
             found = self._entry(path)
             if found is None:
-                raise packs.is_missing(entry, self._names(posixpath.dirname(path)))
+                raise packs.is_missing(entry)
             if found.kind == "tree":
                 raise packs.is_folder(entry)
         except GitError as error:
@@ -138,26 +135,18 @@ class GitTree:
     def _file(self, path: str) -> _Entry:
         entry = self._entry(path)
         if entry is None:
-            raise GitError(f"`{self.ref}` has no such file", self._nearest(path))
+            hint = "paths count from the top of the repository, and from here after `./`"
+            raise GitError(f"`{self.ref}` has no such file", hint)
         if wrong := _not_a_file(entry):
             raise GitError(f"it is {wrong}", "name a file of UTF-8 text")
         return entry
 
     def _entry(self, path: str) -> _Entry | None:
-        return _Entry("040000", "tree", self._top[1]) if path == "." else self._list(path).get(path)
-
-    def _names(self, folder: str) -> list[str]:
-        return [
-            posixpath.basename(path) for path in self._list(*([f"{folder}/"] if folder else []))
-        ]
-
-    def _list(self, *paths: str) -> dict[str, _Entry]:
-        """Return what stands at a path, or in a folder if it ends with a slash, by its whole path."""
-        entries = {}
-        for line in _texts(_ask("ls-tree", "-z", "--full-tree", self._top[1], "--", *paths)):
-            about, _, path = line.partition("\t")
-            entries[path] = _Entry(*about.split(" "))
-        return entries
+        if path == ".":
+            return _Entry("040000", "tree", self._top[1])
+        listed = _ask("ls-tree", "-z", "--full-tree", self._top[1], "--", path)
+        about = listed.partition(b"\t")[0]
+        return _Entry(*about.decode().split(" ")) if about else None
 
     def _from_top(self, path: str) -> str:
         if path.startswith(("./", "../")):
@@ -166,19 +155,6 @@ class GitTree:
         if whole == ".." or whole.startswith(("../", "/")):
             raise GitError("the path leads out of the repository")
         return whole
-
-    def _nearest(self, path: str) -> str:
-        """Return a hint with the paths most like the one that is missing."""
-        names = _texts(_ask("ls-tree", "-r", "-z", "--name-only", "--full-tree", self._top[1]))
-        known = [name for name in names if name.endswith(_SUFFIXES)][:_MAX_NAMES]
-        # The same name in another folder says more than a path of like letters.
-        same = [name for name in known if posixpath.basename(name) == posixpath.basename(path)]
-        near = same[:3] or get_close_matches(path, known, n=3, cutoff=0.5)
-        if not near:
-            count = f"{len(known)} files of YAML or JSON" if known else "no file of YAML or JSON"
-            return f"paths count from the top of the repository; it has {count}"
-        specs = [f"`{self.ref}:{name}`" for name in near]
-        return f"did you mean {specs[0]}?" if len(specs) == 1 else f"closest: {', '.join(specs)}"
 
 
 def unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
@@ -197,10 +173,6 @@ def _blob(entry: _Entry) -> bytes:
     if int(_ask("cat-file", "-s", entry.hash)) > source.MAX_BYTES:
         raise GitError(f"over {source.MAX_BYTES // 1024} KiB of text", "use `include`")
     return _ask("cat-file", "blob", entry.hash)
-
-
-def _texts(listing: bytes) -> list[str]:
-    return [os.fsdecode(text) for text in listing.split(b"\0") if text]
 
 
 def _ask(*arguments: str, fails: bool = False) -> bytes:
