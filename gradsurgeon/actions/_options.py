@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
@@ -61,6 +62,30 @@ class Steps(Options):
     def due(self, step: int) -> bool:
         after = step - self.from_
         return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
+
+    def includes(self, other: Steps) -> bool:
+        """Tell whether all steps of another schedule are steps of this one."""
+        last = (
+            None if other.to is None else other.to - 1 - (other.to - 1 - other.from_) % other.every
+        )
+        if last == other.from_:
+            return self.due(last)
+        if not self.due(other.from_) or other.every % self.every:
+            return False
+        return self.to is None if last is None else self.due(last)
+
+    def meets(self, other: Steps) -> bool:
+        """Tell whether two schedules share a step."""
+        first, second = sorted((self, other), key=lambda steps: steps.from_)
+        common = math.gcd(first.every, second.every)
+        gap = second.from_ - first.from_
+        if gap % common:
+            return False
+        # The smallest number of periods of the later one after which the earlier one is due, too.
+        period = first.every // common
+        turns = (-gap // common) * pow(second.every // common, -1, period) % period
+        step = second.from_ + turns * second.every
+        return first.due(step) and second.due(step)
 
 
 class Numel(Options):

@@ -10,7 +10,6 @@ from gradsurgeon.actions import MOMENTS, Rule
 from gradsurgeon.match import contains, disjoint
 from gradsurgeon.planning import ROOT, Manifest
 from gradsurgeon.review.matched_rules import MatchedRules, Matcher
-from gradsurgeon.review.schedules import includes, meet
 from gradsurgeon.schema import Inspection, RuleSet
 
 # Rules are compared two by two, pattern by pattern: a file may hold thousands.
@@ -28,13 +27,7 @@ class _Facts:
 
 
 class LintContext:
-    """The rules of a file and its includes, with the names of a model where those are known.
-
-    Attributes:
-        rules: in file order.
-        compared: those of them that are compared with each other, all but in a huge file.
-        matched: what the rules match in the model; ``None`` where names are not known.
-    """
+    """The rules of a file and its includes, with what they match where the names of a model are known."""
 
     def __init__(
         self, rules: RuleSet, inspected: Inspection, manifest: Manifest | None = None
@@ -53,6 +46,7 @@ class LintContext:
         }
         self._within: dict[tuple[frozenset[str], frozenset[str]], bool] = {}
         sizes = (len(self._facts[rule.id].patterns) + len(rule.exclude) for rule in self.rules)
+        # Those that are compared with each other: all but in a huge file.
         self.compared = self.rules[: sum(total <= MAX_COMPARED for total in accumulate(sizes))]
 
     def pairs(self) -> Iterator[tuple[Rule, list[Rule]]]:
@@ -96,7 +90,7 @@ class LintContext:
             shared = not names.isdisjoint(others)
         else:
             shared = self._shares_pattern(first, second) or self._shares_pattern(second, first)
-        return shared and meet(first.steps, second.steps)
+        return shared and first.steps.meets(second.steps)
 
     def _shares_pattern(self, wide: Rule, narrow: Rule) -> bool:
         texts = self._facts[narrow.id].patterns
@@ -106,7 +100,7 @@ class LintContext:
         """Tell whether it is certain that ``wide`` acts on all that ``narrow`` acts on, in every step of it."""
         if self._facts[wide.id].tensor != self._facts[narrow.id].tensor:
             return False
-        if wide.when not in (None, narrow.when) or not includes(wide.steps, narrow.steps):
+        if wide.when not in (None, narrow.when) or not wide.steps.includes(narrow.steps):
             return False
         names, wider = self.selected(narrow), self.selected(wide)
         if names is not None and wider is not None:

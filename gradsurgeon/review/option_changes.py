@@ -10,7 +10,6 @@ from pydantic.fields import FieldInfo
 
 from gradsurgeon.actions import Direction, Options, Rule, Steps, Stricter
 from gradsurgeon.review.matched_rules import PROTECTING
-from gradsurgeon.review.schedules import includes
 
 SELECTION = ("params", "modules", "tensors", "exclude", "where", "model")
 # Not given, these are shown as such: what that means is not their default, but depends on the rule.
@@ -83,7 +82,7 @@ def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
         first, second = _value(old, before, name), _value(new, after, name)
         same = _comparable(first) == _comparable(second)
         if name == "steps":  # one schedule can be written in several ways
-            same = includes(old.steps, new.steps) and includes(new.steps, old.steps)
+            same = old.steps.includes(new.steps) and new.steps.includes(old.steps)
         if same:
             continue
         direction, meaning = _judge(old, new, name, first, second)
@@ -112,9 +111,9 @@ def _judge(old: Rule, new: Rule, name: str, before: Any, after: Any) -> tuple[Di
 
 
 def _judge_steps(before: Steps, after: Steps) -> tuple[Direction, str]:
-    if includes(before, after):
+    if before.includes(after):
         return "loosened", "acts in fewer steps"
-    if includes(after, before):
+    if after.includes(before):
         return "tightened", "acts in more steps"
     return "changed", "acts in other steps"
 
