@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradsurgeon._parts import Segments, Shards
+    from gradsurgeon._numbers import Segments, Shards
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gradsurgeon import _live
-from gradsurgeon.launcher import exit_code, launch_status
+from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.settings import PREFIX, Settings, from_environment
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ def start() -> None:
     # Another Python on the way, such as that of a tool, is left alone unless it may train something.
     ours = os.environ.get(PREFIX, sys.prefix)
     if sys.prefix == ours:
-        exit_code.install()
         launch_status.start()
         waiting = partial(_activate, settings)
     else:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from gradsurgeon.launcher import exit_code
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import DRY_RUN, STATUS_FILE, STRICT, Settings
 
@@ -25,6 +24,9 @@ RULES_TAKEN, TORCH_IMPORTED, EXPLAINED = b"p", b"t", b"b"
 
 # What the process that was launched has noted: it needs no file.
 _noted: list[bytes] = []
+
+REFUSED = 2  # the exit code where the rules could not act
+_refusing: list[int] = []  # processes that are to end with it
 
 
 def variables(base: Mapping[str, str], *, command: bool) -> dict[str, str]:
@@ -39,9 +41,10 @@ def variables(base: Mapping[str, str], *, command: bool) -> dict[str, str]:
 
 
 def start() -> None:
+    # Before anything else is registered: they run last.
+    atexit.register(_leave)
     if os.environ.get(STATUS_FILE):
         note(RULES_TAKEN)
-        # Before anything else is registered: it runs last.
         atexit.register(_end, os.getpid())
 
 
@@ -59,7 +62,7 @@ def run_without_rules(settings: Settings, reason: str) -> None:
     note(EXPLAINED)
     say(f"the script runs on without rules: {reason}")
     if settings.strict:
-        raise SystemExit(exit_code.REFUSED) from None
+        raise SystemExit(REFUSED) from None
 
 
 def why_no_rule_acted(stages: bytes) -> str:
@@ -103,4 +106,25 @@ def _end(pid: int) -> None:
         if text := why_no_rule_acted(stages):
             say(text)
             if _is_training_expected():
-                exit_code.refuse()
+                refuse()
+
+
+def refuse() -> None:
+    """Let this process end with 2, unless it fails by itself."""
+    _refusing.append(os.getpid())
+
+
+def exit_code_for(status: int) -> int:
+    """Return the exit code of a process that would end with ``status``."""
+    return REFUSED if status == 0 and os.getpid() in _refusing else status
+
+
+def _leave() -> None:
+    # Python lets nobody change the exit code once the script has ended: the process is left at once, after
+    # everything else that runs at exit. A traceback has a code of its own.
+    if os.getpid() not in _refusing or hasattr(sys, "last_type"):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(REFUSED)

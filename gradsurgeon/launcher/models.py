@@ -13,11 +13,10 @@ from torch.optim import Optimizer
 from gradsurgeon import _dist, api, planning
 from gradsurgeon.errors import BindError, RecordError
 from gradsurgeon.launcher import launch_status
-from gradsurgeon.launcher.attached_model import AttachedModel
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import Settings
-from gradsurgeon.launcher.summary import write_header
+from gradsurgeon.launcher.summary import AttachedModel, write_header
 from gradsurgeon.runtime import Options, lacking
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.store import job
@@ -65,8 +64,7 @@ class Models:
         """
         waiting = [model for model in self._alive() if not model.begun]
         params = [param for model in waiting for param in model.params()]
-        known = [root for model in waiting if (root := model.module()) is not None]
-        for root in roots_of(params, known) if params else []:
+        for root in roots_of(params) if params else []:
             inside = {id(module) for module in root.modules()}
             parts = [model for model in waiting if id(model.module()) in inside]
             # A mere wrapper that came after it has the same parameters, and gives way to what it wraps.

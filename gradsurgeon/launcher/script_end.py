@@ -13,7 +13,7 @@ from typing import NoReturn
 from gradsurgeon import _dist
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import BindError, GradSurgeonWarning, printable
-from gradsurgeon.launcher import debugger, exit_code
+from gradsurgeon.launcher import debugger, launch_status
 from gradsurgeon.launcher.messages import say, write
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.settings import Settings
@@ -51,7 +51,7 @@ class ScriptEnd:
         try:
             self._finish()
         finally:
-            leave(exit_code.instead_of(status))
+            leave(launch_status.exit_code_for(status))
 
     def dry_run(self) -> None:
         """Print the plans, write the manifests and stop, where that is what was asked for."""
@@ -68,7 +68,7 @@ class ScriptEnd:
                 manifest_file.write(model.plan.manifest, path)
             except OSError as error:
                 say(f"dry run: error: cannot write {printable(str(path))}: {error.strerror}")
-                code = exit_code.REFUSED
+                code = launch_status.REFUSED
             else:
                 say(f"dry run: wrote {printable(str(path))}")
         sys.exit(code)
@@ -104,4 +104,4 @@ class ScriptEnd:
         rank = self._models.attached[0].rank
         write([f"gradsurgeon: error: {problem}" for problem in problems], rank)
         if problems and (self._settings.strict or self._settings.dry_run):
-            exit_code.refuse()
+            launch_status.refuse()

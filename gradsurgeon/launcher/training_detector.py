@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradsurgeon import _dist, _live, api
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
-from gradsurgeon.launcher import exit_code, launch_status
+from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.models import Models
@@ -38,7 +38,7 @@ def activate(settings: Settings) -> None:
     except RuleFileError as error:
         launch_status.note(launch_status.EXPLAINED)
         print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
-        raise SystemExit(exit_code.REFUSED) from None
+        raise SystemExit(launch_status.REFUSED) from None
     models = Models(settings, rules)
     WarningLines(models).install()
     TrainingDetector(models, ScriptEnd(settings, models)).install()

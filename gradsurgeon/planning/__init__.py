@@ -1,7 +1,6 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
 from gradsurgeon.planning.binding import NO_MATCH, bind, is_for, obstacles, shortfalls, undecided
-from gradsurgeon.planning.breaks import outside_graphs
 from gradsurgeon.planning.manifest import (
     ROOT,
     Manifest,
@@ -15,6 +14,7 @@ from gradsurgeon.planning.manifest import (
 )
 from gradsurgeon.planning.matching import NameIndex, Thing, examples
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
+from gradsurgeon.planning.plan_warnings import outside_graphs
 
 __all__ = [
     "NO_MATCH",

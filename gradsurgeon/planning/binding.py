@@ -10,11 +10,10 @@ from gradsurgeon import _live
 from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning.breaks import breaks_of
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
 from gradsurgeon.planning.matching import NameIndex, Thing, examples
-from gradsurgeon.planning.overlaps import overlaps
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
+from gradsurgeon.planning.plan_warnings import breaks_of, overlaps
 from gradsurgeon.schema import RuleSet
 
 NO_MATCH = "matches nothing in this model"
@@ -24,17 +23,10 @@ _MAX_COMPLAINTS = 100
 
 @_live.uncollected()
 def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
-    """Bind rules to the parameters and modules of a manifest.
+    """Bind rules to the names of a model, or raise `BindError` with all that is wrong at once.
 
-    Args:
-        rules: in file order.
-        manifest: of one model.
-        alone: the rules are meant for this model and no other. Else a rule that matches nothing here
-            may match elsewhere; `shortfalls` tells once all models are known.
-
-    Raises:
-        BindError: all rules that match nothing, that break their `expect`, or that cannot act on what
-            they match, at once.
+    Not ``alone``, a rule that matches nothing here may match in another model: `shortfalls` tells that
+    once all models are known.
     """
     names = _names(manifest)
     complaints: list[str] = []

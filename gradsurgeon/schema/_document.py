@@ -1,21 +1,45 @@
-"""What is wrong with one document, its includes and other documents left aside."""
+"""One document, a file or plain Python data, and what is wrong with it; its includes are left aside."""
 
 from __future__ import annotations
 
+import pathlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from gradsurgeon.actions import Flaw, Rule, check_rule, described, known_actions
 from gradsurgeon.errors import Place, Problem, did_you_mean
 from gradsurgeon.packs import PREFIX
-from gradsurgeon.schema._located import Located
 from gradsurgeon.schema._version import FORMAT, VERSION, meets
-from gradsurgeon.source import Path
+from gradsurgeon.source import Document, Path
 
 _TOP_LEVEL = ("version", "requires", "include", "rules")
 MAX_PROBLEMS = 100  # of one severity: nobody reads on, and a job must not end in megabytes of them
 _MAX_HINTS = 50  # on unknown keys: to look for what was meant takes time
+
+
+@dataclass(frozen=True)
+class Built:
+    """Rules given as plain Python data: the place of a value is its path."""
+
+    data: object
+    file: str = "<dict>"
+    text: str = ""
+    problems: tuple[Problem, ...] = ()
+    folder: pathlib.Path | None = None
+
+    def place(self, path: Path) -> Place:
+        """Return the path, such as ``<dict> rules[2].min``, as a place without a line."""
+        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
+        return Place(f"{self.file} {''.join(steps).lstrip('.')}".strip(), 0, 0)
+
+    key_place = place
+    missing_place = place
+
+
+# Plain data that knows where each of its values was written.
+Located: TypeAlias = Document | Built
 
 
 def no_mapping(source: Located) -> list[Problem]:

@@ -6,13 +6,15 @@ import hashlib
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from gradsurgeon import packs
+from gradsurgeon import packs, source
 from gradsurgeon.actions import Rule, described
 from gradsurgeon.errors import Place, Problem, RuleFileError
 from gradsurgeon.schema._document import (
     MAX_PROBLEMS,
+    Built,
+    Located,
     bounded,
     duplicate_ids,
     no_mapping,
@@ -21,10 +23,37 @@ from gradsurgeon.schema._document import (
     tidy,
     top_level,
 )
-from gradsurgeon.schema._located import DISK, Built, Files, Located
 
 # In all: a hostile tree is read within seconds.
 MAX_FILES = 32
+
+
+class Files(Protocol):
+    """A tree of files in which `include` finds its own: those of a commit do not read the disk."""
+
+    def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
+        """Return a document that stands in ``folder`` the way an entry would name it."""
+
+    def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
+        """Return the file that a relative entry of a file in ``folder`` names, or raise `IncludeError`."""
+
+    def read(self, target: packs.Included) -> Located:
+        """Read what `find` has found, or raise `RuleFileError`."""
+
+
+class _Disk:
+    def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
+        path = folder / pathlib.Path(document.file).name
+        return packs.Included(document.file, path.resolve(), folder)
+
+    def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
+        return packs.file_on_disk(entry, folder)
+
+    def read(self, target: packs.Included) -> Located:
+        return source.read(target.path, target.name)
+
+
+DISK: Files = _Disk()
 
 
 @dataclass(frozen=True)
@@ -101,19 +130,12 @@ def validate(source: Located, files: Files = DISK) -> RuleSet:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A rule file with its includes, and where everything in them is written.
+    """A rule file with its includes, and where everything in them is written."""
 
-    Attributes:
-        rules: ``None`` where there are errors.
-        problems: all problems, file by file.
-        sources: the file and what it includes, packs too, in the order of ``problems``.
-        entries: by which entry of `include` a file was reached, by its name.
-    """
-
-    rules: RuleSet | None
-    problems: tuple[Problem, ...]
-    sources: tuple[Located, ...]
-    entries: Mapping[str, Place]
+    rules: RuleSet | None  # none where there are errors
+    problems: tuple[Problem, ...]  # file by file
+    sources: tuple[Located, ...]  # in the same order, packs too
+    entries: Mapping[str, Place]  # by which entry of `include` a file was reached, by its name
     _written: Mapping[str, tuple[Located, int]]
 
     def source(self, rule_id: str) -> Located:
