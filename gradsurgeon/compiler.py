@@ -28,23 +28,14 @@ class ModuleProgram:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything a session does, sorted by the moment at which it happens.
+    """Everything a session does, sorted by the moment at which it happens."""
 
-    Attributes:
-        names: canonical names of all parameters, in model order. Those that no rule touches are
-            there because their optimizer is what keeps the clock.
-        armed: the parameters that carry hooks.
-        per_tensor: parameter to its rules at `backward` in file order; one tensor hook each.
-        after_backward: rules that look once a backward pass has finished. The traps are among them:
-            they look there and decide at the step.
-        at_step: rules that act right before an update, in file order.
-        modules: one program per module that a rule touches.
-        tags: rules on tagged tensors, in file order.
-    """
-
+    # Of all parameters: those that no rule touches are there because their optimizer keeps the clock.
     names: tuple[str, ...]
-    armed: tuple[int, ...] = ()
+    armed: tuple[int, ...] = ()  # the parameters that carry hooks
+    # Parameter to its rules at `backward`; one tensor hook each.
     per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
+    # The traps are among these: they look there and decide at the step.
     after_backward: tuple[Stage, ...] = ()
     at_step: tuple[Stage, ...] = ()
     modules: tuple[ModuleProgram, ...] = ()

@@ -23,22 +23,15 @@ MAX_FLAWS = 50  # of one rule: nobody reads on, and to look for more takes time
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """Something wrong with the options of one rule: at which key, why, and what to do.
+    """Something wrong with the options of one rule: at which key, why, and what to do."""
 
-    Attributes:
-        at: the key, or the keys and indices that lead to the value; empty for the rule as a whole.
-        message: what was found, and why it cannot work.
-        hint: what to do.
-        missing: the key is not there, so that the flaw is shown at the mapping that lacks it.
-        key: the key itself is what is wrong, not its value.
-        check: name of the check.
-    """
-
-    at: str | Path
-    message: str
-    hint: str = ""
-    missing: bool = False
-    key: bool = False
+    at: (
+        str | Path
+    )  # the key, or the keys and indices that lead to the value; empty for the whole rule
+    message: str  # what was found, and why it cannot work
+    hint: str = ""  # what to do
+    missing: bool = False  # the key is not there: the flaw is shown at the mapping that lacks it
+    key: bool = False  # the key itself is what is wrong, not its value
     check: str = "bad-value"
 
     @property

@@ -37,28 +37,17 @@ Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter tensor.
-
-    Attributes:
-        name: canonical name, the first one in the order of ``named_parameters``.
-        aliases: its other canonical names, where the tensor is tied.
-        shape: ``None`` while a lazy module has not seen its first input.
-        dtype: such as ``float32``.
-        requires_grad: whether it is trainable now.
-        module_type: class names of the owning modules, most derived first, base classes included.
-        sparse: the owner asks for sparse gradients.
-        sharding: how several ranks divide it, if they do.
-    """
+    """One parameter tensor."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    name: Name
-    aliases: NameList
-    shape: Shape | None
+    name: Name  # canonical, the first one in the order of ``named_parameters``
+    aliases: NameList  # its other canonical names, where the tensor is tied
+    shape: Shape | None  # none while a lazy module has not seen its first input
     dtype: Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,40}$")]
     requires_grad: StrictBool
-    module_type: NameList
-    sparse: StrictBool = False
+    module_type: NameList  # class names of the owners, most derived first, base classes included
+    sparse: StrictBool = False  # the owner asks for sparse gradients
     sharding: Sharding = ""
 
     @property

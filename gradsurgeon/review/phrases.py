@@ -26,16 +26,11 @@ Ids = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Phrases:
-    """What one difference says.
-
-    Attributes:
-        code: writes what a user wrote (an id, a pattern, a name, a value), escaped for where it goes.
-        arrow: stands between before and after.
-    """
+    """What one difference says."""
 
     difference: Difference
-    code: Callable[[str], str]
-    arrow: str
+    code: Callable[[str], str]  # writes what a user wrote, escaped for where it goes
+    arrow: str  # stands between before and after
 
     def summary(self) -> str:
         found = self.difference
