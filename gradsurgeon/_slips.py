@@ -24,7 +24,6 @@ _SHOWN, _LOOKED_AT = 60, 50
 
 
 def mark_at(line: int, column: int) -> yaml.Mark:
-    """Return a mark, both counted from 0."""
     return yaml.Mark("", 0, line, column, None, 0)
 
 
@@ -33,7 +32,6 @@ def indicator_hint(char: str) -> str:
 
 
 def syntax_error(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str, yaml.Mark]:
-    """Return message, hint and mark."""
     context, problem = error.context or "", error.problem or "not readable"
     mark: Any = error.problem_mark
     opened: Any = error.context_mark or mark

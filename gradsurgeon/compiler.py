@@ -75,7 +75,6 @@ class Program:
 
 
 def compile_plan(plan: Plan) -> Program:
-    """Return the program of a plan: one hook per tensor, one visit after each pass, one per step."""
     names = tuple(param.name for param in plan.manifest.params)
     index = {name: number for number, name in enumerate(names)}
     per_tensor: dict[int, list[Rule]] = {}

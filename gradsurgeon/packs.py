@@ -23,8 +23,6 @@ class IncludeError(HintedError):
 
 @dataclass(frozen=True, slots=True)
 class Included:
-    """A file to be included."""
-
     name: str  # in messages
     path: Path  # without symbolic links, so that one file has one path
     folder: Path | None  # what its own relative entries start from; ``None`` where it may have none

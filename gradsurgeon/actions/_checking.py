@@ -71,7 +71,6 @@ def check_rule(
 
 
 def _keys(model: type[Options]) -> dict[str, Any]:
-    """Return the keys of a mapping as rule files write them, with what is known of each."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
@@ -131,8 +130,6 @@ def _suggestion(key: str, names: Sequence[str]) -> str:
 
 
 class _RuleChecker:
-    """Takes what cannot be validated out of the options of one rule, and says why."""
-
     def __init__(self, kind: type[Rule] | None, actions: Mapping[str, type[Rule]]) -> None:
         self.rule, self.known, self.actions = kind or Rule, kind is not None, actions
         self.flaws: list[Flaw] = []

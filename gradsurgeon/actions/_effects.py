@@ -88,8 +88,6 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies of the tensors themselves."""
-
     max_bytes: int  # of all that the rule keeps; the oldest make room
 
 

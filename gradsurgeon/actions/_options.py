@@ -75,7 +75,6 @@ class Steps(Options):
         return self.to is None if last is None else self.due(last)
 
     def meets(self, other: Steps) -> bool:
-        """Tell whether two schedules share a step."""
         first, second = sorted((self, other), key=lambda steps: steps.from_)
         common = math.gcd(first.every, second.every)
         gap = second.from_ - first.from_

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the difference; 1 where there is one and `--exit-code` asks, 2 where none can be told."""
     try:
         # The model last: to build it takes long, and may need much.
         old, new = sources.rules_at(arguments.old), sources.rules_at(arguments.new)

@@ -23,7 +23,6 @@ _FAILING = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lint the files; 1 where one has what `--fail-on` names, 2 where one, or the names, cannot be read."""
     try:
         manifest = None if arguments.params is None else sources.manifest_of(arguments.params)
     except ManifestError as error:

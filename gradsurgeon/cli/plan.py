@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; 1 where rules are wrong or do not bind, 2 where there are no names to bind to."""
     try:
         # Before the model is built: that takes longer, and needs torch.
         rules = sources.rules_at(arguments.file)

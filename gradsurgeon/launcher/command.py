@@ -26,7 +26,6 @@ _WITH_VALUE = ("--rules", "--record", "--start-step")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replace this process by the script; return only where that cannot be done."""
     options, target = split(argv)
     arguments = _parser().parse_args(options)
     if not arguments.print_env and not target:
@@ -64,7 +63,6 @@ def _settings(rules: str, arguments: argparse.Namespace) -> Settings:
 
 
 def _problem(rules: str, record: str | None) -> str:
-    """Return why nothing can be run, empty where it can."""
     if not rules:
         return f"no rules are given: pass `--rules FILE`, or set {RULES}"
     if not Path(rules).is_file():

@@ -26,7 +26,6 @@ _OVER = f"gradsurgeon/debugged/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'
 
 
 def install() -> None:
-    """Open the debugger after a trap has ended the script, once the traceback is printed."""
     Patch(sys, "excepthook", _on_end)
 
 
@@ -45,7 +44,6 @@ def _on_end(
 
 
 def _debug(error: NonFiniteGradientError, traceback: TracebackType) -> None:
-    """Open the debugger on the rank that trapped; let the others wait for it."""
     rank = _dist.rank()
     if _dist.world() > 1 and rank != error.rank:
         say(f"rank {rank} waits: rank {error.rank} trapped and is in the debugger")

@@ -49,7 +49,6 @@ def start() -> None:
 
 
 def note(stage: bytes) -> None:
-    """Note how far this process has come, for whoever reads the status file at the end."""
     if _is_main():
         _noted.append(stage)
     elif file := os.environ.get(STATUS_FILE):

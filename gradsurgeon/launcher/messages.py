@@ -23,7 +23,6 @@ def say(text: str) -> None:
 
 
 def write(lines: Iterable[str], rank: int) -> None:
-    """Write lines beside progress bars, on the first rank only."""
     text = "\n".join(lines)
     if rank != 0 or not text:
         return

@@ -39,7 +39,6 @@ class Settings:
     strict: bool = False
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return an environment in which Python puts the rules on every script."""
         environment = {key: value for key, value in base.items() if key not in _ALL}
         environment |= {RULES: self.rules, PREFIX: sys.prefix}
         values = {RECORD: self.record, DRY_RUN: self.dry_run}

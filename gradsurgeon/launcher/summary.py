@@ -23,8 +23,6 @@ _MOST_EVENTS = 5
 
 @dataclass(slots=True, eq=False)
 class AttachedModel:
-    """One model with rules on it."""
-
     title: str  # class name of the model, with a number where there are several of a kind
     module: weakref.ref[nn.Module]  # weakly, as the session has it
     plan: Plan

@@ -216,7 +216,6 @@ def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
 
 
 def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> Iterator[str]:
-    """Yield why a rule cannot get at gradients that several ranks divide."""
     flat = [one for one in manifest.params if one.sharding == "FullyShardedDataParallel"]
     if flat:
         yield (

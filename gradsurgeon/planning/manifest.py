@@ -37,8 +37,6 @@ Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter tensor."""
-
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     name: Name  # canonical, the first one in the order of ``named_parameters``
@@ -57,7 +55,6 @@ class Param:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Canonical name and aliases."""
         return (self.name, *self.aliases)
 
 

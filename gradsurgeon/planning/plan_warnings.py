@@ -22,7 +22,6 @@ _Kind = tuple[Literal["edits", "reads", ""], Moment]
 
 
 def overlaps(plan: Plan) -> Iterator[str]:
-    """Yield warnings on rules that change the same tensors; of many pairs some, in file order."""
     names = cache(lambda rule_id: {binding.name for binding in plan.of(rule_id)})
     rules = plan.rules.rules
     meeting: dict[tuple[str, str | None, str], list[int]] = {}

@@ -27,7 +27,6 @@ _Value = TypeVar("_Value")
 
 
 def refuse(file: str, message: str, hint: str = "", check: str = "bad-manifest") -> NoReturn:
-    """Raise the one problem that keeps a file from being used."""
     raise ManifestError([Problem(Place(file, 0, 0), check, message, hint)])
 
 

@@ -70,7 +70,6 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _merge(rows: dict[_Row, list[str]], columns: int) -> dict[_Row, list[str]]:
-    """Merge rows that differ in one column only, column by column."""
     for column in range(columns):
         alike: dict[_Row, list[_Row]] = {}
         for row in rows:

@@ -53,8 +53,6 @@ class _Index:
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The tensors of a file."""
-
     params: dict[str, Param] = field(default_factory=dict)  # those that can have a gradient
     left_out: list[str] = field(default_factory=list)  # names of those that hold whole numbers
 

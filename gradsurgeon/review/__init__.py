@@ -11,7 +11,6 @@ __all__ = ["lint"]
 
 
 def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
-    """Return all problems of a file and its includes; that it cannot be read is one of them."""
     try:
         document = source.read(path)
     except RuleFileError as error:

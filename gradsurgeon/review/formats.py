@@ -36,7 +36,6 @@ _RESET = "\033[0m"
 def write(
     problems: Sequence[Problem], form: str, *, root: Path | None = None, colour: bool = False
 ) -> str:
-    """Return problems as text in one of `FORMATS`, with paths that start from the folder ``root``."""
     base = root or Path.cwd()
     if form in ("full", "concise"):
         return "".join(f"{_for_people(problem, form, colour=colour)}\n" for problem in problems)

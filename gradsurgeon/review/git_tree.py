@@ -163,7 +163,6 @@ def unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
 
 
 def _not_a_file(entry: _Entry) -> str:
-    """Return what an entry is if it is no file; an empty text if it is one."""
     if entry.mode == _LINK:
         return "a symbolic link: links of a commit are not followed"
     return {"tree": "a folder", "commit": "a submodule"}.get(entry.kind, "")

@@ -27,8 +27,6 @@ class _Facts:
 
 
 class LintContext:
-    """The rules of a file and its includes, with what they match where the names of a model are known."""
-
     def __init__(
         self, rules: RuleSet, inspected: Inspection, manifest: Manifest | None = None
     ) -> None:
@@ -75,7 +73,6 @@ class LintContext:
         return all(disjoint(text, pattern) for text in patterns)
 
     def acts_before(self, first: Rule, second: Rule) -> bool:
-        """Tell whether ``first`` takes effect before ``second``: by moment, then by file order."""
         return self._facts[first.id].when < self._facts[second.id].when
 
     def overlap(self, first: Rule, second: Rule) -> bool:

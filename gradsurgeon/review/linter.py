@@ -17,7 +17,6 @@ _MAX_PROBLEMS = 200
 
 
 def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[Problem]:
-    """Return the problems of reading a file and of its rules, in file order, without the suppressed ones."""
     problems = [*inspected.problems, *_problems_of_rules(inspected, manifest)]
     own_files = [source for source in inspected.sources if not source.file.startswith(PREFIX)]
     suppressions = Suppressions(own_files)

@@ -14,7 +14,6 @@ from gradsurgeon.errors import ModelError, printable
 
 
 def load_model(spec: str) -> Any:
-    """Return the module that ``pkg.mod:name`` names, built on the meta device where that works."""
     with _stdout_to_stderr():
         torch = _torch()
         target = _target(spec)
