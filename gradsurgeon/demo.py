@@ -46,47 +46,32 @@ LAST_FINITE = "fc1.weight"
 FIRST_NONFINITE = "conv2.weight"
 
 
-class Poison(torch.autograd.Function):
-    """The identity, whose backward makes one element of the gradient NaN."""
-
-    @staticmethod
-    def forward(_: object, features: Tensor) -> Tensor:
-        return features.view_as(features)
-
-    @staticmethod
-    def backward(_: object, *grads: Tensor) -> Tensor:
-        poisoned = grads[0].clone()
-        poisoned[0, 0, 0, 0] = float("nan")
-        return poisoned
-
-
-class Fault(nn.Module):
-    """Fault injection: an identity that poisons its backward while it is armed."""
-
-    armed = False
-
-    def forward(self, features: Tensor) -> Tensor:
-        if not self.armed:
-            return features
-        return cast("Tensor", Poison.apply(features))  # type: ignore[no-untyped-call]
+def poison(grad: Tensor) -> Tensor:
+    """Make one element of a gradient NaN."""
+    poisoned = grad.clone()
+    poisoned[0, 0, 0, 0] = float("nan")
+    return poisoned
 
 
 class DigitsNet(nn.Module):
-    """Two convolutions, two linear layers, and the fault right behind the second one."""
+    """Two convolutions, two linear layers, and the fault: a backward that is poisoned while it is armed."""
+
+    armed = False
 
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
         self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
-        self.fault = Fault()
         self.fc1 = nn.Linear(32 * 4 * 4, 64)
         self.fc2 = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = self.conv1(images).relu()
-        # Before the ReLU: behind it, the NaN could fall on an element that ReLU blocks.
-        hidden = self.fault(self.conv2(hidden)).relu()
-        hidden = functional.max_pool2d(hidden, 2).flatten(1)
+        hidden = self.conv2(hidden)
+        if self.armed:
+            # Before the ReLU: behind it, the NaN could fall on an element that ReLU blocks.
+            hidden.register_hook(poison)
+        hidden = functional.max_pool2d(hidden.relu(), 2).flatten(1)
         return cast("Tensor", self.fc2(self.fc1(hidden).relu()))
 
 
@@ -140,7 +125,7 @@ class Trainer:
             )
 
     def _train(self, images: Tensor, labels: Tensor) -> float:
-        self.model.fault.armed = self._step == FAULT_STEP
+        self.model.armed = self._step == FAULT_STEP
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
