@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from gradsurgeon.actions import written
@@ -94,14 +93,9 @@ class Phrases:
         return f"{what}: {names}. Such as {before} before, {now} now."
 
     def order(self) -> str:
-        """Return how the order in the file changed, from the first rule that moved to the last."""
-        before, after = self.difference.order_before, self.difference.order_after
-        start = _equal(before, after)
-        end = len(before) - _equal(before[::-1], after[::-1])
-        old, new = self.chain(before[start:end]), self.chain(after[start:end])
         seen = any(warning.kind == "order" for warning in self.difference.warnings)
         effect = "" if seen else "; no tensor sees another order"
-        return f"order in the file: {old} became {new}{effect}"
+        return f"the rules stand in another order in the file{effect}"
 
     def changes(self) -> Iterator[tuple[str, RuleChange, list[str]]]:
         """Yield each rule that differs, with a sign before it and its details behind it."""
@@ -168,11 +162,6 @@ def short(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return str(number)
-
-
-def _equal(one: Ids, other: Ids) -> int:
-    pairs = zip(one, other, strict=True)
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _spelled(name: str, value: Any) -> str:
