@@ -25,18 +25,9 @@ _WHOLE = 2**62
 
 
 def summary(session: Session | Run) -> Report:
-    """Return the report of a session, running or removed, or of a run. Waits for the device.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """Return the report of a session, running or removed, or of a run. Waits for the device."""
     if hasattr(session, "ranks"):
         return from_run(cast("Run", session))
-    if not hasattr(session, "plan"):
-        raise TypeError(
-            f"a summary is of a Session or of a Run, not of {type(session).__name__}; open_run(path) "
-            "opens a run directory"
-        )
     plan = session.plan
     attachment = session._attachment  # noqa: SLF001 # what a report needs is nothing for users
     rules = {
