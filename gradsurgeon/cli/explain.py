@@ -13,8 +13,8 @@ from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, kno
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.schema import rule_schema
 from gradsurgeon.errors import did_you_mean, printable
-from gradsurgeon.review.checks import CHECKS, Check
-from gradsurgeon.review.linter import severities
+from gradsurgeon.review.checks import CHECKS
+from gradsurgeon.review.formats import all_checks
 from gradsurgeon.review.reading_checks import READING_CHECKS
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ _TARGET_EXAMPLES: dict[TargetKind, dict[str, str]] = {
 
 def run(arguments: argparse.Namespace) -> int:
     name = arguments.action
-    checks = severities()
+    checks = all_checks()
     if name is None:
         summaries = {action: _summary(rule) for action, rule in known_actions.items()}
-        summaries |= {check: _check_summary(check) for check in sorted(checks)}
+        summaries |= {check: checks[check].summary for check in sorted(checks)}
         width = max(map(len, summaries))
         for key, summary in summaries.items():
             print(f"{key.ljust(width)}  {summary}")
@@ -93,9 +93,10 @@ def _action_page(rule: type[Rule]) -> Iterator[str]:
 
 
 def _check_page(name: str) -> Iterator[str]:
-    yield from (f"`{name}` ({severities()[name]})", "", _check_summary(name))
+    about = all_checks()[name]
+    yield from (f"`{name}` ({about.severity})", "", about.summary)
     if name not in CHECKS:
-        yield from ("", READING_CHECKS[name].help)
+        yield from ("", about.help)
         return
     check = CHECKS[name]
     for paragraph in inspect.cleandoc(type(check).__doc__ or "").partition("\n")[2].split("\n\n"):
@@ -105,15 +106,11 @@ def _check_page(name: str) -> Iterator[str]:
     yield from ("", f"Found{where}:", "", *_rule_file(check.BAD.strip().splitlines()))
 
 
-def _summary(described: type[Rule | Check]) -> str:
+def _summary(described: type[Rule]) -> str:
     return (described.__doc__ or "").partition("\n")[0]
 
 
-def _check_summary(name: str) -> str:
-    return _summary(type(CHECKS[name])) if name in CHECKS else READING_CHECKS[name].summary
-
-
-def _sections(described: type[Rule | Check]) -> Iterator[str]:
+def _sections(described: type[Rule]) -> Iterator[str]:
     body = inspect.cleandoc(described.__doc__ or "").partition("\n")[2]
     for section in re.split(r"^## ", body, flags=re.MULTILINE)[1:]:
         heading, _, text = section.partition("\n")

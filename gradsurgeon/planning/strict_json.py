@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -57,14 +56,9 @@ def parse(raw: bytes, file: str) -> object:
         refuse(file, f"not JSON: {error}", _KINDS)
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
 def checked(kind: type[_Value], value: object, file: str) -> _Value:
     try:
-        valid: _Value = _adapter(kind).validate_python(value)  # type: ignore[arg-type] # a class has the hash of a class
+        valid: _Value = TypeAdapter(kind).validate_python(value)
     except ValidationError as errors:
         if (count := errors.error_count()) > _MAX_PROBLEMS:
             refuse(file, f"{count} problems: this is no file of names", _KINDS)

@@ -10,7 +10,7 @@ from gradsurgeon.actions import MOMENTS, Rule
 from gradsurgeon.match import contains, disjoint
 from gradsurgeon.planning import ROOT, Manifest
 from gradsurgeon.review.matched_rules import MatchedRules, Matcher
-from gradsurgeon.schema import Inspection, RuleSet
+from gradsurgeon.schema import RuleSet
 
 # Rules are compared two by two, pattern by pattern: a file may hold thousands.
 MAX_COMPARED = 400
@@ -27,12 +27,9 @@ class _Facts:
 
 
 class LintContext:
-    def __init__(
-        self, rules: RuleSet, inspected: Inspection, manifest: Manifest | None = None
-    ) -> None:
+    def __init__(self, rules: RuleSet, manifest: Manifest | None = None) -> None:
         self.rules = rules.rules
         self.matched = None if manifest is None else MatchedRules(rules, Matcher(manifest))
-        self._inspected = inspected
         self._facts = {
             rule.id: _Facts(
                 (rule.target, str(rule.ref)),
@@ -51,9 +48,6 @@ class LintContext:
         """Yield each rule with the rules above it in the file, in file order."""
         for index, rule in enumerate(self.compared):
             yield rule, list(self.compared[:index])
-
-    def says_at(self, rule: Rule) -> bool:
-        return "at" in self._inspected.options(rule.id)
 
     def hits(self, rule: Rule, pattern: str) -> dict[str, str] | None:
         """Return the names that a pattern of a rule matches, each with its canonical name, if names are known."""

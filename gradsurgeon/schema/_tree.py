@@ -6,7 +6,7 @@ import hashlib
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 from gradsurgeon import packs, source
 from gradsurgeon.actions import Rule, described
@@ -128,29 +128,12 @@ def validate(source: Located, files: Files = DISK) -> RuleSet:
     return inspection.rules
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """A rule file with its includes, and where everything in them is written."""
+class Inspection(NamedTuple):
+    """A rule file with its includes, and all that is wrong with them."""
 
     rules: RuleSet | None  # none where there are errors
     problems: tuple[Problem, ...]  # file by file
     sources: tuple[Located, ...]  # in the same order, packs too
-    entries: Mapping[str, Place]  # by which entry of `include` a file was reached, by its name
-    _written: Mapping[str, tuple[Located, int]]
-
-    def source(self, rule_id: str) -> Located:
-        return self._written[rule_id][0]
-
-    def options(self, rule_id: str) -> Mapping[str, object]:
-        source, index = self._written[rule_id]
-        data: Any = source.data
-        options: Mapping[str, object] = data["rules"][index]
-        return options
-
-    def place(self, rule_id: str, *path: str | int) -> Place:
-        """Return the place of an option, as ``"steps", "to"``; of a pattern that stands alone, index 0 is its own place."""
-        source, index = self._written[rule_id]
-        return source.place(("rules", index, *path))
 
 
 def inspect(source: Located, files: Files = DISK) -> Inspection:
@@ -168,7 +151,7 @@ def inspect(source: Located, files: Files = DISK) -> Inspection:
             _written=tree.written,
             _entries=tree.entries,
         )
-    return Inspection(rules, problems, tuple(tree.sources), tree.entries, tree.written)
+    return Inspection(rules, problems, tuple(tree.sources))
 
 
 class _Tree:

@@ -39,7 +39,7 @@ class EffectiveOrder(Check):
 
         for rule, later in _out_of_order(context, both_edit):
             hint = "put them in the order in which they act, or choose another `at`"
-            key = "at" if context.says_at(rule) else "action"
+            key = "at" if "at" in rule.model_fields_set else "action"
             yield Finding(rule, (key,), _where_it_acts(rule, "acts", later), hint, later)
 
 
@@ -69,7 +69,7 @@ class ObservedOrder(Check):
         for rule, later in _out_of_order(context, _edit_and_record):
             does = "changes gradients" if isinstance(rule, EditRule) else "sees gradients"
             hint = "put it above, or choose another `at`"
-            key = "at" if context.says_at(rule) else "action"
+            key = "at" if "at" in rule.model_fields_set else "action"
             yield Finding(rule, (key,), _where_it_acts(rule, does, later), hint, later)
 
 
