@@ -21,17 +21,6 @@ from gradsurgeon._expressions import PatternError, check_expression
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = [
-    "Pattern",
-    "PatternError",
-    "compile_pattern",
-    "contains",
-    "disjoint",
-    "nearest",
-    "select",
-    "suggest",
-]
-
 _MAX_TEXT = 500
 _MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and how much of them
 _TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"

@@ -13,8 +13,9 @@ from typing import Annotated, TypeAlias, TypeGuard
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from gradsurgeon._expressions import PatternError
 from gradsurgeon.errors import did_you_mean
-from gradsurgeon.match import PatternError, compile_pattern
+from gradsurgeon.match import compile_pattern
 
 Path: TypeAlias = tuple[str | int, ...]
 

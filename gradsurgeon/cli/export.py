@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from gradsurgeon._expressions import PatternError
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
-from gradsurgeon.match import PatternError, compile_pattern, select
+from gradsurgeon.match import compile_pattern, select
 from gradsurgeon.store.files import replacing
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, open_run

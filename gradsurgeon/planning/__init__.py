@@ -6,14 +6,12 @@ from gradsurgeon.planning.manifest import (
     Manifest,
     Module,
     Param,
-    ParameterSlot,
     from_model,
     named_modules,
     slots,
-    walk,
 )
 from gradsurgeon.planning.matching import NameIndex, Thing, examples
-from gradsurgeon.planning.plan import Binding, Plan, hook_of
+from gradsurgeon.planning.plan import Binding, Plan
 from gradsurgeon.planning.plan_warnings import outside_graphs
 
 __all__ = [
@@ -24,13 +22,11 @@ __all__ = [
     "Module",
     "NameIndex",
     "Param",
-    "ParameterSlot",
     "Plan",
     "Thing",
     "bind",
     "examples",
     "from_model",
-    "hook_of",
     "is_for",
     "named_modules",
     "obstacles",
@@ -38,5 +34,4 @@ __all__ = [
     "shortfalls",
     "slots",
     "undecided",
-    "walk",
 ]

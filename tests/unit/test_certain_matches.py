@@ -7,8 +7,9 @@ import random
 
 import pytest
 
+from gradsurgeon._expressions import PatternError
 from gradsurgeon.actions import Steps
-from gradsurgeon.match import PatternError, compile_pattern, contains, disjoint
+from gradsurgeon.match import compile_pattern, contains, disjoint
 
 
 @pytest.mark.no_cover  # thousands of inputs, the same few lines
