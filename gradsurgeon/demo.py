@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import gradsurgeon
 from gradsurgeon import packs, report
@@ -30,9 +30,6 @@ except ModuleNotFoundError as error:
         raise
     print(f"{error}; {_INSTALL}", file=sys.stderr)
     sys.exit(2)
-
-if TYPE_CHECKING:
-    from gradsurgeon.runtime import Session
 
 EPOCHS = 10
 LEAST_EPOCHS = 4
@@ -102,7 +99,7 @@ def default_rules() -> Path:
 class Trainer:
     """Plain training; what the rules do happens inside ``backward()`` and ``optimizer.step()``."""
 
-    def __init__(self, model: DigitsNet, optimizer: AdamW, session: Session) -> None:
+    def __init__(self, model: DigitsNet, optimizer: AdamW, session: gradsurgeon.Session) -> None:
         self.model, self.optimizer, self.session = model, optimizer, session
         self.images, self.labels, self.test_images, self.test_labels = load_digits()
         self.accuracy = 0.0

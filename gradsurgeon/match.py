@@ -10,16 +10,14 @@ import itertools
 import math
 import re
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from heapq import nlargest
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from gradsurgeon._expressions import PatternError, check_expression
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 _MAX_TEXT = 500
 _MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and how much of them

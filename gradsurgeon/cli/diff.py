@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
 
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.review import difference, markdown, sources, text
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def run(arguments: argparse.Namespace) -> int:

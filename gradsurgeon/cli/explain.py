@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, known_actions, written
 from gradsurgeon.cli import fail
@@ -16,9 +17,6 @@ from gradsurgeon.errors import did_you_mean, printable
 from gradsurgeon.review.checks import CHECKS
 from gradsurgeon.review.formats import all_checks
 from gradsurgeon.review.reading_checks import READING_CHECKS
-
-if TYPE_CHECKING:
-    import argparse
 
 _WIDTH = 100
 _TYPES = {

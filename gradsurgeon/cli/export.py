@@ -5,13 +5,14 @@ Lines are written as rows are read, so that the size of a run does not matter.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from gradsurgeon._expressions import PatternError
 from gradsurgeon.cli import fail
@@ -21,9 +22,6 @@ from gradsurgeon.match import compile_pattern, select
 from gradsurgeon.store.files import replacing
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, open_run
-
-if TYPE_CHECKING:
-    import argparse
 
 COLUMNS = ("step", "rank", "rule", "point", "stat", "name", "value")
 # What a spreadsheet takes for a formula, and the sign that says it is none.

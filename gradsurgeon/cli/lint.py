@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, get_args
+from typing import TextIO, get_args
 
 from gradsurgeon import review
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import ManifestError, Problem, Severity, printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.review import formats, sources
-
-if TYPE_CHECKING:
-    import argparse
 
 UNREADABLE = "unreadable-file"
 

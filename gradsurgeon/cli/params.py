@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import ManifestError, ModelError, printable
 from gradsurgeon.planning import Manifest, manifest_file, strict_json
 from gradsurgeon.planning.table import count
 from gradsurgeon.review import sources
-
-if TYPE_CHECKING:
-    import argparse
 
 _SHOWN = 50
 

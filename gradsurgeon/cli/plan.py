@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
 
 from gradsurgeon import planning
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.lint import UNREADABLE
 from gradsurgeon.errors import BindError, ManifestError, ModelError, RuleFileError
 from gradsurgeon.review import sources
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import RecordError, printable
@@ -15,9 +15,6 @@ from gradsurgeon.planning.table import count, grid
 from gradsurgeon.report import from_run, needs_ascii, title_of
 from gradsurgeon.store.layout import RUN_FILE
 from gradsurgeon.store.run import open_run
-
-if TYPE_CHECKING:
-    import argparse
 
 # Processes and models of one script make two levels, and people sort their runs into folders.
 _DEEPEST = 6

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradsurgeon.actions import ACTIONS, TARGETS, Rule
 from gradsurgeon.packs import PREFIX, published
 from gradsurgeon.schema import FORMAT, VERSION
-
-if TYPE_CHECKING:
-    import argparse
 
 
 def run(arguments: argparse.Namespace) -> int:

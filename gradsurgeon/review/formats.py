@@ -20,8 +20,6 @@ from gradsurgeon.review import checks
 from gradsurgeon.review.reading_checks import READING_CHECKS, CheckInfo
 from gradsurgeon.schema import VERSION
 
-FORMATS = ("full", "concise", "json", "github", "sarif")
-
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _SHOWN = 10  # annotations of each kind that GitHub shows per step; it drops the rest in silence
 _WORDS: Mapping[str, str] = {"error": "error", "warning": "warning", "note": "notice"}
