@@ -5,8 +5,6 @@ number without a word, so that nothing else in the package reduces a `DTensor`: 
 parts and puts the results together with `reduce`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -4,8 +4,6 @@ They work on plain tensors, strided or sparse. What statistics are taken of in p
 gradients in one tensor, or one over many ranks.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Scanners notice a slip late, and name it in words about tokens. What a person di
 the lines up to where the scanner gave up; both loaders of PyYAML word differently, the lines are the same.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

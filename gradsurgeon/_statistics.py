@@ -1,7 +1,5 @@
 """Statistics of gradients of any layout and dtype, sharded ones included."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Plan -> program: everything a session does, sorted by the moment at which it happens. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

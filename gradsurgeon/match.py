@@ -4,8 +4,6 @@ A glob is translated into a regular expression that runs in linear time; a regul
 user's is taken only if it is quick on any name of a sensible length.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -4,8 +4,6 @@ Packs live in one folder with a lock, ``packs.json``, which gives each published
 the hash of its content: a rule file that was reviewed with a pack keeps its meaning.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Values are built from YAML *events*, one at a time. PyYAML's own tree builder is
 libyaml it overflows the stack of the process on deep nesting, and it follows YAML 1.1.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re

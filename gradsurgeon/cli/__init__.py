@@ -4,8 +4,6 @@ Exit codes: 0 clean, 1 something was found in the rules or in how they bind, 2 t
 do its work (usage, an unreadable file, a model that cannot be built, a fault of ours).
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os

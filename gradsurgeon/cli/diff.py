@@ -1,7 +1,5 @@
 """``gradsurgeon diff``: what a change of a rule file does. Only `--model` imports torch."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

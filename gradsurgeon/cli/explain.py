@@ -1,7 +1,5 @@
 """``gradsurgeon explain``: the page of an action or a check, made from its class. Never imports torch."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

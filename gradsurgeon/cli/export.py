@@ -3,8 +3,6 @@
 Lines are written as rows are read, so that the size of a run does not matter.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

@@ -1,7 +1,5 @@
 """``gradsurgeon lint``: every problem of every file and its includes. Never imports torch."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

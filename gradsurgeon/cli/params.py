@@ -1,7 +1,5 @@
 """``gradsurgeon params``: the names of a model as a file, and whether such a file is up to date."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import sys

@@ -1,7 +1,5 @@
 """``gradsurgeon plan``: what rules bind to in a model. Imports torch for ``--model`` only."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """``gradsurgeon report``: what a run looked like. Never imports torch."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

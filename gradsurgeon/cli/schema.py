@@ -1,7 +1,5 @@
 """``gradsurgeon schema``: the JSON Schema (draft 2020-12) of rule files, for editors."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from typing import Any

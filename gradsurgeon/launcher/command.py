@@ -4,8 +4,6 @@ The process is replaced, not wrapped: arguments, exit code, signals, tracebacks 
 of plain Python, and children of all kinds inherit the environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """`run --pdb`: the debugger, in the line of the script that a trap has stopped."""
 
-from __future__ import annotations
-
 import os
 import pdb  # noqa: T100 # it is what was asked for
 import sys

@@ -1,7 +1,5 @@
 """From parameters that are trained to the models they belong to, among all live objects."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Sequence
 

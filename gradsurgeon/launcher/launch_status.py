@@ -5,8 +5,6 @@ So all note in a file how far they came, the status file, and who was launched r
 may be anything, such as a shell, that cannot read it: `observer` does it then.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -1,7 +1,5 @@
 """Lines on stderr in the name of the program, never inside a progress bar of the script."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """The models of a script and the sessions on them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

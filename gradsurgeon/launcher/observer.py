@@ -4,8 +4,6 @@ The launcher turns into the command, so that signals and exit code are those of 
 after its end is left to another process: no child of the command, which may wait for any of its own.
 """
 
-from __future__ import annotations
-
 import os
 import select
 from collections.abc import Mapping

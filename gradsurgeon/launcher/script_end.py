@@ -1,7 +1,5 @@
 """Sees to it that a launched script ends as it would, with the summary and complete records."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

@@ -1,7 +1,5 @@
 """What the launcher tells the processes it starts, through their environment."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

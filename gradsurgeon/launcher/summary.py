@@ -1,7 +1,5 @@
 """One model of a launched script, with the header and the summary of it on stderr."""
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Waits for something to be trained: an optimizer that is built, or weights that change without one."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterator

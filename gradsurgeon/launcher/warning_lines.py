@@ -1,7 +1,5 @@
 """Shows warnings and log lines of the package as lines of the launcher; all others are left to the script."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """RuleSet + names -> Plan. Pure: it reads a manifest and touches nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache

@@ -5,8 +5,6 @@ of few models is written for them only: ``sparse`` and ``sharding`` of a paramet
 ``inplace`` of a module. Files of weights name parameters as well, though they tell less: see `read`.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

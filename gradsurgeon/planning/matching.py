@@ -1,7 +1,5 @@
 """Patterns and conditions of a rule -> the parameters or modules it selects, and what is doubtful."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """What a reader of a plan must know: rules that meet on the same tensors, and what `torch.compile` makes of it. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from itertools import chain, combinations, islice

@@ -1,7 +1,5 @@
 """JSON from strangers: bounded in size, and checked by pydantic."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar

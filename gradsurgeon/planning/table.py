@@ -1,7 +1,5 @@
 """Tables for people: aligned columns, counted nouns, and many names in a few words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise

@@ -4,8 +4,6 @@ The tensors themselves are never read. Such a file tells names, shapes and dtype
 it tells neither classes of modules nor which tensors train, are tied, or are buffers.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field

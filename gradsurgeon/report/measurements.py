@@ -1,7 +1,5 @@
 """What a report reads off measurements, whether they are in memory or on disk."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The table of gradient norms, and what stands out in it."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What each rule did, and what happened."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """A history as one line of characters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

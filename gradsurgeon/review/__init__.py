@@ -1,7 +1,5 @@
 """Rules as they are reviewed: what is wrong with them, what they change, and how that is written."""
 
-from __future__ import annotations
-
 from gradsurgeon import schema, source
 from gradsurgeon.errors import Problem, RuleFileError
 from gradsurgeon.planning import Manifest

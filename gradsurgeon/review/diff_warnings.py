@@ -1,7 +1,5 @@
 """What a reviewer must not miss about a change of rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Two rule sets and the names of a model -> what the change from one to the other does. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,8 +3,6 @@
 Everything from a user's file is escaped for where it goes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

@@ -6,8 +6,6 @@ filters, drivers and pagers are for. What is left is an object that is not there
 git would fetch it, by commands that the repository names. It is told to fetch nothing and to know no protocol.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import posixpath

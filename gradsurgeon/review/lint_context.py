@@ -1,7 +1,5 @@
 """What checks ask about the rules of a file: what each selects, which of two acts first, how they meet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """All that lint finds in valid rules, less what comments suppress."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from gradsurgeon.errors import Place, Problem

@@ -4,8 +4,6 @@ Unlike `planning.bind` this never raises: a rule that cannot act is what a revie
 made for two rule sets that are nearly alike: what both select is matched once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

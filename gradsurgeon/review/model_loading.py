@@ -1,7 +1,5 @@
 """What ``--model`` and ``--import`` name: the only part of reviews that runs code of the user."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """The options that differ between two rules, and whether that makes the rule stricter."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What a difference says in words, the same in a terminal and in a pull request."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The checks of reading a rule file, as code scanning services list them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from gradsurgeon.errors import Severity

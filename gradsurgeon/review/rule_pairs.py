@@ -1,7 +1,5 @@
 """Which rule of the new file is which rule of the old one: by id, and by what it says."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 

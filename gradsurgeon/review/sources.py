@@ -1,7 +1,5 @@
 """Where a review gets rules and names from: files, commits, manifests, weights, models."""
 
-from __future__ import annotations
-
 import re
 
 from gradsurgeon import planning, schema, source

@@ -1,7 +1,5 @@
 """``# gradsurgeon: ignore[check-id]``: comments that suppress problems, and those that suppress none."""
 
-from __future__ import annotations
-
 import bisect
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A difference for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from gradsurgeon.errors import printable

@@ -1,7 +1,5 @@
 """One document, a file or plain Python data, and what is wrong with it; its includes are left aside."""
 
-from __future__ import annotations
-
 import pathlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

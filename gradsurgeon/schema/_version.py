@@ -1,7 +1,5 @@
 """What this gradsurgeon is, and whether that is what a rule file requires."""
 
-from __future__ import annotations
-
 import re
 from operator import eq, ge, gt, le, lt, ne
 

@@ -1,7 +1,5 @@
 """Claiming a run directory for one rank, and telling whether someone is still writing there."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from contextlib import closing, suppress

@@ -1,7 +1,5 @@
 """Writing the SQLite file of one rank: how it is opened, and one transaction of rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Writing a file as a whole."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ row holds one value per tensor; a tensor that had no gradient in that step has n
 which is not the same as a value of NaN.
 """
 
-from __future__ import annotations
-
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What every check has in common."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator

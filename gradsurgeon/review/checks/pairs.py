@@ -1,7 +1,5 @@
 """Checks on what two rules do to the same tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from gradsurgeon.actions import CaptureRule, EditRule, FreezeRule, ObserverRule, Rule, TrapRule

@@ -1,7 +1,5 @@
 """Checks on what the patterns of one rule match."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """Checks on the value of one option."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from gradsurgeon.actions.clamp import Clamp
