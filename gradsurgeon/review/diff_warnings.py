@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from gradsurgeon.actions import MOMENTS, EditRule, Rule
 from gradsurgeon.review.matched_rules import ChainChange, MatchedRules
-from gradsurgeon.review.rule_pairs import RulePairs
+from gradsurgeon.review.rule_changes import RulePairs
 
 Kind = Literal[
     "lost-protection",  # of parameters

@@ -16,8 +16,7 @@ from gradsurgeon.review.matched_rules import (
     Matcher,
     changed_chains,
 )
-from gradsurgeon.review.option_changes import OptionChange
-from gradsurgeon.review.rule_pairs import RulePairs, pair_rules
+from gradsurgeon.review.rule_changes import OptionChange, RulePairs, pair_rules
 from gradsurgeon.schema import RuleSet
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from gradsurgeon.errors import Place, Problem
+from gradsurgeon import schema, source
+from gradsurgeon.errors import Place, Problem, RuleFileError
 from gradsurgeon.packs import PREFIX
 from gradsurgeon.planning import Manifest
 from gradsurgeon.review.checks import CHECKS, Finding
@@ -12,6 +13,15 @@ from gradsurgeon.review.suppressions import Suppressions
 from gradsurgeon.schema import Inspection, RuleSet, bounded
 
 _MAX_PROBLEMS = 200
+
+
+def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
+    """Return all problems of a file and its includes; that it cannot be read is one of them."""
+    try:
+        document = source.read(path)
+    except RuleFileError as error:
+        return list(error.problems)
+    return lint_rules(schema.inspect(document), manifest)
 
 
 def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[Problem]:

@@ -9,7 +9,7 @@ from gradsurgeon.actions import written
 from gradsurgeon.planning.table import NOUNS, count, fold_names
 from gradsurgeon.review.diff_warnings import DiffWarning
 from gradsurgeon.review.difference import Difference, RuleChange
-from gradsurgeon.review.option_changes import OptionChange
+from gradsurgeon.review.rule_changes import OptionChange
 
 _MAX_NAMES = 6
 _MAX_UNCHANGED = 10
