@@ -33,7 +33,8 @@ def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[
         # What is needed where no names are known is not useless where they are.
         for problem in _problems_of_rules(inspected, None):
             suppressions.take(problem)
-    unused = suppressions.unused(severities(), checked=inspected.rules is not None)
+    severities = {name: check.severity for name, check in (READING_CHECKS | CHECKS).items()}
+    unused = suppressions.unused(severities, checked=inspected.rules is not None)
     kept += bounded(list(unused))
     order = {source.file: index for index, source in enumerate(inspected.sources)}
     return sorted(
@@ -44,10 +45,6 @@ def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[
             problem.place.col,
         ),
     )
-
-
-def severities() -> dict[str, str]:
-    return {name: check.severity for name, check in (READING_CHECKS | CHECKS).items()}
 
 
 def _problems_of_rules(inspected: Inspection, manifest: Manifest | None) -> Iterator[Problem]:
