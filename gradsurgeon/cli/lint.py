@@ -5,7 +5,7 @@ import os
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TextIO, get_args
+from typing import get_args
 
 from gradsurgeon import review
 from gradsurgeon.cli import fail
@@ -26,7 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
     # A file that is named twice is one file.
     by_file = {file: review.lint(file, manifest) for file in dict.fromkeys(arguments.files)}
     problems = _distinct(by_file)
-    colour = arguments.output is None and _coloured(sys.stdout)
+    # To a terminal that has colours, unless the user declines.
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    colour = arguments.output is None and sys.stdout.isatty() and not plain
     text = formats.write(problems, arguments.format, root=_workspace(), colour=colour)
     if arguments.output is not None:
         try:
@@ -43,11 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
     if any(problem.check == UNREADABLE for problem in problems):
         return 2
     return int(any(problem.severity in _FAILING[arguments.fail_on] for problem in problems))
-
-
-def _coloured(stream: TextIO) -> bool:
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return stream.isatty() and not plain
 
 
 def _workspace() -> Path:

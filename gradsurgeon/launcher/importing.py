@@ -55,10 +55,7 @@ def _activate(settings: Settings) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Calls back once a module has been imported, and then takes itself off the path.
-
-    Others may wait for the same module, by finders that ask all others as this one does.
-    """
+    """Calls back once a module has been imported, and then takes itself off the path."""
 
     def __init__(self, name: str, imported: Callable[[], None]) -> None:
         self._name = name

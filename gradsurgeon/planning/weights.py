@@ -6,9 +6,9 @@ it tells neither classes of modules nor which tensors train, are tied, or are bu
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, ConfigDict, Field
 
@@ -49,10 +49,9 @@ class _Index:
     weight_map: dict[Name, Annotated[str, AfterValidator(_beside)]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    params: dict[str, Param] = field(default_factory=dict)  # those that can have a gradient
-    left_out: list[str] = field(default_factory=list)  # names of those that hold whole numbers
+class _Header(NamedTuple):
+    params: dict[str, Param]  # those that can have a gradient
+    left_out: list[str]  # names of those that hold whole numbers
 
 
 def from_safetensors(file: str) -> Manifest:
@@ -64,7 +63,7 @@ def from_index(data: object, file: str) -> Manifest:
     names_in: dict[str, list[str]] = {}
     for name, shard in strict_json.checked(_Index, data, file).weight_map.items():
         names_in.setdefault(shard, []).append(name)
-    found = _Header()
+    found = _Header({}, [])
     missing: list[str] = []
     for shard, names in names_in.items():
         path = Path(file).parent / shard
@@ -94,7 +93,7 @@ def _header(file: str) -> _Header:
     if not isinstance(entries, dict):
         strict_json.refuse(file, "its header is no JSON object: this is no safetensors file")
     entries.pop("__metadata__", None)
-    found = _Header()
+    found = _Header({}, [])
     for name, tensor in strict_json.checked(dict[Name, _Tensor], entries, file).items():
         if tensor.dtype.startswith(_WITHOUT_GRADIENT):
             found.left_out.append(name)

@@ -107,10 +107,8 @@ class GitTree:
 
     @cached_property
     def _top(self) -> tuple[str, str]:
-        """The current folder as seen from the top one, and the hash of the top one in the commit.
-
-        Asked for once: a branch that moves meanwhile changes nothing.
-        """
+        """The current folder as seen from the top one, and the hash of the top one in the commit."""
+        # Asked for once: a branch that moves meanwhile changes nothing.
         options = ("--absolute-git-dir", "--show-prefix", "--verify", "--quiet")
         known = self.ref.isprintable() and not self.ref.startswith("-")
         printed = _ask("rev-parse", *options, f"{self.ref}^{{tree}}" if known else "", fails=True)
