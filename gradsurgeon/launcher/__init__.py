@@ -1,7 +1,7 @@
 """`gradsurgeon run`: rules on a training script that nobody edits.
 
 In the order in which things happen: `command` reads the command line, puts `settings` into the environment
-and replaces itself by plain Python, or by a command whose end `observer` waits for. There
+and replaces itself by plain Python, or by a command. There
 `bootstrap/sitecustomize.py` waits, through `importing`, for torch. `training_detector` then waits for
 optimizers, `discovery` finds the models they belong to, and `models` attaches the rules to these. `summary`
 writes the header and the summary, `warning_lines` shows warnings and what is logged, all by way of

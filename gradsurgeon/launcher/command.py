@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurgeon.errors import printable
-from gradsurgeon.launcher import launch_status, observer
+from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import DISABLE, RULES, STATUS_FILE, Settings, is_on
 from gradsurgeon.store import job
@@ -117,7 +117,7 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
     if program is None:
         return _fail(f"{printable(command[0])}: there is no such command")
     if target[0] == "--" and STATUS_FILE in environment and STATUS_FILE not in os.environ:
-        observer.start(environment)
+        launch_status.leave_observer(environment)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":

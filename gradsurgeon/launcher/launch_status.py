@@ -1,16 +1,21 @@
 """Says at the end of a launched script that no rule acted, if none of its processes trained anything.
 
 Which process trains is not known beforehand: under torchrun the first one only waits for its workers.
-So all note in a file how far they came, the status file, and who was launched reads it at the end. A command
-may be anything, such as a shell, that cannot read it: `observer` does it then.
+So all note in a file how far they came, the status file, and who was launched reads it at the end.
+
+A command may be anything, such as a shell, that cannot read it. The launcher turns into it, so that signals and
+exit code are those of the command; another process waits for its end, and is no child of the command, which may
+wait for any of its own.
 """
 
 import atexit
 import os
+import select
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import DRY_RUN, STATUS_FILE, STRICT, Settings
@@ -125,3 +130,38 @@ def _leave() -> None:
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(REFUSED)
+
+
+def leave_observer(environment: Mapping[str, str]) -> None:
+    """Leave a process behind that waits for the end of this one, whatever it turns into."""
+    try:
+        # By its number alone it might be another process by then.
+        end = os.pidfd_open(os.getpid())
+    except (AttributeError, OSError):
+        return  # Only Linux has them.
+    between = os.fork()
+    if between == 0:
+        try:
+            os.setsid()  # What the terminal sends is for the command.
+            if os.fork() == 0:
+                os.environ.update(environment)
+                _observe(end)
+        finally:
+            os._exit(0)
+    os.waitpid(between, 0)
+    os.close(end)
+
+
+def _observe(end: int) -> NoReturn:
+    os.chdir("/")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    # Whoever reads what the command writes is not to wait for this process.
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    os.dup2(end, 3)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+    select.select([3], [], [])
+    stages = read_and_remove(os.environ[STATUS_FILE])
+    if text := why_no_rule_acted(stages):
+        say(text)
+    os._exit(0)
