@@ -30,7 +30,6 @@ class ScriptEnd:
         self._prepared = self._done = False
 
     def prepare(self) -> None:
-        """Prepare for the end: something more is going to be trained."""
         # What a session writes at its end is to come before its records are closed at exit.
         atexit.unregister(self._finish)
         atexit.register(self._finish)

@@ -125,7 +125,6 @@ class TrainingDetector:
             self._script_end.dry_run()
 
     def _search(self, optimizer: Optimizer) -> None:
-        """Find the models of an optimizer that is new, or has got new parameters."""
         # Wrappers that skip the constructor of their base may have no groups of their own.
         groups = getattr(optimizer, "param_groups", ())
         size = sum(len(group["params"]) for group in groups)

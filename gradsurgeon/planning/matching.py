@@ -67,7 +67,6 @@ class NameIndex:
         return self._kept(rule, chosen), doubts
 
     def select(self, rule: Rule) -> list[Thing]:
-        """Return what a rule selects, as `match` does, without looking for what is doubtful."""
         chosen: set[str] = set()
         for pattern in rule.patterns:
             chosen.update(thing.name for thing in self.hits(pattern).values())

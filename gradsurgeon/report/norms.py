@@ -79,8 +79,6 @@ def _named(sources: Iterable[tuple[str, str]]) -> str:
 
 
 def _row(measurements: Measurements, name: str, order: Sequence[str]) -> _Row | None:
-    """Return the norms of one tensor by the rule to be preferred, ``None`` without a value."""
-
     def preference(key: Key) -> tuple[int, int]:
         points, rules = [*_POINTS, key.point], [*order, key.rule]
         return points.index(key.point), rules.index(key.rule)
@@ -92,7 +90,6 @@ def _row(measurements: Measurements, name: str, order: Sequence[str]) -> _Row | 
 
 
 def _selected(rows: Sequence[_Row]) -> list[_Row]:
-    """Return the rows to show, in model order: the worst are among them."""
     by_spike = sorted(rows, key=lambda row: -row.times)
     # Of two sorts of worst: many non-finite rows must not crowd out the spike before them.
     nonfinite = [row for row in by_spike if row.history.nonfinite]

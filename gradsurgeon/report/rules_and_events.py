@@ -73,7 +73,6 @@ def by_kind(events: Iterable[Event]) -> Counter[str]:
 
 
 def event_lines(events: Sequence[Event]) -> Iterator[str]:
-    """Yield the events in order of time, repeated ones folded into their first."""
     if not events:
         return
     groups: dict[tuple[str, ...], list[Event]] = {}

@@ -65,7 +65,6 @@ class GitTree:
         self.ref = ref  # a branch, a tag, a commit, or whatever else git takes for one
 
     def open(self, path: str) -> source.Document:
-        """Read a file by its path from the top of the repository, or from here after ``./``."""
         spec = f"{self.ref}:{path}"
         try:
             whole = self._from_top(path)

@@ -96,7 +96,6 @@ class Phrases:
         return f"the rules stand in another order in the file{effect}"
 
     def changes(self) -> Iterator[tuple[str, RuleChange, list[str]]]:
-        """Yield each rule that differs, with a sign before it and its details behind it."""
         found = self.difference
         for change in found.added:
             yield "+", change, [self._given(option) for option in change.options]

@@ -75,7 +75,6 @@ def _comparable(value: Any) -> Hashable:
 
 
 def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
-    """Return the options that differ, in the order in which rules have them. Ids do not count."""
     before, after = given_options(old), given_options(new)
     changes = []
     for name in dict.fromkeys((*before, *after)):
@@ -91,7 +90,6 @@ def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
 
 
 def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an option, its default where the rule does not give it."""
     info = _field(rule, name)
     if name in options or info is None or info.is_required() or name in _NEVER_FILLED_IN:
         return options.get(name)

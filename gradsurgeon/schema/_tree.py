@@ -155,8 +155,6 @@ def inspect(source: Located, files: Files = DISK) -> Inspection:
 
 
 class _Tree:
-    """The rules of a file and of all that it includes, in order, with all that is wrong."""
-
     def __init__(self, source: Located, files: Files) -> None:
         self._from = files
         self.rules: list[Rule] = []
