@@ -33,7 +33,7 @@ class Program:
     Attributes:
         names: canonical names of all parameters, in model order. Those that no rule touches are
             there because their optimizer is what keeps the clock.
-        armed: the parameters that carry hooks.
+        armed: the parameters that some rule acts on.
         per_tensor: parameter to its rules at `backward` in file order; one tensor hook each.
         after_backward: rules that look once a backward pass has finished. The traps are among them:
             they look there and decide at the step.
@@ -59,7 +59,7 @@ class Program:
 
     @property
     def watched(self) -> Sequence[int]:
-        """The parameters that carry hooks; rules on modules alone must learn of passes as well."""
+        """The parameters whose gradients tell of a backward pass: all, where rules are on modules alone."""
         return self.armed or range(len(self.names))
 
     @property
@@ -85,7 +85,7 @@ class Program:
 
 
 def compile_plan(plan: Plan) -> Program:
-    """Return the program of a plan: one hook per tensor, one visit after each pass, one per step."""
+    """Return the program of a plan: what is done in a backward pass, after it, and before an update."""
     names = tuple(param.name for param in plan.manifest.params)
     index = {name: number for number, name in enumerate(names)}
     per_tensor: dict[int, list[Rule]] = {}
