@@ -42,8 +42,8 @@ class RulePairs:
 def pair_rules(before: MatchedRules, after: MatchedRules) -> RulePairs:
     """Return which rule of the new file is which of the old one, under the same id or another.
 
-    A rule under another id was most likely renamed where it is the same otherwise, or where it does
-    something else of the same kind to the same tensors.
+    A rule under another id was most likely renamed where it is the same otherwise, or where at least its
+    action and its selection are written the same.
     """
     new_ids = {rule: rule for rule in before.rules if rule in after.rules}
     gone = {key: _traits(rule) for key, rule in before.rules.items() if key not in after.rules}
