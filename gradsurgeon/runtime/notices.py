@@ -93,11 +93,11 @@ def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequenc
     for bound_rule in (*due_rules.in_backward, *due_rules.after):
         rule = bound_rule.rule
         if not isinstance(rule, TrapRule) and not set(having).isdisjoint(bound_rule.tensors):
-            text = _NOT_FROM_A_PASS.format(point=rule.point)
+            text = _NOT_BY_BACKWARD.format(point=rule.point)
             context.event_log.once("no pass", text, rule=rule.id, step=counter.step, warn=True)
 
 
-_NOT_FROM_A_PASS = (
+_NOT_BY_BACKWARD = (
     "no backward pass gave the gradients of this update (the script assigns them, as "
     "`p.grad = torch.autograd.grad(...)` does, or updates twice from one gradient), and this rule sees only "
     "what a backward pass delivers (`at: {point}`): use `at: step` for what the optimizer gets"
