@@ -30,7 +30,7 @@ class Program:
 
     # Of all parameters: those that no rule touches are there because their optimizer keeps the clock.
     names: tuple[str, ...]
-    armed: tuple[int, ...] = ()  # the parameters that carry hooks
+    armed: tuple[int, ...] = ()  # the parameters that some rule acts on
     # Parameter to its rules at `backward`; one tensor hook each.
     per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
     # The traps are among these: they look there and decide at the step.
@@ -47,7 +47,7 @@ class Program:
 
     @property
     def watched(self) -> Sequence[int]:
-        """The parameters that carry hooks; rules on modules alone must learn of passes as well."""
+        """The parameters whose gradients tell of a backward pass: all, where rules are on modules alone."""
         return self.armed or range(len(self.names))
 
     @property

@@ -72,8 +72,8 @@ def why_no_rule_acted(stages: bytes) -> str:
         return ""
     if TORCH_IMPORTED in stages:
         return (
-            "no rule acted: no optimizer of torch was built on the parameters of a module (where a script "
-            "updates them by hand, call gradsurgeon.apply in it)"
+            "no rule acted: no optimizer of torch was built on the parameters of a module, and none of them "
+            "changed between two backward passes (call gradsurgeon.apply in the script)"
         )
     if RULES_TAKEN not in stages:
         return f"no process has taken the rules: no Python of {sys.prefix} ran"

@@ -43,7 +43,7 @@ def activate(settings: Settings) -> None:
 
 
 class TrainingDetector:
-    """Asks every optimizer once for its parameters, and finds the models that these belong to."""
+    """Finds the models of the parameters that an optimizer has, or that change without one."""
 
     def __init__(self, models: Models, script_end: ScriptEnd) -> None:
         self._models = models

@@ -199,8 +199,8 @@ def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     lazy = [param for param in params if param.shape is None and not _shape_is_not_told(param)]
     if lazy:
         yield (
-            f"{len(lazy)} parameters have no shape yet{examples(lazy)}: hooks cannot be put on lazy "
-            "modules; run one forward pass before applying rules"
+            f"{len(lazy)} parameters have no shape yet{examples(lazy)}: rules cannot act on lazy modules; "
+            "run one forward pass before applying rules"
         )
     complex_ones = [param for param in params if param.dtype.startswith("complex")]
     if complex_ones and (reason := rule.complex_problem()):

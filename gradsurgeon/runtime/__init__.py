@@ -1,4 +1,4 @@
-"""Attaches a plan to a model. Every hook in the package is registered in this folder."""
+"""Attaches a plan to a model: the hooks, the watch over backward passes and updates, and what rules do there."""
 
 from gradsurgeon.runtime._oldest_torch import OLDEST
 from gradsurgeon.runtime.attachment import Attachment

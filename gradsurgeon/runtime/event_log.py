@@ -3,8 +3,8 @@
 Each event is told once, in one of three ways:
 
 * as an exception, where a trap stops the training;
-* as a `GradSurgeonWarning`, where the caller should change something: a rule that never fired, a hook
-  that got lost, a set-up that cannot honour a rule, and a trap with ``then: warn``;
+* as a `GradSurgeonWarning`, where the caller should change something: a rule that never fired, a
+  parameter that is gone, a set-up that cannot honour a rule, and a trap with ``then: warn``;
 * to the logger ``gradsurgeon``: a trap that lets the training go on and a skipped step at WARNING,
   which Python prints to stderr where nobody has configured logging; all else at INFO.
 

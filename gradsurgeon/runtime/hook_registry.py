@@ -1,4 +1,7 @@
-"""Every hook on a parameter: put on all together or not at all, taken off without a trace."""
+"""Every hook on a parameter: put on all together or not at all, taken off without a trace.
+
+A parameter has one for its rules at `backward`, and one where several ranks train. No other rule needs any.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class HookRegistry:
             self.rearm(tensor)
 
     def rearm(self, tensor: int) -> bool:
-        """Put the hooks on the parameter that now stands under the name; tell whether there is one."""
+        """Put what hooks there are on the parameter that now has the name; tell whether one has it."""
         for handle in self._handles.pop(tensor, []):
             handle.remove()
         param = self._context.parameters.param(tensor)
@@ -38,7 +41,7 @@ class HookRegistry:
         return param is not None
 
     def replaced(self) -> list[int]:
-        """Return the tensors whose parameter is not the one with the hooks."""
+        """Return the tensors whose parameter is not the one that was armed."""
         now = list(map(id, self._context.parameters.params(self._armed)))
         if now == list(self._ids.values()):
             return []

@@ -33,7 +33,7 @@ _SWAPPED = (
     "got another content by a conversion, which takes no hooks along: they were installed anew"
 )
 _TAKEN_OFF = "has lost its hooks, which somebody has taken off: they were put on anew"
-_REPLACED = "was replaced by another parameter: its hooks were put on the new one"
+_REPLACED = "was replaced by another parameter: its rules act on the new one"
 _GONE = (
     "is gone from its module, or is one with another parameter now: its rules no longer act; apply them "
     "again after the model has its final form"
@@ -49,7 +49,7 @@ _UNNOTICED = "was replaced or taken out: no rule has acted on it since"
 
 
 class ModelChanges:
-    """Compares the model with the plan, for a reason and now and then; hooks that got lost come back."""
+    """Compares the model with the plan, for a reason and now and then; rules go on where they can."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ModelChanges:
 
     @contextmanager
     def swapping(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Let the content of tensors be swapped, after which no hook on them is called any more."""
+        """Let the content of tensors be swapped, after which their hooks are not called any more."""
         with self._context.parameters.without_references(params) as tensors:
             yield
         self._swapped.update(tensor for tensor in tensors if self._param_hooks.revive(tensor))
@@ -114,7 +114,7 @@ class ModelChanges:
         self._tell_params("hook-rearmed", missing, _TAKEN_OFF)
 
     def before_forward(self) -> None:
-        """Put hooks on what has been exchanged, before a forward pass goes through it."""
+        """Let rules act on what has been exchanged, before a forward pass goes through it."""
         params = self._context.parameters.params()
         # Between its passes a sharded model has other parameters than when it steps.
         if not any(param is not None and _dist.is_sharded(param) for param in params):
@@ -130,7 +130,7 @@ class ModelChanges:
         return id(module) in self._modules
 
     def rearm(self) -> list[int]:
-        """Put hooks on the parameters that took the place of others; return what was replaced or is gone."""
+        """Let rules act on parameters that took the place of others; return what was replaced or is gone."""
         swapped, self._swapped = sorted(self._swapped), set()
         self._tell_params("hook-rearmed", swapped, _SWAPPED)
         if not self._param_hooks.replaced():

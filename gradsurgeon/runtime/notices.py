@@ -93,11 +93,11 @@ def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequenc
     for bound_rule in (*due_rules.in_backward, *due_rules.after):
         rule = bound_rule.rule
         if not isinstance(rule, TrapRule) and not set(having).isdisjoint(bound_rule.tensors):
-            text = _PAST_HOOKS.format(point=rule.point)
+            text = _NOT_BY_BACKWARD.format(point=rule.point)
             context.event_log.once("no pass", text, rule=rule.id, step=counter.step, warn=True)
 
 
-_PAST_HOOKS = (
+_NOT_BY_BACKWARD = (
     "no backward pass gave the gradients of this update (the script assigns them, as "
     "`p.grad = torch.autograd.grad(...)` does, or updates twice from one gradient), and this rule sees only "
     "what a backward pass delivers (`at: {point}`): use `at: step` for what the optimizer gets"
@@ -152,7 +152,7 @@ def _why_silent(context: Context, tensors: Sequence[int], *, owned: bool) -> str
         return "no gradient reached any parameter it matched"
     if owned and context.counters[tensors[0]] is context.counters.common:
         return "no optimizer that steps owns any parameter it matched"
-    return "the gradients of its parameters did not pass through its hooks"
+    return "no backward pass that it could see gave its parameters their gradients"
 
 
 def _why_no_tensor(context: Context, rule: Rule) -> str:

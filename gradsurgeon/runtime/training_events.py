@@ -27,7 +27,7 @@ class BackwardPass:
     Attributes:
         tensors: those that got a gradient.
         graph: by which the order is told in which they got them, where it is not that of ``tensors``.
-        calls: how often the hook on each tensor was called.
+        calls: how often the hook was called on each tensor that has rules at `backward`.
         logged: by rule at `backward` and by tensor, the statistics of what this pass contributed.
         contributed: norms of what this rank alone has contributed, where an average over ranks followed.
         scale: what a `GradScaler` has multiplied its gradients by.
