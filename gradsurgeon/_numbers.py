@@ -5,6 +5,7 @@ gradients in one tensor, or one over many ranks.
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -260,6 +261,13 @@ class Shards:
     def each(self, measure: Callable[..., Tensor], *arguments: Iterable[object]) -> Tensor:
         rows = zip(self.parts, *arguments, strict=True)
         return torch.stack([measure(*row) for row in rows]).double()
+
+    def norms(self, order: float) -> Tensor:
+        found = norms(self.parts, order)
+        if math.isinf(order):
+            return self.max(found)
+        # Powers of float32 norms do not overflow in float64.
+        return self.sum(found.double() ** order).pow(1.0 / order)
 
     def sum(self, values: Tensor) -> Tensor:
         return _dist.sums(self._grads, values)
