@@ -174,6 +174,9 @@ class BackwardWatch:
     def begin(self, running: RunningPass) -> _Before:
         self._events.backward_started()
         with _lock:
+            if len(_running) == 1:
+                # What is left is of a pass that was not watched, as where the session began inside of it.
+                self.seen = Seen()
             reached = self._reached(running)
             tensors, grads = self._context.parameters.grads(
                 self._watched if reached is None else sorted(reached)
@@ -237,7 +240,10 @@ class BackwardWatch:
 
     def end_of_grad(self) -> None:
         """Tell of gradients that no parameter has got, where rules on modules saw them."""
-        seen, self.seen = self.seen, Seen()
+        with _lock:
+            if _running:
+                return  # What hooks have seen may be of a pass that another thread runs.
+            seen, self.seen = self.seen, Seen()
         if seen.module:
             self._events.backward_finished(BackwardPass(()))
 

@@ -661,3 +661,24 @@ def test_a_module_called_twice_is_edited_once_on_the_sum() -> None:
     assert model.fc.weight.grad is not None
     assert torch.equal(model.fc.weight.grad, plain.fc.weight.grad.clamp(-1e-3, 1e-3))
     assert session.status()["bound"].fired == 4
+
+
+def test_what_came_before_rules_that_begin_inside_a_pass_is_no_part_of_the_next_one() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    sessions: list[gradsurgeon.Session] = []
+    norms = rules({**NORMS, "at": "backward"})
+
+    def begin(_: torch.Tensor) -> None:
+        if not sessions:
+            sessions.append(gradsurgeon.apply(model, norms))
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = model(torch.ones(1, 2))
+        out.register_hook(begin)
+        out.sum().backward()
+    optimizer.step()
+    assert sessions[0].events == []
+    assert len(sessions[0].history("weight")) == 1
+    sessions[0].remove()
