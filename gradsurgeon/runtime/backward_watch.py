@@ -261,10 +261,15 @@ class BackwardWatch:
 
 def _writes(grad: Tensor) -> int:
     """Return how often autograd has written to a gradient. Only compared across one backward pass."""
-    return _dist.local(grad)._version  # noqa: SLF001 # counts writes
+    part = _dist.local(grad)
+    # What was made for inference counts no writes, and autograd puts another tensor in its place.
+    return 0 if part.is_inference() else part._version  # noqa: SLF001 # counts writes
 
 
 def _holds_something(grad: Tensor) -> Tensor:
     # Scripts that zero in place keep the tensor, so that its elements have to be asked.
+    part = _dist.local(grad)
     with torch.no_grad():
-        return (_dist.local(grad) != 0).any()
+        # A sparse one cannot be compared, and has elements only where something was.
+        values = part._values() if part.layout == torch.sparse_coo else part  # noqa: SLF001 # no copy
+        return (values != 0).any()
