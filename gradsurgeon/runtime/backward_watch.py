@@ -77,11 +77,13 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             for watch in known:
                 watch.failed(running)
             raise
+        else:
+            for watch, before in begun:
+                watch.end(running, before)
         finally:
+            # As long as it is there, no other thread takes what hooks have seen.
             with _lock:
                 _running.remove(running)
-        for watch, before in begun:
-            watch.end(running, before)
         return found
 
     return run

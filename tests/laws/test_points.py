@@ -682,3 +682,14 @@ def test_what_came_before_rules_that_begin_inside_a_pass_is_no_part_of_the_next_
     assert sessions[0].events == []
     assert len(sessions[0].history("weight")) == 1
     sessions[0].remove()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_gradient_made_for_inference_is_replaced_as_without_rules() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    with torch.inference_mode():
+        model.weight.grad = torch.zeros(1, 2)
+    with gradsurgeon.apply(model, rules(NORMS), optimizer=[]) as session:
+        model(torch.ones(1, 2)).square().sum().backward(create_graph=True)
+        assert len(session.history("weight")) == 1
+    model.weight.grad = None
