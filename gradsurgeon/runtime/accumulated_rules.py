@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist
+from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
@@ -35,6 +35,16 @@ class GradientSnapshot:
         known = () if graph is None else self.parameters.owned_in_order(graph.leaves())
         got = set(self.tensors).intersection(self.done.tensors)
         return [tensor for tensor in (*known, *self.done.tensors) if tensor in got]
+
+    def without_graph(self) -> GradientSnapshot:
+        """Return the same without the graph, which keeps alive all that its nodes hold.
+
+        Of gradients that are finite no report needs the order.
+        """
+        finite = all(_torch.is_host(norms) and norms.isfinite().all() for _, norms in self.norms)
+        first = () if finite else self.order
+        tensors = tuple(dict.fromkeys((*first, *self.done.tensors)))
+        return replace(self, done=replace(self.done, tensors=tensors, graph=None))
 
 
 def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:

@@ -77,11 +77,13 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             for watch in known:
                 watch.failed(running)
             raise
+        else:
+            for watch, before in begun:
+                watch.end(running, before)
         finally:
+            # As long as it is there, no other thread takes what hooks have seen.
             with _lock:
                 _running.remove(running)
-        for watch, before in begun:
-            watch.end(running, before)
         return found
 
     return run
@@ -174,6 +176,9 @@ class BackwardWatch:
     def begin(self, running: RunningPass) -> _Before:
         self._events.backward_started()
         with _lock:
+            if len(_running) == 1:
+                # What is left is of a pass that was not watched, as where the session began inside of it.
+                self.seen = Seen()
             reached = self._reached(running)
             tensors, grads = self._context.parameters.grads(
                 self._watched if reached is None else sorted(reached)
@@ -237,7 +242,10 @@ class BackwardWatch:
 
     def end_of_grad(self) -> None:
         """Tell of gradients that no parameter has got, where rules on modules saw them."""
-        seen, self.seen = self.seen, Seen()
+        with _lock:
+            if _running:
+                return  # What hooks have seen may be of a pass that another thread runs.
+            seen, self.seen = self.seen, Seen()
         if seen.module:
             self._events.backward_finished(BackwardPass(()))
 
@@ -255,10 +263,15 @@ class BackwardWatch:
 
 def _writes(grad: Tensor) -> int:
     """Return how often autograd has written to a gradient. Only compared across one backward pass."""
-    return _dist.local(grad)._version  # noqa: SLF001 # counts writes
+    part = _dist.local(grad)
+    # What was made for inference counts no writes, and autograd puts another tensor in its place.
+    return 0 if part.is_inference() else part._version  # noqa: SLF001 # counts writes
 
 
 def _holds_something(grad: Tensor) -> Tensor:
     # Scripts that zero in place keep the tensor, so that its elements have to be asked.
+    part = _dist.local(grad)
     with torch.no_grad():
-        return (_dist.local(grad) != 0).any()
+        # A sparse one cannot be compared, and has elements only where something was.
+        values = part._values() if part.layout == torch.sparse_coo else part  # noqa: SLF001 # no copy
+        return (values != 0).any()

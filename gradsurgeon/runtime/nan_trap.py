@@ -61,7 +61,10 @@ class NanTraps:
 
     def add_snapshot(self, counter: StepCounter, snapshot: GradientSnapshot) -> None:
         if self._context.program.traps:
-            self._snapshots[counter].append(snapshot)
+            snapshots = self._snapshots[counter]
+            # A step of many micro-batches must not keep the graph of each.
+            snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
+            snapshots.append(snapshot)
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
