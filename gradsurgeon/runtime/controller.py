@@ -17,7 +17,6 @@ from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.hook_registry import HookRegistry
 from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
@@ -30,6 +29,7 @@ from gradsurgeon.runtime.notices import (
     warn_of_unowned_params,
 )
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
+from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -55,7 +55,7 @@ class Controller:
         self._edits = StepRules(context)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
-        self._param_hooks = HookRegistry(context, self.backward)
+        self._param_hooks = ParamHooks(context, self.backward)
         self._module_counters = ModuleCounters(context.counters, context.program.names)
         self.tensor_hooks = TensorHooks(
             ActivationRules(context, self.backward, self._module_counters)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _numbers, _torch
-from gradsurgeon.actions import ByNorm, Edit
+from gradsurgeon.actions import ByNorm, Edit, Rule
+from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.scaler_watch import unscaled
 
@@ -36,6 +37,15 @@ def decide(edit: Edit, grad: Tensor, found: tuple[float, float]) -> bool:
         return False
     answer = None if edit.decided is None else edit.decided(*found, grad.dtype)
     return bool(edit.alters(_numbers.values(grad))) if answer is None else answer
+
+
+def check_layout(rule: Rule, grad: Tensor, name: str) -> None:
+    """Refuse what binding could not foresee: an edit that would fill a sparse gradient."""
+    if grad.layout != torch.strided and not rule.keeps_zero:
+        raise GradSurgeonError(
+            f"rule {rule.id}: the gradient of {name} is sparse and the bounds exclude 0, so the result "
+            "would be dense; include 0 in the bounds, or exclude the parameter"
+        )
 
 
 class NormClip:

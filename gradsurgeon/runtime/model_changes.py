@@ -18,9 +18,9 @@ from gradsurgeon.events import EventKind
 from gradsurgeon.planning import Plan, bind, from_model, named_modules, slots
 from gradsurgeon.planning.matching import NameIndex, examples
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.hook_registry import HookRegistry
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import shorten_names
+from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.parameters import Place
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
@@ -56,7 +56,7 @@ class ModelChanges:
         model: nn.Module,
         context: Context,
         plan: Plan,
-        param_hooks: HookRegistry,
+        param_hooks: ParamHooks,
         module_hooks: ModuleHooks,
     ) -> None:
         self._model = weakref.ref(model)
@@ -76,7 +76,6 @@ class ModelChanges:
         # By id: an address that another module has got since only leads to one look more.
         self._modules = set(map(id, model.modules()))
         self._arrived: set[int] = set()
-        self._unseen: set[int] = set()
         self._swapped: set[int] = set()
 
     def check(self) -> None:
@@ -85,9 +84,6 @@ class ModelChanges:
 
     def arrived(self, done: BackwardPass) -> None:
         self._arrived.update(done.tensors)
-        # A gradient that its hook has not seen came past it.
-        hooked = self._context.program.per_tensor
-        self._unseen.update(t for t in done.tensors if t in hooked and t not in done.calls)
 
     def unowned(self) -> list[int]:
         common = self._context.counters.common.tensors
@@ -107,11 +103,8 @@ class ModelChanges:
             self.compare()
         self.rearm()
         self._arrived.difference_update(counter.tensors)
-        missing = self._param_hooks.missing(sorted(self._unseen))
-        self._unseen.clear()
-        for tensor in missing:
-            self._param_hooks.rearm(tensor)
-        self._tell_params("hook-rearmed", missing, _TAKEN_OFF)
+        taken_off = [t for t in self._param_hooks.taken_off() if self._param_hooks.rearm(t)]
+        self._tell_params("hook-rearmed", taken_off, _TAKEN_OFF)
 
     def before_forward(self) -> None:
         """Put hooks on what has been exchanged, before a forward pass goes through it."""

@@ -13,9 +13,14 @@ from gradsurgeon.actions import ByNorm, CaptureRule, Edit, EditRule, FreezeRule,
 from gradsurgeon.runtime.accumulated_rules import observe
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.edit_effect import LEFT_ALONE, can_decide, changes, decide
+from gradsurgeon.runtime.edit_effect import (
+    LEFT_ALONE,
+    can_decide,
+    changes,
+    check_layout,
+    decide,
+)
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.param_hooks import check_layout
 from gradsurgeon.runtime.step_counter import StepCounter
 
 
