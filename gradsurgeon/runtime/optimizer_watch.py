@@ -23,7 +23,6 @@ from gradsurgeon.errors import BindError
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.nan_trap import SCALER_SKIP
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -249,7 +248,7 @@ class OptimizerWatch:
 
     def _act(self, optimizer: Optimizer, update: Update) -> None:
         if not self._context.paused:
-            refuse_graph_capture(self._context)
+            self._context.refuse_graph_capture()
         # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
         update.scale = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)

@@ -19,7 +19,6 @@ from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.edit_effect import NormClip, changes, check_layout
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 
@@ -85,7 +84,7 @@ class TensorHook(Hook):
             text = "torch.autograd.grad() is not training: its results are left alone"
             context.event_log.once("autograd.grad", text, step=counter.step)
             return None
-        refuse_graph_capture(context)
+        context.refuse_graph_capture()
         out = grad
         for rule in due:
             out = self._act(context, passes, rule, out)

@@ -15,7 +15,6 @@ from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.activation_rules import ActivationRules, Due, ModuleSchedule, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.step_counter import StepCounter
 
 
@@ -33,7 +32,7 @@ class TensorHooks:
         """Return the rules at one place that act now, ``None`` where all of them rest."""
         if self.context.paused:
             return None
-        refuse_graph_capture(self.context)
+        self.context.refuse_graph_capture()
         return timetable.due(self.sites.counters.of(timetable.owner).step, training=training)
 
     def act(
