@@ -33,10 +33,9 @@ from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.step_decision import StepDecision
 from gradsurgeon.runtime.step_rules import StepRules
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
-from gradsurgeon.runtime.training_events import BackwardPass, Step
+from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision
 
 # By then the optimizers of most scripts have stepped; others are looked for.
 _SETTLED = 3

@@ -5,15 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
-from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientError
+from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.step_decision import StepDecision
-from gradsurgeon.runtime.training_events import BackwardPass, Step, TrainingEvents
+from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
 
 _NOTICE = (
     "no torch optimizer owns the parameters: the end of a backward pass that began on empty gradients "
@@ -125,13 +125,8 @@ class ManualSteps:
         if decision.error is not None:
             raise decision.error
         if decision.skip and (cause := decision.cause) is not None:
-            raise NonFiniteGradientError(
-                f"{cause.text}\n({_NO_SKIP.format(tick=how_to_tick(self._context))})",
-                rule=cause.rule,
-                step=number,
-                rank=cause.rank,
-                name=cause.name,
-            )
+            no_skip = _NO_SKIP.format(tick=how_to_tick(self._context))
+            raise replace(cause, text=f"{cause.text}\n({no_skip})").error(number)
 
     def withdraw(self) -> dict[int, weakref.ref[Tensor]]:
         """Leave the counting to an optimizer; return the gradients that were edited already for it.

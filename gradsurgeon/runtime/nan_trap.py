@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from gradsurgeon import _dist
+from gradsurgeon.actions import Decision
 from gradsurgeon.events import EventKind
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.accumulated_rules import GradientSnapshot
 from gradsurgeon.runtime.activation_flags import Flag
-from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.context import Context, Mode
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.nonfinite_report import (
@@ -29,9 +30,9 @@ from gradsurgeon.runtime.nonfinite_report import (
 )
 from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.rank_agreement import RankAgreement
-from gradsurgeon.runtime.ranks import Cause
+from gradsurgeon.runtime.ranks import FINE, OVERFLOWED, RAISE, SKIP, Cause
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.step_decision import FINE, OVERFLOWED, RAISE, StepDecision, Trip, decided
+from gradsurgeon.runtime.training_events import StepDecision
 
 _OVERFLOW = (
     "step {step}: all ranks skip the step, because the GradScaler of rank {rank} does: the scaled gradients "
@@ -45,6 +46,40 @@ SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients overflow
 
 # The id of a trap that has judged, and its report where it has tripped.
 _Finding = tuple[str, TrapReport | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """A trap that has tripped: what it reports, and how often it has done so in a row."""
+
+    rule: str
+    decision: Decision
+    in_a_row: int
+    report: TrapReport
+
+    @property
+    def then(self) -> str:
+        gives_up = self.in_a_row >= self.decision.give_up_after
+        return "raise" if gives_up else self.decision.then
+
+    @property
+    def severity(self) -> int:
+        return {"raise": RAISE, "skip-step": SKIP, "warn": FINE}[self.then]
+
+    def outcome(self, mode: Mode) -> str:
+        """Return what becomes of the step, as a line of the report."""
+        if mode == "observe":
+            return f"observing only: `then: {self.decision.then}` would have acted"
+        if self.then != self.decision.then:
+            return (
+                f"giving up: tripped {self.in_a_row} times in a row "
+                f"(give_up_after: {self.decision.give_up_after})"
+            )
+        return {
+            "raise": "stopped before the update: no weight was moved",
+            "skip-step": "step skipped: no weight and no optimizer state was touched",
+            "warn": "the update goes on (`then: warn`)" + self.report.expect,
+        }[self.then]
 
 
 class NanTraps:
@@ -220,7 +255,7 @@ class NanTraps:
         own, cause = max(told, key=itemgetter(0), default=(FINE, None))
         decision = StepDecision()
         if cause is not None and own > FINE and context.mode == "act":
-            decision = decided(own, cause, step)
+            decision = _decided(own, cause, step)
         if not meeting.groups or meeting.severity == FINE:
             return decision
         rank = _dist.rank()
@@ -251,7 +286,7 @@ class NanTraps:
         where: dict[str, Any] = {"rule": cause.rule, "step": step, "name": cause.name}
         kind: EventKind = "trap" if raised else "skipped-step"
         self._context.event_log.emit(kind, text, **where, raised=raised)
-        return decided(severity, replace(cause, text=text), step)
+        return _decided(severity, replace(cause, text=text), step)
 
     def _tell(self, trip: Trip, step: int, ranks: tuple[int, ...]) -> Cause:
         """Say what a trap has found; ``ranks`` contributed what is not finite to an average."""
@@ -267,3 +302,10 @@ class NanTraps:
             context.event_log.emit("skipped-step", message, **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
         return Cause(rank, trip.rule, report.name, text)
+
+
+def _decided(severity: int, cause: Cause, step: int) -> StepDecision:
+    """Return the decision to skip or to raise."""
+    if severity < RAISE:
+        return StepDecision(skip=True, cause=cause)
+    return StepDecision(error=cause.error(step), cause=cause)

@@ -17,6 +17,9 @@ from torch import Tensor
 from gradsurgeon import _dist
 from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
 
+# How bad it is for a step: what all ranks agree on is the worst.
+FINE, OVERFLOWED, SKIP, RAISE = range(4)
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
