@@ -12,10 +12,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon.planning import Plan, named_modules
-from gradsurgeon.runtime.accumulated_rules import after_pass
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context, Options
+from gradsurgeon.runtime.gradient_rules import StepRules, after_pass
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
@@ -33,7 +33,6 @@ from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.step_rules import StepRules
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
 from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision
 
@@ -207,7 +206,7 @@ class Controller:
 
     def optimizer_found(self) -> None:
         """Let the first optimizer count: the last pass may have been taken for a step by hand."""
-        self._edits.spare(self.manual.withdraw())
+        self.manual.withdraw()
 
     @contextmanager
     def scaler_step(self, scaler: GradScaler, optimizer: Optimizer) -> Iterator[None]:
@@ -234,7 +233,6 @@ class Controller:
         self._last = done.tensors[:1] or self._last
         self._early.clear()
         self.model.arrived(done)
-        self._edits.arrived(done.tensors)
         self.context.flags.passed()
 
     def _is_by_hand(self) -> bool:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal
-
-from torch import Tensor
 
 from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.runtime import measure
@@ -31,7 +28,7 @@ _COMPOUNDS = (
 )
 _TAKEN_OVER = (
     "an optimizer owns the parameters from now on; the backward passes before it were counted as {steps}, "
-    "which stay counted; make it before the first backward pass, or name it: apply(..., optimizer=)"
+    "which stay counted, and a gradient that rules at `step` edited then is edited once more; make it before the first backward pass, or name it: apply(..., optimizer=)"
 )
 
 
@@ -54,8 +51,6 @@ class ManualSteps:
         # The last pass has been counted as a step, and judged so.
         self._counted = False
         self._last = StepDecision()
-        # The gradients that were edited at its end.
-        self._edited: dict[int, weakref.ref[Tensor]] = {}
         self._began = context.counters.common.step
 
     @property
@@ -118,8 +113,6 @@ class ManualSteps:
             number, decision = step.counter.step, self._events.step_starting(step)
         if not done.continued:
             self._counted = True
-            edited = zip(*self._context.parameters.grads(self.edited()), strict=True)
-            self._edited = {tensor: weakref.ref(grad) for tensor, grad in edited}
             self._events.step_finished(step, took_place=True)
         self._last = decision
         if decision.error is not None:
@@ -128,18 +121,14 @@ class ManualSteps:
             no_skip = _NO_SKIP.format(tick=how_to_tick(self._context))
             raise replace(cause, text=f"{cause.text}\n({no_skip})").error(number)
 
-    def withdraw(self) -> dict[int, weakref.ref[Tensor]]:
-        """Leave the counting to an optimizer; return the gradients that were edited already for it.
-
-        What was counted stays counted: who has steps of both kinds must find no number twice.
-        """
+    def withdraw(self) -> None:
+        """Leave the counting to an optimizer; what was counted stays, so that no number comes twice."""
         counter = self._context.counters.common
         if self._counts == "passes" and self._counted:
             steps = counter.step - self._began
             text = _TAKEN_OVER.format(steps=f"{steps} step{'s' if steps > 1 else ''}")
             self._context.event_log.once("late optimizer", text, step=counter.step)
         self._counts = "nothing"
-        return self._edited
 
     def tick(self) -> bool:
         self._refuse_freezes()

@@ -15,10 +15,10 @@ from gradsurgeon import _dist
 from gradsurgeon.actions import Decision
 from gradsurgeon.events import EventKind
 from gradsurgeon.runtime import measure
-from gradsurgeon.runtime.accumulated_rules import GradientSnapshot
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.context import Context, Mode
 from gradsurgeon.runtime.due_rules import BoundRule
+from gradsurgeon.runtime.gradient_rules import GradientSnapshot
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.nonfinite_report import (
     GradientEvidence,

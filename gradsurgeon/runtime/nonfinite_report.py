@@ -9,8 +9,8 @@ from functools import cached_property
 
 from gradsurgeon import _dist
 from gradsurgeon.errors import printable
-from gradsurgeon.runtime.accumulated_rules import GradientSnapshot
 from gradsurgeon.runtime.activation_flags import Flag
+from gradsurgeon.runtime.gradient_rules import GradientSnapshot
 from gradsurgeon.runtime.measure import NonfiniteCount, Norms, as_dict
 
 _SHOWN = 12
