@@ -25,9 +25,9 @@ from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.nan_trap import SCALER_SKIP
+from gradsurgeon.runtime.optimizers import Arguments, Update
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import TrainingEvents
-from gradsurgeon.runtime.update import Arguments, Update
 
 _LBFGS = (
     "LBFGS moves all parameters together, so that `freeze` cannot hide one from it; make requires_grad "
@@ -50,10 +50,7 @@ class Owner:
 
 
 class OptimizerWatch:
-    """The optimizers that own parameters of one session, and each of their steps.
-
-    The controller, ``events``, is told of the steps; ``model`` finds parameters again that moved.
-    """
+    """The optimizers that own parameters of one session, and each of their steps."""
 
     def __init__(self, context: Context, events: TrainingEvents, model: ModelChanges) -> None:
         self._context = context
