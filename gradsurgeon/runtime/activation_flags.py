@@ -84,8 +84,7 @@ class Flags:
     def take(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
         """Return the flags that an update has to answer for, with their counts. Reads the device once.
 
-        Those of the ``common`` clock belong to modules that no optimizer owns: whichever update comes next
-        answers for them. Those of forwards that fed no update are dropped, with an event where need be.
+        Modules that no optimizer owns go by the ``common`` clock: whichever update comes next answers.
         """
         counted = _counted(flag for flag in self._flags if flag.counter() in (counter, common))
         self._flags = [flag for flag in self._flags if flag.counter() not in (counter, common)]

@@ -28,21 +28,15 @@ Mode = Literal["act", "observe"]
 
 
 class Options(NamedTuple):
-    """What `apply` was asked for, and what the launcher asks for besides.
+    """What `apply` was asked for, and what the launcher asks for besides."""
 
-    Attributes:
-        optimizers: those that update the model; ``None`` to look for them, empty where the script
-            updates the weights by hand.
-        scaler: the gradient scaler; ``None`` to look for it.
-        mode: whether edits act.
-        start_step: the number of the first update.
-        beside: the launcher has put the rules on: the script has no session, or one that acts before.
-    """
-
+    # `None` to look for them, empty where the script updates the weights by hand.
     optimizers: Sequence[Optimizer] | None = None
     scaler: GradScaler | None = None
     mode: Mode = "act"
+    # The number of the first update.
     start_step: int = 0
+    # The launcher has put the rules on: the script has no session, or one that acts before.
     beside: bool = False
 
 

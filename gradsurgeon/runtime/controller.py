@@ -103,12 +103,7 @@ class Controller:
         self.steps.end_failed()
 
     def backward_finished(self, done: BackwardPass) -> None:
-        """Measure what a backward pass has left, and take the step of scripts that update by hand.
-
-        Raises:
-            GradSurgeonError: the ranks may take different numbers of steps.
-            BindError: a rule cannot act under loss scaling.
-        """
+        """Measure what a backward pass has left, and take the step of scripts that update by hand."""
         context = self.context
         context.ranks.passed(averaged=done.averaged)
         if done.scale is not None and not context.paused:

@@ -58,28 +58,24 @@ class DeviceQueue(Generic[Item]):
                     self._streams[device].follow(device)
                 self._under_way.append(_Transfer(list(self._waiting.values())))
                 self._waiting.clear()
-            self.collect()
+            self._hand_over(wait=False)
             while (
                 len(self._under_way) > _FEWEST_UNDER_WAY
                 and sum(transfer.bytes for transfer in self._under_way) > _MOST_BYTES
             ):
-                self._hand_over()
-
-    def collect(self) -> None:
-        """Hand over what has arrived, without waiting."""
-        with self._lock:
-            while self._under_way and not _torch.is_capturing() and self._under_way[0].arrived():
-                self._hand_over()
+                self._take(self._under_way.popleft().read())
 
     def settle(self) -> None:
         """Hand everything over. Waits for the device where something is there."""
         self.send()
         with self._lock:
-            while self._under_way and not _torch.is_capturing():
-                self._hand_over()
+            self._hand_over(wait=True)
 
-    def _hand_over(self) -> None:
-        self._take(self._under_way.popleft().read())
+    def _hand_over(self, *, wait: bool) -> None:
+        while self._under_way and not _torch.is_capturing():
+            if not (wait or self._under_way[0].arrived()):
+                break
+            self._take(self._under_way.popleft().read())
 
 
 class _Transfer(Generic[Item]):

@@ -127,7 +127,9 @@ class ManualSteps:
         if self._counts == "passes" and self._counted:
             steps = counter.step - self._began
             text = _TAKEN_OVER.format(steps=f"{steps} step{'s' if steps > 1 else ''}")
-            self._context.event_log.once("late optimizer", text, step=counter.step)
+            self._context.event_log.once(
+                "late optimizer", text, step=counter.step, warn=bool(self.edited())
+            )
         self._counts = "nothing"
 
     def tick(self) -> bool:

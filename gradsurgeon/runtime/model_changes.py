@@ -141,9 +141,8 @@ class ModelChanges:
     def compare(self, *, closing: bool = False, at_once: bool = False) -> None:
         """Find the parameters and modules of the plan in the model as it is now.
 
-        Args:
-            at_once: no forward pass has gone through what has come.
-            closing: the session ends: say what went unnoticed, but warn of nothing any more.
+        ``at_once``: no forward pass has gone through what has come. ``closing``: say what went unnoticed,
+        but warn of nothing any more.
         """
         model = self._model()
         if model is None:

@@ -102,10 +102,7 @@ class NanTraps:
         self._snapshots.pop(counter, None)
 
     def decide(self, counter: StepCounter, gradients: Gradients) -> StepDecision:
-        """Judge the gradients that the optimizer is about to consume, before rules at `step` edit them.
-
-        Reads the device once, and again only for a report.
-        """
+        """Judge what the optimizer is about to consume. Reads the device once, and again for a report."""
         self._scaler_skips[counter] = 0
         found = [
             *self._judge_gradients(counter, gradients),
@@ -138,11 +135,7 @@ class NanTraps:
         return self._conclude(counter, [])
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
-        """Note a step that a scaler has skipped, and tell an overflow from a NaN that never ends.
-
-        Raises:
-            NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
-        """
+        """Note a step that a scaler has skipped; raise where that is no overflow, but a NaN that stays."""
         found = [] if self._context.paused else self._judge_skip_of_scaler(counter, scale)
         decision = self._conclude(counter, found, floor=OVERFLOWED)
         if decision.error is not None:
@@ -241,10 +234,7 @@ class NanTraps:
     def _conclude(
         self, counter: StepCounter, found: Sequence[_Finding], *, floor: int = FINE
     ) -> StepDecision:
-        """Report what this rank has seen, and return what all ranks do that make this update together.
-
-        A collective where they meet. ``floor`` is how bad it is at the least.
-        """
+        """Report what this rank has seen, and return what all ranks do. A collective where they meet."""
         context, step = self._context, counter.step
         trips = self._count(counter, found)
         severity = max([floor, *(trip.severity for trip in trips)])

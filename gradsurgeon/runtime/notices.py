@@ -49,10 +49,7 @@ def count_passes(context: Context, done: BackwardPass) -> None:
 
 
 def awaits_sum(context: Context, held: Mapping[int, Tensor]) -> list[int]:
-    """Return a tensor by which to tell whether a pass adds to what was there, where a rule has to say so.
-
-    ``held`` are the gradients that were there before the pass.
-    """
+    """Return a tensor by which to tell whether a pass adds to what it found, where a rule has to say so."""
     per_tensor, said = context.program.per_tensor, context.event_log.said
     added_to = (t for t in held if t in per_tensor and context.counters[t].passes)
     bounded = (
@@ -130,10 +127,7 @@ def shorten_names(names: Sequence[str]) -> str:
 def count_due_rules(
     context: Context, counter: StepCounter, counter_of: Callable[[str], StepCounter], *, owned: bool
 ) -> None:
-    """Note which rules were due in a step that is over, and warn of those that never fire.
-
-    ``counter_of`` returns the clock of a module; ``owned``: some optimizer is known to own parameters.
-    """
+    """Note which rules were due in a step that is over, and warn of those that never fire."""
     for bound_rule in context.due_rules(counter).bound_rules:
         cause = partial(_why_silent, context, bound_rule.tensors, owned=owned)
         context.event_log.passed(bound_rule.rule.id, counter.step, cause)
