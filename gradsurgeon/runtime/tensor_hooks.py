@@ -111,7 +111,6 @@ class GradHook:
 
     @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        """Return the edited gradient, ``None`` to leave it as it is."""
         self.arrived = True
         sites = self._sites()
         if grad is None or sites is None or sites.context.paused:
