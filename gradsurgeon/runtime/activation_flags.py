@@ -74,7 +74,6 @@ class Flags:
         self._flags.append(flag)
 
     def _compact(self) -> None:
-        """Drop the flags of forwards that can feed no update any more."""
         kept = [flag for flag in self._flags if flag.fed or flag.can_feed]
         self._mention(_counted(flag for flag in self._flags if not (flag.fed or flag.can_feed)))
         self._flags = kept
@@ -98,7 +97,6 @@ class Flags:
         self._flags = [flag for flag in self._flags if flag.counter() is not counter]
 
     def close(self) -> None:
-        """Drop what no update has answered for."""
         self._mention(_counted(self._flags))
         self._flags = []
 

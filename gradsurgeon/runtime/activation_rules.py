@@ -58,7 +58,6 @@ class ModuleSchedule:
         self._known: tuple[int, bool, Due | None] | None = None
 
     def due(self, step: int, *, training: bool) -> Due | None:
-        """Return the rules that act in a step, ``None`` where all of them rest."""
         known = self._known
         if known is None or known[:2] != (step, training):
             self._known = known = (step, training, self._at(step, training=training))
@@ -129,7 +128,6 @@ class ActivationRules:
         return out if self.context.mode == "act" else tensor
 
     def on_gradient(self, rules: Sequence[NamedRule], grad: Tensor, owner: str) -> Tensor:
-        """Run rules on the gradient of a tensor; return the gradient to go on with."""
         if self.is_unreadable(grad, rules, owner):
             return grad
         with self.lock:
@@ -151,7 +149,6 @@ class ActivationRules:
         return unreadable
 
     def warn(self, topic: str, text: str, rules: Sequence[NamedRule], owner: str) -> None:
-        """Say of each rule, once, what keeps it from acting on a tensor."""
         step = self.counters.of(owner).step
         for rule, _ in rules:
             self.context.event_log.once(topic, text, rule=rule.id, step=step, warn=True)
@@ -240,5 +237,4 @@ class FeedsHook:
 
 
 def is_numeric(tensor: Tensor) -> bool:
-    """Tell whether a tensor holds numbers that can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -73,7 +73,6 @@ class Controller:
         self.attached = False
 
     def attach(self) -> None:
-        """Put the hooks on; where one cannot be, `detach` takes the others off."""
         self._early = set(self.context.parameters.grads()[0])
         self._param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
@@ -103,7 +102,6 @@ class Controller:
         self.steps.end_failed()
 
     def backward_finished(self, done: BackwardPass) -> None:
-        """Measure what a backward pass has left, and take the step of scripts that update by hand."""
         context = self.context
         context.ranks.passed(averaged=done.averaged)
         if done.scale is not None and not context.paused:
@@ -261,7 +259,6 @@ class Controller:
         return False
 
     def _rest(self, step: Step) -> StepDecision:
-        """Do nothing, but keep no other rank waiting."""
         counter = step.counter
         if self._agreement.is_needed_by_others(counter.tensors, update=True):
             silent, due_rules = self.context.silent(), self.context.due_rules(counter)

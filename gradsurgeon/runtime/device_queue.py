@@ -92,7 +92,6 @@ class _Transfer(Generic[Item]):
         return all(arrival.done() for arrival in self._arrivals.values())
 
     def read(self) -> list[tuple[Item, Tensor]]:
-        """Return the numbers on the host. Waits for those that have not arrived."""
         landed = {device: iter(arrival.wait()) for device, arrival in self._arrivals.items()}
         return [
             (item, next(landed[values.device]) if values.device in landed else values)

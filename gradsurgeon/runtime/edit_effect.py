@@ -59,7 +59,6 @@ class NormClip:
         self._factor: float | Tensor = float(factor) if _torch.is_host(factor) else factor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the shortened tensor; what is left alone is itself."""
         if isinstance(self._factor, float) and not self._factor < 1.0:
             return tensor
         return _numbers.on_values(self._times, tensor)
@@ -72,7 +71,6 @@ class NormClip:
         return (wide * self._factor).to(values.dtype)
 
     def tell(self, context: Context, rule: str, step: int) -> None:
-        """Count the change, and note where a tensor was left alone because it could only do harm."""
         context.event_log.altered(rule, self._factor < 1.0)
         if not isinstance(self._factor, float) or self._factor == 1.0:
             spoilt = self._norm.isfinite().logical_not_()

@@ -28,8 +28,6 @@ from gradsurgeon.runtime.training_events import BackwardPass
 
 @dataclass(frozen=True, slots=True)
 class GradientSnapshot:
-    """What was seen of the gradients of one clock after one backward pass."""
-
     done: BackwardPass
     parameters: Parameters
     tensors: Sequence[int]
@@ -37,7 +35,6 @@ class GradientSnapshot:
 
     @property
     def order(self) -> list[int]:
-        """The tensors in the order in which backward delivered them."""
         graph = self.done.graph
         known = () if graph is None else self.parameters.owned_in_order(graph.leaves())
         got = set(self.tensors).intersection(self.done.tensors)
@@ -78,7 +75,6 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
 
 
 def _log_contributions(context: Context, done: BackwardPass) -> None:
-    """Write the rows of `norm-log` rules at `backward`, one per pass."""
     for rule_id, rows in done.logged.items():
         for counter in context.counters.among(sorted(rows)):
             bound_rule = context.bound_rule(rule_id, counter)
@@ -191,7 +187,6 @@ class StepRules:
 
 
 def _shorten(grads: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply gradients by a factor each, or by one for all, that is on a device."""
     parts = [_dist.local(grad) for grad in grads]
     if len(factors) == 1:
         _numbers.multiply_(parts, factors)

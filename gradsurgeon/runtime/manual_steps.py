@@ -33,7 +33,6 @@ _TAKEN_OVER = (
 
 
 def how_to_tick(context: Context) -> str:
-    """Return how a script can mark its steps; under the launcher it has no session to do so."""
     if context.outside:
         return (
             "put the rules on in the script, by gradsurgeon.apply(model, rules, optimizer=[]), and call "
@@ -62,7 +61,6 @@ class ManualSteps:
         return self._counts == "ticks"
 
     def check_accumulation(self, done: BackwardPass) -> None:
-        """Find out whether a pass went on with an earlier one. Reads each device once."""
         held = measure.read(list(done.held.values()))
         onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
         done.continued |= bool(onto)

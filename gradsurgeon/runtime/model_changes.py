@@ -73,8 +73,6 @@ class ModelChanges:
         self._alias_of = {alias: param.name for param in manifest.params for alias in param.aliases}
         self._steps = 0
         self._next = _FIRST_LOOK
-        # By id: an address that another module has got since only leads to one look more.
-        self._modules = set(map(id, model.modules()))
         self._arrived: set[int] = set()
         self._swapped: set[int] = set()
 
@@ -91,7 +89,6 @@ class ModelChanges:
 
     @contextmanager
     def swapping(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Let the content of tensors be swapped, after which no hook on them is called any more."""
         with self._context.parameters.without_references(params) as tensors:
             yield
         self._swapped.update(tensor for tensor in tensors if self._param_hooks.revive(tensor))
@@ -107,7 +104,6 @@ class ModelChanges:
         self._tell_params("hook-rearmed", taken_off, _TAKEN_OFF)
 
     def before_forward(self) -> None:
-        """Put hooks on what has been exchanged, before a forward pass goes through it."""
         params = self._context.parameters.params()
         # Between its passes a sharded model has other parameters than when it steps.
         if not any(param is not None and _dist.is_sharded(param) for param in params):
@@ -118,9 +114,6 @@ class ModelChanges:
         if self._model() is not None:
             self.compare()
             self.rearm()
-
-    def knows(self, module: nn.Module) -> bool:
-        return id(module) in self._modules
 
     def rearm(self) -> list[int]:
         """Put hooks on the parameters that took the place of others; return what was replaced or is gone."""
@@ -147,7 +140,6 @@ class ModelChanges:
         model = self._model()
         if model is None:
             return
-        self._modules = set(map(id, model.modules()))
         renamed = self._follow_params(model)
         text = _RENAMED.format(names=shorten_names(list(renamed.values())))
         self._tell_params("hook-rearmed", list(renamed), text, warn=not closing)
@@ -166,7 +158,6 @@ class ModelChanges:
             self._mention_new(model, warn=not closing)
 
     def _follow_params(self, model: nn.Module) -> Mapping[int, str]:
-        """Look parameters up where they are now; return the new names of those that got one."""
         tensors = {name: tensor for tensor, name in enumerate(self._context.program.names)}
         places: dict[int, Place] = {}
         moved: dict[int, tuple[str, Place]] = {}

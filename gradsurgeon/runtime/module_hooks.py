@@ -82,7 +82,6 @@ class ModuleHook:
         self._timetable = ModuleSchedule(rules, name, name)
 
     def _begin(self, module: nn.Module, needs_view: Callable[[Tensor], bool]) -> _Call | None:
-        """Return what the rules have to do now, ``None`` where all of them rest."""
         tensor_hooks = self._tensor_hooks()
         if tensor_hooks is None:
             return None
@@ -173,7 +172,6 @@ class _Copied:
 
 
 def _tables(handle: RemovableHandle) -> list[OrderedDict[int, Any]]:
-    """Return the tables of a module in which a hook has entries."""
     tables = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
     return [table for table in tables if table is not None]
 
@@ -197,8 +195,6 @@ def _take_off(handle: RemovableHandle) -> None:
 
 
 class ModuleHooks:
-    """The hooks of one session on the modules of its model."""
-
     def __init__(self, programs: Sequence[ModuleProgram], tensor_hooks: TensorHooks) -> None:
         self._programs = programs
         self._tensor_hooks = tensor_hooks

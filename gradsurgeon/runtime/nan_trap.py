@@ -83,8 +83,6 @@ class Trip:
 
 
 class NanTraps:
-    """All `nan-trap` rules of a session."""
-
     def __init__(self, context: Context, agreement: RankAgreement) -> None:
         self._context = context
         self._agreement = agreement
@@ -194,7 +192,6 @@ class NanTraps:
         ]
 
     def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[_Finding]:
-        """Judge a step that a scaler has skipped: an overflow ends, a NaN does not."""
         context = self._context
         self._scaler_skips[counter] += 1
         skips, low = self._scaler_skips[counter], float(scale) < 1.0
@@ -295,7 +292,6 @@ class NanTraps:
 
 
 def _decided(severity: int, cause: Cause, step: int) -> StepDecision:
-    """Return the decision to skip or to raise."""
     if severity < RAISE:
         return StepDecision(skip=True, cause=cause)
     return StepDecision(error=cause.error(step), cause=cause)

@@ -31,7 +31,6 @@ _REENTRANT = (
 
 
 def count_passes(context: Context, done: BackwardPass) -> None:
-    """Count a backward pass for the updates that it feeds, and say what a sum makes of a rule."""
     counters = context.counters.among(done.tensors)
     for counter in counters:
         counter.passes += 1
@@ -127,7 +126,6 @@ def shorten_names(names: Sequence[str]) -> str:
 def count_due_rules(
     context: Context, counter: StepCounter, counter_of: Callable[[str], StepCounter], *, owned: bool
 ) -> None:
-    """Note which rules were due in a step that is over, and warn of those that never fire."""
     for bound_rule in context.due_rules(counter).bound_rules:
         cause = partial(_why_silent, context, bound_rule.tensors, owned=owned)
         context.event_log.passed(bound_rule.rule.id, counter.step, cause)

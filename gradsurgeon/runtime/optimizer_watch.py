@@ -50,8 +50,6 @@ class Owner:
 
 
 class OptimizerWatch:
-    """The optimizers that own parameters of one session, and each of their steps."""
-
     def __init__(self, context: Context, events: TrainingEvents, model: ModelChanges) -> None:
         self._context = context
         self._events = events
@@ -77,7 +75,6 @@ class OptimizerWatch:
         return bool(found)
 
     def meet(self, optimizer: Optimizer) -> Owner | None:
-        """Make an optimizer known; it is the owner from now on of what it holds."""
         owner = self._owners.get(optimizer)
         if owner is None:
             # A wrapper and what it wraps are one optimizer, with one clock.

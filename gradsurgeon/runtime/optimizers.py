@@ -38,13 +38,11 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
             and _torch.stepping(found) is not None
         ]
 
-    found = candidates()
-    if found:
-        # One that only waits to be collected must not pass for the owner.
-        del found
-        gc.collect()
-        found = candidates()
-    return found
+    if not candidates():
+        return []
+    # One that only waits to be collected must not pass for the owner.
+    gc.collect()
+    return candidates()
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -205,7 +203,6 @@ class Update(Step):
             grad.detach_().zero_()
 
     def give_back(self) -> None:
-        """Put back what was hidden."""
         if self._clearing is not None:
             self._clearing.undo()
             self._clearing = None

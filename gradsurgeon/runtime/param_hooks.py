@@ -156,7 +156,6 @@ class ParamHooks:
         return param is not None
 
     def replaced(self) -> list[int]:
-        """Return the tensors whose parameter is not the one with the hooks."""
         now = list(map(id, self._context.parameters.params(self._armed)))
         if now == list(self._ids.values()):
             return []
@@ -164,7 +163,6 @@ class ParamHooks:
         return [tensor for tensor, param in armed if self._ids.get(tensor, param) != param]
 
     def taken_off(self) -> list[int]:
-        """Return the tensors whose hooks somebody else has taken off."""
         return [
             tensor
             for tensor, handles in self._handles.items()

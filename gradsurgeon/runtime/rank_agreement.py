@@ -41,8 +41,6 @@ class Meeting:
 
 
 class RankAgreement:
-    """What a session has to do with those of other ranks."""
-
     def __init__(self, context: Context) -> None:
         self._context = context
         acting = context.rules if context.mode == "act" else ()
@@ -165,7 +163,6 @@ def _edits_updates(rule: Rule) -> bool:
 
 
 def _lacking(wanted: Sequence[int], answers: Mapping[int, SessionInfo], mine: SessionInfo) -> str:
-    """Return which ranks do not have the rules of this one, empty where all have them."""
     parts = []
     if absent := [rank for rank in wanted if rank not in answers]:
         parts.append(session_discovery.unheard(absent))

@@ -73,7 +73,6 @@ class Recorder:
         self._move(due=self.writer is not None and self.writer.due())
 
     def end_step(self) -> None:
-        """Mark the end of a step: what would be more than a second old by the next is written."""
         self._move(due=self.writer is not None and self.writer.ends_step())
 
     def _move(self, *, due: bool) -> None:
@@ -83,7 +82,6 @@ class Recorder:
             self._commit()
 
     def event(self, event: Event) -> None:
-        """Write an event, and the rows that led to it where it may be the last of this run."""
         if (writer := self._open_writer) is None:
             return
         if event.kind in _LAST_WORDS:
@@ -93,7 +91,6 @@ class Recorder:
         writer.event(event)
 
     def close(self) -> None:
-        """Write what waits and finish the run directory; records stay in memory."""
         if self.writer is not None:
             atexit.unregister(self._at_exit)
         self._ring.settle()
@@ -175,7 +172,6 @@ class CapturedTensors:
         self._event_log.fired(rule.id, step)
 
     def of(self, rule: str) -> dict[CaptureKey, Tensor]:
-        """Return what a rule has kept, oldest first."""
         return dict(self._kept.get(rule, {}))
 
 

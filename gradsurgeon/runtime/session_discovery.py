@@ -37,8 +37,6 @@ _matched: dict[str, Names] = {}
 
 
 class SessionInfo(NamedTuple):
-    """What one rank says of its session."""
-
     # Tells the rules that act, and the mode, from others.
     plan: str
     step: int
@@ -67,12 +65,10 @@ def call(
 
 
 def publish(prefix: str, value: Any) -> None:
-    """Leave a value of this rank in the store."""
     _dist.store().set(f"{prefix}/{_dist.rank()}", json.dumps(value))
 
 
 def published(prefix: str, rank: int) -> Any:
-    """Return the value that a rank has left in the store."""
     return json.loads(_dist.store().get(f"{prefix}/{rank}"))
 
 
@@ -90,7 +86,6 @@ def wait_for(prefix: str, ranks: Iterable[int], until: str = "") -> list[int]:
 
 
 def unheard(ranks: Sequence[int]) -> str:
-    """Return what a message says of ranks whose value has not come."""
     return f"nothing heard of rules on {_dist.named(ranks)} within {LIMIT:g} s"
 
 

@@ -29,7 +29,6 @@ class TensorHooks:
         self._since_update: MutableMapping[Tensor, list[GradHook]] = WeakTensorKeyDictionary()
 
     def due(self, timetable: ModuleSchedule, *, training: bool) -> Due | None:
-        """Return the rules at one place that act now, ``None`` where all of them rest."""
         if self.context.paused:
             return None
         self.context.refuse_graph_capture()
@@ -54,7 +53,6 @@ class TensorHooks:
         return out
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
-        """Run the rules on tags on a tensor that the script has tagged."""
         if self.context.paused or not self.context.program.tags:
             return tensor
         if name not in self._tags:
@@ -76,7 +74,6 @@ class TensorHooks:
             self._since_update.setdefault(tensor, []).append(hook)
 
     def missed(self, counter: StepCounter) -> None:
-        """Say which gradients of a step never came because their tensor was written in place."""
         with self.sites.lock:
             for tensor, hooks in list(self._since_update.items()):
                 for hook in list(hooks):
@@ -94,8 +91,6 @@ class TensorHooks:
 
 
 class GradHook:
-    """Tensor hook on an activation: the rules on its gradient, in file order."""
-
     __torch_unserializable__ = True
 
     def __init__(
