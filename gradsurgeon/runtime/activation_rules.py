@@ -15,7 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _numbers, _statistics, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
-from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
@@ -81,17 +80,17 @@ class ModuleCounters:
 
     def __init__(self, counters: StepCounters, param_names: Sequence[str]) -> None:
         self._counters = counters
-        # Per module that holds parameters, the index of the first of them.
+        self._names = param_names
         self._first_params: dict[str, int] = {}
-        for index, name in enumerate(param_names):
-            self._first_params.setdefault(ROOT, index)
-            parts = name.split(".")
-            for depth in range(1, len(parts)):
-                self._first_params.setdefault(".".join(parts[:depth]), index)
 
     def of(self, module: str) -> StepCounter:
-        param = self._first_params.get(module, self._first_params.get(ROOT))
-        return self._counters.common if param is None else self._counters[param]
+        if not self._names:
+            return self._counters.common
+        if module not in self._first_params:
+            inside = (i for i, name in enumerate(self._names) if name.startswith(f"{module}."))
+            # A module without parameters goes by the first one of the model.
+            self._first_params[module] = next(inside, 0)
+        return self._counters[self._first_params[module]]
 
 
 @dataclass(eq=False)

@@ -111,7 +111,11 @@ class Controller:
             if self._agreement.is_needed_by_others(done.tensors, update=False):
                 after_pass(context.silent(), done)
             return
-        self._arrived(done)
+        self._unstepped |= bool(done.tensors)
+        self._last = done.tensors[:1] or self._last
+        self._early.clear()
+        self.model.arrived(done)
+        context.flags.passed()
         # Whose step this pass feeds decides which clock its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
         if by_hand and not self.manual.declared:
@@ -220,13 +224,6 @@ class Controller:
         if not self._steps:
             return "never fired: no gradient reached a parameter, and nothing was updated"
         return "was never due"
-
-    def _arrived(self, done: BackwardPass) -> None:
-        self._unstepped |= bool(done.tensors)
-        self._last = done.tensors[:1] or self._last
-        self._early.clear()
-        self.model.arrived(done)
-        self.context.flags.passed()
 
     def _is_by_hand(self) -> bool:
         return self.manual.active or not self.expects_update()

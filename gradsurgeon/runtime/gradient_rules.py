@@ -12,13 +12,7 @@ from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import ByNorm, CaptureRule, Edit, EditRule, FreezeRule, ObserverRule, Rule
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.edit_effect import (
-    LEFT_ALONE,
-    can_decide,
-    changes,
-    check_layout,
-    decide,
-)
+from gradsurgeon.runtime.edit_effect import LEFT_ALONE, can_decide, changes, check_layout, decide
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.measure import Norms
 from gradsurgeon.runtime.parameters import Parameters

@@ -111,9 +111,8 @@ class ModelChanges:
             self.rearm()
 
     def find_again(self) -> None:
-        if self._model() is not None:
-            self.compare()
-            self.rearm()
+        self.compare()
+        self.rearm()
 
     def rearm(self) -> list[int]:
         """Put hooks on the parameters that took the place of others; return what was replaced or is gone."""
@@ -183,10 +182,7 @@ class ModelChanges:
         return renamed
 
     def _mention_new(self, model: nn.Module, *, warn: bool) -> None:
-        now = {
-            "params": {slot.name for slot in slots(model)},
-            "modules": set(named_modules(model)),
-        }
+        now = {"params": {slot.name for slot in slots(model)}, "modules": set(named_modules(model))}
         new = {kind: names - self._known[kind] for kind, names in now.items()}
         if not any(new.values()):
             return

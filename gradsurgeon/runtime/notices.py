@@ -61,20 +61,12 @@ def awaits_sum(context: Context, held: Mapping[int, Tensor]) -> list[int]:
 
 def _say(context: Context, topic: str, tensors: Iterable[int], text: str, *, linear: bool) -> None:
     """Warn once of each rule at `backward` that acts on some of the tensors; of edits, if not linear."""
-    per_tensor, event_log = context.program.per_tensor, context.event_log
-    concerned = {
-        rule.id
-        for rules in per_tensor.values()
-        for rule in rules
-        if not rule.linear or (linear and not isinstance(rule, EditRule))
-    }
-    concerned = {rule for rule in concerned if not event_log.said(topic, rule)}
-    if not concerned:
-        return
+    event_log = context.event_log
     for tensor in tensors:
         step = context.counters[tensor].step
-        for rule in per_tensor.get(tensor, ()):
-            if rule.id in concerned and rule.steps.due(step):
+        for rule in context.program.per_tensor.get(tensor, ()):
+            concerned = not rule.linear or (linear and not isinstance(rule, EditRule))
+            if concerned and rule.steps.due(step) and not event_log.said(topic, rule.id):
                 said = text.replace("{name}", context.program.names[tensor])
                 event_log.once(topic, said, rule=rule.id, step=step, warn=True)
 

@@ -152,7 +152,8 @@ class ParamHooks:
         self._ids[tensor] = id(param)
         if param is not None:
             # One by one: what is on already can be taken off where the next one raises.
-            self._handles.setdefault(tensor, []).extend(self._put(tensor, param))
+            for handle in self._put(tensor, param):
+                self._handles.setdefault(tensor, []).append(handle)
         return param is not None
 
     def replaced(self) -> list[int]:
