@@ -45,7 +45,7 @@ class Owner:
     handles: tuple[RemovableHandle, ...]
     tensors: tuple[int, ...] = ()
     version: int = -1
-    # How many steps it has begun; a scaler that skips one leaves it as it is.
+    # A scaler that skips a step leaves it as it is.
     begun: int = 0
 
 
@@ -129,10 +129,7 @@ class OptimizerWatch:
         return tensors
 
     def _is_inner(self, tensors: Iterable[int]) -> bool:
-        """Tell whether an optimizer is stepped by one that owns its parameters and is stepping now.
-
-        `ZeroRedundancyOptimizer` has one inside for the part of the weights that is this rank's.
-        """
+        """Tell whether it is that of a `ZeroRedundancyOptimizer`, which owns its parameters and is stepping."""
         held = set(tensors)
         return any(held <= set(outer.counter.tensors) for outer in self._under_way())
 
