@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -121,24 +120,24 @@ class Stream:
         self._last = now
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
     """Copies of 1-dim tensors of one device, on their way to the host."""
 
-    # Kept until then: memory of another stream must not be given to others before it has been read.
-    parts: Sequence[Tensor]
-    host: Tensor
-    event: Any = None
+    def __init__(self, parts: Sequence[Tensor], host: Tensor, event: Any = None) -> None:
+        # Kept until then: memory of another stream must not be given to others before it has been read.
+        self._parts = parts
+        self._host = host
+        self._event = event
 
     def done(self) -> bool:
         """Tell, without waiting, whether the copies can be read."""
-        return self.event is None or bool(self.event.query())
+        return self._event is None or bool(self._event.query())
 
     def wait(self) -> Sequence[Tensor]:
         """Wait until the copies can be read, and return them."""
-        if self.event is not None:
-            self.event.synchronize()
-        return torch.split(self.host, [len(part) for part in self.parts])
+        if self._event is not None:
+            self._event.synchronize()
+        return torch.split(self._host, [len(part) for part in self._parts])
 
 
 @lru_cache(maxsize=4096)
