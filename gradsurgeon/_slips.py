@@ -14,10 +14,17 @@ import yaml
 
 _INDICATORS = {"*": "an alias", "&": "an anchor", "!": "a tag", "[": "a list", "{": "a mapping"}
 _VALUE = re.compile(r"\s*(?:- +)*(?:[^\s:\"'\[{]+:\s+)?(\S)")  # first character of a line's value
+_ENTRY = re.compile(r"(\s*(?:- +)*)[^\s\"'\[{#:-][^:#]*:(?:\s|$)")  # `key:` alone, or with a value
 _OPENED = re.compile(r"(?:[:,\[{]|^\s*-)\s*([\"'])")
+_NO_BLANK = re.compile(r"\s*(?:- +)*([A-Za-z_][\w-]*):([^\s:/].*)")
+_NO_DASH = re.compile(r"\s*-([A-Za-z_][\w-]*:.*)")
+_EQUALS = re.compile(r"\s*(?:- +)*([A-Za-z_][\w-]*)\s*=\s*(\S.*)")
+_FOREIGN = re.compile("\\s*(?:- +)*[A-Za-z_][\\w-]*(?::(?=[\u00a0\u3000])|\uff1a)")
+_SHOWN, _LOOKED_AT = 60, 50
 
 
 def mark_at(line: int, column: int) -> yaml.Mark:
+    """Return a mark, both counted from 0."""
     return yaml.Mark("", 0, line, column, None, 0)
 
 
@@ -27,24 +34,78 @@ def indicator_hint(char: str) -> str:
 
 
 def syntax_error(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str, yaml.Mark]:
+    """Return message, hint and mark."""
     context, problem = error.context or "", error.problem or "not readable"
     mark: Any = error.problem_mark
+    opened: Any = error.context_mark or mark
     message = f"{context}, {problem}".removeprefix(", ")
-    if (opened := _unclosed(lines, min(mark.line, len(lines) - 1))) is not None:
-        told = f"the quote that opens on line {opened.line + 1} is not closed there ({message})"
-        return told, "close the quote at the end of its text", opened
-    hint, mark = _by_place(context, problem, lines, error.context_mark or mark, mark)
+    slip = _slip(lines, opened, mark)
+    if slip is None and ("block" in context or "mapping values" in problem):
+        slip = _misaligned(lines, mark.line)
+    if slip is not None:
+        return (f"{slip[0]} ({message})" if slip[0] else message), slip[1], slip[2]
+    hint, mark = _by_place(context, problem, lines, opened, mark)
     return message, hint, mark
+
+
+def _slip(lines: list[str], opened: Any, mark: Any) -> tuple[str, str, yaml.Mark] | None:
+    """Return what a person did, the remedy, and where; ``None`` where that cannot be told."""
+    last = min(mark.line, len(lines) - 1)
+    if (at := _unclosed(lines, last)) is not None:
+        told = f"the quote that opens on line {at.line + 1} is not closed there"
+        return told, "close the quote at the end of its text", at
+    above = next((one for one in range(last - 1, -1, -1) if _has_text(lines[one])), last)
+    for number in dict.fromkeys((min(opened.line, last), above, last)):
+        if remedy := _no_entry(lines[number]):
+            start = len(lines[number]) - len(lines[number].lstrip())
+            return "this line is no `key: value`", remedy, mark_at(number, start)
+    return None
+
+
+def _has_text(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _unclosed(lines: Sequence[str], last: int) -> yaml.Mark | None:
     """Return where a quote opens that its line does not close, before the last line."""
     for number in range(last - 1, -1, -1):
         line = lines[number][:500]
-        quote = None if line.lstrip().startswith("#") else _OPENED.search(line)
+        quote = _OPENED.search(line) if _has_text(line) else None
         if quote and line.replace("\\\\", "").replace('\\"', "").count(quote[1]) % 2:
             return mark_at(number, quote.start(1))
     return None
+
+
+def _no_entry(line: str) -> str:
+    """Return the remedy for a line that was meant as a key and its value, but is read as a text."""
+    line = line[:500]
+    if match := _FOREIGN.match(line):
+        what = "colon" if match[0].endswith("\uff1a") else "blank behind the colon"
+        return f"the {what} is another character that looks like one: type it anew"
+    if match := _NO_DASH.match(line):
+        return f"write a space after the dash: `- {match[1][:_SHOWN]}`"
+    if match := _NO_BLANK.match(line):
+        return f"write a space after the colon: `{match[1]}: {match[2][:_SHOWN]}`"
+    if match := _EQUALS.match(line):
+        return f"write a colon: `{match[1]}: {match[2][:_SHOWN]}`"
+    return ""
+
+
+def _misaligned(lines: Sequence[str], last: int) -> tuple[str, str, yaml.Mark] | None:
+    """Return what to do about a key that begins in a column where no key above it begins."""
+    near = range(max(0, last - _LOOKED_AT), min(last + 1, len(lines)))
+    entries = [(number, _ENTRY.match(lines[number][:500])) for number in near]
+    keys = [(number, entry) for number, entry in entries if entry is not None]
+    if len(keys) < 2 or keys[-1][0] != last or "-" in keys[-1][1][1]:  # noqa: PLR2004 # a pair
+        return None
+    columns = [len(entry[1]) for _, entry in keys]
+    *above, column = columns
+    opens = keys[-2][1][0] == lines[keys[-2][0]]  # `steps:` alone, whose value stands below
+    if column in above or (opens and column > above[-1]) or "\t" in keys[-1][1][1]:
+        return None
+    told = f"the key begins in column {column + 1}, the key above it in column {above[-1] + 1}"
+    hint = "align the keys of one mapping: give them the same indentation"
+    return told, hint, mark_at(last, column)
 
 
 def _by_place(

@@ -34,6 +34,7 @@ __all__ = [
 
 _MAX_TEXT = 500
 _MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and how much of them
+_TYPOGRAPHIC = "\u201c\u201d\u201e\u2018\u2019\u201a\u00ab\u00bb"
 _MAX_CHOICES = 64  # combinations of lists whose items differ in length: each is one expression
 _MAX_RANGE_DIGITS = 18
 
@@ -77,6 +78,9 @@ def compile_pattern(text: str) -> Pattern:
         raise PatternError(f"the pattern has {len(text)} characters, at most {_MAX_TEXT} are read")
     if not text.removeprefix("re:"):
         raise PatternError("the pattern is empty", 'write "*" to match every name')
+    if len(text) > 1 and {text[0], text[-1]} <= set(_TYPOGRAPHIC):
+        message = "the pattern stands in typographic quotes, which are part of the text for YAML"
+        raise PatternError(message, f'write straight ones: "{text.strip(_TYPOGRAPHIC)[:80]}"')
     if text.startswith("re:"):
         expression = text.removeprefix("re:")
         check_expression(expression)
@@ -269,6 +273,9 @@ def suggest(text: str, names: Sequence[str]) -> str:
     """Return one sentence that helps with a pattern that matches none of ``names``."""
     if not names:
         return "the model has no names to match"
+    if len(text) > 1 and {text[0], text[-1]} <= set(_TYPOGRAPHIC):
+        message = "the pattern stands in typographic quotes, which are part of the text for YAML"
+        raise PatternError(message, f'write straight ones: "{text.strip(_TYPOGRAPHIC)[:80]}"')
     if text.startswith("re:"):
         body = f"(?:{text.removeprefix('re:')})"
         tries = [f"re:.*{body}", f"re:{body}.*", f"re:.*{body}.*"]

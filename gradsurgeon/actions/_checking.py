@@ -9,7 +9,7 @@ is judged on the raw options.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -28,6 +28,22 @@ _TYPE_NAMES = {
     "bool_type": "true or false",
     "string_type": "a text",
     "model_type": "a mapping",
+}
+# What people write who know other tools, or have not looked the word up.
+_MEANT = {
+    "name": "id",
+    "rule": "id",
+    "type": "action",
+    "do": "action",
+    "match": "params",
+    "pattern": "params",
+    "patterns": "params",
+    "layers": "modules",
+    "start": "from",
+    "begin": "from",
+    "end": "to",
+    "stop": "to",
+    "until": "to",
 }
 _OWN = "an action of your own is written MODULE:NAME"
 
@@ -75,9 +91,12 @@ def _action_of(
     known = f"known: {', '.join(actions)}"
     key = "action"
     if key not in entry:
-        misspelt = [one for one in entry if isinstance(one, str) and did_you_mean(one, [key])]
+        misspelt = [one for one in entry if isinstance(one, str) and _suggestion(one, [key])]
         if not misspelt:
-            message, hint = "missing key `action`", f"add `action`; {known}"
+            message, hint = (
+                "missing key `action`",
+                _beside(entry, actions) or f"add `action`; {known}",
+            )
             return None, [Flaw(key, message, hint, missing=True, check="missing-key")]
         key = misspelt[0]  # the walk over the keys says that it is misspelt
     action = entry[key]
@@ -85,7 +104,8 @@ def _action_of(
         return None, []
     if not isinstance(action, str):
         message = f"`action` must be the name of an action, found {described(action)}"
-        return None, [Flaw(key, message, known, check="wrong-type")]
+        hint = (_beside(action, actions) if isinstance(action, dict) else "") or known
+        return None, [Flaw(key, message, hint, check="wrong-type")]
     module, _, name = action.rpartition(":")
     if name in actions and module in ("", actions[name].__module__):
         return actions[name], []
@@ -99,6 +119,17 @@ def _action_of(
     elif action == "clip":  # which does not resemble it most
         hint = f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
     return None, [Flaw(key, message, hint, check="unknown-action")]
+
+
+def _beside(entry: Mapping[Any, Any], actions: Mapping[str, type[Rule]]) -> str:
+    """Return what to write where an action is the key of its options, the other shape of such files."""
+    action = next((key for key in entry if key in actions), None)
+    return f"write `action: {action}` and the options beside it" if action else ""
+
+
+def _suggestion(key: str, names: Sequence[str]) -> str:
+    meant = _MEANT.get(key)
+    return f"did you mean `{meant}`?" if meant in names else did_you_mean(key, names)
 
 
 class _RuleChecker:
@@ -150,7 +181,7 @@ class _RuleChecker:
         """Note a key that does not exist, and which was probably meant."""
         names = [one for one in _keys(model) if one != "at" or path or self.rule.takes_at]
         owners = [name for name, rule in self.actions.items() if key in _keys(rule)]
-        hint = did_you_mean(key, [one for one in names if one not in given])
+        hint = _suggestion(key, [one for one in names if one not in given])
         if hint:
             self.settled[(*path, hint.split("`")[1])] = value
         elif owners and not path:

@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has seen enough. The interpreter flushes once more at exit: into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
-    except Exception:  # noqa: BLE001 # whatever it is, the exit code must not say "problems found"
+    except Exception as error:  # noqa: BLE001 # whatever it is, the exit code must not say "problems found"
+        if isinstance(error, FileNotFoundError) and not error.filename:  # as `getcwd` raises it
+            return fail("the working directory does not exist any more: go to one that does")
         traceback.print_exc()
         return fail(
             "internal error: this is a fault of gradsurgeon, please report it with the above"

@@ -58,7 +58,11 @@ def _coloured(stream: TextIO) -> bool:
 
 def _workspace() -> Path:
     """Return the folder that GitHub takes paths from: the checkout, inside which a job may run."""
-    here, given = Path.cwd(), os.environ.get("GITHUB_WORKSPACE")
+    try:
+        here = Path.cwd()
+    except OSError:
+        here = Path("/")  # The working directory is gone: paths are shown as absolute ones.
+    given = os.environ.get("GITHUB_WORKSPACE")
     return Path(given) if given and here.is_relative_to(given) else here
 
 

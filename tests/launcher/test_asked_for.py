@@ -158,6 +158,34 @@ def test_an_empty_entry_of_the_path_is_the_working_directory(folder: Folder, emp
     assert (str(folder.path).encode() + b"'" in plain.stdout) == (empty != "")
 
 
+@pytest.mark.cover_children
+def test_a_working_directory_that_is_gone(folder: Folder) -> None:
+    rules, script = folder.path / "rules.yaml", folder.path / "other.py"
+    rules.write_text(f"version: 1\nrules:\n{NORMS}", encoding="utf-8")
+    script.write_text("import sys\nprint('other', [one for one in sys.path if 'bootstrap' in one])")
+    start = (
+        "import os, sys; os.rmdir(os.getcwd()); from gradsurgeon.cli import main; sys.exit(main())"
+    )
+    told = {}
+    for words in (
+        ("lint", str(rules)),
+        ("run", "--rules", str(rules), str(script)),
+        ("run", "--rules", str(rules), "--dry-run", str(script)),
+        ("run", "--rules", str(rules), "--record", "run", str(script)),
+    ):
+        (folder.path / "gone").mkdir()
+        done = launch(folder.path / "gone", "-c", start, *words)
+        told[words[-2]] = (done.returncode, done.stdout.decode(), done.stderr.decode())
+    gone = (
+        2,
+        "",
+        "gradsurgeon: the working directory does not exist any more: go to one that does\n",
+    )
+    assert told["lint"] == (0, "", "1 file clean\n")
+    assert told[str(rules)] == (0, "other []\n", "")
+    assert told["--dry-run"] == told["run"] == gone
+
+
 @pytest.mark.parametrize("how", ["sys.stderr.close()", "sys.stderr = None"])
 def test_a_script_may_do_without_stderr(folder: Folder, how: str) -> None:
     done = folder.run(f"import sys\n{how}\n{NAN}", rules=TRAP)
