@@ -58,24 +58,28 @@ class DeviceQueue(Generic[Item]):
                     self._streams[device].follow(device)
                 self._under_way.append(_Transfer(list(self._waiting.values())))
                 self._waiting.clear()
-            self._hand_over(wait=False)
+            self.collect()
             while (
                 len(self._under_way) > _FEWEST_UNDER_WAY
                 and sum(transfer.bytes for transfer in self._under_way) > _MOST_BYTES
             ):
-                self._take(self._under_way.popleft().read())
+                self._hand_over()
+
+    def collect(self) -> None:
+        """Hand over what has arrived, without waiting."""
+        with self._lock:
+            while self._under_way and not _torch.is_capturing() and self._under_way[0].arrived():
+                self._hand_over()
 
     def settle(self) -> None:
         """Hand everything over. Waits for the device where something is there."""
         self.send()
         with self._lock:
-            self._hand_over(wait=True)
+            while self._under_way and not _torch.is_capturing():
+                self._hand_over()
 
-    def _hand_over(self, *, wait: bool) -> None:
-        while self._under_way and not _torch.is_capturing():
-            if not (wait or self._under_way[0].arrived()):
-                break
-            self._take(self._under_way.popleft().read())
+    def _hand_over(self) -> None:
+        self._take(self._under_way.popleft().read())
 
 
 class _Transfer(Generic[Item]):
@@ -92,6 +96,7 @@ class _Transfer(Generic[Item]):
         return all(arrival.done() for arrival in self._arrivals.values())
 
     def read(self) -> list[tuple[Item, Tensor]]:
+        """Return the numbers on the host. Waits for those that have not arrived."""
         landed = {device: iter(arrival.wait()) for device, arrival in self._arrivals.items()}
         return [
             (item, next(landed[values.device]) if values.device in landed else values)

@@ -73,6 +73,8 @@ class ModelChanges:
         self._alias_of = {alias: param.name for param in manifest.params for alias in param.aliases}
         self._steps = 0
         self._next = _FIRST_LOOK
+        # By id: an address that another module has got since only leads to one look more.
+        self._modules = set(map(id, model.modules()))
         self._arrived: set[int] = set()
         self._swapped: set[int] = set()
 
@@ -114,6 +116,9 @@ class ModelChanges:
         self.compare()
         self.rearm()
 
+    def knows(self, module: nn.Module) -> bool:
+        return id(module) in self._modules
+
     def rearm(self) -> list[int]:
         """Put hooks on the parameters that took the place of others; return what was replaced or is gone."""
         swapped, self._swapped = sorted(self._swapped), set()
@@ -139,6 +144,7 @@ class ModelChanges:
         model = self._model()
         if model is None:
             return
+        self._modules = set(map(id, model.modules()))
         renamed = self._follow_params(model)
         text = _RENAMED.format(names=shorten_names(list(renamed.values())))
         self._tell_params("hook-rearmed", list(renamed), text, warn=not closing)

@@ -161,8 +161,8 @@ def _swap(original: Callable[..., None], first: Tensor, second: Tensor) -> None:
 @uncompiled
 def _on_registration(module: nn.Module, name: str, value: object) -> None:
     """Look for exchanged parameters and layers before the next forward pass goes through them."""
-    del module, name, value
-    if not _before_forward:
+    del name, value
+    if not _before_forward and any(controller.model.knows(module) for controller in _controllers()):
         _before_forward.append(register_module_forward_pre_hook(_look_at_models))
 
 
