@@ -3,9 +3,9 @@
 from gradsurgeon.runtime._oldest_torch import OLDEST
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.context import Mode, Options
-from gradsurgeon.runtime.matches_on_ranks import has_others, lacking
 from gradsurgeon.runtime.registry import enter, find, tag
 from gradsurgeon.runtime.session import Session
+from gradsurgeon.runtime.session_discovery import has_others, lacking
 
 __all__ = [
     "OLDEST",

@@ -15,7 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _numbers, _statistics, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
-from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
@@ -58,7 +57,6 @@ class ModuleSchedule:
         self._known: tuple[int, bool, Due | None] | None = None
 
     def due(self, step: int, *, training: bool) -> Due | None:
-        """Return the rules that act in a step, ``None`` where all of them rest."""
         known = self._known
         if known is None or known[:2] != (step, training):
             self._known = known = (step, training, self._at(step, training=training))
@@ -82,17 +80,17 @@ class ModuleCounters:
 
     def __init__(self, counters: StepCounters, param_names: Sequence[str]) -> None:
         self._counters = counters
-        # Per module that holds parameters, the index of the first of them.
+        self._names = param_names
         self._first_params: dict[str, int] = {}
-        for index, name in enumerate(param_names):
-            self._first_params.setdefault(ROOT, index)
-            parts = name.split(".")
-            for depth in range(1, len(parts)):
-                self._first_params.setdefault(".".join(parts[:depth]), index)
 
     def of(self, module: str) -> StepCounter:
-        param = self._first_params.get(module, self._first_params.get(ROOT))
-        return self._counters.common if param is None else self._counters[param]
+        if not self._names:
+            return self._counters.common
+        if module not in self._first_params:
+            inside = (i for i, name in enumerate(self._names) if name.startswith(f"{module}."))
+            # A module without parameters goes by the first one of the model.
+            self._first_params[module] = next(inside, 0)
+        return self._counters[self._first_params[module]]
 
 
 @dataclass(eq=False)
@@ -129,7 +127,6 @@ class ActivationRules:
         return out if self.context.mode == "act" else tensor
 
     def on_gradient(self, rules: Sequence[NamedRule], grad: Tensor, owner: str) -> Tensor:
-        """Run rules on the gradient of a tensor; return the gradient to go on with."""
         if self.is_unreadable(grad, rules, owner):
             return grad
         with self.lock:
@@ -151,7 +148,6 @@ class ActivationRules:
         return unreadable
 
     def warn(self, topic: str, text: str, rules: Sequence[NamedRule], owner: str) -> None:
-        """Say of each rule, once, what keeps it from acting on a tensor."""
         step = self.counters.of(owner).step
         for rule, _ in rules:
             self.context.event_log.once(topic, text, rule=rule.id, step=step, warn=True)
@@ -240,5 +236,4 @@ class FeedsHook:
 
 
 def is_numeric(tensor: Tensor) -> bool:
-    """Tell whether a tensor holds numbers that can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()

@@ -22,7 +22,6 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.backward_order import BackwardGraph, Root, roots_of
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
 
 
@@ -204,7 +203,7 @@ class BackwardWatch:
         if not tensors and not seen.module:
             return
         if tensors and not self._context.paused:
-            refuse_graph_capture(self._context)
+            self._context.refuse_graph_capture()
         order = tuple(dict.fromkeys(seen.order))
         self._events.backward_finished(
             BackwardPass(

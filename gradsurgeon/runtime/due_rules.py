@@ -89,7 +89,6 @@ class RulesByCounter:
         self._division = -1  # as of which division into clocks
 
     def due(self, counter: StepCounter) -> DueRules:
-        """Return what is due in the step that a clock is in."""
         moments, step = self._of(counter), counter.step
         key = counter, tuple([schedule.due(step) for schedule in self._schedules])
         if key not in self._due:
@@ -99,7 +98,6 @@ class RulesByCounter:
         return self._due[key]
 
     def bound_rule(self, rule: str, counter: StepCounter) -> BoundRule:
-        """Return the part of a rule that goes by a clock, due or not."""
         bound_rules = [bound for rules in self._of(counter) for bound in rules]
         return next(bound for bound in bound_rules if bound.rule.id == rule)
 

@@ -69,7 +69,6 @@ class Gradients:
         return pick(measure.norms(tensors, self.of(tensors), order, scale=self._scale), tensors)
 
     def statistics(self, stat: str, tensors: Sequence[int]) -> Tensor:
-        """Return one statistic of gradients as they are by now. Shape ``[len(tensors)]``, float32."""
         if stat == "l2":
             return self.norms(tensors, 2.0)
         with torch.no_grad():

@@ -51,7 +51,6 @@ def norms(
 def _by_device(
     items: Sequence[Item], tensors: Sequence[Tensor]
 ) -> list[tuple[Sequence[Item], Sequence[Tensor]]]:
-    """Group tensors, and what each of them stands for, by device."""
     if len({tensor.device for tensor in tensors}) <= 1:
         return [(items, tensors)] if tensors else []
     groups: dict[torch.device, tuple[list[Item], list[Tensor]]] = {}
@@ -123,7 +122,6 @@ def nonfinite(*several: Norms) -> list[list[int]]:
 
 
 def pick(norms: Norms, wanted: Sequence[int]) -> Tensor:
-    """Return the norms of some tensors, in the order asked for."""
     if len(norms) == 1:
         tensors, values = norms[0]
         if tensors == tuple(wanted):

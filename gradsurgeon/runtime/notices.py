@@ -31,7 +31,6 @@ _REENTRANT = (
 
 
 def count_passes(context: Context, done: BackwardPass) -> None:
-    """Count a backward pass for the updates that it feeds, and say what a sum makes of a rule."""
     counters = context.counters.among(done.tensors)
     for counter in counters:
         counter.passes += 1
@@ -49,10 +48,7 @@ def count_passes(context: Context, done: BackwardPass) -> None:
 
 
 def awaits_sum(context: Context, held: Mapping[int, Tensor]) -> list[int]:
-    """Return a tensor by which to tell whether a pass adds to what was there, where a rule has to say so.
-
-    ``held`` are the gradients that were there before the pass.
-    """
+    """Return a tensor by which to tell whether a pass adds to what it found, where a rule has to say so."""
     per_tensor, said = context.program.per_tensor, context.event_log.said
     added_to = (t for t in held if t in per_tensor and context.counters[t].passes)
     bounded = (
@@ -65,20 +61,12 @@ def awaits_sum(context: Context, held: Mapping[int, Tensor]) -> list[int]:
 
 def _say(context: Context, topic: str, tensors: Iterable[int], text: str, *, linear: bool) -> None:
     """Warn once of each rule at `backward` that acts on some of the tensors; of edits, if not linear."""
-    per_tensor, event_log = context.program.per_tensor, context.event_log
-    concerned = {
-        rule.id
-        for rules in per_tensor.values()
-        for rule in rules
-        if not rule.linear or (linear and not isinstance(rule, EditRule))
-    }
-    concerned = {rule for rule in concerned if not event_log.said(topic, rule)}
-    if not concerned:
-        return
+    event_log = context.event_log
     for tensor in tensors:
         step = context.counters[tensor].step
-        for rule in per_tensor.get(tensor, ()):
-            if rule.id in concerned and rule.steps.due(step):
+        for rule in context.program.per_tensor.get(tensor, ()):
+            concerned = not rule.linear or (linear and not isinstance(rule, EditRule))
+            if concerned and rule.steps.due(step) and not event_log.said(topic, rule.id):
                 said = text.replace("{name}", context.program.names[tensor])
                 event_log.once(topic, said, rule=rule.id, step=step, warn=True)
 
@@ -130,10 +118,6 @@ def shorten_names(names: Sequence[str]) -> str:
 def count_due_rules(
     context: Context, counter: StepCounter, counter_of: Callable[[str], StepCounter], *, owned: bool
 ) -> None:
-    """Note which rules were due in a step that is over, and warn of those that never fire.
-
-    ``counter_of`` returns the clock of a module; ``owned``: some optimizer is known to own parameters.
-    """
     for bound_rule in context.due_rules(counter).bound_rules:
         cause = partial(_why_silent, context, bound_rule.tensors, owned=owned)
         context.event_log.passed(bound_rule.rule.id, counter.step, cause)

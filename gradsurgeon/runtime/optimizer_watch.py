@@ -23,12 +23,11 @@ from gradsurgeon.errors import BindError
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.nan_trap import SCALER_SKIP
+from gradsurgeon.runtime.optimizers import Arguments, Update
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import TrainingEvents
-from gradsurgeon.runtime.update import Arguments, Update
 
 _LBFGS = (
     "LBFGS moves all parameters together, so that `freeze` cannot hide one from it; make requires_grad "
@@ -46,16 +45,11 @@ class Owner:
     handles: tuple[RemovableHandle, ...]
     tensors: tuple[int, ...] = ()
     version: int = -1
-    # How many steps it has begun; a scaler that skips one leaves it as it is.
+    # A scaler that skips a step leaves it as it is.
     begun: int = 0
 
 
 class OptimizerWatch:
-    """The optimizers that own parameters of one session, and each of their steps.
-
-    The controller, ``events``, is told of the steps; ``model`` finds parameters again that moved.
-    """
-
     def __init__(self, context: Context, events: TrainingEvents, model: ModelChanges) -> None:
         self._context = context
         self._events = events
@@ -81,7 +75,6 @@ class OptimizerWatch:
         return bool(found)
 
     def meet(self, optimizer: Optimizer) -> Owner | None:
-        """Make an optimizer known; it is the owner from now on of what it holds."""
         owner = self._owners.get(optimizer)
         if owner is None:
             # A wrapper and what it wraps are one optimizer, with one clock.
@@ -136,10 +129,7 @@ class OptimizerWatch:
         return tensors
 
     def _is_inner(self, tensors: Iterable[int]) -> bool:
-        """Tell whether an optimizer is stepped by one that owns its parameters and is stepping now.
-
-        `ZeroRedundancyOptimizer` has one inside for the part of the weights that is this rank's.
-        """
+        """Tell whether it is that of a `ZeroRedundancyOptimizer`, which owns its parameters and is stepping."""
         held = set(tensors)
         return any(held <= set(outer.counter.tensors) for outer in self._under_way())
 
@@ -249,7 +239,7 @@ class OptimizerWatch:
 
     def _act(self, optimizer: Optimizer, update: Update) -> None:
         if not self._context.paused:
-            refuse_graph_capture(self._context)
+            self._context.refuse_graph_capture()
         # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
         update.scale = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)

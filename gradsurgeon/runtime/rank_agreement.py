@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import EditRule, FreezeRule, Rule
+from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime import ranks, session_discovery
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.ranks import Cause
+from gradsurgeon.runtime.ranks import FINE, Cause
 from gradsurgeon.runtime.session_discovery import SessionInfo
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.step_decision import FINE, then_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +41,12 @@ class Meeting:
 
 
 class RankAgreement:
-    """What a session has to do with those of other ranks."""
-
     def __init__(self, context: Context) -> None:
         self._context = context
         acting = context.rules if context.mode == "act" else ()
         self._deciding = [rule for rule in acting if _decides(rule)]
         self._edits = any(map(_edits_updates, acting))
-        self._drifts = self._edits or any(then_of(rule) == "skip-step" for rule in acting)
+        self._drifts = self._edits or any(_then(rule) == "skip-step" for rule in acting)
         # What is divided over ranks can be measured by all of them together only.
         self._measures = any(rule.target == "params" for rule in context.rules)
         # By the name of a group: whether all of its ranks have the session's rules.
@@ -153,7 +150,11 @@ _CHANGING = (EditRule, FreezeRule)
 
 
 def _decides(rule: Rule) -> bool:
-    return then_of(rule) in ("raise", "skip-step")
+    return _then(rule) in ("raise", "skip-step")
+
+
+def _then(rule: Rule) -> str:
+    return rule.then if isinstance(rule, TrapRule) else ""
 
 
 def _edits_updates(rule: Rule) -> bool:
@@ -162,7 +163,6 @@ def _edits_updates(rule: Rule) -> bool:
 
 
 def _lacking(wanted: Sequence[int], answers: Mapping[int, SessionInfo], mine: SessionInfo) -> str:
-    """Return which ranks do not have the rules of this one, empty where all have them."""
     parts = []
     if absent := [rank for rank in wanted if rank not in answers]:
         parts.append(session_discovery.unheard(absent))

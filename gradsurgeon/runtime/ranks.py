@@ -17,6 +17,9 @@ from torch import Tensor
 from gradsurgeon import _dist
 from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
 
+# How bad it is for a step: what all ranks agree on is the worst.
+FINE, OVERFLOWED, SKIP, RAISE = range(4)
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -96,7 +99,6 @@ class Ranks:
         self._meshes = list(meshes.values())
 
     def shard_groups(self, tensors: Sequence[int]) -> _dist.Groups:
-        """Return the groups of the meshes over which some parameters are divided."""
         self._search_once()
         wanted = set(tensors) if self._meshes else set()
         groups: list[Any] = []
@@ -141,7 +143,6 @@ class Ranks:
 
 
 def who(mine: bool, groups: _dist.Groups) -> tuple[int, ...]:  # noqa: FBT001 # the only thing it is told
-    """Return the ranks that say yes. A collective."""
     votes = torch.zeros(_dist.world(), dtype=torch.int64, device="cpu")
     votes[_dist.rank()] = int(mine)
     return tuple(_dist.reduce(votes, groups).nonzero().flatten().tolist())

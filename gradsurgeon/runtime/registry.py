@@ -120,7 +120,6 @@ def _count_tags() -> None:
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
-    """Forget sessions that were removed; with the last one, watch nothing any more."""
     finalizer.detach()
     with _changing:
         for sessions in (_sessions, _beside):

@@ -48,18 +48,17 @@ class StepCounters:
     def latest(self) -> int:
         return max((counter.step for counter in self._of), default=self.common.step)
 
-    def claim(self, tensors: Iterable[int], counter: StepCounter | None = None) -> StepCounter:
-        """Give tensors to a clock, a new one unless ``clock`` is given, and return it.
+    def claim(self, tensors: Iterable[int], counter: StepCounter) -> None:
+        """Give tensors to a clock.
 
         A schedule must not begin anew because the script rebuilt its optimizer, so the clock goes
         on from the latest one that its tensors had. What the clock had besides goes by the common one
         again: an optimizer may exchange its parameters.
         """
         wanted = tuple(sorted(tensors))
-        counter = counter or StepCounter(self.start)
         held = [tensor for tensor, holder in enumerate(self._of) if holder is counter]
         if held == list(wanted):
-            return counter
+            return
         for tensor in held:
             self._of[tensor] = self.common
         earlier = [self._of[tensor] for tensor in wanted]
@@ -72,4 +71,3 @@ class StepCounters:
         for other in {id(one): one for one in (*self._of, *earlier, self.common)}.values():
             other.tensors = tuple(i for i, one in enumerate(self._of) if one is other)
         self.version += 1
-        return counter
