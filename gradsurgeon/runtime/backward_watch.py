@@ -146,7 +146,6 @@ class _Before:
 
     grads: dict[int, tuple[Tensor, int]]
     held: dict[int, Tensor]
-    averaged: bool
 
 
 class BackwardWatch:
@@ -187,7 +186,6 @@ class BackwardWatch:
             return _Before(
                 {tensor: (grad, _writes(grad)) for tensor, grad in by_tensor.items()},
                 {tensor: _holds_something(by_tensor[tensor]) for tensor in held},
-                self._context.ranks.is_reducing,
             )
 
     def end(self, running: RunningPass, before: _Before) -> None:
@@ -199,12 +197,16 @@ class BackwardWatch:
             else:
                 tensors = set(self._context.parameters.grads(sorted(reached))[0])
         seen = self._take_seen(reached)
-        tensors.update(seen.order, seen.calls)
+        order = tuple(dict.fromkeys(seen.order))
+        if order:
+            # Of a sharded model other parameters stand there when a pass begins: only hooks tell.
+            param = self._context.parameters.param
+            tensors = {t for t in tensors if (p := param(t)) is None or not _dist.is_sharded(p)}
+        tensors.update(order, seen.calls)
         if not tensors and not seen.module:
             return
         if tensors and not self._context.paused:
             self._context.refuse_graph_capture()
-        order = tuple(dict.fromkeys(seen.order))
         self._events.backward_finished(
             BackwardPass(
                 tensors=(*order, *sorted(tensors.difference(order))),
@@ -213,7 +215,8 @@ class BackwardWatch:
                 logged=seen.logged,
                 contributed=seen.contributed,
                 scale=self.scaling.of(running.tasks),
-                averaged=before.averaged,
+                # Not before the pass: the ranks of a model are looked for at its parameters.
+                averaged=self._context.ranks.is_reducing,
                 held={t: flag for t, flag in before.held.items() if t in tensors},
             )
         )

@@ -58,7 +58,9 @@ class ArrivalHook(Hook):
             return
         context, passes = live
         passes.seen.order.append(self.tensor)
-        if self.tensor in context.trapped and param.grad is not None and context.ranks.is_reducing:
+        if self.tensor not in context.trapped or param.grad is None or _dist.is_sharded(param):
+            return
+        if context.ranks.is_reducing:
             passes.seen.contributed[self.tensor] = _numbers.norms([param.grad])[0]
 
 
