@@ -73,7 +73,7 @@ class ModuleSchedule:
 
 
 class ModuleCounters:
-    """The clock of each module: that of the optimizer which owns its first parameter.
+    """The step counter of each module: that of the optimizer which owns its first parameter.
 
     It can become known as late as after the forward pass, so that whoever needs it asks anew.
     """
@@ -95,7 +95,7 @@ class ModuleCounters:
 
 @dataclass(eq=False)
 class ActivationRules:
-    """Runs rules on activations. Each has an owner: the module whose clock counts."""
+    """Runs rules on activations. Each has an owner: the module whose step counter counts."""
 
     context: Context
     passes: BackwardWatch
@@ -150,7 +150,7 @@ class ActivationRules:
     def warn(self, topic: str, text: str, rules: Sequence[NamedRule], owner: str) -> None:
         step = self.counters.of(owner).step
         for rule, _ in rules:
-            self.context.event_log.once(topic, text, rule=rule.id, step=step, warn=True)
+            self.context.event_log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
 
     def has_edited(self, rule: Rule, tensor: Tensor) -> bool:
         """Tell whether a rule has edited this very tensor, or is about to edit its gradient."""
@@ -166,7 +166,7 @@ class ActivationRules:
         """Return an edited value or gradient. Without a ``step`` it repeats an edit that was counted."""
         edit, event_log = self.context.edits[rule.id], self.context.event_log
         if step is not None:
-            event_log.fired(rule.id, step)
+            event_log.count_fired(rule.id, step)
         if edit.by_norm is not None:
             with _torch.aside(tensor) as plain:
                 clip = NormClip(edit.by_norm, plain.detach(), scale)
@@ -176,7 +176,7 @@ class ActivationRules:
         if step is not None:
             with torch.no_grad(), _torch.aside(tensor) as plain:
                 changed = changes(edit, unscaled(plain, scale))
-                event_log.altered(rule.id, changed)
+                event_log.count_changed(rule.id, changed)
             # What comes out as it is need not be written; autograd has to know of an edit of a value.
             if changed is False and rule.ref.grad:
                 return tensor
@@ -192,7 +192,7 @@ class ActivationRules:
                 self._record(rule, name, tensor, step)
             else:
                 self._flag(rule, name, tensor, owner)
-            self.context.event_log.fired(rule.id, step)
+            self.context.event_log.count_fired(rule.id, step)
 
     def _record(self, rule: ObserverRule, name: str, tensor: Tensor, step: int) -> None:
         with torch.no_grad(), _torch.aside(tensor) as plain:

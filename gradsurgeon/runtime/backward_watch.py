@@ -63,15 +63,15 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             with _numbered(roots, [partial(s.began_inside, outer=outer) for s in scalings]):
                 return original(outputs, *args, **named)
         if not named.get("accumulate_grad"):
-            found = original(outputs, *args, **named)
+            returned = original(outputs, *args, **named)
             for watch in known:
                 watch.end_of_grad()
-            return found
+            return returned
         running = _begin(outputs)
         try:
             begun = [(watch, watch.begin(running)) for watch in known]
             with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
-                found = original(outputs, *args, **named)
+                returned = original(outputs, *args, **named)
         except BaseException:
             for watch in known:
                 watch.failed(running)
@@ -83,7 +83,7 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             # As long as it is there, no other thread takes what hooks have seen.
             with _lock:
                 _running.remove(running)
-        return found
+        return returned
 
     return run
 

@@ -101,7 +101,7 @@ class Context:
             "a CUDA graph is being captured: its replays repeat the edits of the rules, but count no step, no "
             "firing and no change, and tell of no norm that is not finite"
         )
-        self.event_log.once("cuda-graph", text, step=self.counters.latest)
+        self.event_log.notice_once("cuda-graph", text, step=self.counters.latest)
 
 
 def rules_lost_in_replay(program: Program) -> Iterator[tuple[str, str]]:

@@ -117,7 +117,7 @@ class Controller:
         self.model.arrived(done)
         self._edits.arrived(done.tensors)
         context.flags.passed()
-        # Whose step this pass feeds decides which clock its records go by.
+        # Whose step this pass feeds decides which counter its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
         if by_hand and not self.manual.declared:
             self.manual.check_accumulation(done)
@@ -247,13 +247,16 @@ class Controller:
             return True
         event_log = self.context.event_log
         # Asked once: to look for optimizers after each of many passes would be slow.
-        if not (self.manual.declared or event_log.said("no parameter")) and self._is_by_hand():
+        if (
+            not (self.manual.declared or event_log.is_noticed("no parameter"))
+            and self._is_by_hand()
+        ):
             text = (
                 "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call "
                 f"with other tensors, inputs=): it counts as no step; {how_to_tick(self.context)} right before "
                 "each update if the script updates other tensors in their place"
             )
-            event_log.once("no parameter", text, step=self.context.counters.latest)
+            event_log.notice_once("no parameter", text, step=self.context.counters.latest)
         return False
 
     def _rest(self, step: Step) -> StepDecision:
@@ -266,7 +269,7 @@ class Controller:
         return self._traps.rest(counter)
 
     def _is_idle(self, counter: StepCounter) -> bool:
-        """Tell whether nothing is due for a clock, by the rules alone: so it is on all ranks."""
+        """Tell whether nothing is due for a counter, by the rules alone: so it is on all ranks."""
         program = self.context.program
         if program.modules or program.tags or counter is self.context.counters.common:
             return False

@@ -30,12 +30,12 @@ def changes(edit: Edit, grad: Tensor) -> bool | Tensor:
     return edit.alters(_numbers.values(grad))
 
 
-def decide(edit: Edit, grad: Tensor, found: tuple[float, float]) -> bool:
+def decide(edit: Edit, grad: Tensor, ends: tuple[float, float]) -> bool:
     """Tell whether an edit would change an element of a gradient with this range, on the host."""
     if not grad.numel():
         # It has no range, and bounds that exclude 0 would bite on one that is made up.
         return False
-    answer = None if edit.decided is None else edit.decided(*found, grad.dtype)
+    answer = None if edit.decided is None else edit.decided(*ends, grad.dtype)
     return bool(edit.alters(_numbers.values(grad))) if answer is None else answer
 
 
@@ -71,7 +71,7 @@ class NormClip:
         return (wide * self._factor).to(values.dtype)
 
     def tell(self, context: Context, rule: str, step: int) -> None:
-        context.event_log.altered(rule, self._factor < 1.0)
+        context.event_log.count_changed(rule, self._factor < 1.0)
         if not isinstance(self._factor, float) or self._factor == 1.0:
             spoilt = self._norm.isfinite().logical_not_()
-            context.event_log.later(spoilt, LEFT_ALONE, rule=rule, step=step)
+            context.event_log.emit_if(spoilt, LEFT_ALONE, rule=rule, step=step)

@@ -76,7 +76,7 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
         for stat, key in bound_rule.keys.items():
             values = gradients.statistics(stat, tensors)
             context.recorder.add(key, step, columns, values, replace=True)
-        context.event_log.fired(rule.id, step, len(tensors))
+        context.event_log.count_fired(rule.id, step, len(tensors))
 
 
 def _log_contributions(context: Context, done: BackwardPass) -> None:
@@ -126,10 +126,10 @@ class StepRules:
                 if not tensors:
                     continue
                 if isinstance(rule, FreezeRule):
-                    context.event_log.altered(rule.id, len(tensors))
+                    context.event_log.count_changed(rule.id, len(tensors))
                 else:
                     self._edit(bound_rule, gradients, tensors)
-                context.event_log.fired(rule.id, counter.step, len(tensors))
+                context.event_log.count_fired(rule.id, counter.step, len(tensors))
                 if rule.may_overflow and context.mode == "act":
                     suspicious.update(tensors)
         return suspicious
@@ -166,10 +166,10 @@ class StepRules:
             for tensor, ends in zip(known, ranges, strict=True)
             if decide(edit, parts[tensor], ends)
         }
-        event_log.altered(rule.id, len(biting))
+        event_log.count_changed(rule.id, len(biting))
         blind = parts.keys() - set(known)
         for tensor in blind:
-            event_log.altered(rule.id, changes(edit, parts[tensor]))
+            event_log.count_changed(rule.id, changes(edit, parts[tensor]))
         # Whether a gradient has changed must be the same on all ranks that share it: one that measured
         # it again would wait for the others. So all write, be it for nothing.
         for_all = {tensor for tensor in known if _dist.is_sharded(gradients[tensor])}
@@ -190,15 +190,15 @@ class StepRules:
         if edit.over_rule:
             norms = torch.linalg.vector_norm(norms, edit.order, keepdim=True)
         spoilt = norms.isfinite().logical_not_().any()
-        event_log.later(spoilt, LEFT_ALONE, rule=rule.id, step=bound_rule.counter.step)
+        event_log.emit_if(spoilt, LEFT_ALONE, rule=rule.id, step=bound_rule.counter.step)
         factors = edit.factor(norms)
         if not _torch.is_host(factors):
-            event_log.altered(rule.id, (factors.expand(len(tensors)) < 1.0).sum())
+            event_log.count_changed(rule.id, (factors.expand(len(tensors)) < 1.0).sum())
             _shorten(gradients.writable(tensors), factors)
             return
         factor_of = zip(tensors, factors.expand(len(tensors)).tolist(), strict=True)
         biting = {tensor: factor for tensor, factor in factor_of if factor < 1.0}
-        event_log.altered(rule.id, len(biting))
+        event_log.count_changed(rule.id, len(biting))
         if biting:
             same = len(set(biting.values())) == 1
             parts = [_dist.local(grad) for grad in gradients.writable(biting)]

@@ -83,7 +83,7 @@ class ManualSteps:
         self._refuse_freezes()
         event_log, step = self._context.event_log, self._context.counters.latest
         tick = how_to_tick(self._context)
-        event_log.once("manual", _NOTICE.format(tick=tick), step=step)
+        event_log.notice_once("manual", _NOTICE.format(tick=tick), step=step)
         for stage in self._context.program.traps:
             if getattr(stage.rule, "then", "") == "skip-step":
                 text = _NO_SKIP.format(tick=tick)
@@ -135,7 +135,7 @@ class ManualSteps:
         if self._counts == "passes" and self._counted:
             steps = counter.step - self._began
             text = _TAKEN_OVER.format(steps=f"{steps} step{'s' if steps > 1 else ''}")
-            self._context.event_log.once(
+            self._context.event_log.notice_once(
                 "late optimizer", text, step=counter.step, warn=bool(self.edited())
             )
         self._counts = "nothing"

@@ -73,7 +73,7 @@ class ModelChanges:
         self._alias_of = {alias: param.name for param in manifest.params for alias in param.aliases}
         self._steps = 0
         self._next = _FIRST_LOOK
-        # By id: an address that another module has got since only leads to one look more.
+        # By id: an address that another module has got since only leads to one comparison more.
         self._modules = set(map(id, model.modules()))
         self._arrived: set[int] = set()
         self._swapped: set[int] = set()
@@ -193,16 +193,16 @@ class ModelChanges:
         if not any(new.values()):
             return
         manifest = from_model(model)
-        found = {
+        indexes = {
             "params": NameIndex("parameter", manifest.params),
             "modules": NameIndex("module", manifest.modules),
         }
         step = self._context.counters.latest
         for rule in self._plan.rules.rules:
-            if rule.target not in found or not self._plan.of(rule.id):
+            if rule.target not in indexes or not self._plan.of(rule.id):
                 continue
-            index, names = found[rule.target], new[rule.target]
-            gained = [one for one in index.match(rule)[0] if names.issuperset(one.names)]
+            index, names = indexes[rule.target], new[rule.target]
+            gained = [thing for thing in index.match(rule)[0] if names.issuperset(thing.names)]
             if gained:
                 text = (
                     f"matches {len(gained)} {index.noun}{'s' if len(gained) > 1 else ''} that came after the "

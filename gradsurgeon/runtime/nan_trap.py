@@ -105,11 +105,11 @@ class NanTraps:
     def decide(self, counter: StepCounter, gradients: Gradients) -> StepDecision:
         """Judge what the optimizer is about to consume. Reads the device once, and again for a report."""
         self._scaler_skips[counter] = 0
-        found = [
+        findings = [
             *self._judge_gradients(counter, gradients),
             *self._judge_thresholds(counter, gradients),
         ]
-        return self._conclude(counter, [*found, *self._judge_activations(counter)])
+        return self._conclude(counter, [*findings, *self._judge_activations(counter)])
 
     def decide_edited(self, counter: StepCounter, edited: set[int]) -> StepDecision:
         """Judge gradients once more that rules at `step` may have made non-finite."""
@@ -119,12 +119,12 @@ class NanTraps:
         bad = measure.counts(dict(zip(*context.parameters.grads(doubtful), strict=True)))
         order, _ = context.parameters.grads(due_rules.trapped)
         moment = "right before the update, and finite before the rules at `step`"
-        found = [
+        findings = [
             (bound.rule.id, gradient_report(context.program.names, moment, order, bad, {}))
             for bound in due_rules.traps
             if not bad.keys().isdisjoint(bound.tensors)
         ]
-        return self._conclude(counter, found)
+        return self._conclude(counter, findings)
 
     def measure(self, counter: StepCounter, gradients: Gradients) -> None:
         """Take part in what other ranks measure, and make nothing of it."""
@@ -137,8 +137,8 @@ class NanTraps:
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         """Note a step that a scaler has skipped; raise where that is no overflow, but a NaN that stays."""
-        found = [] if self._context.paused else self._judge_skip_of_scaler(counter, scale)
-        decision = self._conclude(counter, found, floor=OVERFLOWED)
+        findings = [] if self._context.paused else self._judge_skip_of_scaler(counter, scale)
+        decision = self._conclude(counter, findings, floor=OVERFLOWED)
         if decision.error is not None:
             raise decision.error
 
@@ -149,7 +149,7 @@ class NanTraps:
             return []
         fired = [bound for bound in due_rules.traps if any(i in gradients for i in bound.tensors)]
         for bound in fired:
-            context.event_log.fired(bound.rule.id, counter.step)
+            context.event_log.count_fired(bound.rule.id, counter.step)
         snapshots = self._snapshots[counter]
         norms = gradients.take_norms(tensors)
         # What was seen after backward comes to the host along with what is there now.
@@ -170,20 +170,20 @@ class NanTraps:
     def _judge_thresholds(self, counter: StepCounter, gradients: Gradients) -> list[_Finding]:
         """Judge by any statistic. Reads the device once per rule, and again only for a report."""
         context = self._context
-        found: list[_Finding] = []
+        findings: list[_Finding] = []
         for bound in context.due_rules(counter).thresholds:
             tensors = gradients.having(bound.tensors)
             if not tensors:
                 continue
-            context.event_log.fired(bound.rule.id, counter.step)
+            context.event_log.count_fired(bound.rule.id, counter.step)
             decision, report = context.decisions[bound.rule.id], None
             values = gradients.statistics(decision.statistic, tensors)
             tripped = decision.trips(values).tolist()
             if any(tripped):
                 names = [context.program.names[tensor] for tensor in tensors]
                 report = threshold_report(decision.statistic, names, values.tolist(), tripped)
-            found.append((bound.rule.id, report))
-        return found
+            findings.append((bound.rule.id, report))
+        return findings
 
     def _judge_activations(self, counter: StepCounter) -> list[_Finding]:
         by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
@@ -232,20 +232,20 @@ class NanTraps:
         ]
 
     def _conclude(
-        self, counter: StepCounter, found: Sequence[_Finding], *, floor: int = FINE
+        self, counter: StepCounter, findings: Sequence[_Finding], *, floor: int = FINE
     ) -> StepDecision:
         """Report what this rank has seen, and return what all ranks do. A collective where they meet."""
         context, step = self._context, counter.step
-        trips = self._count(counter, found)
+        trips = self._count(counter, findings)
         severity = max([floor, *(trip.severity for trip in trips)])
         guilty = any(trip.report.guilty for trip in trips)
         meeting = self._agreement.meet(counter, severity, guilty=guilty)
         told = [(trip.severity, self._tell(trip, step, meeting.guilty)) for trip in trips]
         # What stops a step is what the other ranks have to hear of.
-        own, cause = max(told, key=itemgetter(0), default=(FINE, None))
+        worst, cause = max(told, key=itemgetter(0), default=(FINE, None))
         decision = StepDecision()
-        if cause is not None and own > FINE and context.mode == "act":
-            decision = _decided(own, cause, step)
+        if cause is not None and worst > FINE and context.mode == "act":
+            decision = _decided(worst, cause, step)
         if not meeting.groups or meeting.severity == FINE:
             return decision
         rank = _dist.rank()
@@ -255,10 +255,10 @@ class NanTraps:
             return self._follow(step, meeting.severity, heard)
         return decision
 
-    def _count(self, counter: StepCounter, found: Sequence[_Finding]) -> list[Trip]:
+    def _count(self, counter: StepCounter, findings: Sequence[_Finding]) -> list[Trip]:
         """Count how often in a row traps have tripped; one that has found nothing begins anew."""
         trips = []
-        for rule, report in found:
+        for rule, report in findings:
             key = counter, rule
             if report is None:
                 self._in_a_row[key] = 0
@@ -285,7 +285,7 @@ class NanTraps:
         text = "\n".join([head, trip.outcome(context.mode), *report.lines])
         where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
         then = trip.then if context.mode == "act" else ""
-        context.event_log.altered(trip.rule, 1)
+        context.event_log.count_changed(trip.rule, 1)
         context.event_log.emit("trap", text, **where, warn=then == "warn", raised=then == "raise")
         if then == "skip-step":
             message = f"step {step} skipped: no weight and no optimizer state was touched"

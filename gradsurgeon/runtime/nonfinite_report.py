@@ -74,9 +74,9 @@ class GradientEvidence:
     def _guilty(self) -> bool:
         # Only the last pass is asked, which is the one that reduced. A rank whose part of the model was
         # not used has seen nothing, and got its gradients from the others.
-        mine = self.snapshots[-1].done.contributed if self.snapshots else {}
-        spoilt = self.before.union(self.now).intersection(mine)
-        return any(not bool(mine[tensor].isfinite()) for tensor in spoilt)
+        contributed = self.snapshots[-1].done.contributed if self.snapshots else {}
+        spoilt = self.before.union(self.now).intersection(contributed)
+        return any(not bool(contributed[tensor].isfinite()) for tensor in spoilt)
 
     def report(self, names: Sequence[str], why: str = "") -> TrapReport:
         """Report the border as it was after the first pass that shows one, else at the update."""

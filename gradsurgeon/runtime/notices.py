@@ -49,12 +49,12 @@ def count_passes(context: Context, done: BackwardPass) -> None:
 
 def awaits_sum(context: Context, held: Mapping[int, Tensor]) -> list[int]:
     """Return a tensor by which to tell whether a pass adds to what it found, where a rule has to say so."""
-    per_tensor, said = context.program.per_tensor, context.event_log.said
+    per_tensor, is_noticed = context.program.per_tensor, context.event_log.is_noticed
     added_to = (t for t in held if t in per_tensor and context.counters[t].passes)
     bounded = (
         t
         for t in added_to
-        if any(not (rule.linear or said("accumulation", rule.id)) for rule in per_tensor[t])
+        if any(not (rule.linear or is_noticed("accumulation", rule.id)) for rule in per_tensor[t])
     )
     return list(islice(bounded, 1))
 
@@ -66,9 +66,9 @@ def _say(context: Context, topic: str, tensors: Iterable[int], text: str, *, lin
         step = context.counters[tensor].step
         for rule in context.program.per_tensor.get(tensor, ()):
             concerned = not rule.linear or (linear and not isinstance(rule, EditRule))
-            if concerned and rule.steps.due(step) and not event_log.said(topic, rule.id):
+            if concerned and rule.steps.due(step) and not event_log.is_noticed(topic, rule.id):
                 said = text.replace("{name}", context.program.names[tensor])
-                event_log.once(topic, said, rule=rule.id, step=step, warn=True)
+                event_log.notice_once(topic, said, rule=rule.id, step=step, warn=True)
 
 
 def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequence[int]) -> None:
@@ -82,7 +82,9 @@ def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequenc
         rule = bound_rule.rule
         if not isinstance(rule, TrapRule) and not set(having).isdisjoint(bound_rule.tensors):
             text = _NOT_BY_BACKWARD.format(point=rule.point)
-            context.event_log.once("no pass", text, rule=rule.id, step=counter.step, warn=True)
+            context.event_log.notice_once(
+                "no pass", text, rule=rule.id, step=counter.step, warn=True
+            )
 
 
 _NOT_BY_BACKWARD = (
@@ -104,7 +106,7 @@ def warn_of_unowned_params(context: Context, tensors: Sequence[int]) -> None:
                 "exclude them"
             )
             step = context.counters.latest
-            context.event_log.once("unowned", text, rule=rule, step=step, warn=True)
+            context.event_log.notice_once("unowned", text, rule=rule, step=step, warn=True)
 
 
 _SHOWN = 3
@@ -120,10 +122,12 @@ def count_due_rules(
 ) -> None:
     for bound_rule in context.due_rules(counter).bound_rules:
         cause = partial(_why_silent, context, bound_rule.tensors, owned=owned)
-        context.event_log.passed(bound_rule.rule.id, counter.step, cause)
+        context.event_log.note_due(bound_rule.rule.id, counter.step, cause)
     for rule, owner in context.program.site_rules:
         if counter_of(owner) is counter and rule.steps.due(counter.step):
-            context.event_log.passed(rule.id, counter.step, partial(_why_no_tensor, context, rule))
+            context.event_log.note_due(
+                rule.id, counter.step, partial(_why_no_tensor, context, rule)
+            )
 
 
 def _why_silent(context: Context, tensors: Sequence[int], *, owned: bool) -> str:
@@ -140,7 +144,7 @@ def _why_silent(context: Context, tensors: Sequence[int], *, owned: bool) -> str
 
 
 def _why_no_tensor(context: Context, rule: Rule) -> str:
-    if context.event_log.said("unreadable", rule.id):
+    if context.event_log.is_noticed("unreadable", rule.id):
         return "all tensors it matched had no numbers to read"
     if rule.target == "tensors":
         return "the script tagged no tensor with such a name"

@@ -69,15 +69,15 @@ class OptimizerWatch:
         return len(self._owners) > 0
 
     def search(self, model_params: Iterable[Tensor]) -> bool:
-        found = optimizers.owning(model_params)
-        for optimizer in found:
+        owning = optimizers.owning(model_params)
+        for optimizer in owning:
             self.meet(optimizer)
-        return bool(found)
+        return bool(owning)
 
     def meet(self, optimizer: Optimizer) -> Owner | None:
         owner = self._owners.get(optimizer)
         if owner is None:
-            # A wrapper and what it wraps are one optimizer, with one clock.
+            # A wrapper and what it wraps are one optimizer, with one counter.
             inner = _torch.stepping(optimizer)
             if inner is not optimizer:
                 return None if inner is None else self.meet(inner)
@@ -147,22 +147,26 @@ class OptimizerWatch:
 
     def _under_way(self) -> list[Update]:
         """Return the steps that this thread is in the middle of; those that have raised end here."""
-        mine = [one for one in list(self._running.values()) if one.thread == threading.get_ident()]
-        for update in mine:
+        updates = [
+            update
+            for update in list(self._running.values())
+            if update.thread == threading.get_ident()
+        ]
+        for update in updates:
             if not update.is_on_stack():
                 self.end(update, took_place=False)
-        return [update for update in mine if not update.ended]
+        return [update for update in updates if not update.ended]
 
     def _refuse(self, tensors: Iterable[int], why: str, is_refused: Callable[[Rule], bool]) -> None:
-        own, program = set(tensors), self._context.program
+        held, program = set(tensors), self._context.program
         stages = (*program.after_backward, *program.at_step)
-        rules = [stage.rule for stage in stages if own & set(stage.tensors)]
+        rules = [stage.rule for stage in stages if held & set(stage.tensors)]
         rules += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
         if refused := dict.fromkeys(rule.id for rule in rules if is_refused(rule)):
             raise BindError([f"rule {rule}: {why}" for rule in refused])
 
     def _claim(self, owner: Owner) -> None:
-        """Give the tensors of an optimizer to its clock, where another one has taken them since."""
+        """Give the tensors of an optimizer to its counter, where another one has taken them since."""
         counters = self._context.counters
         if owner.version != counters.version:
             counters.claim(owner.tensors, owner.counter)
@@ -249,7 +253,7 @@ class OptimizerWatch:
                 # The optimizer asks the flag itself, on the device.
                 step = update.counter.step
                 text = SCALER_SKIP.format(step=step)
-                self._context.event_log.later(overflow, text, step=step, kind="scaler-skip")
+                self._context.event_log.emit_if(overflow, text, step=step, kind="scaler-skip")
             elif bool(overflow):
                 update.overflowed = scaler
                 return

@@ -32,10 +32,10 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
 
     def candidates() -> list[Optimizer]:
         return [
-            found
-            for found in _live.instances(Optimizer)
-            if any(id(param) in wanted for param in params_of(found))
-            and _torch.stepping(found) is not None
+            optimizer
+            for optimizer in _live.instances(Optimizer)
+            if any(id(param) in wanted for param in params_of(optimizer))
+            and _torch.stepping(optimizer) is not None
         ]
 
     if not candidates():

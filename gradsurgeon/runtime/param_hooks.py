@@ -84,14 +84,14 @@ class TensorHook(Hook):
             return None
         if not passes.is_training(param):
             text = "torch.autograd.grad() is not training: its results are left alone"
-            context.event_log.once("autograd.grad", text, step=counter.step)
+            context.event_log.notice_once("autograd.grad", text, step=counter.step)
             return None
         context.refuse_graph_capture()
         out = grad
         for rule in due:
             out = self._act(context, passes, rule, out)
             if not isinstance(rule, CaptureRule):
-                context.event_log.fired(rule.id, counter.step)
+                context.event_log.count_fired(rule.id, counter.step)
         return None if out is grad or context.mode == "observe" else out
 
     def _act(self, context: Context, passes: BackwardWatch, rule: Rule, grad: Tensor) -> Tensor:
@@ -104,8 +104,10 @@ class TensorHook(Hook):
             return grad
         with torch.no_grad():
             true = unscaled(grad, context.scaling.scale)
-            found = {stat: _statistics.statistic(stat, true) for stat in getattr(rule, "stats", ())}
-        passes.seen.logged[rule.id][self.tensor] = found
+            values = {
+                stat: _statistics.statistic(stat, true) for stat in getattr(rule, "stats", ())
+            }
+        passes.seen.logged[rule.id][self.tensor] = values
         return grad
 
     def _edit(self, context: Context, rule: Rule, grad: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ class TensorHook(Hook):
         else:
             with torch.no_grad():
                 changed = changes(edit, unscaled(part, scale))
-                context.event_log.altered(rule.id, changed)
+                context.event_log.count_changed(rule.id, changed)
             if changed is False:
                 return grad
             out = _numbers.on_values(in_true_units(edit.apply, scale), part)

@@ -51,7 +51,7 @@ class Recorder:
         if event_log is not None:
             event_log.sink = self.event
             if writer is None:
-                records.on_drop = lambda step: event_log.once("records", _DROPPED, step=step)
+                records.on_drop = lambda step: event_log.notice_once("records", _DROPPED, step=step)
             else:
                 writer.on_failure = partial(event_log.emit, "notice", warn=True)
         if writer is not None:
@@ -168,8 +168,8 @@ class CapturedTensors:
             oldest = next(iter(kept))
             self._bytes[rule.id] -= _size(kept.pop(oldest))
             text = f"the copies exceed {limit:,} bytes: the oldest make room (`max_bytes`)"
-            self._event_log.once("captures", text, rule=rule.id, step=step)
-        self._event_log.fired(rule.id, step)
+            self._event_log.notice_once("captures", text, rule=rule.id, step=step)
+        self._event_log.count_fired(rule.id, step)
 
     def of(self, rule: str) -> dict[CaptureKey, Tensor]:
         return dict(self._kept.get(rule, {}))

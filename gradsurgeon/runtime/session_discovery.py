@@ -45,7 +45,7 @@ class SessionInfo(NamedTuple):
 
 
 def call(
-    group: Any, shapes: Sequence[tuple[int, ...]], mine: SessionInfo
+    group: Any, shapes: Sequence[tuple[int, ...]], info: SessionInfo
 ) -> dict[int, SessionInfo]:
     """Return the sessions of the ranks of a group that come to the same roll as this one, in time.
 
@@ -56,7 +56,7 @@ def call(
     while True:
         prefix = f"{topic}/{_met[topic]}"
         _met[topic] += 1
-        publish(prefix, mine)
+        publish(prefix, info)
         here = wait_for(prefix, _dist.members(group), until=f"{prefix}/closed")
         closed = json.loads(_dist.store().compare_set(f"{prefix}/closed", "", json.dumps(here)))
         # One that was closed before was that of another session: other ranks have had one more.
