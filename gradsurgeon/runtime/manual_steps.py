@@ -135,9 +135,7 @@ class ManualSteps:
         if self._counts == "passes" and self._counted:
             steps = counter.step - self._began
             text = _TAKEN_OVER.format(steps=f"{steps} step{'s' if steps > 1 else ''}")
-            self._context.event_log.notice_once(
-                "late optimizer", text, step=counter.step, warn=bool(self.edited())
-            )
+            self._context.event_log.notice_once("late optimizer", text, step=counter.step)
         self._counts = "nothing"
         return self._edited
 
