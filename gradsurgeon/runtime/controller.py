@@ -91,6 +91,7 @@ class Controller:
 
     def detach(self) -> None:
         self.attached = False
+        self.model.let_go()
         self.steps.close()
         self._module_hooks.detach()
         self._param_hooks.disarm()

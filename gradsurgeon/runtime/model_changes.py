@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import RLock
 
 from torch import Tensor, nn
 
@@ -77,6 +78,14 @@ class ModelChanges:
         self._modules = set(map(id, model.modules()))
         self._arrived: set[int] = set()
         self._swapped: set[int] = set()
+        # An optimizer that steps in another thread is shown to this session, too, be it about to end.
+        self._lock = RLock()
+        self._over = False
+
+    def let_go(self) -> None:
+        """Leave the model alone from now on: its rules are about to be taken off."""
+        with self._lock:
+            self._over = True
 
     def check(self) -> None:
         if (model := self._model()) is not None:
@@ -121,6 +130,10 @@ class ModelChanges:
 
     def rearm(self) -> list[int]:
         """Let rules act on parameters that took the place of others; return what was replaced or is gone."""
+        with self._lock:
+            return [] if self._over else self._rearm()
+
+    def _rearm(self) -> list[int]:
         swapped, self._swapped = sorted(self._swapped), set()
         self._tell_params("hook-rearmed", swapped, _SWAPPED)
         if not self._param_hooks.replaced():
@@ -141,9 +154,11 @@ class ModelChanges:
         ``at_once``: no forward pass has gone through what has come. ``closing``: say what went unnoticed,
         but warn of nothing any more.
         """
-        model = self._model()
-        if model is None:
-            return
+        with self._lock:
+            if (model := self._model()) is not None and not self._over:
+                self._compare(model, closing=closing, at_once=at_once)
+
+    def _compare(self, model: nn.Module, *, closing: bool, at_once: bool) -> None:
         self._modules = set(map(id, model.modules()))
         renamed = self._follow_params(model)
         text = _RENAMED.format(names=shorten_names(list(renamed.values())))
