@@ -5,8 +5,6 @@ number without a word, so that nothing else in the package reduces a `DTensor`: 
 parts and puts the results together with `reduce`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys
@@ -23,7 +21,6 @@ Groups = tuple[Any, ...]
 
 
 def rank() -> int:
-    """Return the rank of this process, 0 where there is but one."""
     if _initialized():
         return int(torch.distributed.get_rank())
     # torchrun sets it before there is a process group, or without one.
@@ -42,7 +39,6 @@ def having(ranks: Sequence[int]) -> str:
 
 
 def world() -> int:
-    """Return the number of ranks, 1 where torch.distributed is not in use."""
     return int(torch.distributed.get_world_size()) if _initialized() else 1
 
 
@@ -55,7 +51,6 @@ _PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a `DTensor`."""
     if type(tensor) in _PLAIN:  # asked of every gradient in every step
         return False
     # Whoever has made one has imported this; importing it costs time that others need not pay.
@@ -64,7 +59,6 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def any_sharded(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether some of the tensors are `DTensor`."""
     return not set(map(type, tensors)) <= _PLAIN and any(map(is_sharded, tensors))
 
 
@@ -131,7 +125,6 @@ def spread(tensor: Tensor) -> Groups:
 
 
 def mesh_groups(tensor: Tensor) -> Groups:
-    """Return the process groups of all dimensions of the mesh that a tensor lies on."""
     return tuple(cast("Any", tensor).device_mesh.get_all_groups()) if is_sharded(tensor) else ()
 
 
@@ -193,7 +186,6 @@ def settle(device: torch.device) -> None:
 
 
 def members(group: Any) -> list[int]:
-    """Return the ranks of a group, ascending."""
     return sorted(torch.distributed.get_process_group_ranks(group))
 
 
@@ -247,7 +239,6 @@ def averaged_by(wrapper: Any) -> list[Tensor]:
 
 
 def is_flattened(param: Tensor) -> bool:
-    """Tell whether a parameter belongs to the flat parameters of `FullyShardedDataParallel`."""
     return bool(getattr(param, "_fsdp_flattened", False))
 
 

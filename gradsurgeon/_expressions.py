@@ -4,8 +4,6 @@ Python's `re` tries one way through an expression after another, and there are m
 name is. An expression is taken only if the ways are few.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterator

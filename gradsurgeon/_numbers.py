@@ -1,17 +1,18 @@
 """Numbers taken of gradients of any layout and dtype: norms, ranges, counts.
 
-They work on plain tensors, strided or sparse; those of sharded gradients are put together elsewhere.
+They work on plain tensors, strided or sparse. What statistics are taken of in parts stands at the end: many
+gradients in one tensor, or one over many ranks.
 """
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _torch
+from gradsurgeon import _dist, _torch
 
 
 def on_values(edit: Callable[[Tensor], Tensor], grad: Tensor) -> Tensor:
@@ -121,7 +122,6 @@ def _each(grads: Sequence[Tensor], order: float) -> Tensor:
 
 
 def _packed(grads: Sequence[Tensor], _order: float) -> Tensor:
-    """Return the 2-norms of small tensors: one copy, one reduction by segments."""
     return _of_segments(*_together(grads))
 
 
@@ -137,7 +137,6 @@ def _of_segments(flat: Tensor, lengths: Tensor) -> Tensor:
 
 
 def by_segments(flat: Tensor, how: str, lengths: Tensor) -> Tensor:
-    """Return the ``sum``, ``min`` or ``max`` of each of the tensors that lie one after another."""
     return torch.segment_reduce(flat, how, lengths=lengths, unsafe=True)
 
 
@@ -151,7 +150,6 @@ def _dotted(grads: Sequence[Tensor], _order: float) -> Tensor:
 
 
 def _in_order(parts: Sequence[tuple[Sequence[int], Tensor]], count: int) -> Tensor:
-    """Put numbers together that belong to some positions each."""
     if len(parts) == 1:
         return parts[0][1]
     order = [position for positions, _ in parts for position in positions]
@@ -166,7 +164,6 @@ def _in_order(parts: Sequence[tuple[Sequence[int], Tensor]], count: int) -> Tens
 
 
 def ends(grad: Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest element of a real gradient, as `ranges` does."""
     elements = grad if grad.layout == torch.strided else values(grad)
     if not elements.numel():
         return 0.0, 0.0
@@ -175,10 +172,7 @@ def ends(grad: Tensor) -> tuple[float, float]:
 
 
 def ranges(grads: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Return the smallest and the largest element of each real gradient. Waits for the device.
-
-    Both are NaN where an element is. Of an empty gradient both are 0.
-    """
+    """Return the smallest and the largest element of each real gradient, both NaN where one is. Waits for the device."""
     ranges = [(0.0, 0.0)] * len(grads)
     small: dict[torch.dtype, list[int]] = {}
     with torch.no_grad():
@@ -216,7 +210,6 @@ def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def nonfinite(grad: Tensor) -> Tensor:
-    """Return the number of NaN and infinite elements, as a 0-dim tensor on the device."""
     return values(grad).isfinite().logical_not_().sum()
 
 
@@ -231,3 +224,56 @@ def first_nonfinite(grad: Tensor) -> tuple[str, int]:
 def to_bytes(tensor: Tensor) -> bytes:
     """Return a contiguous float32 CPU tensor as bytes, without numpy, which torch does not need."""
     return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+class Segments(NamedTuple):
+    """Small gradients that lie one after another in one tensor."""
+
+    flat: Tensor
+    lengths: Tensor  # how many elements each of them has, at least 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        # A plain sum, one after another, would lose digits in float32.
+        return by_segments(values.double(), "sum", self.lengths)
+
+    def min(self, values: Tensor) -> Tensor:
+        return by_segments(values, "min", self.lengths)
+
+    def max(self, values: Tensor) -> Tensor:
+        return by_segments(values, "max", self.lengths)
+
+    def per_element(self, values: Tensor) -> Tensor:
+        return values.repeat_interleave(self.lengths, output_size=len(self.flat))
+
+
+class Shards:
+    """Sharded gradients, of each of which this rank holds a part, be it empty; `sizes` are whole, in float64.
+
+    Putting numbers together is a collective: all ranks have the same gradients in the same order.
+    """
+
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        self._grads = [_dist.settled(grad) for grad in grads]
+        self.parts = [_dist.local(grad) for grad in self._grads]
+        sizes = [grad.numel() for grad in self._grads]
+        self.sizes = torch.tensor(sizes, dtype=torch.float64, device=self.parts[0].device)
+
+    def each(self, measure: Callable[..., Tensor], *arguments: Iterable[object]) -> Tensor:
+        rows = zip(self.parts, *arguments, strict=True)
+        return torch.stack([measure(*row) for row in rows]).double()
+
+    def norms(self, order: float) -> Tensor:
+        found = norms(self.parts, order)
+        if math.isinf(order):
+            return self.max(found)
+        # Powers of float32 norms do not overflow in float64.
+        return self.sum(found.double() ** order).pow(1.0 / order)
+
+    def sum(self, values: Tensor) -> Tensor:
+        return _dist.sums(self._grads, values)
+
+    def max(self, values: Tensor) -> Tensor:
+        return _dist.maxima(self._grads, values)
+
+    def min(self, values: Tensor) -> Tensor:
+        return -self.max(-values)

@@ -4,8 +4,6 @@ Scanners notice a slip late, and name it in words about tokens. What a person di
 the lines up to where the scanner gave up; both loaders of PyYAML word differently, the lines are the same.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -24,17 +22,14 @@ _SHOWN, _LOOKED_AT = 60, 50
 
 
 def mark_at(line: int, column: int) -> yaml.Mark:
-    """Return a mark, both counted from 0."""
     return yaml.Mark("", 0, line, column, None, 0)
 
 
 def indicator_hint(char: str) -> str:
-    """Return the remedy for a pattern without quotes."""
     return f'`{char}` starts {_INDICATORS[char]} in YAML: quote patterns, e.g. params: "*.weight"'
 
 
 def syntax_error(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str, yaml.Mark]:
-    """Return message, hint and mark."""
     context, problem = error.context or "", error.problem or "not readable"
     mark: Any = error.problem_mark
     opened: Any = error.context_mark or mark
@@ -128,7 +123,6 @@ def _by_place(
 
 
 def _by_character(context: str, line: str, first: str, opened: Any, mark: Any) -> tuple[str, Any]:
-    """Return hint and mark by the character that the value of the line begins with."""
     before = line[max(0, mark.column - 500) : mark.column]
     if first in _INDICATORS and ("flow" not in context or "*" in before):
         hint = indicator_hint("*" if re.search(r"[\s\[,]\*+$", before) else first)

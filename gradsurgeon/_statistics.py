@@ -1,7 +1,5 @@
 """Statistics of gradients of any layout and dtype, sharded ones included."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -9,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers
-from gradsurgeon._parts import Segments, Shards
+from gradsurgeon._numbers import Segments, Shards
 from gradsurgeon.statistics import STATISTICS
 
 _NEUTRAL = {"sum": 0.0, "max": -math.inf, "min": math.inf}

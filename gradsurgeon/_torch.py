@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -82,18 +82,16 @@ def is_unreadable(tensor: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
-def aside(tensor: Tensor) -> AbstractContextManager[Tensor]:
+@contextmanager
+def aside(tensor: Tensor) -> Iterator[Tensor]:
     """Give the numbers of a tensor for work that is no part of a `torch.func` transform.
 
     Inside one, torch writes to nothing that was there before, and what is made there dies with it.
     """
-    inside = torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
-    return _unwrapped(tensor) if inside else nullcontext(tensor)
-
-
-@contextmanager
-def _unwrapped(tensor: Tensor) -> Iterator[Tensor]:
     functorch = torch._C._functorch  # noqa: SLF001
+    if functorch.peek_interpreter_stack() is None:
+        yield tensor
+        return
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     with torch._C._DisableFuncTorch():  # noqa: SLF001
@@ -224,10 +222,7 @@ def uncompiled(reason: object) -> Callable[[_Function], _Function]:
     """Return a decorator for functions that `torch.compile` must neither trace nor compile.
 
     What `torch.compiler.disable` does, without the seconds that it takes to import the compiler, which
-    a script that compiles nothing must not pay for.
-
-    Args:
-        reason: shown by torch where a graph must not break; made a text when it is needed.
+    a script that compiles nothing must not pay for. Torch makes a text of ``reason`` when it needs one.
     """
 
     def mark(function: _Function) -> _Function:
@@ -254,12 +249,10 @@ def _skip_frames(function: Any, *, callees: str) -> None:
 
 
 def forget_compiled_code() -> bool:
-    """Let `torch.compile` compile anew what it has compiled so far, or has decided not to compile.
+    """Let `torch.compile` compile or reject everything anew; tell whether there was compiled code.
 
-    Other than `torch.compiler.reset` this keeps everything that is not compiled code.
-
-    Returns:
-        Whether there was any compiled code. The compiler is not imported to say so.
+    Other than `torch.compiler.reset` this keeps everything that is not compiled code. The compiler is not
+    imported for it.
     """
     convert_frame: Any = sys.modules.get("torch._dynamo.convert_frame")
     if convert_frame is None:

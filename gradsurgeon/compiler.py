@@ -1,7 +1,5 @@
 """Plan -> program: everything a session does, sorted by the moment at which it happens. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -28,23 +26,14 @@ class ModuleProgram:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Everything a session does, sorted by the moment at which it happens.
+    """Everything a session does, sorted by the moment at which it happens."""
 
-    Attributes:
-        names: canonical names of all parameters, in model order. Those that no rule touches are
-            there because their optimizer is what keeps the clock.
-        armed: the parameters that carry hooks.
-        per_tensor: parameter to its rules at `backward` in file order; one tensor hook each.
-        after_backward: rules that look once a backward pass has finished. The traps are among them:
-            they look there and decide at the step.
-        at_step: rules that act right before an update, in file order.
-        modules: one program per module that a rule touches.
-        tags: rules on tagged tensors, in file order.
-    """
-
+    # Of all parameters: those that no rule touches are there because their optimizer keeps the clock.
     names: tuple[str, ...]
-    armed: tuple[int, ...] = ()
+    armed: tuple[int, ...] = ()  # the parameters that some rule acts on
+    # Parameter to its rules at `backward`; one tensor hook each.
     per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
+    # The traps are among these: they look there and decide at the step.
     after_backward: tuple[Stage, ...] = ()
     at_step: tuple[Stage, ...] = ()
     modules: tuple[ModuleProgram, ...] = ()
@@ -52,14 +41,13 @@ class Program:
 
     @property
     def rules(self) -> list[Rule]:
-        """All rules that bind something, each once."""
         found = {rule.id: rule for own in self.per_tensor.values() for rule in own}
         found |= {stage.rule.id: stage.rule for stage in (*self.after_backward, *self.at_step)}
         return [*(found | {rule.id: rule for rule, _ in self.site_rules}).values()]
 
     @property
     def watched(self) -> Sequence[int]:
-        """The parameters that carry hooks; rules on modules alone must learn of passes as well."""
+        """The parameters whose gradients tell of a backward pass: all, where rules are on modules alone."""
         return self.armed or range(len(self.names))
 
     @property
@@ -85,7 +73,6 @@ class Program:
 
 
 def compile_plan(plan: Plan) -> Program:
-    """Return the program of a plan: one hook per tensor, one visit after each pass, one per step."""
     names = tuple(param.name for param in plan.manifest.params)
     index = {name: number for number, name in enumerate(names)}
     per_tensor: dict[int, list[Rule]] = {}

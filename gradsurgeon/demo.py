@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import gradsurgeon
 from gradsurgeon import packs, report
@@ -31,9 +31,6 @@ except ModuleNotFoundError as error:
     print(f"{error}; {_INSTALL}", file=sys.stderr)
     sys.exit(2)
 
-if TYPE_CHECKING:
-    from gradsurgeon.runtime import Session
-
 EPOCHS = 10
 LEAST_EPOCHS = 4
 BATCH = 32
@@ -46,47 +43,32 @@ LAST_FINITE = "fc1.weight"
 FIRST_NONFINITE = "conv2.weight"
 
 
-class Poison(torch.autograd.Function):
-    """The identity, whose backward makes one element of the gradient NaN."""
-
-    @staticmethod
-    def forward(_: object, features: Tensor) -> Tensor:
-        return features.view_as(features)
-
-    @staticmethod
-    def backward(_: object, *grads: Tensor) -> Tensor:
-        poisoned = grads[0].clone()
-        poisoned[0, 0, 0, 0] = float("nan")
-        return poisoned
-
-
-class Fault(nn.Module):
-    """Fault injection: an identity that poisons its backward while it is armed."""
-
-    armed = False
-
-    def forward(self, features: Tensor) -> Tensor:
-        if not self.armed:
-            return features
-        return cast("Tensor", Poison.apply(features))  # type: ignore[no-untyped-call]
+def poison(grad: Tensor) -> Tensor:
+    """Make one element of a gradient NaN."""
+    poisoned = grad.clone()
+    poisoned[0, 0, 0, 0] = float("nan")
+    return poisoned
 
 
 class DigitsNet(nn.Module):
-    """Two convolutions, two linear layers, and the fault right behind the second one."""
+    """Two convolutions, two linear layers, and the fault: a backward that is poisoned while it is armed."""
+
+    armed = False
 
     def __init__(self) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
         self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
-        self.fault = Fault()
         self.fc1 = nn.Linear(32 * 4 * 4, 64)
         self.fc2 = nn.Linear(64, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = self.conv1(images).relu()
-        # Before the ReLU: behind it, the NaN could fall on an element that ReLU blocks.
-        hidden = self.fault(self.conv2(hidden)).relu()
-        hidden = functional.max_pool2d(hidden, 2).flatten(1)
+        hidden = self.conv2(hidden)
+        if self.armed:
+            # Before the ReLU: behind it, the NaN could fall on an element that ReLU blocks.
+            hidden.register_hook(poison)
+        hidden = functional.max_pool2d(hidden.relu(), 2).flatten(1)
         return cast("Tensor", self.fc2(self.fc1(hidden).relu()))
 
 
@@ -111,14 +93,13 @@ def load_digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def default_rules() -> Path:
-    """Return the quickstart rules."""
     return packs.folder() / "quickstart.yaml"
 
 
 class Trainer:
     """Plain training; what the rules do happens inside ``backward()`` and ``optimizer.step()``."""
 
-    def __init__(self, model: DigitsNet, optimizer: AdamW, session: Session) -> None:
+    def __init__(self, model: DigitsNet, optimizer: AdamW, session: gradsurgeon.Session) -> None:
         self.model, self.optimizer, self.session = model, optimizer, session
         self.images, self.labels, self.test_images, self.test_labels = load_digits()
         self.accuracy = 0.0
@@ -126,7 +107,6 @@ class Trainer:
         self._step = 0
 
     def run(self, epochs: int) -> None:
-        """Train, reporting every epoch, and what happens at the fault."""
         for epoch in range(1, epochs + 1):
             loss = 0.0
             for chosen in torch.split(torch.randperm(len(self.labels)), BATCH):
@@ -142,7 +122,7 @@ class Trainer:
             )
 
     def _train(self, images: Tensor, labels: Tensor) -> float:
-        self.model.fault.armed = self._step == FAULT_STEP
+        self.model.armed = self._step == FAULT_STEP
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -176,7 +156,6 @@ class Trainer:
         ]
 
     def failures(self) -> Iterator[str]:
-        """Yield what went otherwise than the demo has to show."""
         traps = [(trap.step, trap.name) for trap in self.traps()]
         if traps != [(FAULT_STEP, FIRST_NONFINITE)]:
             seen = ", ".join(f"{name} at step {step}" for step, name in traps) or "none tripped"
@@ -195,7 +174,6 @@ def say(text: str) -> None:
 
 
 def demonstrate(rules: Path, epochs: int) -> int:
-    """Run the demo and return the exit code."""
     # The tensors are tiny, and in a container torch sees more cores than it may use.
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -226,7 +204,6 @@ def demonstrate(rules: Path, epochs: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo from the command line."""
     parser = argparse.ArgumentParser(prog="python -m gradsurgeon.demo", description=__doc__)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="default: %(default)s")
     parser.add_argument("--rules", type=Path, default=default_rules(), help="a rule file")

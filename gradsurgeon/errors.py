@@ -48,12 +48,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 class HintedError(ValueError):
-    """Something in a rule that cannot be used, before it is known where it stands.
-
-    Attributes:
-        message: what is wrong.
-        hint: what to do, may be empty.
-    """
+    """Something in a rule that cannot be used, before it is known where it stands."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
@@ -138,7 +133,7 @@ class _FileError(GradSurgeonError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems: tuple[Problem, ...] = tuple(problems)
         count = sum(problem.severity == "error" for problem in self.problems)
-        head = f"{count} problem{'s' if count != 1 else ''} in {self._of}"
+        head = f"{count} problem{'s' * (count != 1)} in {self._of}"
         super().__init__("\n".join([head, *(problem.full() for problem in self.problems)]))
 
     def __reduce__(self) -> tuple[type[Self], tuple[Sequence[Problem]]]:
@@ -179,9 +174,7 @@ class BindError(GradSurgeonError):
     def __init__(self, complaints: Sequence[str]) -> None:
         self.complaints: tuple[str, ...] = tuple(complaints)
         count = len(self.complaints)
-        head = (
-            f"{count} problem{'s' if count != 1 else ''} in binding the rules; nothing was changed"
-        )
+        head = f"{count} problem{'s' * (count != 1)} in binding the rules; nothing was changed"
         super().__init__("\n".join([head, *self.complaints]))
 
     def __reduce__(self) -> tuple[type[BindError], tuple[Sequence[str]]]:

@@ -4,33 +4,18 @@ A glob is translated into a regular expression that runs in linear time; a regul
 user's is taken only if it is quick on any name of a sensible length.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from heapq import nlargest
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from gradsurgeon._expressions import PatternError, check_expression
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-__all__ = [
-    "Pattern",
-    "PatternError",
-    "compile_pattern",
-    "contains",
-    "disjoint",
-    "nearest",
-    "select",
-    "suggest",
-]
 
 _MAX_TEXT = 500
 _MAX_LIKELY, _MAX_LENGTH = 50, 120  # names that difflib compares, and how much of them
@@ -43,8 +28,6 @@ _Options: TypeAlias = "list[list[str | None]]"  # each a sequence of expressions
 
 @dataclass(frozen=True)
 class Pattern:
-    """A compiled pattern; made by `compile_pattern`."""
-
     text: str
     expression: str = field(repr=False, compare=False)
 
@@ -162,7 +145,6 @@ def _glob_piece(text: str, at: int) -> tuple[str | None, int]:
 
 
 def _set(body: str) -> str:
-    """Return the inside of a character set; only ranges have a meaning in it."""
     out = ""
     at = 0
     while at < len(body):
@@ -270,7 +252,6 @@ def _closest(text: str, known: Iterable[str], limit: int) -> list[str]:
 
 
 def suggest(text: str, names: Sequence[str]) -> str:
-    """Return one sentence that helps with a pattern that matches none of ``names``."""
     if not names:
         return "the model has no names to match"
     if len(text) > 1 and {text[0], text[-1]} <= set(_TYPOGRAPHIC):

@@ -4,20 +4,15 @@ Packs live in one folder with a lock, ``packs.json``, which gives each published
 the hash of its content: a rule file that was reviewed with a pack keeps its meaning.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path, PureWindowsPath
 
 from gradsurgeon.errors import HintedError, did_you_mean
 
 PREFIX = "gradsurgeon:"
-
-_MAX_LISTED = 100  # files of a folder that are looked at for a name like the one that is missing
 
 
 class IncludeError(HintedError):
@@ -26,19 +21,10 @@ class IncludeError(HintedError):
 
 @dataclass(frozen=True, slots=True)
 class Included:
-    """A file to be included.
-
-    Attributes:
-        name: what messages call it.
-        path: where it is, without symbolic links, so that one file has one path.
-        folder: what its own relative entries start from; ``None`` where it may have none.
-        sha256: hash that the content must have; empty where any will do.
-    """
-
-    name: str
-    path: Path
-    folder: Path | None
-    sha256: str = ""
+    name: str  # in messages
+    path: Path  # without symbolic links, so that one file has one path
+    folder: Path | None  # what its own relative entries start from; ``None`` where it may have none
+    sha256: str = ""  # hash that the content must have; empty where any will do
 
     def check(self, text: str) -> None:
         if self.sha256 not in ("", content_hash(text)):
@@ -54,7 +40,6 @@ def content_hash(text: str) -> str:
 
 
 def folder() -> Path:
-    """Return the folder of the packs: inside the installed package, or at the top of a checkout."""
     package = Path(__file__).resolve().parent
     inside = package / "rules"
     return inside if inside.is_dir() else package.parent / "rules"
@@ -75,7 +60,6 @@ def published() -> dict[str, Included]:
 
 
 def locate(entry: str, base: Path | None, find: Callable[[str, Path], Included]) -> Included:
-    """Return what an entry of `include` names."""
     if entry.casefold().startswith(PREFIX):
         return _pack(entry[len(PREFIX) :])
     if base is None:
@@ -129,8 +113,7 @@ def file_on_disk(entry: str, base: Path) -> Included:
     if path.is_dir():
         raise is_folder(entry)
     if not path.exists():
-        beside = path.parent.iterdir() if path.parent.is_dir() else ()
-        raise is_missing(entry, (one.name for one in islice(beside, _MAX_LISTED)))
+        raise is_missing(entry)
     if not regular:
         raise IncludeError(f"`{entry[:80]}` is no regular file", "name a file of UTF-8 text")
     return Included(str(named), path, named.parent)
@@ -157,12 +140,6 @@ def is_folder(entry: str) -> IncludeError:
     return IncludeError(f"`{entry[:80]}` is a folder", "name each of its files")
 
 
-def is_missing(entry: str, beside: Iterable[str]) -> IncludeError:
-    """Return the error that an entry names nothing; ``beside``: what stands in its folder."""
-    # Without the suffixes: that both are YAML makes no two names alike.
-    stems = {Path(name).stem: name for name in sorted(beside)}
-    near = did_you_mean(Path(entry).stem, stems).split("`")[1:2]
-    return IncludeError(
-        f"there is no file `{entry[:80]}` in the folder of the including file",
-        _like_a_pack(entry) or "".join(f"did you mean `{stems[one]}`?" for one in near),
-    )
+def is_missing(entry: str) -> IncludeError:
+    message = f"there is no file `{entry[:80]}` in the folder of the including file"
+    return IncludeError(message, _like_a_pack(entry) or "correct the path")

@@ -4,8 +4,6 @@ Values are built from YAML *events*, one at a time. PyYAML's own tree builder is
 libyaml it overflows the stack of the process on deep nesting, and it follows YAML 1.1.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import re
@@ -102,10 +100,7 @@ class Document:
     folder: pathlib.Path | None = None
 
     def place(self, path: Path) -> Place:
-        """Return the place of the value at ``path``.
-
-        Elements that the document lacks are skipped: pydantic's ``loc`` names branches of unions.
-        """
+        """Return the place of a value. What the document lacks is skipped: pydantic's ``loc`` names branches of unions."""
         node = self._find(path)
         if isinstance(node, _Collection) and not node.flow:
             return self.missing_place(path)
@@ -137,12 +132,7 @@ class Document:
 
 
 def read(path: str | os.PathLike[str], name: str = "", raw: bytes | None = None) -> Document:
-    """Read a rule file; messages call it ``name``, or by its path. ``raw``: what it holds, if known.
-
-    Raises:
-        RuleFileError: there is no such file, or it cannot be read, or it is not UTF-8 text. What is
-            wrong with the content is in ``problems`` of the document instead.
-    """
+    """Read a rule file; messages call it ``name``, or by its path. ``raw``: what it holds, if known."""
     file = os.fspath(path)
     try:
         if raw is None:  # a device or a file of gigabytes is refused like any long text
@@ -173,8 +163,6 @@ def parse(text: str, file: str = "<text>") -> Document:
 
 
 class _Reader:
-    """Builds the nodes of one document and collects what is wrong with it."""
-
     def __init__(self, source: _Text) -> None:
         self.source = source
         self.problems: list[Problem] = []
@@ -328,7 +316,6 @@ class _Reader:
 
 
 def _core_value(text: str) -> str | float | bool | None:
-    """Return what a plain scalar means in the YAML 1.2 core schema."""
     match = _CORE.fullmatch(text)
     kind = match.lastgroup if match else "text"
     if kind in {"int", "oct", "hex"}:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradsurgeon._parts import Segments, Shards
+    from gradsurgeon._numbers import Segments, Shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +120,6 @@ def _std_of_shards(shards: Shards) -> Tensor:
     return (shards.sum(squares) / shards.sizes).sqrt()
 
 
-def _l2_of_shards(shards: Shards) -> Tensor:
-    return shards.sum(shards.each(lambda part: _l2(part, 0)).square()).sqrt()
-
-
 STATISTICS: dict[str, Statistic] = {
     "l1": Statistic(
         lambda elements, _: elements.abs().sum(),
@@ -132,7 +128,7 @@ STATISTICS: dict[str, Statistic] = {
         segments=lambda segments: segments.sum(segments.flat.abs()),
     ),
     # One reduction of all gradients serves the trap and clipping, too, where nothing is sharded.
-    "l2": Statistic(_l2, merge=_l2_of_shards, empty=0.0),
+    "l2": Statistic(_l2, merge=lambda shards: shards.norms(2.0), empty=0.0),
     "linf": Statistic(
         _linf,
         merge="max",

@@ -23,7 +23,7 @@ from gradsurgeon import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from gradsurgeon._parts import Shards
+    from gradsurgeon._numbers import Shards
 
 
 def _square_mean_of_shards(shards: Shards) -> Tensor:

@@ -16,11 +16,8 @@ from gradsurgeon.actions._base import (
 from gradsurgeon.actions._checking import check_rule
 from gradsurgeon.actions._effects import (
     ByNorm,
-    Copies,
     Decision,
     Edit,
-    Effect,
-    Hidden,
     Observer,
 )
 from gradsurgeon.actions._fields import Flaw, described, written
@@ -36,16 +33,13 @@ __all__ = [
     "TARGETS",
     "ByNorm",
     "CaptureRule",
-    "Copies",
     "Decision",
     "Direction",
     "Edit",
     "EditRule",
-    "Effect",
     "Example",
     "Flaw",
     "FreezeRule",
-    "Hidden",
     "Moment",
     "Observer",
     "ObserverRule",

@@ -229,6 +229,8 @@ class Rule(Options):
             problem = "derive it from EditRule, ObserverRule, TrapRule, CaptureRule or FreezeRule"
         elif inspect.isabstract(cls):
             problem = "define `compile`"
+        elif cls.role == "edit" and "accumulated" in cls.points:
+            problem = "an edit cannot act at `accumulated`: take it out of `points`"
         other = known_actions.get(name, cls)
         # A cell of a notebook defines its classes anew each time it is run.
         if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):

@@ -51,7 +51,6 @@ _OWN = "an action of your own is written MODULE:NAME"
 def check_rule(
     entry: Mapping[Any, Any], actions: Mapping[str, type[Rule]]
 ) -> tuple[Rule | None, list[Flaw]]:
-    """Return the rule that ``entry`` describes, ``None`` where it has flaws, and all its flaws."""
     kind, flaws = _action_of(entry, actions)
     checker = _RuleChecker(kind, actions)
     options = checker.valid_keys(checker.rule, entry)
@@ -72,7 +71,6 @@ def check_rule(
 
 
 def _keys(model: type[Options]) -> dict[str, Any]:
-    """Return the keys of a mapping as rule files write them, with what is known of each."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
@@ -87,7 +85,6 @@ def _nested(info: Any) -> type[Options] | None:
 def _action_of(
     entry: Mapping[Any, Any], actions: Mapping[str, type[Rule]]
 ) -> tuple[type[Rule] | None, list[Flaw]]:
-    """Return the class of the action that a rule names, or what is wrong with the name."""
     known = f"known: {', '.join(actions)}"
     key = "action"
     if key not in entry:
@@ -133,13 +130,6 @@ def _suggestion(key: str, names: Sequence[str]) -> str:
 
 
 class _RuleChecker:
-    """Takes what cannot be validated out of the options of one rule, and says why.
-
-    Args:
-        kind: the class of the action, ``None`` where that is not known.
-        actions: all actions.
-    """
-
     def __init__(self, kind: type[Rule] | None, actions: Mapping[str, type[Rule]]) -> None:
         self.rule, self.known, self.actions = kind or Rule, kind is not None, actions
         self.flaws: list[Flaw] = []
@@ -149,7 +139,6 @@ class _RuleChecker:
     def valid_keys(
         self, model: type[Options], given: Mapping[Any, Any], path: Path = ()
     ) -> dict[str, Any]:
-        """Return the keys of ``given`` that can be validated as a ``model``."""
         known = _keys(model)
         kept: dict[str, Any] = {}
         for key, value in given.items():
@@ -178,7 +167,6 @@ class _RuleChecker:
     def note_unknown(
         self, model: type[Options], key: str, value: object, path: Path, given: Mapping[Any, Any]
     ) -> None:
-        """Note a key that does not exist, and which was probably meant."""
         names = [one for one in _keys(model) if one != "at" or path or self.rule.takes_at]
         owners = [name for name, rule in self.actions.items() if key in _keys(rule)]
         hint = _suggestion(key, [one for one in names if one not in given])
@@ -214,7 +202,6 @@ class _RuleChecker:
             yield Flaw(path, message, hint, missing=True, check="missing-key")
 
     def field_at(self, path: Path) -> Any:
-        """Return what is known of the key at the end of ``path``."""
         info, model = None, self.rule
         for step in path:
             if str(step) not in _keys(model):  # an item of a list, or a branch of a union

@@ -17,17 +17,13 @@ Then = Literal["raise", "skip-step", "warn"]
 
 @dataclass(frozen=True, slots=True)
 class ByNorm:
-    """An edit that multiplies a gradient by a function of a norm.
-
-    Attributes:
-        order: of the norm.
-        over_rule: one norm over all gradients of the rule, instead of one for each.
-        factor: maps norms, float32 of any shape, to factors; 1 leaves a gradient as it is.
-    """
+    """An edit that multiplies a gradient by a function of a norm."""
 
     order: float
-    over_rule: bool
-    factor: Callable[[Tensor], Tensor]
+    over_rule: bool  # one norm over all gradients of the rule, instead of one for each
+    factor: Callable[
+        [Tensor], Tensor
+    ]  # of norms, float32 of any shape; 1 leaves a gradient as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +88,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Copies of the tensors themselves.
-
-    Attributes:
-        max_bytes: of all that the rule keeps; the oldest make room.
-    """
-
-    max_bytes: int
+    max_bytes: int  # of all that the rule keeps; the oldest make room
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from typing import Annotated, TypeAlias, TypeGuard
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from gradsurgeon._expressions import PatternError
 from gradsurgeon.errors import did_you_mean
-from gradsurgeon.match import PatternError, compile_pattern
+from gradsurgeon.match import compile_pattern
 
 Path: TypeAlias = tuple[str | int, ...]
 
@@ -23,35 +24,24 @@ MAX_FLAWS = 50  # of one rule: nobody reads on, and to look for more takes time
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """Something wrong with the options of one rule: at which key, why, and what to do.
+    """Something wrong with the options of one rule: at which key, why, and what to do."""
 
-    Attributes:
-        at: the key, or the keys and indices that lead to the value; empty for the rule as a whole.
-        message: what was found, and why it cannot work.
-        hint: what to do.
-        missing: the key is not there, so that the flaw is shown at the mapping that lacks it.
-        key: the key itself is what is wrong, not its value.
-        check: name of the check.
-    """
-
-    at: str | Path
-    message: str
-    hint: str = ""
-    missing: bool = False
-    key: bool = False
+    at: (
+        str | Path
+    )  # the key, or the keys and indices that lead to the value; empty for the whole rule
+    message: str  # what was found, and why it cannot work
+    hint: str = ""  # what to do
+    missing: bool = False  # the key is not there: the flaw is shown at the mapping that lacks it
+    key: bool = False  # the key itself is what is wrong, not its value
     check: str = "bad-value"
 
     @property
     def path(self) -> Path:
-        """``at`` as keys and indices."""
         return ((self.at,) if self.at else ()) if isinstance(self.at, str) else self.at
 
 
 def flawed(*flaws: Flaw) -> PydanticCustomError:
-    """Return the error of a validator. Several flaws travel in one, because pydantic takes one.
-
-    ``at`` of each leads from the value that is validated; it may be empty.
-    """
+    """Return the error of a validator. Several flaws travel in one, because pydantic takes one."""
     text = "; ".join(
         f"{flaw.message} ({flaw.hint})" if flaw.hint else flaw.message for flaw in flaws
     )
@@ -168,5 +158,4 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Tell whether a raw option is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)

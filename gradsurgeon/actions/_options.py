@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
@@ -49,7 +50,6 @@ class Steps(Options):
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the flaw of a schedule that never comes."""
         start, stop = given.get("from", 0), given.get("to")
         if is_whole(start) and is_whole(stop) and 0 < stop <= start:
             message = f"the schedule is empty: `to` ({stop}) is not after `from` ({start})"
@@ -57,13 +57,34 @@ class Steps(Options):
 
     @property
     def always(self) -> bool:
-        """Whether it is every step."""
         return self.from_ == 0 and self.to is None and self.every == 1
 
     def due(self, step: int) -> bool:
-        """Tell whether the rule acts in ``step``."""
         after = step - self.from_
         return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
+
+    def includes(self, other: Steps) -> bool:
+        """Tell whether all steps of another schedule are steps of this one."""
+        last = (
+            None if other.to is None else other.to - 1 - (other.to - 1 - other.from_) % other.every
+        )
+        if last == other.from_:
+            return self.due(last)
+        if not self.due(other.from_) or other.every % self.every:
+            return False
+        return self.to is None if last is None else self.due(last)
+
+    def meets(self, other: Steps) -> bool:
+        first, second = sorted((self, other), key=lambda steps: steps.from_)
+        common = math.gcd(first.every, second.every)
+        gap = second.from_ - first.from_
+        if gap % common:
+            return False
+        # The smallest number of periods of the later one after which the earlier one is due, too.
+        period = first.every // common
+        turns = (-gap // common) * pow(second.every // common, -1, period) % period
+        step = second.from_ + turns * second.every
+        return first.due(step) and second.due(step)
 
 
 class Numel(Options):
@@ -74,7 +95,6 @@ class Numel(Options):
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the flaw of bounds that exclude everything."""
         low, high = given.get("min"), given.get("max")
         if is_whole(low) and is_whole(high) and 0 <= high < low:
             yield Flaw("min", f"min ({low}) is greater than max ({high})", "exchange them")

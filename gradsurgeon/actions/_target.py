@@ -26,17 +26,11 @@ _HINTS: dict[TargetKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """One tensor of a target, or every tensor of a structure where ``path`` is empty.
-
-    Attributes:
-        side: the parameter itself, the input or the output of a module, a tagged tensor.
-        path: indices and keys into the structure that the module takes or returns.
-        grad: the gradient of the tensor, not its value.
-    """
+    """One tensor of a target, or every tensor of a structure where ``path`` is empty."""
 
     side: Side
-    path: tuple[int | str, ...] = ()
-    grad: bool = True
+    path: tuple[int | str, ...] = ()  # into the structure that the module takes or returns
+    grad: bool = True  # the gradient of the tensor, not its value
 
     def __str__(self) -> str:
         if self.side in ("param", "tag"):

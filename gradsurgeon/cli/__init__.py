@@ -4,8 +4,6 @@ Exit codes: 0 clean, 1 something was found in the rules or in how they bind, 2 t
 do its work (usage, an unreadable file, a model that cannot be built, a fault of ours).
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import os
@@ -21,11 +19,6 @@ _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code.
-
-    Args:
-        argv: the arguments, those of the process if not given.
-    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A terminal that cannot show a character gets its escape instead of a traceback.
@@ -172,7 +165,6 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_names(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where the names of the model come from: one of the two."""
     group = parser.add_mutually_exclusive_group(required=True)
     _add_params_file(group)
     _add_model(group)

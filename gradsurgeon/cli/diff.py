@@ -1,21 +1,15 @@
 """``gradsurgeon diff``: what a change of a rule file does. Only `--model` imports torch."""
 
-from __future__ import annotations
-
+import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
 
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.review import difference, markdown, sources, text
 
-if TYPE_CHECKING:
-    import argparse
-
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the difference; 1 where there is one and `--exit-code` asks, 2 where none can be told."""
     try:
         # The model last: to build it takes long, and may need much.
         old, new = sources.rules_at(arguments.old), sources.rules_at(arguments.new)

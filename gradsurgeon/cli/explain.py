@@ -1,24 +1,20 @@
 """``gradsurgeon explain``: the page of an action or a check, made from its class. Never imports torch."""
 
-from __future__ import annotations
-
+import argparse
 import inspect
 import json
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, known_actions, written
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.schema import rule_schema
 from gradsurgeon.errors import did_you_mean, printable
-from gradsurgeon.review.checks import CHECKS, Check
-from gradsurgeon.review.linter import severities
+from gradsurgeon.review.checks import CHECKS
+from gradsurgeon.review.formats import all_checks
 from gradsurgeon.review.reading_checks import READING_CHECKS
-
-if TYPE_CHECKING:
-    import argparse
 
 _WIDTH = 100
 _TYPES = {
@@ -38,12 +34,11 @@ _TARGET_EXAMPLES: dict[TargetKind, dict[str, str]] = {
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the page of one action or check, or the list of all."""
     name = arguments.action
-    checks = severities()
+    checks = all_checks()
     if name is None:
         summaries = {action: _summary(rule) for action, rule in known_actions.items()}
-        summaries |= {check: _check_summary(check) for check in sorted(checks)}
+        summaries |= {check: checks[check].summary for check in sorted(checks)}
         width = max(map(len, summaries))
         for key, summary in summaries.items():
             print(f"{key.ljust(width)}  {summary}")
@@ -94,9 +89,10 @@ def _action_page(rule: type[Rule]) -> Iterator[str]:
 
 
 def _check_page(name: str) -> Iterator[str]:
-    yield from (f"`{name}` ({severities()[name]})", "", _check_summary(name))
+    about = all_checks()[name]
+    yield from (f"`{name}` ({about.severity})", "", about.summary)
     if name not in CHECKS:
-        yield from ("", READING_CHECKS[name].help)
+        yield from ("", about.help)
         return
     check = CHECKS[name]
     for paragraph in inspect.cleandoc(type(check).__doc__ or "").partition("\n")[2].split("\n\n"):
@@ -106,16 +102,11 @@ def _check_page(name: str) -> Iterator[str]:
     yield from ("", f"Found{where}:", "", *_rule_file(check.BAD.strip().splitlines()))
 
 
-def _summary(described: type[Rule | Check]) -> str:
+def _summary(described: type[Rule]) -> str:
     return (described.__doc__ or "").partition("\n")[0]
 
 
-def _check_summary(name: str) -> str:
-    return _summary(type(CHECKS[name])) if name in CHECKS else READING_CHECKS[name].summary
-
-
-def _sections(described: type[Rule | Check]) -> Iterator[str]:
-    """Yield what follows the summary in the docstring of an action or a check."""
+def _sections(described: type[Rule]) -> Iterator[str]:
     body = inspect.cleandoc(described.__doc__ or "").partition("\n")[2]
     for section in re.split(r"^## ", body, flags=re.MULTILINE)[1:]:
         heading, _, text = section.partition("\n")
@@ -151,7 +142,6 @@ def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _keys(rule: type[Rule], *, shared: bool) -> list[str]:
-    """Return the options of an action: those of every rule, or those of its own."""
     keys = [key for key in rule_schema(rule)["properties"] if key != "action"]
     return [key for key in keys if (key in _SHARED) is shared]
 
@@ -171,7 +161,6 @@ def _type(info: Mapping[str, Any]) -> str:
 
 
 def _meaning(info: Mapping[str, Any]) -> str:
-    """Return what an option means, with what may stand in it."""
     description = str(info.get("description", ""))
     if "properties" in info:
         return f"{description} Keys: {', '.join(info['properties'])}."
@@ -181,7 +170,6 @@ def _meaning(info: Mapping[str, Any]) -> str:
 
 
 def _default(branch: Mapping[str, Any], key: str) -> str:
-    """Return the default of an option, or when it must be given."""
     if key in branch["required"]:
         return "must be given"
     choices = [one for part in branch.get("allOf", ()) for one in part["anyOf"]]
@@ -201,7 +189,6 @@ def _rule_file(rules: Iterable[str]) -> Iterator[str]:
 
 
 def _examples(rule: type[Rule]) -> Iterator[str]:
-    """Yield each example as a rule that can be copied, with what it does to one gradient."""
     for number, example in enumerate(rule.EXAMPLES, 1):
         yield from [""] * (number > 1)
         yield from _rule(rule, number, {"params": "*", **example.options})

@@ -3,26 +3,23 @@
 Lines are written as rows are read, so that the size of a run does not matter.
 """
 
-from __future__ import annotations
-
+import argparse
 import csv
 import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
+from gradsurgeon._expressions import PatternError
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event
-from gradsurgeon.match import PatternError, compile_pattern, select
+from gradsurgeon.match import compile_pattern, select
 from gradsurgeon.store.files import replacing
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, open_run
-
-if TYPE_CHECKING:
-    import argparse
 
 COLUMNS = ("step", "rank", "rule", "point", "stat", "name", "value")
 # What a spreadsheet takes for a formula, and the sign that says it is none.
@@ -38,7 +35,6 @@ Chosen = Sequence[tuple[StoredSeries, Sequence[int]]]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the records; 2 where there are none, or they cannot be read or written."""
     try:
         with open_run(arguments.run) as opened:
             chosen = list(_chosen(opened, arguments))
@@ -63,7 +59,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(run: Run, arguments: argparse.Namespace) -> Iterator[tuple[StoredSeries, list[int]]]:
-    """Yield every series that was asked for, with its columns that were."""
     pattern = None if arguments.name is None else compile_pattern(arguments.name)
     for series in run:
         key = series.key

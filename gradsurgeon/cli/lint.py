@@ -1,12 +1,11 @@
 """``gradsurgeon lint``: every problem of every file and its includes. Never imports torch."""
 
-from __future__ import annotations
-
+import argparse
 import os
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO, get_args
+from typing import get_args
 
 from gradsurgeon import review
 from gradsurgeon.cli import fail
@@ -14,16 +13,12 @@ from gradsurgeon.errors import ManifestError, Problem, Severity, printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.review import formats, sources
 
-if TYPE_CHECKING:
-    import argparse
-
 UNREADABLE = "unreadable-file"
 
 _FAILING = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Lint the files; 1 where one has what `--fail-on` names, 2 where one, or the names, cannot be read."""
     try:
         manifest = None if arguments.params is None else sources.manifest_of(arguments.params)
     except ManifestError as error:
@@ -31,7 +26,9 @@ def run(arguments: argparse.Namespace) -> int:
     # A file that is named twice is one file.
     by_file = {file: review.lint(file, manifest) for file in dict.fromkeys(arguments.files)}
     problems = _distinct(by_file)
-    colour = arguments.output is None and _coloured(sys.stdout)
+    # To a terminal that has colours, unless the user declines.
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    colour = arguments.output is None and sys.stdout.isatty() and not plain
     text = formats.write(problems, arguments.format, root=_workspace(), colour=colour)
     if arguments.output is not None:
         try:
@@ -50,12 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(problem.severity in _FAILING[arguments.fail_on] for problem in problems))
 
 
-def _coloured(stream: TextIO) -> bool:
-    """Return whether to write colours: to a terminal that has them, unless the user declines."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return stream.isatty() and not plain
-
-
 def _workspace() -> Path:
     """Return the folder that GitHub takes paths from: the checkout, inside which a job may run."""
     try:
@@ -72,7 +63,6 @@ def _distinct(by_file: dict[str, list[Problem]]) -> list[Problem]:
 
 
 def _summary(by_file: dict[str, list[Problem]]) -> str:
-    """Return ``rules.yaml: 14 errors, 1 warning``."""
     severities = Counter(problem.severity for problem in _distinct(by_file))
     what = printable(next(iter(by_file))) if len(by_file) == 1 else f"{len(by_file)} files"
     if not severities:

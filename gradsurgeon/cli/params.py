@@ -1,11 +1,9 @@
 """``gradsurgeon params``: the names of a model as a file, and whether such a file is up to date."""
 
-from __future__ import annotations
-
+import argparse
 import difflib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import ManifestError, ModelError, printable
@@ -13,14 +11,10 @@ from gradsurgeon.planning import Manifest, manifest_file, strict_json
 from gradsurgeon.planning.table import count
 from gradsurgeon.review import sources
 
-if TYPE_CHECKING:
-    import argparse
-
 _SHOWN = 50
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the names, or check a file of them; 1 where it is stale, 2 where there is no model."""
     if arguments.check is None and arguments.model is None:
         return fail("`params` needs `--model MODULE:NAME`, or `--check FILE`")
     if arguments.check is not None and arguments.output is not None:
@@ -52,7 +46,6 @@ def _about(manifest: Manifest) -> str:
 
 
 def _check(file: str, model: str | None) -> int:
-    """Compare a file with the model, or with its own hash."""
     # The file before the model: it takes no time, and may be wrong.
     known = manifest_file.from_dict(strict_json.read(file), file)
     changes = list(known.notes)
@@ -73,7 +66,6 @@ def _check(file: str, model: str | None) -> int:
 
 
 def _changes(known: Manifest, now: Manifest) -> Iterator[str]:
-    """Yield the lines of the file that differ; it has one for each parameter and module."""
     before, after = (manifest_file.dumps(manifest).splitlines() for manifest in (known, now))
     for line in difflib.unified_diff(before, after, n=0, lineterm=""):
         if not line.startswith(("---", "+++", "@@")):

@@ -1,10 +1,8 @@
 """``gradsurgeon plan``: what rules bind to in a model. Imports torch for ``--model`` only."""
 
-from __future__ import annotations
-
+import argparse
 import json
 import sys
-from typing import TYPE_CHECKING
 
 from gradsurgeon import planning
 from gradsurgeon.cli import fail
@@ -12,12 +10,8 @@ from gradsurgeon.cli.lint import UNREADABLE
 from gradsurgeon.errors import BindError, ManifestError, ModelError, RuleFileError
 from gradsurgeon.review import sources
 
-if TYPE_CHECKING:
-    import argparse
-
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plan; 1 where rules are wrong or do not bind, 2 where there are no names to bind to."""
     try:
         # Before the model is built: that takes longer, and needs torch.
         rules = sources.rules_at(arguments.file)

@@ -1,13 +1,11 @@
 """``gradsurgeon report``: what a run looked like. Never imports torch."""
 
-from __future__ import annotations
-
+import argparse
 import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import RecordError, printable
@@ -16,15 +14,11 @@ from gradsurgeon.report import from_run, needs_ascii, title_of
 from gradsurgeon.store.layout import RUN_FILE
 from gradsurgeon.store.run import open_run
 
-if TYPE_CHECKING:
-    import argparse
-
 # Processes and models of one script make two levels, and people sort their runs into folders.
 _DEEPEST = 6
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; 2 where there is no run that can be read."""
     plain = arguments.ascii or needs_ascii(sys.stdout.encoding)
     folder = Path(arguments.run)
     inside = sorted(_inside(folder))
@@ -51,7 +45,6 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def _commands(folders: Sequence[Path]) -> Iterator[str]:
-    """Yield for each run inside another how to see it, and what it is of."""
     rows = []
     for folder in folders:
         try:

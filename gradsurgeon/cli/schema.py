@@ -1,20 +1,15 @@
 """``gradsurgeon schema``: the JSON Schema (draft 2020-12) of rule files, for editors."""
 
-from __future__ import annotations
-
+import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gradsurgeon.actions import ACTIONS, TARGETS, Rule
 from gradsurgeon.packs import PREFIX, published
 from gradsurgeon.schema import FORMAT, VERSION
 
-if TYPE_CHECKING:
-    import argparse
-
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the schema."""
     del arguments
     print(json.dumps(document_schema(), indent=2, ensure_ascii=False))
     return 0
@@ -30,7 +25,6 @@ _TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
 
 
 def document_schema() -> dict[str, Any]:
-    """Return the schema of a whole file: one branch per action, told apart by `action`."""
     rules = {name: rule_schema(rule) for name, rule in ACTIONS.items()}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -73,7 +67,6 @@ def document_schema() -> dict[str, Any]:
 
 
 def rule_schema(rule: type[Rule]) -> dict[str, Any]:
-    """Return the branch of one action."""
     schema = rule.model_json_schema()
     definitions = schema.pop("$defs", {})
     unknown = _unknown(rule)
@@ -117,7 +110,6 @@ def _tensor(rule: type[Rule], description: str) -> dict[str, Any]:
 
 
 def _unknown(rule: type[Rule]) -> set[str]:
-    """Return the keys of every rule that this action does not take."""
     unknown: set[str] = {kind for kind in TARGETS if kind not in rule.targets}
     if not rule.takes_at:
         unknown.add("at")
@@ -127,7 +119,6 @@ def _unknown(rule: type[Rule]) -> set[str]:
 
 
 def _together(rule: type[Rule]) -> dict[str, Any]:
-    """Return what keys demand of each other, which no single one can say."""
     needs: dict[str, list[str]] = {}
     if "modules" in rule.targets:
         needs["modules"] = ["tensor"]

@@ -4,8 +4,6 @@ The process is replaced, not wrapped: arguments, exit code, signals, tracebacks 
 of plain Python, and children of all kinds inherit the environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex
@@ -16,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradsurgeon.errors import printable
-from gradsurgeon.launcher import launch_status, observer
+from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import DISABLE, RULES, STATUS_FILE, Settings, is_on
 from gradsurgeon.store import job
@@ -26,11 +24,6 @@ _WITH_VALUE = ("--rules", "--record", "--start-step")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Replace this process by the script; return only where that cannot be done.
-
-    Args:
-        argv: what follows the word `run`.
-    """
     options, target = split(argv)
     arguments = _parser().parse_args(options)
     if not arguments.print_env and not target:
@@ -68,7 +61,6 @@ def _settings(rules: str, arguments: argparse.Namespace) -> Settings:
 
 
 def _problem(rules: str, record: str | None) -> str:
-    """Return why nothing can be run, empty where it can."""
     if not rules:
         return f"no rules are given: pass `--rules FILE`, or set {RULES}"
     if not Path(rules).is_file():
@@ -79,10 +71,7 @@ def _problem(rules: str, record: str | None) -> str:
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Cut a command line into the launcher's own options and what is to be run.
-
-    The first word that is no option begins the script: `--lr` behind it is none of ours.
-    """
+    """Cut a command line in two where the script begins: at the first word that is no option of ours."""
     words = list(argv)
     script = 0
     while script < len(words):
@@ -128,7 +117,7 @@ def _become_target(target: list[str], environment: dict[str, str]) -> int:
     if program is None:
         return _fail(f"{printable(command[0])}: there is no such command")
     if target[0] == "--" and STATUS_FILE in environment and STATUS_FILE not in os.environ:
-        observer.start(environment)
+        launch_status.leave_observer(environment)
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":

@@ -1,7 +1,5 @@
 """`run --pdb`: the debugger, in the line of the script that a trap has stopped."""
 
-from __future__ import annotations
-
 import os
 import pdb  # noqa: T100 # it is what was asked for
 import sys
@@ -26,7 +24,6 @@ _OVER = f"gradsurgeon/debugged/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0'
 
 
 def install() -> None:
-    """Open the debugger after a trap has ended the script, once the traceback is printed."""
     Patch(sys, "excepthook", _on_end)
 
 
@@ -45,7 +42,6 @@ def _on_end(
 
 
 def _debug(error: NonFiniteGradientError, traceback: TracebackType) -> None:
-    """Open the debugger on the rank that trapped; let the others wait for it."""
     rank = _dist.rank()
     if _dist.world() > 1 and rank != error.rank:
         say(f"rank {rank} waits: rank {error.rank} trapped and is in the debugger")

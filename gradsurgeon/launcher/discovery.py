@@ -1,36 +1,22 @@
 """From parameters that are trained to the models they belong to, among all live objects."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from gradsurgeon import _live
 
 
-def roots_of(params: Sequence[Tensor], known: Iterable[nn.Module] = ()) -> list[nn.Module]:
+def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
     """Return the models that parameters belong to: the owners that are nobody's child.
 
     Parameters have their full names that way, also where the optimizer has only some of them. Losses that
     hold the model they train are passed over.
-
-    Args:
-        params: the parameters.
-        known: models that somebody uses. Where they are all that there is, the search takes half as long.
     """
     wanted = {id(param) for param in params}
-    alive = {id(model) for model in known}
-    roots = _search(wanted) if alive else []
-    if roots and alive.issuperset(map(id, roots)):
-        return roots
     # What only waits to be collected must not pass for a model.
     gc.collect()
-    return _search(wanted)
-
-
-def _search(wanted: set[int]) -> list[nn.Module]:
     modules = _live.instances(nn.Module)
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:

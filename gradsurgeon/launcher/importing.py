@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from gradsurgeon import _live
-from gradsurgeon.launcher import exit_code, launch_status
+from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.settings import PREFIX, Settings, from_environment
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ def start() -> None:
     # Another Python on the way, such as that of a tool, is left alone unless it may train something.
     ours = os.environ.get(PREFIX, sys.prefix)
     if sys.prefix == ours:
-        exit_code.install()
         launch_status.start()
         waiting = partial(_activate, settings)
     else:
@@ -56,10 +55,7 @@ def _activate(settings: Settings) -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Calls back once a module has been imported, and then takes itself off the path.
-
-    Others may wait for the same module, by finders that ask all others as this one does.
-    """
+    """Calls back once a module has been imported, and then takes itself off the path."""
 
     def __init__(self, name: str, imported: Callable[[], None]) -> None:
         self._name = name
@@ -73,7 +69,6 @@ class _Finder(MetaPathFinder):
         path: Sequence[str] | None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
-        """Find the module as all others would, and be told once it has been executed."""
         del path, target
         thread = get_ident()
         if fullname != self._name or thread in self._searching:

@@ -1,7 +1,5 @@
 """Lines on stderr in the name of the program, never inside a progress bar of the script."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -23,7 +21,6 @@ def say(text: str) -> None:
 
 
 def write(lines: Iterable[str], rank: int) -> None:
-    """Write lines beside progress bars, on the first rank only."""
     text = "\n".join(lines)
     if rank != 0 or not text:
         return

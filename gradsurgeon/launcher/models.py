@@ -1,7 +1,5 @@
 """The models of a script and the sessions on them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -13,11 +11,10 @@ from torch.optim import Optimizer
 from gradsurgeon import _dist, api, planning
 from gradsurgeon.errors import BindError, RecordError
 from gradsurgeon.launcher import launch_status
-from gradsurgeon.launcher.attached_model import AttachedModel
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import Settings
-from gradsurgeon.launcher.summary import write_header
+from gradsurgeon.launcher.summary import AttachedModel, write_header
 from gradsurgeon.runtime import Options, lacking
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.store import job
@@ -25,8 +22,6 @@ from gradsurgeon.store.layout import database_name
 
 
 class Models:
-    """Puts the rules on models as their training is noticed."""
-
     def __init__(self, settings: Settings, rules: RuleSet) -> None:
         self.settings = settings
         self.rules = rules
@@ -37,10 +32,7 @@ class Models:
         self.fitting = False
 
     def cover(self, params: Iterable[Tensor]) -> bool:
-        """Return whether all of these parameters are under rules already.
-
-        Those that have come to a model since its rules were bound are not.
-        """
+        """Tell whether these are under rules already: what came to a model since its rules were bound is not."""
         bound = {param for model in self._alive() for param in model.bound_ids()}
         return all(id(param) in bound for param in params)
 
@@ -70,8 +62,7 @@ class Models:
         """
         waiting = [model for model in self._alive() if not model.begun]
         params = [param for model in waiting for param in model.params()]
-        known = [root for model in waiting if (root := model.module()) is not None]
-        for root in roots_of(params, known) if params else []:
+        for root in roots_of(params) if params else []:
             inside = {id(module) for module in root.modules()}
             parts = [model for model in waiting if id(model.module()) in inside]
             # A mere wrapper that came after it has the same parameters, and gives way to what it wraps.
@@ -179,13 +170,11 @@ class Models:
         return self._folder
 
     def check(self) -> None:
-        """Refuse to train where a rule matches nothing in any model."""
         plans = {model.title: model.plan for model in self.attached if not model.replaced}
         if plans and (missing := lacking(self.rules, plans)[0]):
             raise BindError(missing)
         self.fitting = True
 
     def shortfalls(self) -> list[str]:
-        """Return what is wrong with rules that match too little in all models together."""
         models = {m.title: m.plan.manifest for m in self.attached if not m.replaced}
         return planning.shortfalls(self.rules, models)

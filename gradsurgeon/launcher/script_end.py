@@ -1,7 +1,5 @@
 """Sees to it that a launched script ends as it would, with the summary and complete records."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys
@@ -13,7 +11,7 @@ from typing import NoReturn
 from gradsurgeon import _dist
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import BindError, GradSurgeonWarning, printable
-from gradsurgeon.launcher import debugger, exit_code
+from gradsurgeon.launcher import debugger, launch_status
 from gradsurgeon.launcher.messages import say, write
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.settings import Settings
@@ -32,7 +30,6 @@ class ScriptEnd:
         self._prepared = self._done = False
 
     def prepare(self) -> None:
-        """Prepare for the end: something more is going to be trained."""
         # What a session writes at its end is to come before its records are closed at exit.
         atexit.unregister(self._finish)
         atexit.register(self._finish)
@@ -51,7 +48,7 @@ class ScriptEnd:
         try:
             self._finish()
         finally:
-            leave(exit_code.instead_of(status))
+            leave(launch_status.exit_code_for(status))
 
     def dry_run(self) -> None:
         """Print the plans, write the manifests and stop, where that is what was asked for."""
@@ -68,13 +65,12 @@ class ScriptEnd:
                 manifest_file.write(model.plan.manifest, path)
             except OSError as error:
                 say(f"dry run: error: cannot write {printable(str(path))}: {error.strerror}")
-                code = exit_code.REFUSED
+                code = launch_status.REFUSED
             else:
                 say(f"dry run: wrote {printable(str(path))}")
         sys.exit(code)
 
     def _finish(self) -> None:
-        """Take the rules off and say what they did."""
         if self._done or os.getpid() != self._pid:
             return  # A forked child ends its own way: the records are its parent's.
         self._done = True
@@ -94,7 +90,6 @@ class ScriptEnd:
             self._say()
 
     def _say(self) -> None:
-        """Say what the rules did, or why they could not."""
         # Without an optimizer that steps nobody has said so yet.
         problems = [] if self._models.fitting else self._models.shortfalls()
         if self._settings.dry_run:
@@ -106,4 +101,4 @@ class ScriptEnd:
         rank = self._models.attached[0].rank
         write([f"gradsurgeon: error: {problem}" for problem in problems], rank)
         if problems and (self._settings.strict or self._settings.dry_run):
-            exit_code.refuse()
+            launch_status.refuse()

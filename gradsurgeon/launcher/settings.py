@@ -1,7 +1,5 @@
 """What the launcher tells the processes it starts, through their environment."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping
@@ -39,7 +37,6 @@ class Settings:
     strict: bool = False
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Return an environment in which Python puts the rules on every script."""
         environment = {key: value for key, value in base.items() if key not in _ALL}
         environment |= {RULES: self.rules, PREFIX: sys.prefix}
         values = {RECORD: self.record, DRY_RUN: self.dry_run}
@@ -63,11 +60,7 @@ def is_on(value: str) -> bool:
 
 
 def from_environment(environment: Mapping[str, str]) -> Settings | None:
-    """Return the settings of this process, ``None`` without rules or with `GRADSURGEON_DISABLE`.
-
-    Raises:
-        ValueError: a variable has a value that means nothing.
-    """
+    """Return the settings of this process, ``None`` without rules or with `GRADSURGEON_DISABLE`."""
     rules = environment.get(RULES, "")
     if not rules or is_on(environment.get(DISABLE, "")):
         return None

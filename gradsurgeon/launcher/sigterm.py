@@ -5,8 +5,6 @@ collective that will not come. So the main thread finishes if it can; where it d
 does, which Python wakes from the signal itself. However long that takes, the process ends.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

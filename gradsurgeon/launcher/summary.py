@@ -1,23 +1,52 @@
-"""The header and the summary of a launched script, on stderr."""
+"""One model of a launched script, with the header and the summary of it on stderr."""
 
-from __future__ import annotations
-
+import weakref
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from torch import nn
+
+from gradsurgeon import planning
 from gradsurgeon.actions import EditRule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
-from gradsurgeon.launcher.attached_model import AttachedModel
 from gradsurgeon.launcher.messages import write
-from gradsurgeon.planning import NO_MATCH
+from gradsurgeon.planning import NO_MATCH, Plan
 from gradsurgeon.planning.table import NOUNS, count, grid
+from gradsurgeon.runtime import Attachment
 
 _MOST_EVENTS = 5
 
 
+@dataclass(slots=True, eq=False)
+class AttachedModel:
+    title: str  # class name of the model, with a number where there are several of a kind
+    module: weakref.ref[nn.Module]  # weakly, as the session has it
+    plan: Plan
+    session: Attachment
+    record: str  # its run directory, empty for none
+    rank: int  # of this process, kept for when its process group is gone
+    observing: bool  # nothing is edited
+    start: int  # number of its first update
+    begun: bool = False  # training has begun, and its header is written
+    replaced: bool = False  # another one has taken its place, with all of its parameters
+
+    def params(self) -> list[nn.Parameter]:
+        """Return the parameters of the model, none once it is gone."""
+        module = self.module()
+        return [] if module is None else list(module.parameters())
+
+    def bound_ids(self) -> set[int]:
+        names = {name for param in self.plan.manifest.params for name in param.names}
+        return {
+            id(slot.owner._parameters[slot.key])  # noqa: SLF001 # the slot itself
+            for slot in planning.slots(self.module())
+            if slot.name in names
+        }
+
+
 def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
-    """Say which model was found and what each rule has bound to in it."""
     rules, manifest = model.plan.rules, model.plan.manifest
     by = f", updated by {' and '.join(optimizers)}" if optimizers else ""
     by += f", from step {model.start}" if model.start else ""
@@ -47,7 +76,6 @@ def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
 
 
 def write_summary(model: AttachedModel) -> None:
-    """Say what the rules did, and what happened."""
     session = model.session
     statuses = session.status()
     if not model.begun and not any(status.fired for status in statuses.values()):
@@ -72,7 +100,6 @@ def write_summary(model: AttachedModel) -> None:
 
 
 def _events(events: Sequence[Event]) -> list[str]:
-    """Return the events that matter: the last ones in full, the others counted."""
     shown = [event for event in events if event.kind != "notice"]
     lines = []
     if len(shown) > _MOST_EVENTS:

@@ -1,7 +1,5 @@
 """Waits for something to be trained: an optimizer that is built, or weights that change without one."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from gradsurgeon import _dist, _live, api
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
-from gradsurgeon.launcher import exit_code, launch_status
+from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.models import Models
@@ -38,14 +36,14 @@ def activate(settings: Settings) -> None:
     except RuleFileError as error:
         launch_status.note(launch_status.EXPLAINED)
         print(error, file=sys.stderr)  # noqa: T201 # the script has not begun
-        raise SystemExit(exit_code.REFUSED) from None
+        raise SystemExit(launch_status.REFUSED) from None
     models = Models(settings, rules)
     WarningLines(models).install()
     TrainingDetector(models, ScriptEnd(settings, models)).install()
 
 
 class TrainingDetector:
-    """Asks every optimizer once for its parameters, and finds the models that these belong to."""
+    """Finds the models of the parameters that an optimizer has, or that change without one."""
 
     def __init__(self, models: Models, script_end: ScriptEnd) -> None:
         self._models = models
@@ -127,7 +125,6 @@ class TrainingDetector:
             self._script_end.dry_run()
 
     def _search(self, optimizer: Optimizer) -> None:
-        """Find the models of an optimizer that is new, or has got new parameters."""
         # Wrappers that skip the constructor of their base may have no groups of their own.
         groups = getattr(optimizer, "param_groups", ())
         size = sum(len(group["params"]) for group in groups)

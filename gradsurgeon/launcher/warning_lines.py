@@ -1,7 +1,5 @@
 """Shows warnings and log lines of the package as lines of the launcher; all others are left to the script."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable
@@ -15,8 +13,6 @@ from gradsurgeon.store.layout import database_name
 
 
 class WarningLines(logging.Handler):
-    """Shows the warnings that the filters let through, and what is logged as a warning or worse."""
-
     def __init__(self, models: Models) -> None:
         super().__init__(logging.WARNING)
         self._models = models
@@ -48,7 +44,6 @@ class WarningLines(logging.Handler):
             write([f"gradsurgeon: rank {rank}: {text}"], 0)
 
     def _ranks_are_alike(self) -> bool:
-        """Return whether all ranks train the same model, and warn of the same."""
         params = [param for model in self._models.attached for param in model.params()]
         flat = any(map(_dist.is_flattened, params))
         return flat or _dist.any_sharded(params) or bool(_dist.data_parallel(params))

@@ -1,20 +1,18 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
 from gradsurgeon.planning.binding import NO_MATCH, bind, is_for, obstacles, shortfalls, undecided
-from gradsurgeon.planning.breaks import outside_graphs
 from gradsurgeon.planning.manifest import (
     ROOT,
     Manifest,
     Module,
     Param,
-    ParameterSlot,
     from_model,
     named_modules,
     slots,
-    walk,
 )
 from gradsurgeon.planning.matching import NameIndex, Thing, examples
-from gradsurgeon.planning.plan import Binding, Plan, hook_of
+from gradsurgeon.planning.plan import Binding, Plan
+from gradsurgeon.planning.plan_warnings import outside_graphs
 
 __all__ = [
     "NO_MATCH",
@@ -24,13 +22,11 @@ __all__ = [
     "Module",
     "NameIndex",
     "Param",
-    "ParameterSlot",
     "Plan",
     "Thing",
     "bind",
     "examples",
     "from_model",
-    "hook_of",
     "is_for",
     "named_modules",
     "obstacles",
@@ -38,5 +34,4 @@ __all__ = [
     "shortfalls",
     "slots",
     "undecided",
-    "walk",
 ]

@@ -1,7 +1,5 @@
 """RuleSet + names -> Plan. Pure: it reads a manifest and touches nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -10,11 +8,10 @@ from gradsurgeon import _live
 from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning.breaks import breaks_of
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
 from gradsurgeon.planning.matching import NameIndex, Thing, examples
-from gradsurgeon.planning.overlaps import overlaps
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
+from gradsurgeon.planning.plan_warnings import breaks_of, overlaps
 from gradsurgeon.schema import RuleSet
 
 NO_MATCH = "matches nothing in this model"
@@ -24,17 +21,10 @@ _MAX_COMPLAINTS = 100
 
 @_live.uncollected()
 def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
-    """Bind rules to the parameters and modules of a manifest.
+    """Bind rules to the names of a model, or raise `BindError` with all that is wrong at once.
 
-    Args:
-        rules: in file order.
-        manifest: of one model.
-        alone: the rules are meant for this model and no other. Else a rule that matches nothing here
-            may match elsewhere; `shortfalls` tells once all models are known.
-
-    Raises:
-        BindError: all rules that match nothing, that break their `expect`, or that cannot act on what
-            they match, at once.
+    Not ``alone``, a rule that matches nothing here may match in another model: `shortfalls` tells that
+    once all models are known.
     """
     names = _names(manifest)
     complaints: list[str] = []
@@ -100,7 +90,6 @@ def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
 
 
 def _together(models: Sequence[Manifest], titles: Sequence[str]) -> dict[str, NameIndex]:
-    """Return the names of several models as if they were one."""
     origin = ", ".join(titles)
     whole = Manifest(
         origin=origin,
@@ -149,7 +138,6 @@ def _shape_is_not_told(param: Param) -> bool:
 
 
 def is_for(model: str, manifest: Manifest) -> bool:
-    """Tell whether rules for a class of models are for this one."""
     pattern = compile_pattern(model)
     return any(pattern.matches(name) for name in manifest.model_type or (manifest.origin,))
 
@@ -168,7 +156,6 @@ def _bindings(rule: Rule, matched: Sequence[Thing]) -> Iterator[Binding]:
 
 
 def _warnings_on(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
-    """Yield what a reader of the plan must know about a match."""
     params = [thing for thing in matched if isinstance(thing, Param)]
     if params and not any(param.requires_grad for param in params):
         yield "all parameters it matches have `requires_grad` off: it acts once it is on"
@@ -212,8 +199,8 @@ def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     lazy = [param for param in params if param.shape is None and not _shape_is_not_told(param)]
     if lazy:
         yield (
-            f"{len(lazy)} parameters have no shape yet{examples(lazy)}: hooks cannot be put on lazy "
-            "modules; run one forward pass before applying rules"
+            f"{len(lazy)} parameters have no shape yet{examples(lazy)}: rules cannot act on lazy modules; "
+            "run one forward pass before applying rules"
         )
     complex_ones = [param for param in params if param.dtype.startswith("complex")]
     if complex_ones and (reason := rule.complex_problem()):
@@ -227,7 +214,6 @@ def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
 
 
 def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> Iterator[str]:
-    """Yield why a rule cannot get at gradients that several ranks divide."""
     flat = [one for one in manifest.params if one.sharding == "FullyShardedDataParallel"]
     if flat:
         yield (

@@ -37,28 +37,15 @@ Shape = Annotated[tuple[Size, ...], Field(max_length=64)]
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter tensor.
-
-    Attributes:
-        name: canonical name, the first one in the order of ``named_parameters``.
-        aliases: its other canonical names, where the tensor is tied.
-        shape: ``None`` while a lazy module has not seen its first input.
-        dtype: such as ``float32``.
-        requires_grad: whether it is trainable now.
-        module_type: class names of the owning modules, most derived first, base classes included.
-        sparse: the owner asks for sparse gradients.
-        sharding: how several ranks divide it, if they do.
-    """
-
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    name: Name
-    aliases: NameList
-    shape: Shape | None
+    name: Name  # canonical, the first one in the order of ``named_parameters``
+    aliases: NameList  # its other canonical names, where the tensor is tied
+    shape: Shape | None  # none while a lazy module has not seen its first input
     dtype: Annotated[str, Field(pattern="^[a-z][a-z0-9_]{0,40}$")]
     requires_grad: StrictBool
-    module_type: NameList
-    sparse: StrictBool = False
+    module_type: NameList  # class names of the owners, most derived first, base classes included
+    sparse: StrictBool = False  # the owner asks for sparse gradients
     sharding: Sharding = ""
 
     @property
@@ -68,7 +55,6 @@ class Param:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Canonical name and aliases."""
         return (self.name, *self.aliases)
 
 
@@ -88,7 +74,6 @@ class Module:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Canonical name and aliases."""
         return (self.name, *self.aliases)
 
 
@@ -185,7 +170,6 @@ def from_model(model: Any) -> Manifest:
 
 
 def _is_compiled(module: Any) -> bool:
-    """Tell whether a module is what `torch.compile` returns, or is compiled in place."""
     return (
         type(module).__name__ == "OptimizedModule"
         or vars(module).get("_compiled_call_impl") is not None

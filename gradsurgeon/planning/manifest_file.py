@@ -5,8 +5,6 @@ of few models is written for them only: ``sparse`` and ``sharding`` of a paramet
 ``inplace`` of a module. Files of weights name parameters as well, though they tell less: see `read`.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -21,6 +19,7 @@ from pydantic import ConfigDict, FailFast, Field
 from gradsurgeon.errors import ManifestError
 from gradsurgeon.planning import strict_json, weights
 from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Name, Param
+from gradsurgeon.store.files import replacing
 
 VERSION = 1
 
@@ -62,31 +61,16 @@ def dumps(manifest: Manifest) -> str:
 
 
 def write(manifest: Manifest, path: str | os.PathLike[str]) -> None:
-    """Write a file, whole or not at all: half a file would be read as a damaged one in some pull request.
-
-    Raises:
-        FileExistsError: a file of another kind is there, which nobody has asked to replace.
-        OSError: the file cannot be written.
-    """
+    """Write a file, unless one of another kind is there, which nobody has asked to replace."""
     place = pathlib.Path(path)
-    text = dumps(manifest)
-    if place.exists() and not place.is_file():
-        place.write_text(text, encoding="utf-8", newline="\n")  # /dev/stdout is not to be replaced
-        return
-    place = place.resolve()
-    if place.exists() and place.stat().st_size and not _is_manifest(place):
+    if place.is_file() and place.stat().st_size and not _is_manifest(place):
         kept = "a file of another kind is there and stays: move it away, or write to another"
         raise FileExistsError(errno.EEXIST, kept, os.fspath(path))
-    draft = place.with_name(f"{place.name}.{os.getpid()}.part")
-    try:
-        draft.write_text(text, encoding="utf-8", newline="\n")
-        draft.replace(place)
-    finally:
-        draft.unlink(missing_ok=True)
+    with replacing(place) as file:
+        file.write(dumps(manifest))
 
 
 def _is_manifest(path: pathlib.Path) -> bool:
-    """Tell whether a file is one of ours, be it an outdated or an edited one."""
     try:
         data = strict_json.read(path)
     except ManifestError:
@@ -134,15 +118,7 @@ def read(path: str | os.PathLike[str]) -> Manifest:
 
 
 def from_dict(data: object, file: str = "<dict>") -> Manifest:
-    """Return the manifest that `to_dict` has written, possibly by way of JSON.
-
-    A hash that is not that of the content is a note of the manifest: it has been edited by hand, or
-    two versions of it were merged.
-
-    Raises:
-        ManifestError: what is wrong with the top level, the first parameter or module that is wrong,
-            or a name that stands twice.
-    """
+    """Return the manifest that `to_dict` has written; a hash that is not that of its content is a note."""
     version = data.get("version") if isinstance(data, dict) else None
     if isinstance(version, int) and version > VERSION:  # it may mean other things by the same words
         message = f"this is version {version} of the format, this gradsurgeon reads {VERSION}"

@@ -1,7 +1,5 @@
 """Patterns and conditions of a rule -> the parameters or modules it selects, and what is doubtful."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -31,7 +29,6 @@ class NameIndex:
         self._unique = {thing.name: thing for thing in things}
 
     def hits(self, pattern: Pattern) -> dict[str, Thing]:
-        """Return what a pattern matches, by the name that it matched."""
         if pattern.text == ROOT:
             return dict.fromkeys([ROOT], self._root[0]) if self._root else {}
         if pattern.is_literal:
@@ -70,7 +67,6 @@ class NameIndex:
         return self._kept(rule, chosen), doubts
 
     def select(self, rule: Rule) -> list[Thing]:
-        """Return what a rule selects, as `match` does, without looking for what is doubtful."""
         chosen: set[str] = set()
         for pattern in rule.patterns:
             chosen.update(thing.name for thing in self.hits(pattern).values())
@@ -79,7 +75,6 @@ class NameIndex:
         return self._kept(rule, chosen)
 
     def _kept(self, rule: Rule, chosen: set[str]) -> list[Thing]:
-        """Return what is chosen and meets `where`, in model order."""
         things = [thing for name, thing in self._unique.items() if name in chosen]
         if rule.where == Where():
             return things
@@ -96,7 +91,6 @@ class NameIndex:
                 yield f"exclude {quoted(pattern)} also takes out {shown}: the same {what}"
 
     def no_match(self, rule: Rule) -> str:
-        """Return why a rule selects nothing, with the nearest names."""
         matched = list({t.name: t for p in rule.patterns for t in self.hits(p).values()}.values())
         if not matched:
             patterns = rule.patterns

@@ -144,7 +144,6 @@ class Plan:
 
 
 def hook_of(rule: Rule) -> str:
-    """Return what carries a rule to its point."""
     if rule.target == "params":
         hook = _HOOKS[rule.point]
     elif rule.target == "tensors":
@@ -192,7 +191,6 @@ def _rules(plan: Plan) -> Iterator[str]:
 
 
 def _chains(plan: Plan) -> Iterator[str]:
-    """Yield each distinct chain of effects with the tensors that go through it."""
     if not plan.chains:
         yield "no rule binds anything"
         return

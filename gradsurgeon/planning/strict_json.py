@@ -1,9 +1,6 @@
 """JSON from strangers: bounded in size, and checked by pydantic."""
 
-from __future__ import annotations
-
 import os
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -27,7 +24,6 @@ _Value = TypeVar("_Value")
 
 
 def refuse(file: str, message: str, hint: str = "", check: str = "bad-manifest") -> NoReturn:
-    """Raise the one problem that keeps a file from being used."""
     raise ManifestError([Problem(Place(file, 0, 0), check, message, hint)])
 
 
@@ -37,7 +33,6 @@ def unreadable(file: str, error: Exception) -> NoReturn:
 
 
 def read(path: str | os.PathLike[str]) -> object:
-    """Return the content of a JSON file."""
     file = os.fspath(path)
     try:
         with Path(file).open("rb") as stream:
@@ -49,7 +44,6 @@ def read(path: str | os.PathLike[str]) -> object:
 
 
 def parse(raw: bytes, file: str) -> object:
-    """Return what the text says; raises as `read` does."""
     if len(raw) > MAX_BYTES:
         refuse(file, f"more than {MAX_BYTES // 1_000_000} MB of JSON are not read", _KINDS)
     if sum(raw.count(mark) for mark in (b",", b"[", b"{")) > _MAX_VALUES:
@@ -60,15 +54,9 @@ def parse(raw: bytes, file: str) -> object:
         refuse(file, f"not JSON: {error}", _KINDS)
 
 
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
 def checked(kind: type[_Value], value: object, file: str) -> _Value:
-    """Return ``value`` as a ``kind``."""
     try:
-        valid: _Value = _adapter(kind).validate_python(value)  # type: ignore[arg-type] # a class has the hash of a class
+        valid: _Value = TypeAdapter(kind).validate_python(value)
     except ValidationError as errors:
         if (count := errors.error_count()) > _MAX_PROBLEMS:
             refuse(file, f"{count} problems: this is no file of names", _KINDS)

@@ -1,7 +1,5 @@
 """Tables for people: aligned columns, counted nouns, and many names in a few words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -19,7 +17,6 @@ _Row = tuple[tuple[str, ...], ...]  # for each place of a number, all numbers th
 
 
 def count(number: int, noun: str) -> str:
-    """Return ``3 rules`` or ``1 rule``."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -71,7 +68,6 @@ def fold_names(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _merge(rows: dict[_Row, list[str]], columns: int) -> dict[_Row, list[str]]:
-    """Merge rows that differ in one column only, column by column."""
     for column in range(columns):
         alike: dict[_Row, list[_Row]] = {}
         for row in rows:

@@ -4,13 +4,11 @@ The tensors themselves are never read. Such a file tells names, shapes and dtype
 it tells neither classes of modules nor which tensors train, are tied, or are buffers.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import AfterValidator, ConfigDict, Field
 
@@ -51,23 +49,12 @@ class _Index:
     weight_map: dict[Name, Annotated[str, AfterValidator(_beside)]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """The tensors of a file by name, and what it says of other names.
-
-    Attributes:
-        params: those that can have a gradient.
-        aliases: names that were dropped on saving, each with the one that stands for it.
-        left_out: names of tensors that hold whole numbers.
-    """
-
-    params: dict[str, Param] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+class _Header(NamedTuple):
+    params: dict[str, Param]  # those that can have a gradient
+    left_out: list[str]  # names of those that hold whole numbers
 
 
 def from_safetensors(file: str) -> Manifest:
-    """Return the names in the header of a file."""
     return _manifest(file, _header(file))
 
 
@@ -76,7 +63,7 @@ def from_index(data: object, file: str) -> Manifest:
     names_in: dict[str, list[str]] = {}
     for name, shard in strict_json.checked(_Index, data, file).weight_map.items():
         names_in.setdefault(shard, []).append(name)
-    found = _Header()
+    found = _Header({}, [])
     missing: list[str] = []
     for shard, names in names_in.items():
         path = Path(file).parent / shard
@@ -86,12 +73,11 @@ def from_index(data: object, file: str) -> Manifest:
             found.params.update((name, _param(name, None, "")) for name in names)
             continue
         header = _header(os.fspath(path))
-        known = header.params.keys() | header.aliases.keys() | set(header.left_out)
+        known = header.params.keys() | set(header.left_out)
         if strange := [name for name in names if name not in known]:
             message = f"{shard} holds no tensor `{strange[0][:60]}`"
             strict_json.refuse(file, message, "index and shards are of two models")
         found.params.update((name, header.params[name]) for name in names if name in header.params)
-        found.aliases.update(header.aliases)
         found.left_out.extend(header.left_out)
     if not missing:
         return _manifest(file, found)
@@ -106,18 +92,14 @@ def _header(file: str) -> _Header:
     entries = strict_json.parse(_header_text(file), file)
     if not isinstance(entries, dict):
         strict_json.refuse(file, "its header is no JSON object: this is no safetensors file")
-    metadata = entries.pop("__metadata__", None)
-    found = _Header()
+    entries.pop("__metadata__", None)
+    found = _Header({}, [])
     for name, tensor in strict_json.checked(dict[Name, _Tensor], entries, file).items():
         if tensor.dtype.startswith(_WITHOUT_GRADIENT):
             found.left_out.append(name)
         else:
             dtype = _DTYPES.get(tensor.dtype, tensor.dtype.lower())
             found.params[name] = _param(name, tensor.shape, dtype)
-    # `safetensors.torch.save_model` leaves the other names of tied tensors in the metadata.
-    for name, kept in metadata.items() if isinstance(metadata, dict) else ():
-        if name and name not in found.params and isinstance(kept, str) and kept in found.params:
-            found.aliases[name] = kept
     return found
 
 
@@ -147,10 +129,7 @@ def _param(name: str, shape: tuple[int, ...] | None, dtype: str) -> Param:
 
 
 def _manifest(file: str, found: _Header, *notes: str) -> Manifest:
-    tied: dict[str, list[str]] = {}
-    for alias, name in found.aliases.items():
-        if alias not in found.params:
-            tied.setdefault(name, []).append(alias)
+    names = sorted(found.params, key=_in_order)
     said = [
         f"names come from {file}: it does not tell buffers from parameters, nor which are frozen or "
         "tied, and it lacks modules without parameters"
@@ -160,11 +139,8 @@ def _manifest(file: str, found: _Header, *notes: str) -> Manifest:
         said.append(f"{count} tensors of whole numbers are left out (such as {found.left_out[0]})")
     return Manifest(
         origin=file,
-        params=tuple(
-            replace(found.params[name], aliases=tuple(sorted(tied.get(name, ()), key=_in_order)))
-            for name in sorted(found.params, key=_in_order)
-        ),
-        modules=tuple(_modules(sorted([*found.params, *found.aliases], key=_in_order))),
+        params=tuple(found.params[name] for name in names),
+        modules=tuple(_modules(names)),
         notes=(*said, *notes),
     )
 

@@ -1,7 +1,5 @@
 """What a report reads off measurements, whether they are in memory or on disk."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -43,8 +41,6 @@ class NormHistory(NamedTuple):
 
 
 class Measurements(ABC):
-    """Measurements of a run."""
-
     dropped = 0  # how many rows had to make room
     sampled = 1  # the median is taken over one of so many rows
 
@@ -101,7 +97,6 @@ class InMemory(Measurements):
 
 
 def largest_spike(pairs: Sequence[tuple[int, float]]) -> Spike | None:
-    """Return which of steps and norms stands out most, ``None`` where none does."""
     finite = [pair for pair in pairs if math.isfinite(pair[1])]
     values = [value for _, value in finite]
     spike: Spike | None = None

@@ -1,7 +1,5 @@
 """The table of gradient norms, and what stands out in it."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -45,7 +43,6 @@ def norm_lines(
     columns: int,
     ascii_only: bool,
 ) -> Iterator[str]:
-    """Yield the table of norms and what stands out in it."""
     keys = measurements.keys()
     names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
     order = list(rules)
@@ -82,8 +79,6 @@ def _named(sources: Iterable[tuple[str, str]]) -> str:
 
 
 def _row(measurements: Measurements, name: str, order: Sequence[str]) -> _Row | None:
-    """Return the norms of one tensor by the rule to be preferred, ``None`` without a value."""
-
     def preference(key: Key) -> tuple[int, int]:
         points, rules = [*_POINTS, key.point], [*order, key.rule]
         return points.index(key.point), rules.index(key.rule)
@@ -95,7 +90,6 @@ def _row(measurements: Measurements, name: str, order: Sequence[str]) -> _Row | 
 
 
 def _selected(rows: Sequence[_Row]) -> list[_Row]:
-    """Return the rows to show, in model order: the worst are among them."""
     by_spike = sorted(rows, key=lambda row: -row.times)
     # Of two sorts of worst: many non-finite rows must not crowd out the spike before them.
     nonfinite = [row for row in by_spike if row.history.nonfinite]
@@ -129,7 +123,6 @@ def _table(
 
 
 def _spikiest(rows: Sequence[_Row]) -> _Row | None:
-    """Return the row with the largest spike, ``None`` where there is none."""
     worst = max(rows, key=lambda row: row.times)
     return worst if worst.times else None
 

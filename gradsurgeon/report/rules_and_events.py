@@ -1,7 +1,5 @@
 """What each rule did, and what happened."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -30,7 +28,6 @@ def rule_lines(
     statuses: Mapping[str, RuleStatus],
     events: Sequence[Event] = (),
 ) -> Iterator[str]:
-    """Yield what each rule did."""
     if not statuses:
         return
     rows = [("rule", "action", "matched", "fired", "changed", "last step", "")]
@@ -76,7 +73,6 @@ def by_kind(events: Iterable[Event]) -> Counter[str]:
 
 
 def event_lines(events: Sequence[Event]) -> Iterator[str]:
-    """Yield the events in order of time, repeated ones folded into their first."""
     if not events:
         return
     groups: dict[tuple[str, ...], list[Event]] = {}

@@ -25,18 +25,9 @@ _WHOLE = 2**62
 
 
 def summary(session: Session | Run) -> Report:
-    """Return the report of a session, running or removed, or of a run. Waits for the device.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """Return the report of a session, running or removed, or of a run. Waits for the device."""
     if hasattr(session, "ranks"):
         return from_run(cast("Run", session))
-    if not hasattr(session, "plan"):
-        raise TypeError(
-            f"a summary is of a Session or of a Run, not of {type(session).__name__}; open_run(path) "
-            "opens a run directory"
-        )
     plan = session.plan
     attachment = session._attachment  # noqa: SLF001 # what a report needs is nothing for users
     rules = {
@@ -86,7 +77,6 @@ def from_run(run: Run) -> Report:
 
 
 def title_of(run: Run) -> str:
-    """Return which rules a run was of, and on which model."""
     rules, model = section(run.meta, "rules"), section(run.meta, "model")
     return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
 

@@ -1,7 +1,5 @@
 """A history as one line of characters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,7 +16,6 @@ _DECADES_LEAST, _DECADES_MOST = 1.0, 8.0
 
 
 def needs_ascii(encoding: str | None) -> bool:
-    """Return whether a stream of this encoding cannot show the blocks of a sparkline."""
     try:
         (BLOCKS + NONFINITE).encode(encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -94,7 +94,6 @@ class _TensorSummary(NamedTuple):
         ]
 
     def rows(self, chunk: int, stop: int) -> list[tuple[int, float]]:
-        """Return step and value of the rows of some chunks."""
         return self.summary.series.between(self.name, chunk * CHUNK, stop * CHUNK)
 
     def end(self, place: int) -> float:

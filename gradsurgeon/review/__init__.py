@@ -1,24 +1,5 @@
 """Rules as they are reviewed: what is wrong with them, what they change, and how that is written."""
 
-from __future__ import annotations
-
-from gradsurgeon import schema, source
-from gradsurgeon.errors import Problem, RuleFileError
-from gradsurgeon.planning import Manifest
-from gradsurgeon.review import linter
+from gradsurgeon.review.linter import lint
 
 __all__ = ["lint"]
-
-
-def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
-    """Return all problems of a file and its includes; that it cannot be read is one of them.
-
-    Args:
-        path: a rule file.
-        manifest: the names of a model, if they are known: more can be checked then, and some checks are exact.
-    """
-    try:
-        document = source.read(path)
-    except RuleFileError as error:
-        return list(error.problems)
-    return linter.lint_rules(schema.inspect(document), manifest)

@@ -1,14 +1,12 @@
 """What a reviewer must not miss about a change of rules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
 from gradsurgeon.actions import MOMENTS, EditRule, Rule
 from gradsurgeon.review.matched_rules import ChainChange, MatchedRules
-from gradsurgeon.review.rule_pairs import RulePairs
+from gradsurgeon.review.rule_changes import RulePairs
 
 Kind = Literal[
     "lost-protection",  # of parameters
@@ -52,7 +50,6 @@ def warnings(
 
 
 def _flaws(matched: MatchedRules, rule: str) -> Iterator[tuple[Kind, str]]:
-    """Yield what is wrong with a rule in this model."""
     if matched.has_no_match(rule):
         yield "no-match", ""  # with whatever pattern
     for text in matched.obstacles(rule):

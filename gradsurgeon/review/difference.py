@@ -1,7 +1,5 @@
 """Two rule sets and the names of a model -> what the change from one to the other does. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +16,7 @@ from gradsurgeon.review.matched_rules import (
     Matcher,
     changed_chains,
 )
-from gradsurgeon.review.option_changes import OptionChange
-from gradsurgeon.review.rule_pairs import RulePairs, pair_rules
+from gradsurgeon.review.rule_changes import OptionChange, RulePairs, pair_rules
 from gradsurgeon.schema import RuleSet
 
 
@@ -43,8 +40,6 @@ class RuleChange:
 
 @dataclass(frozen=True)
 class Difference:
-    """What a change of rules does to a model."""
-
     old: RuleSet
     new: RuleSet
     manifest: Manifest
@@ -63,15 +58,11 @@ class Difference:
 
     @property
     def order_changed(self) -> bool:
-        """Whether the rules that are on both sides stand in another order."""
         return self.order_before != self.order_after
 
     @cached_property
     def in_effect(self) -> bool:
-        """Whether anything differs that a training run could show.
-
-        An id counts, since records go by it; an order in the file that no tensor sees does not.
-        """
+        """Whether a training run could show a difference: an id counts, an order that no tensor sees does not."""
         rules = self.added or self.removed or self.changed or self.renamed
         return bool(rules or self.params or self.tensors)
 

@@ -3,8 +3,6 @@
 Everything from a user's file is escaped for where it goes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json
@@ -20,8 +18,6 @@ from gradsurgeon.review import checks
 from gradsurgeon.review.reading_checks import READING_CHECKS, CheckInfo
 from gradsurgeon.schema import VERSION
 
-FORMATS = ("full", "concise", "json", "github", "sarif")
-
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _SHOWN = 10  # annotations of each kind that GitHub shows per step; it drops the rest in silence
 _WORDS: Mapping[str, str] = {"error": "error", "warning": "warning", "note": "notice"}
@@ -36,7 +32,6 @@ _RESET = "\033[0m"
 def write(
     problems: Sequence[Problem], form: str, *, root: Path | None = None, colour: bool = False
 ) -> str:
-    """Return problems as text in one of `FORMATS`, with paths that start from the folder ``root``."""
     base = root or Path.cwd()
     if form in ("full", "concise"):
         return "".join(f"{_for_people(problem, form, colour=colour)}\n" for problem in problems)

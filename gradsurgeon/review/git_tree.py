@@ -6,14 +6,11 @@ filters, drivers and pagers are for. What is left is an object that is not there
 git would fetch it, by commands that the repository names. It is told to fetch nothing and to know no protocol.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import posixpath
 import shutil
 import subprocess
-from difflib import get_close_matches
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,8 +18,6 @@ from gradsurgeon import packs, source
 from gradsurgeon.errors import HintedError, Place, Problem, RuleFileError
 from gradsurgeon.schema import Located
 
-_SUFFIXES = (".yaml", ".yml", ".json")
-_MAX_NAMES = 10_000  # that are looked at for one like the path that is missing
 _SECONDS = 60
 _LINK = "120000"
 # What a user may have set for discovery. All else that begins with GIT_ leads git elsewhere.
@@ -70,11 +65,6 @@ class GitTree:
         self.ref = ref  # a branch, a tag, a commit, or whatever else git takes for one
 
     def open(self, path: str) -> source.Document:
-        """Read a file by its path from the top of the repository, or from here after ``./``.
-
-        Raises:
-            RuleFileError: the commit has no such file, or it cannot be read, or git cannot be asked.
-        """
         spec = f"{self.ref}:{path}"
         try:
             whole = self._from_top(path)
@@ -84,7 +74,6 @@ class GitTree:
         return source.read(pathlib.Path(whole), spec, raw)
 
     def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
-        """Return a document of this tree as an entry of `include` would name it."""
         name = document.file.removeprefix(f"{self.ref}:").rpartition("/")[2]
         return packs.Included(document.file, folder / name, folder)
 
@@ -98,7 +87,7 @@ class GitTree:
         try:
             found = self._entry(path)
             if found is None:
-                raise packs.is_missing(entry, self._names(posixpath.dirname(path)))
+                raise packs.is_missing(entry)
             if found.kind == "tree":
                 raise packs.is_folder(entry)
         except GitError as error:
@@ -109,7 +98,6 @@ class GitTree:
         return packs.Included(f"{self.ref}:{path}", target, target.parent)
 
     def read(self, target: packs.Included) -> source.Document:
-        """Read a file that `find` returned."""
         try:
             raw = _blob(self._file(target.path.as_posix()))
         except GitError as error:
@@ -118,10 +106,8 @@ class GitTree:
 
     @cached_property
     def _top(self) -> tuple[str, str]:
-        """The current folder as seen from the top one, and the hash of the top one in the commit.
-
-        Asked for once: a branch that moves meanwhile changes nothing.
-        """
+        """The current folder as seen from the top one, and the hash of the top one in the commit."""
+        # Asked for once: a branch that moves meanwhile changes nothing.
         options = ("--absolute-git-dir", "--show-prefix", "--verify", "--quiet")
         known = self.ref.isprintable() and not self.ref.startswith("-")
         printed = _ask("rev-parse", *options, f"{self.ref}^{{tree}}" if known else "", fails=True)
@@ -144,49 +130,26 @@ class GitTree:
     def _file(self, path: str) -> _Entry:
         entry = self._entry(path)
         if entry is None:
-            raise GitError(f"`{self.ref}` has no such file", self._nearest(path))
+            hint = "paths count from the top of the repository, and from here after `./`"
+            raise GitError(f"`{self.ref}` has no such file", hint)
         if wrong := _not_a_file(entry):
             raise GitError(f"it is {wrong}", "name a file of UTF-8 text")
         return entry
 
     def _entry(self, path: str) -> _Entry | None:
-        return _Entry("040000", "tree", self._top[1]) if path == "." else self._list(path).get(path)
-
-    def _names(self, folder: str) -> list[str]:
-        """Return the names of what stands in a folder."""
-        return [
-            posixpath.basename(path) for path in self._list(*([f"{folder}/"] if folder else []))
-        ]
-
-    def _list(self, *paths: str) -> dict[str, _Entry]:
-        """Return what stands at a path, or in a folder if it ends with a slash, by its whole path."""
-        entries = {}
-        for line in _texts(_ask("ls-tree", "-z", "--full-tree", self._top[1], "--", *paths)):
-            about, _, path = line.partition("\t")
-            entries[path] = _Entry(*about.split(" "))
-        return entries
+        if path == ".":
+            return _Entry("040000", "tree", self._top[1])
+        listed = _ask("ls-tree", "-z", "--full-tree", self._top[1], "--", path)
+        about = listed.partition(b"\t")[0]
+        return _Entry(*about.decode().split(" ")) if about else None
 
     def _from_top(self, path: str) -> str:
-        """Return a path from the top of the repository."""
         if path.startswith(("./", "../")):
             path = posixpath.join(self._top[0], path)
         whole = posixpath.normpath(path)
         if whole == ".." or whole.startswith(("../", "/")):
             raise GitError("the path leads out of the repository")
         return whole
-
-    def _nearest(self, path: str) -> str:
-        """Return a hint with the paths most like the one that is missing."""
-        names = _texts(_ask("ls-tree", "-r", "-z", "--name-only", "--full-tree", self._top[1]))
-        known = [name for name in names if name.endswith(_SUFFIXES)][:_MAX_NAMES]
-        # The same name in another folder says more than a path of like letters.
-        same = [name for name in known if posixpath.basename(name) == posixpath.basename(path)]
-        near = same[:3] or get_close_matches(path, known, n=3, cutoff=0.5)
-        if not near:
-            count = f"{len(known)} files of YAML or JSON" if known else "no file of YAML or JSON"
-            return f"paths count from the top of the repository; it has {count}"
-        specs = [f"`{self.ref}:{name}`" for name in near]
-        return f"did you mean {specs[0]}?" if len(specs) == 1 else f"closest: {', '.join(specs)}"
 
 
 def unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
@@ -195,7 +158,6 @@ def unreadable(spec: str, cause: str, hint: str) -> RuleFileError:
 
 
 def _not_a_file(entry: _Entry) -> str:
-    """Return what an entry is if it is no file; an empty text if it is one."""
     if entry.mode == _LINK:
         return "a symbolic link: links of a commit are not followed"
     return {"tree": "a folder", "commit": "a submodule"}.get(entry.kind, "")
@@ -205,10 +167,6 @@ def _blob(entry: _Entry) -> bytes:
     if int(_ask("cat-file", "-s", entry.hash)) > source.MAX_BYTES:
         raise GitError(f"over {source.MAX_BYTES // 1024} KiB of text", "use `include`")
     return _ask("cat-file", "blob", entry.hash)
-
-
-def _texts(listing: bytes) -> list[str]:
-    return [os.fsdecode(text) for text in listing.split(b"\0") if text]
 
 
 def _ask(*arguments: str, fails: bool = False) -> bytes:

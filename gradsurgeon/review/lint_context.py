@@ -1,7 +1,5 @@
 """What checks ask about the rules of a file: what each selects, which of two acts first, how they meet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -10,8 +8,7 @@ from gradsurgeon.actions import MOMENTS, Rule
 from gradsurgeon.match import contains, disjoint
 from gradsurgeon.planning import ROOT, Manifest
 from gradsurgeon.review.matched_rules import MatchedRules, Matcher
-from gradsurgeon.review.schedules import includes, meet
-from gradsurgeon.schema import Inspection, RuleSet
+from gradsurgeon.schema import RuleSet
 
 # Rules are compared two by two, pattern by pattern: a file may hold thousands.
 MAX_COMPARED = 400
@@ -28,20 +25,9 @@ class _Facts:
 
 
 class LintContext:
-    """The rules of a file and its includes, with the names of a model where those are known.
-
-    Attributes:
-        rules: in file order.
-        compared: those of them that are compared with each other, all but in a huge file.
-        matched: what the rules match in the model; ``None`` where names are not known.
-    """
-
-    def __init__(
-        self, rules: RuleSet, inspected: Inspection, manifest: Manifest | None = None
-    ) -> None:
+    def __init__(self, rules: RuleSet, manifest: Manifest | None = None) -> None:
         self.rules = rules.rules
         self.matched = None if manifest is None else MatchedRules(rules, Matcher(manifest))
-        self._inspected = inspected
         self._facts = {
             rule.id: _Facts(
                 (rule.target, str(rule.ref)),
@@ -53,6 +39,7 @@ class LintContext:
         }
         self._within: dict[tuple[frozenset[str], frozenset[str]], bool] = {}
         sizes = (len(self._facts[rule.id].patterns) + len(rule.exclude) for rule in self.rules)
+        # Those that are compared with each other: all but in a huge file.
         self.compared = self.rules[: sum(total <= MAX_COMPARED for total in accumulate(sizes))]
 
     def pairs(self) -> Iterator[tuple[Rule, list[Rule]]]:
@@ -60,20 +47,12 @@ class LintContext:
         for index, rule in enumerate(self.compared):
             yield rule, list(self.compared[:index])
 
-    def says_at(self, rule: Rule) -> bool:
-        """Tell whether a rule gives its point in the file."""
-        return "at" in self._inspected.options(rule.id)
-
     def hits(self, rule: Rule, pattern: str) -> dict[str, str] | None:
-        """Return the names that a pattern of a rule matches, each with its canonical name.
-
-        ``None`` where names are not known.
-        """
+        """Return the names that a pattern of a rule matches, each with its canonical name, if names are known."""
         hits = self.matched.matcher.hits(rule, pattern) if self.matched else None
         return None if hits is None else {name: thing.name for name, thing in hits.items()}
 
     def selected(self, rule: Rule) -> frozenset[str] | None:
-        """Return the names that a rule selects; ``None`` where names are not known."""
         if self.matched is None or rule.target == "tensors":
             return None
         return self.matched.matches[rule.id].members
@@ -86,7 +65,6 @@ class LintContext:
         return all(disjoint(text, pattern) for text in patterns)
 
     def acts_before(self, first: Rule, second: Rule) -> bool:
-        """Tell whether ``first`` takes effect before ``second``: by moment, then by file order."""
         return self._facts[first.id].when < self._facts[second.id].when
 
     def overlap(self, first: Rule, second: Rule) -> bool:
@@ -101,7 +79,7 @@ class LintContext:
             shared = not names.isdisjoint(others)
         else:
             shared = self._shares_pattern(first, second) or self._shares_pattern(second, first)
-        return shared and meet(first.steps, second.steps)
+        return shared and first.steps.meets(second.steps)
 
     def _shares_pattern(self, wide: Rule, narrow: Rule) -> bool:
         texts = self._facts[narrow.id].patterns
@@ -111,7 +89,7 @@ class LintContext:
         """Tell whether it is certain that ``wide`` acts on all that ``narrow`` acts on, in every step of it."""
         if self._facts[wide.id].tensor != self._facts[narrow.id].tensor:
             return False
-        if wide.when not in (None, narrow.when) or not includes(wide.steps, narrow.steps):
+        if wide.when not in (None, narrow.when) or not wide.steps.includes(narrow.steps):
             return False
         names, wider = self.selected(narrow), self.selected(wide)
         if names is not None and wider is not None:

@@ -1,23 +1,30 @@
 """All that lint finds in valid rules, less what comments suppress."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
-from gradsurgeon.errors import Place, Problem
+from gradsurgeon import schema, source
+from gradsurgeon.errors import Place, Problem, RuleFileError
 from gradsurgeon.packs import PREFIX
 from gradsurgeon.planning import Manifest
 from gradsurgeon.review.checks import CHECKS, Finding
 from gradsurgeon.review.lint_context import MAX_COMPARED, LintContext
 from gradsurgeon.review.reading_checks import READING_CHECKS
 from gradsurgeon.review.suppressions import Suppressions
-from gradsurgeon.schema import Inspection, bounded
+from gradsurgeon.schema import Inspection, RuleSet, bounded
 
 _MAX_PROBLEMS = 200
 
 
+def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
+    """Return all problems of a file and its includes; that it cannot be read is one of them."""
+    try:
+        document = source.read(path)
+    except RuleFileError as error:
+        return list(error.problems)
+    return lint_rules(schema.inspect(document), manifest)
+
+
 def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[Problem]:
-    """Return the problems of reading a file and of its rules, in file order, without the suppressed ones."""
     problems = [*inspected.problems, *_problems_of_rules(inspected, manifest)]
     own_files = [source for source in inspected.sources if not source.file.startswith(PREFIX)]
     suppressions = Suppressions(own_files)
@@ -26,7 +33,8 @@ def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[
         # What is needed where no names are known is not useless where they are.
         for problem in _problems_of_rules(inspected, None):
             suppressions.take(problem)
-    unused = suppressions.unused(severities(), checked=inspected.rules is not None)
+    severities = {name: check.severity for name, check in (READING_CHECKS | CHECKS).items()}
+    unused = suppressions.unused(severities, checked=inspected.rules is not None)
     kept += bounded(list(unused))
     order = {source.file: index for index, source in enumerate(inspected.sources)}
     return sorted(
@@ -39,19 +47,16 @@ def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[
     )
 
 
-def severities() -> dict[str, str]:
-    return {name: check.severity for name, check in (READING_CHECKS | CHECKS).items()}
-
-
 def _problems_of_rules(inspected: Inspection, manifest: Manifest | None) -> Iterator[Problem]:
-    if inspected.rules is None:
+    rules = inspected.rules
+    if rules is None:
         return
-    context = LintContext(inspected.rules, inspected, manifest)
+    context = LintContext(rules, manifest)
     count = 0
     # Errors first: no number of doubts may hide them.
     for check in sorted(CHECKS.values(), key=lambda check: check.severity != "error"):
         for finding in check.find(context):
-            place = _place(inspected, finding, always=check.severity == "error")
+            place = _place(rules, finding, always=check.severity == "error")
             if place is None:
                 continue
             count += 1
@@ -61,27 +66,23 @@ def _problems_of_rules(inspected: Inspection, manifest: Manifest | None) -> Iter
                 yield Problem(place, "too-large", message, hint, "warning")
                 return
             message = finding.message
-            if inspected.source(finding.rule.id).file != place.file:  # shown at the include
+            if rules.place(finding.rule.id).file != place.file:  # shown at the include
                 message = f"rule `{finding.rule.id}` of this pack: {message}"
             yield Problem(place, check.id, message, finding.hint, check.severity)
     if len(context.compared) < len(context.rules):
         first = context.rules[len(context.compared)]
         message = f"over {MAX_COMPARED} patterns: the rules from here on are not compared"
-        yield Problem(inspected.place(first.id, "id"), "too-large", message, "", "warning")
+        yield Problem(rules.place(first.id), "too-large", message, "", "warning")
 
 
-def _place(inspected: Inspection, finding: Finding, *, always: bool) -> Place | None:
+def _place(rules: RuleSet, finding: Finding, *, always: bool) -> Place | None:
     """Return where to show a finding; ``None`` where it is about rules of one pack only.
 
     Nobody can change a pack: what it does beside other rules is shown at the entry that includes it,
     and so is, ``always``, what makes it unusable for a model.
     """
-    source = inspected.source(finding.rule.id)
-    if not source.file.startswith(PREFIX):
-        return inspected.place(finding.rule.id, *finding.at)
-    if not always and all(inspected.source(rule.id) is source for rule in finding.others):
+    file = rules.place(finding.rule.id).file
+    alone = all(rules.place(rule.id).file == file for rule in finding.others)
+    if file.startswith(PREFIX) and alone and not always:
         return None
-    place = inspected.entries[source.file]
-    while place.file.startswith(PREFIX):  # one pack includes another
-        place = inspected.entries[place.file]
-    return place
+    return rules.place_to_correct(finding.rule.id, *finding.at)

@@ -3,8 +3,6 @@
 Nothing that a user wrote stands outside of code: there neither markup nor @mentions mean anything.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterator
 from itertools import accumulate

@@ -4,8 +4,6 @@ Unlike `planning.bind` this never raises: a rule that cannot act is what a revie
 made for two rule sets that are nearly alike: what both select is matched once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +12,7 @@ from typing import NamedTuple
 
 from gradsurgeon.actions import MOMENTS, EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning import Manifest, NameIndex, Thing, is_for, obstacles, undecided
+from gradsurgeon.planning import Manifest, NameIndex, Param, Thing, is_for, obstacles, undecided
 from gradsurgeon.schema import RuleSet
 
 # What stands between a gradient and the weight; the others look on.
@@ -43,11 +41,10 @@ class Matcher:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self._names = {
+        self.names = {
             "params": NameIndex("parameter", manifest.params),
             "modules": NameIndex("module", manifest.modules),
         }
-        self._sizes = {param.name: param.numel for param in manifest.params}
         self._matches: dict[object, Match] = {}
         # Rules that select the same share one set, so that two sets are compared once.
         self._sets: dict[frozenset[str], frozenset[str]] = {}
@@ -67,19 +64,16 @@ class Matcher:
         if rule.target == "tensors":
             names = tuple(dict.fromkeys(pattern.text for pattern in rule.patterns))
             return Match(names=names, members=frozenset(names))
-        things = tuple(self._names[rule.target].select(rule))
+        things = tuple(self.names[rule.target].select(rule))
         names = tuple(thing.name for thing in things)
         members = frozenset(names)
-        elements = sum(map(self._sizes.__getitem__, names)) if rule.target == "params" else 0
+        elements = sum(thing.numel for thing in things if isinstance(thing, Param))
         return Match(things, names, self._sets.setdefault(members, members), elements)
 
     def hits(self, rule: Rule, pattern: str) -> dict[str, Thing] | None:
         """Return what a pattern of a rule matches, by the name that it matched; ``None`` for tags."""
-        names = self._names.get(rule.target)
+        names = self.names.get(rule.target)
         return None if names is None else names.hits(compile_pattern(pattern))
-
-    def no_match(self, rule: Rule) -> str:
-        return self._names[rule.target].no_match(rule)
 
 
 class MatchedRules:
@@ -102,7 +96,6 @@ class MatchedRules:
         return {key: tuple(chain) for key, chain in chains.items()}
 
     def params_under(self, kinds: type[Rule] | UnionType) -> frozenset[str]:
-        """Return the names of the parameters that rules of some kinds act on."""
         rules = self.rules.values()
         ids = [rule.id for rule in rules if isinstance(rule, kinds) and rule.target == "params"]
         return frozenset().union(*(self.matches[rule].members for rule in ids))
@@ -113,16 +106,14 @@ class MatchedRules:
         return match.decided and not match.names and not rule.optional
 
     def no_match(self, rule_id: str) -> str:
-        """Return why a rule matches nothing, with the nearest names."""
-        return self.matcher.no_match(self.rules[rule_id])
+        rule = self.rules[rule_id]
+        return self.matcher.names[rule.target].no_match(rule)
 
     def breaks_expect(self, rule_id: str) -> bool:
-        """Tell whether a rule matches another number of parameters than it says."""
         rule, match = self.rules[rule_id], self.matches[rule_id]
         return match.decided and rule.expect is not None and rule.expect.params != len(match.names)
 
     def obstacles(self, rule_id: str) -> list[str]:
-        """Return why a rule cannot act on what it matches."""
         match = self.matches[rule_id]
         if not match.is_for or self.rules[rule_id].target == "tensors":
             return []

@@ -1,7 +1,5 @@
 """What ``--model`` and ``--import`` name: the only part of reviews that runs code of the user."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys
@@ -14,11 +12,6 @@ from gradsurgeon.errors import ModelError, printable
 
 
 def load_model(spec: str) -> Any:
-    """Return the module that ``pkg.mod:name`` names, built on the meta device where that works.
-
-    Raises:
-        ModelError: it cannot be imported or built, or is no module.
-    """
     with _stdout_to_stderr():
         torch = _torch()
         target = _target(spec)
@@ -30,11 +23,7 @@ def load_model(spec: str) -> Any:
 
 
 def import_module(name: str) -> Any:
-    """Import a module of the user; the current folder is searched as well.
-
-    Raises:
-        ModelError: it cannot be imported.
-    """
+    """Import a module of the user; the current folder is searched as well."""
     with _stdout_to_stderr():
         return _imported(name)
 
@@ -99,8 +88,8 @@ def _build(torch: Any, spec: str, build: Any) -> Any:
                 return build()
         except Exception as error:  # noqa: BLE001 # anything may fail on a device without values
             reason = f"{type(error).__name__}: {printable(str(error).partition(chr(10))[0][:200])}"
-            sys.stderr.write(f"not built on the meta device ({reason}): building it for real\n")
-            return build()
+        sys.stderr.write(f"not built on the meta device ({reason}): building it for real\n")
+        return build()
     except (Exception, SystemExit) as error:  # noqa: BLE001 # it is the user's code that runs
         raise ModelError(_failure(f"cannot build `{printable(spec)}`", error)) from None
 

@@ -1,18 +1,15 @@
 """What a difference says in words, the same in a terminal and in a pull request."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from gradsurgeon.actions import written
 from gradsurgeon.planning.table import NOUNS, count, fold_names
 from gradsurgeon.review.diff_warnings import DiffWarning
 from gradsurgeon.review.difference import Difference, RuleChange
-from gradsurgeon.review.option_changes import OptionChange
+from gradsurgeon.review.rule_changes import OptionChange
 
 _MAX_NAMES = 6
 _MAX_UNCHANGED = 10
@@ -26,16 +23,11 @@ Ids = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Phrases:
-    """What one difference says.
-
-    Attributes:
-        code: writes what a user wrote (an id, a pattern, a name, a value), escaped for where it goes.
-        arrow: stands between before and after.
-    """
+    """What one difference says."""
 
     difference: Difference
-    code: Callable[[str], str]
-    arrow: str
+    code: Callable[[str], str]  # writes what a user wrote, escaped for where it goes
+    arrow: str  # stands between before and after
 
     def summary(self) -> str:
         found = self.difference
@@ -99,17 +91,11 @@ class Phrases:
         return f"{what}: {names}. Such as {before} before, {now} now."
 
     def order(self) -> str:
-        """Return how the order in the file changed, from the first rule that moved to the last."""
-        before, after = self.difference.order_before, self.difference.order_after
-        start = _equal(before, after)
-        end = len(before) - _equal(before[::-1], after[::-1])
-        old, new = self.chain(before[start:end]), self.chain(after[start:end])
         seen = any(warning.kind == "order" for warning in self.difference.warnings)
         effect = "" if seen else "; no tensor sees another order"
-        return f"order in the file: {old} became {new}{effect}"
+        return f"the rules stand in another order in the file{effect}"
 
     def changes(self) -> Iterator[tuple[str, RuleChange, list[str]]]:
-        """Yield each rule that differs, with a sign before it and its details behind it."""
         found = self.difference
         for change in found.added:
             yield "+", change, [self._given(option) for option in change.options]
@@ -120,7 +106,6 @@ class Phrases:
             yield "~", change, [*was, *map(self._changed, change.options)]
 
     def binds(self, change: RuleChange) -> tuple[str, str]:
-        """Return how many things, and how many elements, a rule matches before and after."""
         things = self._from_to(f"{len(change.before):,}", f"{len(change.after):,}")
         if change.target != "params":
             return f"{things} {NOUNS[change.target]}s", ""
@@ -133,7 +118,6 @@ class Phrases:
         return ", ".join(map(self.code, ids[:_MAX_UNCHANGED])) + rest
 
     def names(self, names: Sequence[str]) -> str:
-        """Return names with their numbers folded; the first few of many."""
         folded = fold_names(names)
         shown = [
             self.code(text) + f" x{len(members)}" * (len(members) > 1)
@@ -143,14 +127,12 @@ class Phrases:
         return ", ".join(shown) + (f" and {count(more, 'other')}" if more > 0 else "")
 
     def chain(self, ids: Sequence[str]) -> str:
-        """Return the rules of a chain, in order of effect."""
         shown = [self.code(rule) for rule in ids[:_MAX_CHAIN]]
         if (more := len(ids) - _MAX_CHAIN) > 0:
             shown.append(f"{more} more")
         return f" {self.arrow} ".join(shown) or "no rule"
 
     def chains(self) -> list[tuple[tuple[Ids, Ids], list[str]]]:
-        """Return the names of tensors by the change of their chain."""
         groups: dict[tuple[Ids, Ids], list[str]] = {}
         for change in (*self.difference.params, *self.difference.tensors):
             groups.setdefault((change.before, change.after), []).append(change.name)
@@ -160,7 +142,6 @@ class Phrases:
         return before if before == after else f"{before} {self.arrow} {after}"
 
     def _changed(self, option: OptionChange) -> str:
-        """Return an option that differs, with the meaning of the change."""
         absent = "always" if option.name in {"steps", "optional"} else "not given"
         texts = (_spelled(option.name, value) for value in (option.before, option.after))
         before, after = (self.code(text) if text else absent for text in texts)
@@ -169,23 +150,15 @@ class Phrases:
         return f"{name}: {before} {self.arrow} {after} ({option.direction}{meaning})"
 
     def _given(self, option: OptionChange) -> str:
-        """Return an option of a rule that was added or removed."""
         value = option.after if option.before is None else option.before
         return f"{self.code(option.name)}: {self.code(_spelled(option.name, value))}"
 
 
 def short(number: int) -> str:
-    """Return a number of elements in short: ``70.5 M``."""
     for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:.1f} {unit}"
     return str(number)
-
-
-def _equal(one: Ids, other: Ids) -> int:
-    """Return how many ids at the beginning are equal."""
-    pairs = zip(one, other, strict=True)
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
 def _spelled(name: str, value: Any) -> str:

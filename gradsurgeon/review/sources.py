@@ -1,7 +1,5 @@
 """Where a review gets rules and names from: files, commits, manifests, weights, models."""
 
-from __future__ import annotations
-
 import re
 
 from gradsurgeon import planning, schema, source
@@ -14,25 +12,14 @@ _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 
 
 def manifest_of(params: str | None = None, model: str | None = None) -> Manifest:
-    """Return the names in a file, or those of the model that ``MODULE:NAME`` is or builds.
-
-    Raises:
-        ManifestError: the file is wrong or cannot be read.
-        ModelError: the model cannot be imported or built. Only this needs torch, and runs code.
-    """
+    """Return the names in a file, or those of the model that ``MODULE:NAME`` is or builds, for which its code runs."""
     if params is not None:
         return manifest_file.read(params)
     return planning.from_model(model_loading.load_model(model or ""))
 
 
 def rules_at(spec: str) -> RuleSet:
-    """Return the rules of a file: ``rules.yaml`` of the disk, ``origin/main:rules.yaml`` of a commit.
-
-    What a file of a commit includes is read from that commit.
-
-    Raises:
-        RuleFileError: with every problem found.
-    """
+    """Return the rules of ``rules.yaml`` on the disk, or of ``origin/main:rules.yaml`` and its includes in a commit."""
     ref, path = split(spec)
     if ref is None:
         return schema.validate(source.read(path))

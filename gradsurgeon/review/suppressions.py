@@ -1,7 +1,5 @@
 """``# gradsurgeon: ignore[check-id]``: comments that suppress problems, and those that suppress none."""
 
-from __future__ import annotations
-
 import bisect
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,8 +15,6 @@ _COMMENT = re.compile(r"(?<!\S)#\s*gradsurgeon:\s*ignore\b(?:\[([^\]\n]*)\])?")
 
 @dataclass(slots=True)
 class _Suppression:
-    """One name in one comment."""
-
     check: str
     place: Place
     lines: tuple[int, int]  # the first and the last line for whose problems it counts
@@ -26,8 +22,6 @@ class _Suppression:
 
 
 class Suppressions:
-    """The suppressions in some files."""
-
     def __init__(self, sources: Sequence[Located]) -> None:
         self._by_check: dict[tuple[str, str], list[_Suppression]] = {}
         for source in sources:
@@ -47,10 +41,7 @@ class Suppressions:
         return suppressed
 
     def unused(self, severities: Mapping[str, str], *, checked: bool) -> Iterator[Problem]:
-        """Yield a problem for each name in a comment that suppresses nothing.
-
-        Unless all checks have looked (``checked``), nothing is known of those that could not.
-        """
+        """Yield a problem for each name in a comment that suppresses nothing, as far as checks have looked."""
         for group in self._by_check.values():
             for suppression in group:
                 unused = checked and not suppression.used

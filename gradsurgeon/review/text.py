@@ -1,7 +1,5 @@
 """A difference for the terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from gradsurgeon.errors import printable
@@ -13,7 +11,6 @@ _CHAINS = 20
 
 
 def render(difference: Difference) -> str:
-    """Return a difference as text without a line feed at its end."""
     return "\n".join(_lines(difference))
 
 

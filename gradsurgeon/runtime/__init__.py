@@ -1,11 +1,11 @@
-"""Attaches a plan to a model. Every hook in the package is registered in this folder."""
+"""Attaches a plan to a model: the hooks, the watch over backward passes and updates, and what rules do there."""
 
 from gradsurgeon.runtime._oldest_torch import OLDEST
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.context import Mode, Options
-from gradsurgeon.runtime.matches_on_ranks import has_others, lacking
 from gradsurgeon.runtime.registry import enter, find, tag
 from gradsurgeon.runtime.session import Session
+from gradsurgeon.runtime.session_discovery import has_others, lacking
 
 __all__ = [
     "OLDEST",

@@ -8,10 +8,10 @@ from gradsurgeon.errors import GradSurgeonError
 OLDEST = "2.8"
 
 
-def check(found: str) -> None:
-    if TorchVersion(found) < OLDEST:
+def check(version: str) -> None:
+    if TorchVersion(version) < OLDEST:
         raise GradSurgeonError(
-            f"applying rules needs PyTorch {OLDEST} or newer, this is {found}: hooks of older releases "
+            f"applying rules needs PyTorch {OLDEST} or newer, this is {version}: hooks of older releases "
             f"behave otherwise; pip install 'torch>={OLDEST}', or lint, plan and diff without it"
         )
 

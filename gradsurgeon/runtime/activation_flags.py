@@ -74,7 +74,6 @@ class Flags:
         self._flags.append(flag)
 
     def _compact(self) -> None:
-        """Drop the flags of forwards that can feed no update any more."""
         kept = [flag for flag in self._flags if flag.fed or flag.can_feed]
         self._mention(_counted(flag for flag in self._flags if not (flag.fed or flag.can_feed)))
         self._flags = kept
@@ -84,8 +83,7 @@ class Flags:
     def take(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
         """Return the flags that an update has to answer for, with their counts. Reads the device once.
 
-        Those of the ``common`` clock belong to modules that no optimizer owns: whichever update comes next
-        answers for them. Those of forwards that fed no update are dropped, with an event where need be.
+        Modules that no optimizer owns go by the ``common`` clock: whichever update comes next answers.
         """
         counted = _counted(flag for flag in self._flags if flag.counter() in (counter, common))
         self._flags = [flag for flag in self._flags if flag.counter() not in (counter, common)]
@@ -99,7 +97,6 @@ class Flags:
         self._flags = [flag for flag in self._flags if flag.counter() is not counter]
 
     def close(self) -> None:
-        """Drop what no update has answered for."""
         self._mention(_counted(self._flags))
         self._flags = []
 

@@ -15,7 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradsurgeon import _numbers, _statistics, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
-from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
@@ -58,7 +57,6 @@ class ModuleSchedule:
         self._known: tuple[int, bool, Due | None] | None = None
 
     def due(self, step: int, *, training: bool) -> Due | None:
-        """Return the rules that act in a step, ``None`` where all of them rest."""
         known = self._known
         if known is None or known[:2] != (step, training):
             self._known = known = (step, training, self._at(step, training=training))
@@ -75,29 +73,29 @@ class ModuleSchedule:
 
 
 class ModuleCounters:
-    """The clock of each module: that of the optimizer which owns its first parameter.
+    """The step counter of each module: that of the optimizer which owns its first parameter.
 
     It can become known as late as after the forward pass, so that whoever needs it asks anew.
     """
 
     def __init__(self, counters: StepCounters, param_names: Sequence[str]) -> None:
         self._counters = counters
-        # Per module that holds parameters, the index of the first of them.
+        self._names = param_names
         self._first_params: dict[str, int] = {}
-        for index, name in enumerate(param_names):
-            self._first_params.setdefault(ROOT, index)
-            parts = name.split(".")
-            for depth in range(1, len(parts)):
-                self._first_params.setdefault(".".join(parts[:depth]), index)
 
     def of(self, module: str) -> StepCounter:
-        param = self._first_params.get(module, self._first_params.get(ROOT))
-        return self._counters.common if param is None else self._counters[param]
+        if not self._names:
+            return self._counters.common
+        if module not in self._first_params:
+            inside = (i for i, name in enumerate(self._names) if name.startswith(f"{module}."))
+            # A module without parameters goes by the first one of the model.
+            self._first_params[module] = next(inside, 0)
+        return self._counters[self._first_params[module]]
 
 
 @dataclass(eq=False)
 class ActivationRules:
-    """Runs rules on activations. Each has an owner: the module whose clock counts."""
+    """Runs rules on activations. Each has an owner: the module whose step counter counts."""
 
     context: Context
     passes: BackwardWatch
@@ -129,7 +127,6 @@ class ActivationRules:
         return out if self.context.mode == "act" else tensor
 
     def on_gradient(self, rules: Sequence[NamedRule], grad: Tensor, owner: str) -> Tensor:
-        """Run rules on the gradient of a tensor; return the gradient to go on with."""
         if self.is_unreadable(grad, rules, owner):
             return grad
         with self.lock:
@@ -151,10 +148,9 @@ class ActivationRules:
         return unreadable
 
     def warn(self, topic: str, text: str, rules: Sequence[NamedRule], owner: str) -> None:
-        """Say of each rule, once, what keeps it from acting on a tensor."""
         step = self.counters.of(owner).step
         for rule, _ in rules:
-            self.context.event_log.once(topic, text, rule=rule.id, step=step, warn=True)
+            self.context.event_log.notice_once(topic, text, rule=rule.id, step=step, warn=True)
 
     def has_edited(self, rule: Rule, tensor: Tensor) -> bool:
         """Tell whether a rule has edited this very tensor, or is about to edit its gradient."""
@@ -170,7 +166,7 @@ class ActivationRules:
         """Return an edited value or gradient. Without a ``step`` it repeats an edit that was counted."""
         edit, event_log = self.context.edits[rule.id], self.context.event_log
         if step is not None:
-            event_log.fired(rule.id, step)
+            event_log.count_fired(rule.id, step)
         if edit.by_norm is not None:
             with _torch.aside(tensor) as plain:
                 clip = NormClip(edit.by_norm, plain.detach(), scale)
@@ -180,7 +176,7 @@ class ActivationRules:
         if step is not None:
             with torch.no_grad(), _torch.aside(tensor) as plain:
                 changed = changes(edit, unscaled(plain, scale))
-                event_log.altered(rule.id, changed)
+                event_log.count_changed(rule.id, changed)
             # What comes out as it is need not be written; autograd has to know of an edit of a value.
             if changed is False and rule.ref.grad:
                 return tensor
@@ -196,7 +192,7 @@ class ActivationRules:
                 self._record(rule, name, tensor, step)
             else:
                 self._flag(rule, name, tensor, owner)
-            self.context.event_log.fired(rule.id, step)
+            self.context.event_log.count_fired(rule.id, step)
 
     def _record(self, rule: ObserverRule, name: str, tensor: Tensor, step: int) -> None:
         with torch.no_grad(), _torch.aside(tensor) as plain:
@@ -240,5 +236,4 @@ class FeedsHook:
 
 
 def is_numeric(tensor: Tensor) -> bool:
-    """Tell whether a tensor holds numbers that can have a gradient."""
     return tensor.is_floating_point() or tensor.is_complex()

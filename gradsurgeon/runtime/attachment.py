@@ -12,7 +12,7 @@ from gradsurgeon.actions import ObserverRule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
-from gradsurgeon.runtime.compile_support import CompileSupport
+from gradsurgeon.runtime import compile_support
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.event_log import EventLog
@@ -54,7 +54,6 @@ class Attachment:
             refuse_scaling(program)
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
-        self._compiled = CompileSupport(program, event_log)
         self.controller = Controller(model, self.context, plan, options)
         self._when_removed: Callable[[], None] | None = None
         self.removed = False
@@ -63,9 +62,9 @@ class Attachment:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
         try:
             self.controller.attach()
-            self._compiled.attach(self.step)
+            compile_support.begin(self.context.program, self.context.event_log, self.step)
         except BaseException:
-            self._compiled.detach(None)
+            compile_support.end(self.context.program, self.context.event_log, None)
             self.controller.detach()
             raise
         self._when_removed = removed
@@ -92,7 +91,7 @@ class Attachment:
 
     def _close(self, at: int | None = None) -> None:
         self.removed = True
-        self._compiled.detach(at)
+        compile_support.end(self.context.program, self.context.event_log, at)
         self.context.event_log.settle()
         self.controller.detach()
         self.context.recorder.close()

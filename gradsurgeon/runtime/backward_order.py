@@ -1,8 +1,8 @@
 """In which order a backward pass produced its gradients, told afterwards by its graph.
 
 A hook on every parameter would tell it as it happens, at the price of a call of Python for each of them
-in every pass. The graph tells it as well, and is asked only where somebody reads the order: for the
-report of a trap.
+in every pass. The graph tells it as well, and is asked only where somebody needs to know: for the report
+of a trap, and for what a pass reaches where several threads train.
 """
 
 from __future__ import annotations

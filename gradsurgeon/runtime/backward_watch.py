@@ -22,7 +22,6 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.backward_order import BackwardGraph, Root, roots_of
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
 
 
@@ -64,25 +63,27 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             with _numbered(roots, [partial(s.began_inside, outer=outer) for s in scalings]):
                 return original(outputs, *args, **named)
         if not named.get("accumulate_grad"):
-            found = original(outputs, *args, **named)
+            returned = original(outputs, *args, **named)
             for watch in known:
                 watch.end_of_grad()
-            return found
+            return returned
         running = _begin(outputs)
         try:
             begun = [(watch, watch.begin(running)) for watch in known]
             with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
-                found = original(outputs, *args, **named)
+                returned = original(outputs, *args, **named)
         except BaseException:
             for watch in known:
                 watch.failed(running)
             raise
+        else:
+            for watch, before in begun:
+                watch.end(running, before)
         finally:
+            # As long as it is there, no other thread takes what hooks have seen.
             with _lock:
                 _running.remove(running)
-        for watch, before in begun:
-            watch.end(running, before)
-        return found
+        return returned
 
     return run
 
@@ -145,7 +146,6 @@ class _Before:
 
     grads: dict[int, tuple[Tensor, int]]
     held: dict[int, Tensor]
-    averaged: bool
 
 
 class BackwardWatch:
@@ -174,6 +174,9 @@ class BackwardWatch:
     def begin(self, running: RunningPass) -> _Before:
         self._events.backward_started()
         with _lock:
+            if len(_running) == 1:
+                # What is left is of a pass that was not watched, as where the session began inside of it.
+                self.seen = Seen()
             reached = self._reached(running)
             tensors, grads = self._context.parameters.grads(
                 self._watched if reached is None else sorted(reached)
@@ -183,7 +186,6 @@ class BackwardWatch:
             return _Before(
                 {tensor: (grad, _writes(grad)) for tensor, grad in by_tensor.items()},
                 {tensor: _holds_something(by_tensor[tensor]) for tensor in held},
-                self._context.ranks.is_reducing,
             )
 
     def end(self, running: RunningPass, before: _Before) -> None:
@@ -195,12 +197,16 @@ class BackwardWatch:
             else:
                 tensors = set(self._context.parameters.grads(sorted(reached))[0])
         seen = self._take_seen(reached)
-        tensors.update(seen.order, seen.calls)
+        order = tuple(dict.fromkeys(seen.order))
+        if order:
+            # Of a sharded model other parameters stand there when a pass begins: only hooks tell.
+            param = self._context.parameters.param
+            tensors = {t for t in tensors if (p := param(t)) is None or not _dist.is_sharded(p)}
+        tensors.update(order, seen.calls)
         if not tensors and not seen.module:
             return
         if tensors and not self._context.paused:
-            refuse_graph_capture(self._context)
-        order = tuple(dict.fromkeys(seen.order))
+            self._context.refuse_graph_capture()
         self._events.backward_finished(
             BackwardPass(
                 tensors=(*order, *sorted(tensors.difference(order))),
@@ -209,7 +215,8 @@ class BackwardWatch:
                 logged=seen.logged,
                 contributed=seen.contributed,
                 scale=self.scaling.of(running.tasks),
-                averaged=before.averaged,
+                # Not before the pass: the ranks of a model are looked for at its parameters.
+                averaged=self._context.ranks.is_reducing,
                 held={t: flag for t, flag in before.held.items() if t in tensors},
             )
         )
@@ -237,7 +244,10 @@ class BackwardWatch:
 
     def end_of_grad(self) -> None:
         """Tell of gradients that no parameter has got, where rules on modules saw them."""
-        seen, self.seen = self.seen, Seen()
+        with _lock:
+            if _running:
+                return  # What hooks have seen may be of a pass that another thread runs.
+            seen, self.seen = self.seen, Seen()
         if seen.module:
             self._events.backward_finished(BackwardPass(()))
 
@@ -255,10 +265,15 @@ class BackwardWatch:
 
 def _writes(grad: Tensor) -> int:
     """Return how often autograd has written to a gradient. Only compared across one backward pass."""
-    return _dist.local(grad)._version  # noqa: SLF001 # counts writes
+    part = _dist.local(grad)
+    # What was made for inference counts no writes, and autograd puts another tensor in its place.
+    return 0 if part.is_inference() else part._version  # noqa: SLF001 # counts writes
 
 
 def _holds_something(grad: Tensor) -> Tensor:
     # Scripts that zero in place keep the tensor, so that its elements have to be asked.
+    part = _dist.local(grad)
     with torch.no_grad():
-        return (_dist.local(grad) != 0).any()
+        # A sparse one cannot be compared, and has elements only where something was.
+        values = part._values() if part.layout == torch.sparse_coo else part  # noqa: SLF001 # no copy
+        return (values != 0).any()

@@ -26,35 +26,29 @@ class _Reason:
 uncompiled = _torch.uncompiled(_Reason())
 
 
-class CompileSupport:
-    """What a session has to see to where `torch.compile` is in use, now or later."""
+def begin(program: Program, event_log: EventLog, step: int) -> None:
+    """Let code that was compiled before hooks went onto modules be compiled anew, and say so."""
+    _programs.append(program)
+    # Nothing public says which modules compiled code calls, so that all of it has to go.
+    if program.modules and _torch.forget_compiled_code():
+        rules = [rule.id for rule, _ in program.site_rules if rule.target == "modules"]
+        text = (
+            f"the rules on modules ({', '.join(rules)}) came after the first compiled call, and "
+            "compiled code does not notice new hooks: all code that torch.compile has made in this "
+            "process was dropped and is compiled anew when it is called; apply the rules before "
+            "the first call to compile once"
+        )
+        event_log.emit("notice", text, step=step, warn=True)
 
-    def __init__(self, program: Program, event_log: EventLog) -> None:
-        self._program = program
-        self._event_log = event_log
 
-    def attach(self, step: int) -> None:
-        """Let code that was compiled before hooks went onto modules be compiled anew, and say so."""
-        _programs.append(self._program)
-        # Nothing public says which modules compiled code calls, so that all of it has to go.
-        if self._program.modules and _torch.forget_compiled_code():
-            rules = [rule.id for rule, _ in self._program.site_rules if rule.target == "modules"]
-            text = (
-                f"the rules on modules ({', '.join(rules)}) came after the first compiled call, and "
-                "compiled code does not notice new hooks: all code that torch.compile has made in this "
-                "process was dropped and is compiled anew when it is called; apply the rules before "
-                "the first call to compile once"
-            )
-            self._event_log.emit("notice", text, step=step, warn=True)
-
-    def detach(self, step: int | None) -> None:
-        """Let code that was compiled around hooks be compiled anew, where the model lives on after a step."""
-        if self._program in _programs:
-            _programs.remove(self._program)
-        # Torch has given up on a loop around a graph break, and does not try again by itself.
-        if step is not None and self._program.modules and _torch.forget_compiled_code():
-            text = (
-                "the rules on modules are gone: all code that torch.compile has made in this process "
-                "was dropped and is compiled anew, without their graph breaks, when it is called"
-            )
-            self._event_log.emit("notice", text, step=step)
+def end(program: Program, event_log: EventLog, step: int | None) -> None:
+    """Let code that was compiled around hooks be compiled anew, where the model lives on after a step."""
+    if program in _programs:
+        _programs.remove(program)
+    # Torch has given up on a loop around a graph break, and does not try again by itself.
+    if step is not None and program.modules and _torch.forget_compiled_code():
+        text = (
+            "the rules on modules are gone: all code that torch.compile has made in this process "
+            "was dropped and is compiled anew, without their graph breaks, when it is called"
+        )
+        event_log.emit("notice", text, step=step)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradsurgeon.actions import EditRule, Rule, TrapRule
+from gradsurgeon import _torch
+from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.compiler import Program
-from gradsurgeon.errors import BindError, printable
+from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.activation_flags import Flags
-from gradsurgeon.runtime.captured_tensors import CapturedTensors
 from gradsurgeon.runtime.due_rules import NONFINITE, RulesByCounter
 from gradsurgeon.runtime.event_log import EventLog
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.ranks import Ranks
-from gradsurgeon.runtime.recorder import Recorder
+from gradsurgeon.runtime.recorder import CapturedTensors, Recorder
 from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.runtime.step_counter import StepCounters
 from gradsurgeon.store import Records
@@ -28,21 +28,15 @@ Mode = Literal["act", "observe"]
 
 
 class Options(NamedTuple):
-    """What `apply` was asked for, and what the launcher asks for besides.
+    """What `apply` was asked for, and what the launcher asks for besides."""
 
-    Attributes:
-        optimizers: those that update the model; ``None`` to look for them, empty where the script
-            updates the weights by hand.
-        scaler: the gradient scaler; ``None`` to look for it.
-        mode: whether edits act.
-        start_step: the number of the first update.
-        beside: the launcher has put the rules on: the script has no session, or one that acts before.
-    """
-
+    # `None` to look for them, empty where the script updates the weights by hand.
     optimizers: Sequence[Optimizer] | None = None
     scaler: GradScaler | None = None
     mode: Mode = "act"
+    # The number of the first update.
     start_step: int = 0
+    # The launcher has put the rules on: the script has no session, or one that acts before.
     beside: bool = False
 
 
@@ -93,3 +87,27 @@ class Context:
     def place(self, step: int, rule: str) -> str:
         model = f", model {printable(self.title)}" if self.title else ""
         return f"step {step}, rule {rule}{model}"
+
+    def refuse_graph_capture(self) -> None:
+        """Refuse to be captured with rules that the replays of a CUDA graph would silence."""
+        if not _torch.is_capturing():
+            return
+        for rule, reason in rules_lost_in_replay(self.program):
+            raise GradSurgeonError(
+                f"rule {rule}: a CUDA graph is being captured, whose replays run no Python, and {reason}: "
+                "capture without the rule (session.pause() or remove()), or train without the graph"
+            )
+        text = (
+            "a CUDA graph is being captured: its replays repeat the edits of the rules, but count no step, no "
+            "firing and no change, and tell of no norm that is not finite"
+        )
+        self.event_log.notice_once("cuda-graph", text, step=self.counters.latest)
+
+
+def rules_lost_in_replay(program: Program) -> Iterator[tuple[str, str]]:
+    """Yield the rules that act in Python, which runs in no replay of a CUDA graph, and the reason."""
+    for rule in program.rules:
+        if not isinstance(rule, EditRule | FreezeRule):
+            yield rule.id, f"`{rule.action}` has to look at each step from Python"
+        elif not rule.steps.always:
+            yield rule.id, "its `steps` are decided in Python"

@@ -12,12 +12,11 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon.planning import Plan, named_modules
-from gradsurgeon.runtime.accumulated_rules import after_pass
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context, Options
+from gradsurgeon.runtime.gradient_rules import StepRules, after_pass
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.hook_registry import HookRegistry
 from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
@@ -30,13 +29,12 @@ from gradsurgeon.runtime.notices import (
     warn_of_unowned_params,
 )
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
+from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.step_decision import StepDecision
-from gradsurgeon.runtime.step_rules import StepRules
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
-from gradsurgeon.runtime.training_events import BackwardPass, Step
+from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision
 
 # By then the optimizers of most scripts have stepped; others are looked for.
 _SETTLED = 3
@@ -55,7 +53,7 @@ class Controller:
         self._edits = StepRules(context)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
-        self._param_hooks = HookRegistry(context, self.backward)
+        self._param_hooks = ParamHooks(context, self.backward)
         self._module_counters = ModuleCounters(context.counters, context.program.names)
         self.tensor_hooks = TensorHooks(
             ActivationRules(context, self.backward, self._module_counters)
@@ -75,7 +73,6 @@ class Controller:
         self.attached = False
 
     def attach(self) -> None:
-        """Put the hooks on; where one cannot be, `detach` takes the others off."""
         self._early = set(self.context.parameters.grads()[0])
         self._param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
@@ -105,12 +102,6 @@ class Controller:
         self.steps.end_failed()
 
     def backward_finished(self, done: BackwardPass) -> None:
-        """Measure what a backward pass has left, and take the step of scripts that update by hand.
-
-        Raises:
-            GradSurgeonError: the ranks may take different numbers of steps.
-            BindError: a rule cannot act under loss scaling.
-        """
         context = self.context
         context.ranks.passed(averaged=done.averaged)
         if done.scale is not None and not context.paused:
@@ -120,8 +111,13 @@ class Controller:
             if self._agreement.is_needed_by_others(done.tensors, update=False):
                 after_pass(context.silent(), done)
             return
-        self._arrived(done)
-        # Whose step this pass feeds decides which clock its records go by.
+        self._unstepped |= bool(done.tensors)
+        self._last = done.tensors[:1] or self._last
+        self._early.clear()
+        self.model.arrived(done)
+        self._edits.arrived(done.tensors)
+        context.flags.passed()
+        # Whose step this pass feeds decides which counter its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
         if by_hand and not self.manual.declared:
             self.manual.check_accumulation(done)
@@ -230,14 +226,6 @@ class Controller:
             return "never fired: no gradient reached a parameter, and nothing was updated"
         return "was never due"
 
-    def _arrived(self, done: BackwardPass) -> None:
-        self._unstepped |= bool(done.tensors)
-        self._last = done.tensors[:1] or self._last
-        self._early.clear()
-        self.model.arrived(done)
-        self._edits.arrived(done.tensors)
-        self.context.flags.passed()
-
     def _is_by_hand(self) -> bool:
         return self.manual.active or not self.expects_update()
 
@@ -259,17 +247,19 @@ class Controller:
             return True
         event_log = self.context.event_log
         # Asked once: to look for optimizers after each of many passes would be slow.
-        if not (self.manual.declared or event_log.said("no parameter")) and self._is_by_hand():
+        if (
+            not (self.manual.declared or event_log.is_noticed("no parameter"))
+            and self._is_by_hand()
+        ):
             text = (
                 "a backward pass gave no gradient to any parameter (torch.autograd.grad, functional_call "
                 f"with other tensors, inputs=): it counts as no step; {how_to_tick(self.context)} right before "
                 "each update if the script updates other tensors in their place"
             )
-            event_log.once("no parameter", text, step=self.context.counters.latest)
+            event_log.notice_once("no parameter", text, step=self.context.counters.latest)
         return False
 
     def _rest(self, step: Step) -> StepDecision:
-        """Do nothing, but keep no other rank waiting."""
         counter = step.counter
         if self._agreement.is_needed_by_others(counter.tensors, update=True):
             silent, due_rules = self.context.silent(), self.context.due_rules(counter)
@@ -279,7 +269,7 @@ class Controller:
         return self._traps.rest(counter)
 
     def _is_idle(self, counter: StepCounter) -> bool:
-        """Tell whether nothing is due for a clock, by the rules alone: so it is on all ranks."""
+        """Tell whether nothing is due for a counter, by the rules alone: so it is on all ranks."""
         program = self.context.program
         if program.modules or program.tags or counter is self.context.counters.common:
             return False

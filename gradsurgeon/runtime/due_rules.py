@@ -1,4 +1,4 @@
-"""What is due for one clock in one step, sorted once and kept until something else is due."""
+"""What is due for one step counter in one step, sorted once and kept until something else is due."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NONFINITE = "nonfinite"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundRule:
-    """The tensors of one rule that go by one clock, the series it fills, and what it decides by, if it does."""
+    """The tensors of one rule that go by one counter, the series it fills, and what it decides by, if it does."""
 
     rule: Rule
     counter: StepCounter
@@ -33,7 +33,7 @@ class BoundRule:
 
 
 class DueRules:
-    """The rules of one clock that are due, in file order, and their tensors, ascending."""
+    """The rules of one step counter that are due, in file order, and their tensors, ascending."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ def _tensors(bound_rules: Iterable[BoundRule]) -> tuple[int, ...]:
 
 
 class RulesByCounter:
-    """The rules on parameters, divided by the clock that each parameter goes by."""
+    """The rules on parameters, divided by the step counter that each parameter goes by."""
 
     def __init__(
         self, program: Program, counters: StepCounters, decisions: Mapping[str, Decision]
@@ -86,10 +86,9 @@ class RulesByCounter:
         self._schedules = [s.rule.steps for s in stages if not s.rule.steps.always]
         self._bound: dict[StepCounter, list[list[BoundRule]]] = {}
         self._due: dict[tuple[StepCounter, tuple[bool, ...]], DueRules] = {}
-        self._division = -1  # as of which division into clocks
+        self._division = -1  # as of which division among counters
 
     def due(self, counter: StepCounter) -> DueRules:
-        """Return what is due in the step that a clock is in."""
         moments, step = self._of(counter), counter.step
         key = counter, tuple([schedule.due(step) for schedule in self._schedules])
         if key not in self._due:
@@ -99,7 +98,6 @@ class RulesByCounter:
         return self._due[key]
 
     def bound_rule(self, rule: str, counter: StepCounter) -> BoundRule:
-        """Return the part of a rule that goes by a clock, due or not."""
         bound_rules = [bound for rules in self._of(counter) for bound in rules]
         return next(bound for bound in bound_rules if bound.rule.id == rule)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _numbers, _torch
-from gradsurgeon.actions import ByNorm, Edit
+from gradsurgeon.actions import ByNorm, Edit, Rule
+from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.scaler_watch import unscaled
 
@@ -29,13 +30,22 @@ def changes(edit: Edit, grad: Tensor) -> bool | Tensor:
     return edit.alters(_numbers.values(grad))
 
 
-def decide(edit: Edit, grad: Tensor, found: tuple[float, float]) -> bool:
+def decide(edit: Edit, grad: Tensor, ends: tuple[float, float]) -> bool:
     """Tell whether an edit would change an element of a gradient with this range, on the host."""
     if not grad.numel():
         # It has no range, and bounds that exclude 0 would bite on one that is made up.
         return False
-    answer = None if edit.decided is None else edit.decided(*found, grad.dtype)
+    answer = None if edit.decided is None else edit.decided(*ends, grad.dtype)
     return bool(edit.alters(_numbers.values(grad))) if answer is None else answer
+
+
+def check_layout(rule: Rule, grad: Tensor, name: str) -> None:
+    """Refuse what binding could not foresee: an edit that would fill a sparse gradient."""
+    if grad.layout != torch.strided and not rule.keeps_zero:
+        raise GradSurgeonError(
+            f"rule {rule.id}: the gradient of {name} is sparse and the bounds exclude 0, so the result "
+            "would be dense; include 0 in the bounds, or exclude the parameter"
+        )
 
 
 class NormClip:
@@ -49,7 +59,6 @@ class NormClip:
         self._factor: float | Tensor = float(factor) if _torch.is_host(factor) else factor
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the shortened tensor; what is left alone is itself."""
         if isinstance(self._factor, float) and not self._factor < 1.0:
             return tensor
         return _numbers.on_values(self._times, tensor)
@@ -62,8 +71,7 @@ class NormClip:
         return (wide * self._factor).to(values.dtype)
 
     def tell(self, context: Context, rule: str, step: int) -> None:
-        """Count the change, and note where a tensor was left alone because it could only do harm."""
-        context.event_log.altered(rule, self._factor < 1.0)
+        context.event_log.count_changed(rule, self._factor < 1.0)
         if not isinstance(self._factor, float) or self._factor == 1.0:
             spoilt = self._norm.isfinite().logical_not_()
-            context.event_log.later(spoilt, LEFT_ALONE, rule=rule, step=step)
+            context.event_log.emit_if(spoilt, LEFT_ALONE, rule=rule, step=step)

@@ -3,8 +3,8 @@
 Each event is told once, in one of three ways:
 
 * as an exception, where a trap stops the training;
-* as a `GradSurgeonWarning`, where the caller should change something: a rule that never fired, a hook
-  that got lost, a set-up that cannot honour a rule, and a trap with ``then: warn``;
+* as a `GradSurgeonWarning`, where the caller should change something: a rule that never fired, a
+  parameter that is gone, a set-up that cannot honour a rule, and a trap with ``then: warn``;
 * to the logger ``gradsurgeon``: a trap that lets the training go on and a skipped step at WARNING,
   which Python prints to stderr where nobody has configured logging; all else at INFO.
 
@@ -105,7 +105,7 @@ class EventLog:
         self._tallies = {
             rule.id: Tally(number) for rule, number in zip(rules, matched, strict=True)
         }
-        self._said: set[tuple[str, str]] = set()
+        self._noticed: set[tuple[str, str]] = set()
         # How often something has happened, and in which step last.
         self._repeated: dict[tuple[str, str], tuple[int, int | None]] = {}
         self._flags: DeviceQueue[Callable[[int], None]] = DeviceQueue(self._read)
@@ -178,30 +178,30 @@ class EventLog:
             self.sink(event)
         if full:
             text = f"more than {_MOST_EVENTS:,} events: of those that repeat others the oldest are not kept"
-            self.once("events", text, step=event.step)
+            self.notice_once("events", text, step=event.step)
 
-    def once(
+    def notice_once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
     ) -> None:
         with self._lock:
-            if (topic, rule) in self._said:
+            if (topic, rule) in self._noticed:
                 return
-            self._said.add((topic, rule))
+            self._noticed.add((topic, rule))
         self.emit("notice", message, rule=rule, step=step, warn=warn)
 
-    def said(self, topic: str, rule: str = "") -> bool:
-        return (topic, rule) in self._said
+    def is_noticed(self, topic: str, rule: str = "") -> bool:
+        return (topic, rule) in self._noticed
 
     def has_fired(self, rule: str) -> bool:
         return bool(self._tallies[rule].fired)
 
-    def fired(self, rule: str, step: int, count: int = 1) -> None:
+    def count_fired(self, rule: str, step: int, count: int = 1) -> None:
         tally = self._tallies[rule]
         with self._lock:
             tally.fired += count
             tally.last_step = step
 
-    def altered(self, rule: str, count: Tensor | int) -> None:
+    def count_changed(self, rule: str, count: Tensor | int) -> None:
         """Count firings that altered something, on a device without reading it."""
         tally = self._tallies[rule]
         if not isinstance(count, Tensor) or _torch.is_host(count):
@@ -218,7 +218,7 @@ class EventLog:
         with self._lock:
             tally.altered += count
 
-    def later(
+    def emit_if(
         self, flag: Tensor, message: str, *, rule: str = "", step: int, kind: EventKind = "notice"
     ) -> None:
         """Note an event if ``flag`` is set, once that can be read without waiting."""
@@ -256,7 +256,7 @@ class EventLog:
         else:
             self._flags.send()
 
-    def passed(self, rule: str, step: int, cause: Callable[[], str]) -> None:
+    def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
         tally = self._tallies[rule]
         with self._lock:
             tally.quiet += not tally.fired

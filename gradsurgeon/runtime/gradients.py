@@ -69,7 +69,6 @@ class Gradients:
         return pick(measure.norms(tensors, self.of(tensors), order, scale=self._scale), tensors)
 
     def statistics(self, stat: str, tensors: Sequence[int]) -> Tensor:
-        """Return one statistic of gradients as they are by now. Shape ``[len(tensors)]``, float32."""
         if stat == "l2":
             return self.norms(tensors, 2.0)
         with torch.no_grad():
@@ -102,18 +101,18 @@ class Gradients:
         grads, twice = self.of(fresh), self._held_twice() if fresh else ()
         observing, sharded = self._context.mode == "observe", _dist.any_sharded(grads)
         for tensor, grad in zip(fresh, grads, strict=True):
-            own = grad
+            editable = grad
             # A gradient with a graph (`create_graph=True`) is a value that the graph still needs.
             if observing or grad.requires_grad or tensor in twice or _is_shared(grad):
-                own = grad.detach().clone()
+                editable = grad.detach().clone()
             if sharded:
                 # A bound on addends is no bound on their sum.
-                own = _dist.settled(own)
-            if own is not grad:
-                self._now[tensor] = own
+                editable = _dist.settled(editable)
+            if editable is not grad:
+                self._now[tensor] = editable
                 param = self._context.parameters.param(tensor)
                 if param is not None and not observing:
-                    param.grad = own
+                    param.grad = editable
         return self.of(tensors)
 
     def _held_twice(self) -> set[int]:

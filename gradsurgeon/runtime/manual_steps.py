@@ -5,15 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
-from gradsurgeon.errors import BindError, GradSurgeonError, NonFiniteGradientError
+from gradsurgeon.errors import BindError, GradSurgeonError
 from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.step_decision import StepDecision
-from gradsurgeon.runtime.training_events import BackwardPass, Step, TrainingEvents
+from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
 
 _NOTICE = (
     "no torch optimizer owns the parameters: the end of a backward pass that began on empty gradients "
@@ -36,7 +36,6 @@ _TAKEN_OVER = (
 
 
 def how_to_tick(context: Context) -> str:
-    """Return how a script can mark its steps; under the launcher it has no session to do so."""
     if context.outside:
         return (
             "put the rules on in the script, by gradsurgeon.apply(model, rules, optimizer=[]), and call "
@@ -67,7 +66,6 @@ class ManualSteps:
         return self._counts == "ticks"
 
     def check_accumulation(self, done: BackwardPass) -> None:
-        """Find out whether a pass went on with an earlier one. Reads each device once."""
         held = measure.read(list(done.held.values()))
         onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
         done.continued |= bool(onto)
@@ -85,7 +83,7 @@ class ManualSteps:
         self._refuse_freezes()
         event_log, step = self._context.event_log, self._context.counters.latest
         tick = how_to_tick(self._context)
-        event_log.once("manual", _NOTICE.format(tick=tick), step=step)
+        event_log.notice_once("manual", _NOTICE.format(tick=tick), step=step)
         for stage in self._context.program.traps:
             if getattr(stage.rule, "then", "") == "skip-step":
                 text = _NO_SKIP.format(tick=tick)
@@ -125,13 +123,8 @@ class ManualSteps:
         if decision.error is not None:
             raise decision.error
         if decision.skip and (cause := decision.cause) is not None:
-            raise NonFiniteGradientError(
-                f"{cause.text}\n({_NO_SKIP.format(tick=how_to_tick(self._context))})",
-                rule=cause.rule,
-                step=number,
-                rank=cause.rank,
-                name=cause.name,
-            )
+            no_skip = _NO_SKIP.format(tick=how_to_tick(self._context))
+            raise replace(cause, text=f"{cause.text}\n({no_skip})").error(number)
 
     def withdraw(self) -> dict[int, weakref.ref[Tensor]]:
         """Leave the counting to an optimizer; return the gradients that were edited already for it.
@@ -142,7 +135,7 @@ class ManualSteps:
         if self._counts == "passes" and self._counted:
             steps = counter.step - self._began
             text = _TAKEN_OVER.format(steps=f"{steps} step{'s' if steps > 1 else ''}")
-            self._context.event_log.once("late optimizer", text, step=counter.step)
+            self._context.event_log.notice_once("late optimizer", text, step=counter.step)
         self._counts = "nothing"
         return self._edited
 

@@ -40,9 +40,7 @@ def norms(
     scale: Tensor | None = None,
 ) -> Norms:
     """Return the norms of gradients, float32, without the scale of a `GradScaler`."""
-    if sharded := _dist.any_sharded(grads):
-        grads = [_dist.settled(grad) for grad in grads]
-    measure = _norms if sharded else _numbers.norms
+    measure = _norms_of_shards if _dist.any_sharded(grads) else _numbers.norms
     with torch.no_grad():
         parts = [(tuple(part), measure(group, order)) for part, group in _by_device(tensors, grads)]
         if scale is not None:
@@ -53,7 +51,6 @@ def norms(
 def _by_device(
     items: Sequence[Item], tensors: Sequence[Tensor]
 ) -> list[tuple[Sequence[Item], Sequence[Tensor]]]:
-    """Group tensors, and what each of them stands for, by device."""
     if len({tensor.device for tensor in tensors}) <= 1:
         return [(items, tensors)] if tensors else []
     groups: dict[torch.device, tuple[list[Item], list[Tensor]]] = {}
@@ -64,12 +61,8 @@ def _by_device(
     return list(groups.values())
 
 
-def _norms(grads: Sequence[Tensor], order: float) -> Tensor:
-    found = _numbers.norms([_dist.local(grad) for grad in grads], order)
-    if math.isinf(order):
-        return _dist.maxima(grads, found)
-    # Powers of float32 norms do not overflow in float64.
-    return _dist.sums(grads, found.double() ** order).pow(1.0 / order).float()
+def _norms_of_shards(grads: Sequence[Tensor], order: float) -> Tensor:
+    return _numbers.Shards(grads).norms(order).float()
 
 
 def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
@@ -129,7 +122,6 @@ def nonfinite(*several: Norms) -> list[list[int]]:
 
 
 def pick(norms: Norms, wanted: Sequence[int]) -> Tensor:
-    """Return the norms of some tensors, in the order asked for."""
     if len(norms) == 1:
         tensors, values = norms[0]
         if tensors == tuple(wanted):

@@ -18,9 +18,9 @@ from gradsurgeon.events import EventKind
 from gradsurgeon.planning import Plan, bind, from_model, named_modules, slots
 from gradsurgeon.planning.matching import NameIndex, examples
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.hook_registry import HookRegistry
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import shorten_names
+from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.parameters import Place
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
@@ -33,7 +33,7 @@ _SWAPPED = (
     "got another content by a conversion, which takes no hooks along: they were installed anew"
 )
 _TAKEN_OFF = "has lost its hooks, which somebody has taken off: they were put on anew"
-_REPLACED = "was replaced by another parameter: its hooks were put on the new one"
+_REPLACED = "was replaced by another parameter: its rules act on the new one"
 _GONE = (
     "is gone from its module, or is one with another parameter now: its rules no longer act; apply them "
     "again after the model has its final form"
@@ -49,14 +49,14 @@ _UNNOTICED = "was replaced or taken out: no rule has acted on it since"
 
 
 class ModelChanges:
-    """Compares the model with the plan, for a reason and now and then; hooks that got lost come back."""
+    """Compares the model with the plan, for a reason and now and then; rules go on where they can."""
 
     def __init__(
         self,
         model: nn.Module,
         context: Context,
         plan: Plan,
-        param_hooks: HookRegistry,
+        param_hooks: ParamHooks,
         module_hooks: ModuleHooks,
     ) -> None:
         self._model = weakref.ref(model)
@@ -73,10 +73,9 @@ class ModelChanges:
         self._alias_of = {alias: param.name for param in manifest.params for alias in param.aliases}
         self._steps = 0
         self._next = _FIRST_LOOK
-        # By id: an address that another module has got since only leads to one look more.
+        # By id: an address that another module has got since only leads to one comparison more.
         self._modules = set(map(id, model.modules()))
         self._arrived: set[int] = set()
-        self._unseen: set[int] = set()
         self._swapped: set[int] = set()
 
     def check(self) -> None:
@@ -85,9 +84,6 @@ class ModelChanges:
 
     def arrived(self, done: BackwardPass) -> None:
         self._arrived.update(done.tensors)
-        # A gradient that its hook has not seen came past it.
-        hooked = self._context.program.per_tensor
-        self._unseen.update(t for t in done.tensors if t in hooked and t not in done.calls)
 
     def unowned(self) -> list[int]:
         common = self._context.counters.common.tensors
@@ -95,7 +91,6 @@ class ModelChanges:
 
     @contextmanager
     def swapping(self, params: Sequence[Tensor]) -> Iterator[None]:
-        """Let the content of tensors be swapped, after which no hook on them is called any more."""
         with self._context.parameters.without_references(params) as tensors:
             yield
         self._swapped.update(tensor for tensor in tensors if self._param_hooks.revive(tensor))
@@ -107,14 +102,10 @@ class ModelChanges:
             self.compare()
         self.rearm()
         self._arrived.difference_update(counter.tensors)
-        missing = self._param_hooks.missing(sorted(self._unseen))
-        self._unseen.clear()
-        for tensor in missing:
-            self._param_hooks.rearm(tensor)
-        self._tell_params("hook-rearmed", missing, _TAKEN_OFF)
+        taken_off = [t for t in self._param_hooks.taken_off() if self._param_hooks.rearm(t)]
+        self._tell_params("hook-rearmed", taken_off, _TAKEN_OFF)
 
     def before_forward(self) -> None:
-        """Put hooks on what has been exchanged, before a forward pass goes through it."""
         params = self._context.parameters.params()
         # Between its passes a sharded model has other parameters than when it steps.
         if not any(param is not None and _dist.is_sharded(param) for param in params):
@@ -122,15 +113,14 @@ class ModelChanges:
             self.rearm()
 
     def find_again(self) -> None:
-        if self._model() is not None:
-            self.compare()
-            self.rearm()
+        self.compare()
+        self.rearm()
 
     def knows(self, module: nn.Module) -> bool:
         return id(module) in self._modules
 
     def rearm(self) -> list[int]:
-        """Put hooks on the parameters that took the place of others; return what was replaced or is gone."""
+        """Let rules act on parameters that took the place of others; return what was replaced or is gone."""
         swapped, self._swapped = sorted(self._swapped), set()
         self._tell_params("hook-rearmed", swapped, _SWAPPED)
         if not self._param_hooks.replaced():
@@ -148,9 +138,8 @@ class ModelChanges:
     def compare(self, *, closing: bool = False, at_once: bool = False) -> None:
         """Find the parameters and modules of the plan in the model as it is now.
 
-        Args:
-            at_once: no forward pass has gone through what has come.
-            closing: the session ends: say what went unnoticed, but warn of nothing any more.
+        ``at_once``: no forward pass has gone through what has come. ``closing``: say what went unnoticed,
+        but warn of nothing any more.
         """
         model = self._model()
         if model is None:
@@ -174,7 +163,6 @@ class ModelChanges:
             self._mention_new(model, warn=not closing)
 
     def _follow_params(self, model: nn.Module) -> Mapping[int, str]:
-        """Look parameters up where they are now; return the new names of those that got one."""
         tensors = {name: tensor for tensor, name in enumerate(self._context.program.names)}
         places: dict[int, Place] = {}
         moved: dict[int, tuple[str, Place]] = {}
@@ -200,24 +188,21 @@ class ModelChanges:
         return renamed
 
     def _mention_new(self, model: nn.Module, *, warn: bool) -> None:
-        now = {
-            "params": {slot.name for slot in slots(model)},
-            "modules": set(named_modules(model)),
-        }
+        now = {"params": {slot.name for slot in slots(model)}, "modules": set(named_modules(model))}
         new = {kind: names - self._known[kind] for kind, names in now.items()}
         if not any(new.values()):
             return
         manifest = from_model(model)
-        found = {
+        indexes = {
             "params": NameIndex("parameter", manifest.params),
             "modules": NameIndex("module", manifest.modules),
         }
         step = self._context.counters.latest
         for rule in self._plan.rules.rules:
-            if rule.target not in found or not self._plan.of(rule.id):
+            if rule.target not in indexes or not self._plan.of(rule.id):
                 continue
-            index, names = found[rule.target], new[rule.target]
-            gained = [one for one in index.match(rule)[0] if names.issuperset(one.names)]
+            index, names = indexes[rule.target], new[rule.target]
+            gained = [thing for thing in index.match(rule)[0] if names.issuperset(thing.names)]
             if gained:
                 text = (
                     f"matches {len(gained)} {index.noun}{'s' if len(gained) > 1 else ''} that came after the "

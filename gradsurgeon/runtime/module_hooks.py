@@ -82,7 +82,6 @@ class ModuleHook:
         self._timetable = ModuleSchedule(rules, name, name)
 
     def _begin(self, module: nn.Module, needs_view: Callable[[Tensor], bool]) -> _Call | None:
-        """Return what the rules have to do now, ``None`` where all of them rest."""
         tensor_hooks = self._tensor_hooks()
         if tensor_hooks is None:
             return None
@@ -97,7 +96,6 @@ class InputHook(ModuleHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the arguments with exchanged tensors, ``None`` to leave them as they are."""
         # On a view, an operation in place would leave the hook on a tensor that no longer counts.
         in_place = getattr(module, "inplace", False) is True
         call = self._begin(module, lambda _: not in_place)
@@ -115,8 +113,6 @@ class OutputHook(ModuleHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
-        """Return the output with exchanged tensors, ``None`` to leave it as it is."""
-
         def needs_view(tensor: Tensor) -> bool:
             # A module may return its input. What others make of it must be told from its output.
             return any(taken is tensor for _, taken in tensors_in((args, kwargs)))
@@ -152,7 +148,6 @@ class _Arguments:
         return (first, *path[1:])
 
     def exchange(self, new: Mapping[Path, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with exchanged tensors."""
         whole = with_tensors(self.named, new)
         args = tuple(whole[index] for index in range(len(self._args)))
         return args, {key: whole[key] for key in self._kwargs}
@@ -170,7 +165,6 @@ class _Copied:
         self.ours: set[int] = set()
 
     def __call__(self) -> tuple[Any, ...]:
-        """Return what to build the table of the copy from, as ``__reduce__`` does."""
         table = self._table()
         items = () if table is None else table.items()
         theirs = [(number, entry) for number, entry in items if number not in self.ours]
@@ -178,7 +172,6 @@ class _Copied:
 
 
 def _tables(handle: RemovableHandle) -> list[OrderedDict[int, Any]]:
-    """Return the tables of a module in which a hook has entries."""
     tables = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
     return [table for table in tables if table is not None]
 
@@ -202,8 +195,6 @@ def _take_off(handle: RemovableHandle) -> None:
 
 
 class ModuleHooks:
-    """The hooks of one session on the modules of its model."""
-
     def __init__(self, programs: Sequence[ModuleProgram], tensor_hooks: TensorHooks) -> None:
         self._programs = programs
         self._tensor_hooks = tensor_hooks
@@ -223,7 +214,6 @@ class ModuleHooks:
         return exchanged
 
     def detach(self) -> None:
-        """Take all hooks off."""
         for name in list(self._hooked):
             self._take_off(name)
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from gradsurgeon import _dist
+from gradsurgeon.actions import Decision
 from gradsurgeon.events import EventKind
 from gradsurgeon.runtime import measure
-from gradsurgeon.runtime.accumulated_rules import GradientSnapshot
 from gradsurgeon.runtime.activation_flags import Flag
-from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.context import Context, Mode
 from gradsurgeon.runtime.due_rules import BoundRule
+from gradsurgeon.runtime.gradient_rules import GradientSnapshot
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.nonfinite_report import (
     GradientEvidence,
@@ -29,9 +30,9 @@ from gradsurgeon.runtime.nonfinite_report import (
 )
 from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.rank_agreement import RankAgreement
-from gradsurgeon.runtime.ranks import Cause
+from gradsurgeon.runtime.ranks import FINE, OVERFLOWED, RAISE, SKIP, Cause
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.step_decision import FINE, OVERFLOWED, RAISE, StepDecision, Trip, decided
+from gradsurgeon.runtime.training_events import StepDecision
 
 _OVERFLOW = (
     "step {step}: all ranks skip the step, because the GradScaler of rank {rank} does: the scaled gradients "
@@ -47,9 +48,41 @@ SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients overflow
 _Finding = tuple[str, TrapReport | None]
 
 
-class NanTraps:
-    """All `nan-trap` rules of a session."""
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """A trap that has tripped: what it reports, and how often it has done so in a row."""
 
+    rule: str
+    decision: Decision
+    in_a_row: int
+    report: TrapReport
+
+    @property
+    def then(self) -> str:
+        gives_up = self.in_a_row >= self.decision.give_up_after
+        return "raise" if gives_up else self.decision.then
+
+    @property
+    def severity(self) -> int:
+        return {"raise": RAISE, "skip-step": SKIP, "warn": FINE}[self.then]
+
+    def outcome(self, mode: Mode) -> str:
+        """Return what becomes of the step, as a line of the report."""
+        if mode == "observe":
+            return f"observing only: `then: {self.decision.then}` would have acted"
+        if self.then != self.decision.then:
+            return (
+                f"giving up: tripped {self.in_a_row} times in a row "
+                f"(give_up_after: {self.decision.give_up_after})"
+            )
+        return {
+            "raise": "stopped before the update: no weight was moved",
+            "skip-step": "step skipped: no weight and no optimizer state was touched",
+            "warn": "the update goes on (`then: warn`)" + self.report.expect,
+        }[self.then]
+
+
+class NanTraps:
     def __init__(self, context: Context, agreement: RankAgreement) -> None:
         self._context = context
         self._agreement = agreement
@@ -61,22 +94,22 @@ class NanTraps:
 
     def add_snapshot(self, counter: StepCounter, snapshot: GradientSnapshot) -> None:
         if self._context.program.traps:
-            self._snapshots[counter].append(snapshot)
+            snapshots = self._snapshots[counter]
+            # A step of many micro-batches must not keep the graph of each.
+            snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
+            snapshots.append(snapshot)
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
 
     def decide(self, counter: StepCounter, gradients: Gradients) -> StepDecision:
-        """Judge the gradients that the optimizer is about to consume, before rules at `step` edit them.
-
-        Reads the device once, and again only for a report.
-        """
+        """Judge what the optimizer is about to consume. Reads the device once, and again for a report."""
         self._scaler_skips[counter] = 0
-        found = [
+        findings = [
             *self._judge_gradients(counter, gradients),
             *self._judge_thresholds(counter, gradients),
         ]
-        return self._conclude(counter, [*found, *self._judge_activations(counter)])
+        return self._conclude(counter, [*findings, *self._judge_activations(counter)])
 
     def decide_edited(self, counter: StepCounter, edited: set[int]) -> StepDecision:
         """Judge gradients once more that rules at `step` may have made non-finite."""
@@ -86,12 +119,12 @@ class NanTraps:
         bad = measure.counts(dict(zip(*context.parameters.grads(doubtful), strict=True)))
         order, _ = context.parameters.grads(due_rules.trapped)
         moment = "right before the update, and finite before the rules at `step`"
-        found = [
+        findings = [
             (bound.rule.id, gradient_report(context.program.names, moment, order, bad, {}))
             for bound in due_rules.traps
             if not bad.keys().isdisjoint(bound.tensors)
         ]
-        return self._conclude(counter, found)
+        return self._conclude(counter, findings)
 
     def measure(self, counter: StepCounter, gradients: Gradients) -> None:
         """Take part in what other ranks measure, and make nothing of it."""
@@ -103,13 +136,9 @@ class NanTraps:
         return self._conclude(counter, [])
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
-        """Note a step that a scaler has skipped, and tell an overflow from a NaN that never ends.
-
-        Raises:
-            NonFiniteGradientError: too many in a row, or the scale has come down to nothing.
-        """
-        found = [] if self._context.paused else self._judge_skip_of_scaler(counter, scale)
-        decision = self._conclude(counter, found, floor=OVERFLOWED)
+        """Note a step that a scaler has skipped; raise where that is no overflow, but a NaN that stays."""
+        findings = [] if self._context.paused else self._judge_skip_of_scaler(counter, scale)
+        decision = self._conclude(counter, findings, floor=OVERFLOWED)
         if decision.error is not None:
             raise decision.error
 
@@ -120,7 +149,7 @@ class NanTraps:
             return []
         fired = [bound for bound in due_rules.traps if any(i in gradients for i in bound.tensors)]
         for bound in fired:
-            context.event_log.fired(bound.rule.id, counter.step)
+            context.event_log.count_fired(bound.rule.id, counter.step)
         snapshots = self._snapshots[counter]
         norms = gradients.take_norms(tensors)
         # What was seen after backward comes to the host along with what is there now.
@@ -141,20 +170,20 @@ class NanTraps:
     def _judge_thresholds(self, counter: StepCounter, gradients: Gradients) -> list[_Finding]:
         """Judge by any statistic. Reads the device once per rule, and again only for a report."""
         context = self._context
-        found: list[_Finding] = []
+        findings: list[_Finding] = []
         for bound in context.due_rules(counter).thresholds:
             tensors = gradients.having(bound.tensors)
             if not tensors:
                 continue
-            context.event_log.fired(bound.rule.id, counter.step)
+            context.event_log.count_fired(bound.rule.id, counter.step)
             decision, report = context.decisions[bound.rule.id], None
             values = gradients.statistics(decision.statistic, tensors)
             tripped = decision.trips(values).tolist()
             if any(tripped):
                 names = [context.program.names[tensor] for tensor in tensors]
                 report = threshold_report(decision.statistic, names, values.tolist(), tripped)
-            found.append((bound.rule.id, report))
-        return found
+            findings.append((bound.rule.id, report))
+        return findings
 
     def _judge_activations(self, counter: StepCounter) -> list[_Finding]:
         by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
@@ -166,7 +195,6 @@ class NanTraps:
         ]
 
     def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[_Finding]:
-        """Judge a step that a scaler has skipped: an overflow ends, a NaN does not."""
         context = self._context
         self._scaler_skips[counter] += 1
         skips, low = self._scaler_skips[counter], float(scale) < 1.0
@@ -204,23 +232,20 @@ class NanTraps:
         ]
 
     def _conclude(
-        self, counter: StepCounter, found: Sequence[_Finding], *, floor: int = FINE
+        self, counter: StepCounter, findings: Sequence[_Finding], *, floor: int = FINE
     ) -> StepDecision:
-        """Report what this rank has seen, and return what all ranks do that make this update together.
-
-        A collective where they meet. ``floor`` is how bad it is at the least.
-        """
+        """Report what this rank has seen, and return what all ranks do. A collective where they meet."""
         context, step = self._context, counter.step
-        trips = self._count(counter, found)
+        trips = self._count(counter, findings)
         severity = max([floor, *(trip.severity for trip in trips)])
         guilty = any(trip.report.guilty for trip in trips)
         meeting = self._agreement.meet(counter, severity, guilty=guilty)
         told = [(trip.severity, self._tell(trip, step, meeting.guilty)) for trip in trips]
         # What stops a step is what the other ranks have to hear of.
-        own, cause = max(told, key=itemgetter(0), default=(FINE, None))
+        worst, cause = max(told, key=itemgetter(0), default=(FINE, None))
         decision = StepDecision()
-        if cause is not None and own > FINE and context.mode == "act":
-            decision = decided(own, cause, step)
+        if cause is not None and worst > FINE and context.mode == "act":
+            decision = _decided(worst, cause, step)
         if not meeting.groups or meeting.severity == FINE:
             return decision
         rank = _dist.rank()
@@ -230,10 +255,10 @@ class NanTraps:
             return self._follow(step, meeting.severity, heard)
         return decision
 
-    def _count(self, counter: StepCounter, found: Sequence[_Finding]) -> list[Trip]:
+    def _count(self, counter: StepCounter, findings: Sequence[_Finding]) -> list[Trip]:
         """Count how often in a row traps have tripped; one that has found nothing begins anew."""
         trips = []
-        for rule, report in found:
+        for rule, report in findings:
             key = counter, rule
             if report is None:
                 self._in_a_row[key] = 0
@@ -251,7 +276,7 @@ class NanTraps:
         where: dict[str, Any] = {"rule": cause.rule, "step": step, "name": cause.name}
         kind: EventKind = "trap" if raised else "skipped-step"
         self._context.event_log.emit(kind, text, **where, raised=raised)
-        return decided(severity, replace(cause, text=text), step)
+        return _decided(severity, replace(cause, text=text), step)
 
     def _tell(self, trip: Trip, step: int, ranks: tuple[int, ...]) -> Cause:
         """Say what a trap has found; ``ranks`` contributed what is not finite to an average."""
@@ -260,10 +285,16 @@ class NanTraps:
         text = "\n".join([head, trip.outcome(context.mode), *report.lines])
         where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
         then = trip.then if context.mode == "act" else ""
-        context.event_log.altered(trip.rule, 1)
+        context.event_log.count_changed(trip.rule, 1)
         context.event_log.emit("trap", text, **where, warn=then == "warn", raised=then == "raise")
         if then == "skip-step":
             message = f"step {step} skipped: no weight and no optimizer state was touched"
             context.event_log.emit("skipped-step", message, **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
         return Cause(rank, trip.rule, report.name, text)
+
+
+def _decided(severity: int, cause: Cause, step: int) -> StepDecision:
+    if severity < RAISE:
+        return StepDecision(skip=True, cause=cause)
+    return StepDecision(error=cause.error(step), cause=cause)

@@ -9,8 +9,8 @@ from functools import cached_property
 
 from gradsurgeon import _dist
 from gradsurgeon.errors import printable
-from gradsurgeon.runtime.accumulated_rules import GradientSnapshot
 from gradsurgeon.runtime.activation_flags import Flag
+from gradsurgeon.runtime.gradient_rules import GradientSnapshot
 from gradsurgeon.runtime.measure import NonfiniteCount, Norms, as_dict
 
 _SHOWN = 12
@@ -55,7 +55,6 @@ class GradientEvidence:
 
     @cached_property
     def before(self) -> frozenset[int]:
-        """The tensors that were non-finite after the last backward pass."""
         if not self.snapshots:
             return frozenset()
         norms = as_dict(self.norms)
@@ -69,16 +68,15 @@ class GradientEvidence:
 
     @cached_property
     def repaired(self) -> frozenset[int]:
-        """The tensors that were non-finite after the last backward pass and are finite at the update."""
         return self.before.intersection(self.tensors).difference(self.now)
 
     @property
     def _guilty(self) -> bool:
         # Only the last pass is asked, which is the one that reduced. A rank whose part of the model was
         # not used has seen nothing, and got its gradients from the others.
-        mine = self.snapshots[-1].done.contributed if self.snapshots else {}
-        spoilt = self.before.union(self.now).intersection(mine)
-        return any(not bool(mine[tensor].isfinite()) for tensor in spoilt)
+        contributed = self.snapshots[-1].done.contributed if self.snapshots else {}
+        spoilt = self.before.union(self.now).intersection(contributed)
+        return any(not bool(contributed[tensor].isfinite()) for tensor in spoilt)
 
     def report(self, names: Sequence[str], why: str = "") -> TrapReport:
         """Report the border as it was after the first pass that shows one, else at the update."""
@@ -120,7 +118,6 @@ def uncounted(norm: float) -> NonfiniteCount:
 
 
 def _finite(norms: Norms) -> dict[int, float | None]:
-    """Return norms by tensor, none for what is not finite, so that they can be compared."""
     return {i: norm if math.isfinite(norm) else None for i, norm in as_dict(norms).items()}
 
 
@@ -179,7 +176,6 @@ def _advice(labels: Sequence[str], first: int, *, all_bad: bool) -> str:
 def threshold_report(
     stat: str, names: Sequence[str], values: Sequence[float], tripped: Sequence[bool]
 ) -> TrapReport:
-    """Tell which gradients a trap refuses for a statistic of theirs."""
     width = max(len(printable(name)) for name in names)
     rows = [
         f"  {'> refused' if bad else '  let pass'}  {printable(name).ljust(width)}  {stat} {value:.3g}"
@@ -192,7 +188,6 @@ def threshold_report(
 
 
 def activation_report(flags: Sequence[tuple[Flag, int]]) -> TrapReport:
-    """Return the report on module tensors and tags: flags in order, with non-finite elements counted."""
     bad = [place for place, (_, count) in enumerate(flags) if count]
     labels = [f"the {flag.what} of {printable(flag.name)}" for flag, _ in flags]
     rows = [

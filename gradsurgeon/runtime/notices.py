@@ -31,7 +31,6 @@ _REENTRANT = (
 
 
 def count_passes(context: Context, done: BackwardPass) -> None:
-    """Count a backward pass for the updates that it feeds, and say what a sum makes of a rule."""
     counters = context.counters.among(done.tensors)
     for counter in counters:
         counter.passes += 1
@@ -49,38 +48,27 @@ def count_passes(context: Context, done: BackwardPass) -> None:
 
 
 def awaits_sum(context: Context, held: Mapping[int, Tensor]) -> list[int]:
-    """Return a tensor by which to tell whether a pass adds to what was there, where a rule has to say so.
-
-    ``held`` are the gradients that were there before the pass.
-    """
-    per_tensor, said = context.program.per_tensor, context.event_log.said
+    """Return a tensor by which to tell whether a pass adds to what it found, where a rule has to say so."""
+    per_tensor, is_noticed = context.program.per_tensor, context.event_log.is_noticed
     added_to = (t for t in held if t in per_tensor and context.counters[t].passes)
     bounded = (
         t
         for t in added_to
-        if any(not (rule.linear or said("accumulation", rule.id)) for rule in per_tensor[t])
+        if any(not (rule.linear or is_noticed("accumulation", rule.id)) for rule in per_tensor[t])
     )
     return list(islice(bounded, 1))
 
 
 def _say(context: Context, topic: str, tensors: Iterable[int], text: str, *, linear: bool) -> None:
     """Warn once of each rule at `backward` that acts on some of the tensors; of edits, if not linear."""
-    per_tensor, event_log = context.program.per_tensor, context.event_log
-    concerned = {
-        rule.id
-        for rules in per_tensor.values()
-        for rule in rules
-        if not rule.linear or (linear and not isinstance(rule, EditRule))
-    }
-    concerned = {rule for rule in concerned if not event_log.said(topic, rule)}
-    if not concerned:
-        return
+    event_log = context.event_log
     for tensor in tensors:
         step = context.counters[tensor].step
-        for rule in per_tensor.get(tensor, ()):
-            if rule.id in concerned and rule.steps.due(step):
+        for rule in context.program.per_tensor.get(tensor, ()):
+            concerned = not rule.linear or (linear and not isinstance(rule, EditRule))
+            if concerned and rule.steps.due(step) and not event_log.is_noticed(topic, rule.id):
                 said = text.replace("{name}", context.program.names[tensor])
-                event_log.once(topic, said, rule=rule.id, step=step, warn=True)
+                event_log.notice_once(topic, said, rule=rule.id, step=step, warn=True)
 
 
 def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequence[int]) -> None:
@@ -93,11 +81,13 @@ def warn_of_missing_pass(context: Context, counter: StepCounter, having: Sequenc
     for bound_rule in (*due_rules.in_backward, *due_rules.after):
         rule = bound_rule.rule
         if not isinstance(rule, TrapRule) and not set(having).isdisjoint(bound_rule.tensors):
-            text = _PAST_HOOKS.format(point=rule.point)
-            context.event_log.once("no pass", text, rule=rule.id, step=counter.step, warn=True)
+            text = _NOT_BY_BACKWARD.format(point=rule.point)
+            context.event_log.notice_once(
+                "no pass", text, rule=rule.id, step=counter.step, warn=True
+            )
 
 
-_PAST_HOOKS = (
+_NOT_BY_BACKWARD = (
     "no backward pass gave the gradients of this update (the script assigns them, as "
     "`p.grad = torch.autograd.grad(...)` does, or updates twice from one gradient), and this rule sees only "
     "what a backward pass delivers (`at: {point}`): use `at: step` for what the optimizer gets"
@@ -116,7 +106,7 @@ def warn_of_unowned_params(context: Context, tensors: Sequence[int]) -> None:
                 "exclude them"
             )
             step = context.counters.latest
-            context.event_log.once("unowned", text, rule=rule, step=step, warn=True)
+            context.event_log.notice_once("unowned", text, rule=rule, step=step, warn=True)
 
 
 _SHOWN = 3
@@ -130,16 +120,14 @@ def shorten_names(names: Sequence[str]) -> str:
 def count_due_rules(
     context: Context, counter: StepCounter, counter_of: Callable[[str], StepCounter], *, owned: bool
 ) -> None:
-    """Note which rules were due in a step that is over, and warn of those that never fire.
-
-    ``counter_of`` returns the clock of a module; ``owned``: some optimizer is known to own parameters.
-    """
     for bound_rule in context.due_rules(counter).bound_rules:
         cause = partial(_why_silent, context, bound_rule.tensors, owned=owned)
-        context.event_log.passed(bound_rule.rule.id, counter.step, cause)
+        context.event_log.note_due(bound_rule.rule.id, counter.step, cause)
     for rule, owner in context.program.site_rules:
         if counter_of(owner) is counter and rule.steps.due(counter.step):
-            context.event_log.passed(rule.id, counter.step, partial(_why_no_tensor, context, rule))
+            context.event_log.note_due(
+                rule.id, counter.step, partial(_why_no_tensor, context, rule)
+            )
 
 
 def _why_silent(context: Context, tensors: Sequence[int], *, owned: bool) -> str:
@@ -152,11 +140,11 @@ def _why_silent(context: Context, tensors: Sequence[int], *, owned: bool) -> str
         return "no gradient reached any parameter it matched"
     if owned and context.counters[tensors[0]] is context.counters.common:
         return "no optimizer that steps owns any parameter it matched"
-    return "the gradients of its parameters did not pass through its hooks"
+    return "no backward pass that it could see gave its parameters their gradients"
 
 
 def _why_no_tensor(context: Context, rule: Rule) -> str:
-    if context.event_log.said("unreadable", rule.id):
+    if context.event_log.is_noticed("unreadable", rule.id):
         return "all tensors it matched had no numbers to read"
     if rule.target == "tensors":
         return "the script tagged no tensor with such a name"

@@ -23,12 +23,11 @@ from gradsurgeon.errors import BindError
 from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.nan_trap import SCALER_SKIP
+from gradsurgeon.runtime.optimizers import Arguments, Update
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import TrainingEvents
-from gradsurgeon.runtime.update import Arguments, Update
 
 _LBFGS = (
     "LBFGS moves all parameters together, so that `freeze` cannot hide one from it; make requires_grad "
@@ -46,16 +45,11 @@ class Owner:
     handles: tuple[RemovableHandle, ...]
     tensors: tuple[int, ...] = ()
     version: int = -1
-    # How many steps it has begun; a scaler that skips one leaves it as it is.
+    # A scaler that skips a step leaves it as it is.
     begun: int = 0
 
 
 class OptimizerWatch:
-    """The optimizers that own parameters of one session, and each of their steps.
-
-    The controller, ``events``, is told of the steps; ``model`` finds parameters again that moved.
-    """
-
     def __init__(self, context: Context, events: TrainingEvents, model: ModelChanges) -> None:
         self._context = context
         self._events = events
@@ -75,16 +69,15 @@ class OptimizerWatch:
         return len(self._owners) > 0
 
     def search(self, model_params: Iterable[Tensor]) -> bool:
-        found = optimizers.owning(model_params)
-        for optimizer in found:
+        owning = optimizers.owning(model_params)
+        for optimizer in owning:
             self.meet(optimizer)
-        return bool(found)
+        return bool(owning)
 
     def meet(self, optimizer: Optimizer) -> Owner | None:
-        """Make an optimizer known; it is the owner from now on of what it holds."""
         owner = self._owners.get(optimizer)
         if owner is None:
-            # A wrapper and what it wraps are one optimizer, with one clock.
+            # A wrapper and what it wraps are one optimizer, with one counter.
             inner = _torch.stepping(optimizer)
             if inner is not optimizer:
                 return None if inner is None else self.meet(inner)
@@ -136,10 +129,7 @@ class OptimizerWatch:
         return tensors
 
     def _is_inner(self, tensors: Iterable[int]) -> bool:
-        """Tell whether an optimizer is stepped by one that owns its parameters and is stepping now.
-
-        `ZeroRedundancyOptimizer` has one inside for the part of the weights that is this rank's.
-        """
+        """Tell whether it is that of a `ZeroRedundancyOptimizer`, which owns its parameters and is stepping."""
         held = set(tensors)
         return any(held <= set(outer.counter.tensors) for outer in self._under_way())
 
@@ -157,22 +147,26 @@ class OptimizerWatch:
 
     def _under_way(self) -> list[Update]:
         """Return the steps that this thread is in the middle of; those that have raised end here."""
-        mine = [one for one in list(self._running.values()) if one.thread == threading.get_ident()]
-        for update in mine:
+        updates = [
+            update
+            for update in list(self._running.values())
+            if update.thread == threading.get_ident()
+        ]
+        for update in updates:
             if not update.is_on_stack():
                 self.end(update, took_place=False)
-        return [update for update in mine if not update.ended]
+        return [update for update in updates if not update.ended]
 
     def _refuse(self, tensors: Iterable[int], why: str, is_refused: Callable[[Rule], bool]) -> None:
-        own, program = set(tensors), self._context.program
+        held, program = set(tensors), self._context.program
         stages = (*program.after_backward, *program.at_step)
-        rules = [stage.rule for stage in stages if own & set(stage.tensors)]
+        rules = [stage.rule for stage in stages if held & set(stage.tensors)]
         rules += [rule for rule, _ in program.site_rules if isinstance(rule, TrapRule)]
         if refused := dict.fromkeys(rule.id for rule in rules if is_refused(rule)):
             raise BindError([f"rule {rule}: {why}" for rule in refused])
 
     def _claim(self, owner: Owner) -> None:
-        """Give the tensors of an optimizer to its clock, where another one has taken them since."""
+        """Give the tensors of an optimizer to its counter, where another one has taken them since."""
         counters = self._context.counters
         if owner.version != counters.version:
             counters.claim(owner.tensors, owner.counter)
@@ -249,7 +243,7 @@ class OptimizerWatch:
 
     def _act(self, optimizer: Optimizer, update: Update) -> None:
         if not self._context.paused:
-            refuse_graph_capture(self._context)
+            self._context.refuse_graph_capture()
         # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
         update.scale = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)
@@ -259,7 +253,7 @@ class OptimizerWatch:
                 # The optimizer asks the flag itself, on the device.
                 step = update.counter.step
                 text = SCALER_SKIP.format(step=step)
-                self._context.event_log.later(overflow, text, step=step, kind="scaler-skip")
+                self._context.event_log.emit_if(overflow, text, step=step, kind="scaler-skip")
             elif bool(overflow):
                 update.overflowed = scaler
                 return

@@ -1,11 +1,14 @@
-"""What there is to know of optimizers: which own what, what they hold, what they cannot do."""
+"""Optimizers: which own what, what they hold, and one call of `step` under way."""
 
 from __future__ import annotations
 
 import copy
 import gc
 import sys
-from collections.abc import Iterable
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -14,6 +17,9 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from gradsurgeon import _live, _torch
+from gradsurgeon._patching import Patch
+from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.training_events import Step
 
 # Numbers that an optimizer keeps for itself, with where it keeps them.
 Counters = list[tuple[dict[Any, Any], dict[Any, Any]]]
@@ -26,19 +32,17 @@ def owning(params: Iterable[Tensor]) -> list[Optimizer]:
 
     def candidates() -> list[Optimizer]:
         return [
-            found
-            for found in _live.instances(Optimizer)
-            if any(id(param) in wanted for param in params_of(found))
-            and _torch.stepping(found) is not None
+            optimizer
+            for optimizer in _live.instances(Optimizer)
+            if any(id(param) in wanted for param in params_of(optimizer))
+            and _torch.stepping(optimizer) is not None
         ]
 
-    found = candidates()
-    if found:
-        # One that only waits to be collected must not pass for the owner.
-        del found
-        gc.collect()
-        found = candidates()
-    return found
+    if not candidates():
+        return []
+    # One that only waits to be collected must not pass for the owner.
+    gc.collect()
+    return candidates()
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -48,27 +52,19 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def evaluates_before_moving(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer calls its closure once and moves its weights only then.
-
-    Torch's own do, but for LBFGS. Of others it is not known.
-    """
+    """Tell whether an optimizer is known to call its closure once, before it moves its weights."""
     return type(optimizer).__module__.startswith("torch.optim.") and not isinstance(
         optimizer, LBFGS
     )
 
 
 def only_makes_state(optimizer: Optimizer) -> bool:
-    """Tell whether a step that begins is no update, but made to learn which state an optimizer has.
-
-    `torch.distributed.checkpoint` steps a fresh one on gradients of zero before it saves or loads.
-    """
-    frame: FrameType | None = None if optimizer.state else sys._getframe(1)  # noqa: SLF001 # documented
-    while frame is not None:
-        if frame.f_code.co_name == "_init_optim_state":
-            module: str = frame.f_globals.get("__name__", "")
-            return module == "torch.distributed.checkpoint.state_dict"
-        frame = frame.f_back
-    return False
+    """Tell whether a step is that of a checkpoint, which steps a fresh optimizer to learn its state."""
+    asking = "torch.distributed.checkpoint.state_dict", "_init_optim_state"
+    return not optimizer.state and any(
+        (frame.f_globals.get("__name__"), frame.f_code.co_name) == asking
+        for frame, _ in traceback.walk_stack(sys._getframe(1))  # noqa: SLF001 # documented
+    )
 
 
 def snapshot(optimizer: Optimizer) -> Snapshot:
@@ -95,10 +91,7 @@ def counters(optimizer: Optimizer) -> Counters:
     """
     parts: list[dict[Any, Any]] = [*optimizer.param_groups, optimizer.state, vars(optimizer)]
     return [
-        (
-            part,
-            {key: copy.deepcopy(value) for key, value in part.items() if _is_counter(key, value)},
-        )
+        (part, copy.deepcopy({key: it for key, it in part.items() if _is_counter(key, it)}))
         for part in parts
     ]
 
@@ -122,3 +115,98 @@ def put_back(kept: Counters) -> None:
 def _is_counter(key: object, value: object) -> bool:
     """Tell a number that an optimizer keeps for itself from its parameters, their state and tables."""
     return not isinstance(key, Tensor) and isinstance(value, int | float | Tensor | None)
+
+
+class Arguments(dict[str, Any]):
+    """The keyword arguments of one call of `step`: they live no longer than the call.
+
+    Torch calls no hook after a step that raises. It keeps what a hook has returned as the arguments
+    until then, so that their end tells of it.
+    """
+
+    __slots__ = ("__weakref__",)
+
+
+class Update(Step):
+    """One call of `Optimizer.step`, from its first hook to its end; it reaches the optimizer weakly."""
+
+    def __init__(self, optimizer: Optimizer, counter: StepCounter, frame: int) -> None:
+        super().__init__(counter, inside=_torch.graph_task() != -1)
+        self.optimizer = weakref.ref(optimizer)
+        self.thread = threading.get_ident()
+        self.key = self.thread, id(optimizer)
+        # The id of the frame that calls the hooks: that of torch around `step`.
+        self._frame = frame
+        self._kept_frame: FrameType | None = None
+        self.arguments: weakref.ref[Arguments] | None = None
+        self.snapshot: Snapshot | None = None
+        # What the optimizer counts for itself, in a step that is skipped.
+        self.kept: Counters = []
+        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._clearing: Patch | None = None
+        # Whether its gradients have been judged, and the last loss that a closure has given before that
+        # came to a skip.
+        self.judged = False
+        self.loss: Any = None
+        # The scale under which the gradients overflowed, so that the scaler skips the update.
+        self.overflowed: Tensor | None = None
+        self.skipped = self.ended = False
+
+    def is_on_stack(self) -> bool:
+        frame: FrameType | None = sys._current_frames().get(self.thread)  # noqa: SLF001 # documented
+        while frame is not None:
+            if id(frame) == self._frame:
+                if self.arguments is None or self.arguments() is None:
+                    # Nothing else tells of its end: another frame must not get its id.
+                    self._kept_frame = frame
+                return True
+            frame = frame.f_back
+        return False
+
+    def ends_with(self, kwargs: dict[str, Any], frame: int) -> bool:
+        """Tell whether a hook after a step belongs to this call, and not to one inside it."""
+        mine = None if self.arguments is None else self.arguments()
+        return kwargs is mine or frame == self._frame
+
+    def settled(self, loss: Any) -> Any:
+        if not self.skipped or self.loss is None:
+            self.loss = loss
+        return self.loss
+
+    def undo(self) -> None:
+        """Take back what an optimizer did in this step besides what no gradients keep it from."""
+        optimizer = self.optimizer()
+        if optimizer is not None and self.snapshot is not None:
+            restore(optimizer, self.snapshot)
+        put_back(self.kept)
+
+    def end(self) -> None:
+        self.ended = True
+        self._kept_frame = None
+        self.give_back()
+
+    def hide(self, params: Iterable[Tensor | None]) -> None:
+        optimizer = self.optimizer()
+        if optimizer is not None and self._clearing is None:
+            self._clearing = Patch(optimizer, "zero_grad", self._clear)
+        for param in params:
+            if param is not None and param.grad is not None:
+                self._hidden.append((param, param.grad))
+                param.grad = None
+
+    def _clear(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Clear what is hidden as well: a script may do so in the step, or after one that has raised."""
+        original(*args, **kwargs)
+        if kwargs.get("set_to_none", args[0] if args else True):
+            self._hidden.clear()
+        for _, grad in self._hidden:
+            grad.detach_().zero_()
+
+    def give_back(self) -> None:
+        if self._clearing is not None:
+            self._clearing.undo()
+            self._clearing = None
+        hidden, self._hidden = self._hidden, []
+        for param, grad in hidden:
+            if param.grad is None:
+                param.grad = grad

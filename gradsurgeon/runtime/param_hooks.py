@@ -1,26 +1,25 @@
-"""What happens while a backward pass runs: edits of contributions, and the order of arrival.
+"""The hooks on parameters: put on all together or not at all, taken off without a trace.
 
-A `TensorHook` acts on what this pass contributes to one parameter. An `ArrivalHook` notes what only
-several ranks have to know.
-Both hold the session weakly: a post-accumulate hook that reaches a parameter would make a cycle that
+They hold the session weakly: a post-accumulate hook that reaches a parameter would make a cycle that
 Python cannot collect.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _dist, _numbers, _statistics
+from gradsurgeon import _dist, _numbers, _statistics, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, Rule
-from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
-from gradsurgeon.runtime.edit_effect import NormClip, changes
+from gradsurgeon.runtime.edit_effect import NormClip, changes, check_layout
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 
 
@@ -31,18 +30,18 @@ class Hook:
     # hook is meant to stay behind.
     __torch_unserializable__ = True
 
-    def __init__(self, context: Context, passes: BackwardWatch, tensor: int, label: str) -> None:
+    def __init__(self, context: Context, passes: BackwardWatch, tensor: int) -> None:
         self._context = weakref.ref(context)
         self._backward = weakref.ref(passes)
         self.tensor = tensor
+        self._rules = context.program.per_tensor.get(tensor, ())
         # torch names the hook by this in its messages about wrong return values.
-        self.__name__ = label
+        label = "+".join(rule.id for rule in self._rules) or "gradsurgeon"
+        self.__name__ = f"{label}:{context.program.names[tensor]}"
 
-    def _live(self, *, paused: bool = False) -> tuple[Context, BackwardWatch] | None:
+    def _live(self) -> tuple[Context, BackwardWatch] | None:
         context, passes = self._context(), self._backward()
-        if context is None or passes is None or (context.paused and not paused):
-            return None
-        return context, passes
+        return None if context is None or passes is None else (context, passes)
 
 
 class ArrivalHook(Hook):
@@ -55,31 +54,22 @@ class ArrivalHook(Hook):
     @uncompiled
     def __call__(self, param: Tensor) -> None:
         # Other ranks may wait for one that is paused.
-        if (live := self._live(paused=True)) is None:
+        if (live := self._live()) is None:
             return
         context, passes = live
         passes.seen.order.append(self.tensor)
-        if self.tensor in context.trapped and param.grad is not None and context.ranks.is_reducing:
+        if self.tensor not in context.trapped or param.grad is None or _dist.is_sharded(param):
+            return
+        if context.ranks.is_reducing:
             passes.seen.contributed[self.tensor] = _numbers.norms([param.grad])[0]
 
 
 class TensorHook(Hook):
     """Tensor hook: the rules at `backward` on one parameter, in file order."""
 
-    def __init__(
-        self,
-        context: Context,
-        passes: BackwardWatch,
-        tensor: int,
-        label: str,
-        rules: tuple[Rule, ...],
-    ) -> None:
-        super().__init__(context, passes, tensor, label)
-        self._rules = rules
-
     @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        live = self._live(paused=True)
+        live = self._live()
         # A custom autograd function may return None for an input.
         if live is None or grad is None:
             return None
@@ -94,14 +84,14 @@ class TensorHook(Hook):
             return None
         if not passes.is_training(param):
             text = "torch.autograd.grad() is not training: its results are left alone"
-            context.event_log.once("autograd.grad", text, step=counter.step)
+            context.event_log.notice_once("autograd.grad", text, step=counter.step)
             return None
-        refuse_graph_capture(context)
+        context.refuse_graph_capture()
         out = grad
         for rule in due:
             out = self._act(context, passes, rule, out)
             if not isinstance(rule, CaptureRule):
-                context.event_log.fired(rule.id, counter.step)
+                context.event_log.count_fired(rule.id, counter.step)
         return None if out is grad or context.mode == "observe" else out
 
     def _act(self, context: Context, passes: BackwardWatch, rule: Rule, grad: Tensor) -> Tensor:
@@ -114,8 +104,10 @@ class TensorHook(Hook):
             return grad
         with torch.no_grad():
             true = unscaled(grad, context.scaling.scale)
-            found = {stat: _statistics.statistic(stat, true) for stat in getattr(rule, "stats", ())}
-        passes.seen.logged[rule.id][self.tensor] = found
+            values = {
+                stat: _statistics.statistic(stat, true) for stat in getattr(rule, "stats", ())
+            }
+        passes.seen.logged[rule.id][self.tensor] = values
         return grad
 
     def _edit(self, context: Context, rule: Rule, grad: Tensor) -> Tensor:
@@ -137,17 +129,84 @@ class TensorHook(Hook):
         else:
             with torch.no_grad():
                 changed = changes(edit, unscaled(part, scale))
-                context.event_log.altered(rule.id, changed)
+                context.event_log.count_changed(rule.id, changed)
             if changed is False:
                 return grad
             out = _numbers.on_values(in_true_units(edit.apply, scale), part)
         return _dist.like(out, grad) if _dist.is_sharded(grad) else out
 
 
-def check_layout(rule: Rule, grad: Tensor, name: str) -> None:
-    """Refuse what binding could not foresee: an edit that would fill a sparse gradient."""
-    if grad.layout != torch.strided and not rule.keeps_zero:
-        raise GradSurgeonError(
-            f"rule {rule.id}: the gradient of {name} is sparse and the bounds exclude 0, so the result "
-            "would be dense; include 0 in the bounds, or exclude the parameter"
-        )
+class ParamHooks:
+    def __init__(self, context: Context, passes: BackwardWatch) -> None:
+        self._context = context
+        self._backward = passes
+        self._armed = context.program.watched
+        self._handles: dict[int, list[RemovableHandle]] = {}
+        self._ids: dict[int, int] = {}
+
+    def arm(self) -> None:
+        for tensor in self._armed:
+            self.rearm(tensor)
+
+    def rearm(self, tensor: int) -> bool:
+        """Put the hooks on the parameter that now stands under the name; tell whether there is one."""
+        for handle in self._handles.pop(tensor, []):
+            handle.remove()
+        param = self._context.parameters.param(tensor)
+        self._ids[tensor] = id(param)
+        if param is not None:
+            # One by one: what is on already can be taken off where the next one raises.
+            for handle in self._put(tensor, param):
+                self._handles.setdefault(tensor, []).append(handle)
+        return param is not None
+
+    def replaced(self) -> list[int]:
+        now = list(map(id, self._context.parameters.params(self._armed)))
+        if now == list(self._ids.values()):
+            return []
+        armed = zip(self._armed, now, strict=True)
+        return [tensor for tensor, param in armed if self._ids.get(tensor, param) != param]
+
+    def taken_off(self) -> list[int]:
+        return [
+            tensor
+            for tensor, handles in self._handles.items()
+            if any(handle.id not in (handle.hooks_dict_ref() or ()) for handle in handles)
+        ]
+
+    def revive(self, tensor: int) -> bool:
+        """Install hooks anew on a parameter whose content was swapped; tell whether it has any."""
+        param = self._context.parameters.param(tensor)
+        if param is None or not self._handles.get(tensor):
+            return False
+        _torch.reinstall_hooks(param)
+        return True
+
+    def disarm(self) -> None:
+        for handles in self._handles.values():
+            for handle in handles:
+                handle.remove()
+        self._handles.clear()
+        for param in self._context.parameters.params(self._armed):
+            if param is not None:
+                _torch.forget_empty_hooks(param)
+
+    def _put(self, tensor: int, param: Tensor) -> Iterator[RemovableHandle]:
+        if param.is_inference() or not (param.is_floating_point() or param.is_complex()):
+            return  # Integers and tensors made for inference have no gradient, now or later.
+        if not param.is_leaf:
+            name = printable(self._context.program.names[tensor])
+            raise BindError([f"{name} is no leaf of the graph: it never gets a gradient"])
+        place, needs_grad = (self._context, self._backward, tensor), param.requires_grad
+        try:
+            if tensor in self._context.program.per_tensor:
+                # torch refuses hooks on frozen parameters, but keeps those that are there, so that a
+                # rule acts as soon as the parameter is thawed.
+                param.requires_grad_(True)
+                yield _torch.register_hook(param, TensorHook(*place))
+            if _dist.world() > 1:
+                param.requires_grad_(True)
+                yield _torch.register_post_accumulate_hook(param, ArrivalHook(*place))
+        finally:
+            if not needs_grad:
+                param.requires_grad_(False)

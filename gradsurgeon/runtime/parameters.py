@@ -32,8 +32,8 @@ class Parameters:
 
     def param(self, tensor: int) -> Tensor | None:
         owner, key = self._places[tensor]
-        found: Tensor | None = owner.get(key)
-        return found
+        param: Tensor | None = owner.get(key)
+        return param
 
     def params(self, tensors: Iterable[int] | None = None) -> list[Tensor | None]:
         """Return the parameters, all or some, ``None`` where the name is gone."""

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import EditRule, FreezeRule, Rule
+from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime import ranks, session_discovery
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.ranks import Cause
+from gradsurgeon.runtime.ranks import FINE, Cause
 from gradsurgeon.runtime.session_discovery import SessionInfo
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.step_decision import FINE, then_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +41,12 @@ class Meeting:
 
 
 class RankAgreement:
-    """What a session has to do with those of other ranks."""
-
     def __init__(self, context: Context) -> None:
         self._context = context
         acting = context.rules if context.mode == "act" else ()
         self._deciding = [rule for rule in acting if _decides(rule)]
         self._edits = any(map(_edits_updates, acting))
-        self._drifts = self._edits or any(then_of(rule) == "skip-step" for rule in acting)
+        self._drifts = self._edits or any(_then(rule) == "skip-step" for rule in acting)
         # What is divided over ranks can be measured by all of them together only.
         self._measures = any(rule.target == "params" for rule in context.rules)
         # By the name of a group: whether all of its ranks have the session's rules.
@@ -79,7 +76,7 @@ class RankAgreement:
         resting, rank = ranks.worst(int(context.paused), groups)
         if resting and not context.paused:
             text = f"rank {rank} is paused and has a part of what the rules would edit: they rest here as well"
-            context.event_log.once("paused", text, step=context.counters.latest, warn=True)
+            context.event_log.notice_once("paused", text, step=context.counters.latest, warn=True)
         return bool(resting)
 
     def meet(self, counter: StepCounter, severity: int, *, guilty: bool) -> Meeting:
@@ -95,7 +92,7 @@ class RankAgreement:
                 "the ranks have reduced no gradient of this update together (no DistributedDataParallel, no "
                 "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
             )
-            self._context.event_log.once("alone", text, step=counter.step)
+            self._context.event_log.notice_once("alone", text, step=counter.step)
         groups = self._with_rules(common)
         if not groups:
             return alone
@@ -124,9 +121,9 @@ class RankAgreement:
             # The host may have run ahead of what the ranks do together, by more than the limit.
             _dist.settle(device)
         shared = self._measures and group in context.ranks.shard_groups(range(len(params)))
-        mine = SessionInfo(self._fingerprint(shared=shared), context.counters.latest, self._drifts)
-        answers = session_discovery.call(group, context.ranks.shapes(group), mine)
-        lacking = _lacking(_dist.members(group), answers, mine)
+        info = SessionInfo(self._fingerprint(shared=shared), context.counters.latest, self._drifts)
+        answers = session_discovery.call(group, context.ranks.shapes(group), info)
+        lacking = _lacking(_dist.members(group), answers, info)
         if not lacking:
             return True
         remedy = "apply the same rules on all ranks, with the same `mode` and `start_step`"
@@ -153,7 +150,11 @@ _CHANGING = (EditRule, FreezeRule)
 
 
 def _decides(rule: Rule) -> bool:
-    return then_of(rule) in ("raise", "skip-step")
+    return _then(rule) in ("raise", "skip-step")
+
+
+def _then(rule: Rule) -> str:
+    return rule.then if isinstance(rule, TrapRule) else ""
 
 
 def _edits_updates(rule: Rule) -> bool:
@@ -161,11 +162,10 @@ def _edits_updates(rule: Rule) -> bool:
     return isinstance(rule, _CHANGING) and rule.target == "params" and rule.point == "step"
 
 
-def _lacking(wanted: Sequence[int], answers: Mapping[int, SessionInfo], mine: SessionInfo) -> str:
-    """Return which ranks do not have the rules of this one, empty where all have them."""
+def _lacking(wanted: Sequence[int], answers: Mapping[int, SessionInfo], info: SessionInfo) -> str:
     parts = []
     if absent := [rank for rank in wanted if rank not in answers]:
         parts.append(session_discovery.unheard(absent))
-    if others := [rank for rank, answer in answers.items() if answer[:2] != mine[:2]]:
+    if others := [rank for rank, answer in answers.items() if answer[:2] != info[:2]]:
         parts.append(f"{_dist.having(others)} other rules, mode or step than rank {_dist.rank()}")
     return " and ".join(parts)

@@ -17,6 +17,9 @@ from torch import Tensor
 from gradsurgeon import _dist
 from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
 
+# How bad it is for a step: what all ranks agree on is the worst.
+FINE, OVERFLOWED, SKIP, RAISE = range(4)
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -96,7 +99,6 @@ class Ranks:
         self._meshes = list(meshes.values())
 
     def shard_groups(self, tensors: Sequence[int]) -> _dist.Groups:
-        """Return the groups of the meshes over which some parameters are divided."""
         self._search_once()
         wanted = set(tensors) if self._meshes else set()
         groups: list[Any] = []
@@ -120,14 +122,14 @@ class Ranks:
         """Return the shapes of what the ranks of a group average or divide."""
         # They are the same on all of them, where names may differ: each rank can have experts of its own.
         params = self._params()
-        found: list[Tensor] = []
+        shared: list[Tensor] = []
         for wrapper, _ in self._live():
             if wrapper.process_group == group:
-                found += wrapper.parameters()
+                shared += wrapper.parameters()
         for param in (params[index] for indices in self._meshes for index in indices):
             if param is not None and group in _dist.mesh_groups(param):
-                found.append(param)
-        return [tuple(param.shape) for param in found]
+                shared.append(param)
+        return [tuple(param.shape) for param in shared]
 
     @property
     def is_reducing(self) -> bool:
@@ -137,19 +139,18 @@ class Ranks:
     def averaged(self) -> frozenset[int]:
         """Return the ids of the parameters that the running backward pass averages over ranks."""
         wrappers = [wrapper for wrapper, _ in self._live() if _dist.reduces(wrapper)]
-        return frozenset(id(param) for one in wrappers for param in _dist.averaged_by(one))
+        return frozenset(id(param) for wrapper in wrappers for param in _dist.averaged_by(wrapper))
 
 
-def who(mine: bool, groups: _dist.Groups) -> tuple[int, ...]:  # noqa: FBT001 # the only thing it is told
-    """Return the ranks that say yes. A collective."""
+def who(vote: bool, groups: _dist.Groups) -> tuple[int, ...]:  # noqa: FBT001 # the only thing it is told
     votes = torch.zeros(_dist.world(), dtype=torch.int64, device="cpu")
-    votes[_dist.rank()] = int(mine)
+    votes[_dist.rank()] = int(vote)
     return tuple(_dist.reduce(votes, groups).nonzero().flatten().tolist())
 
 
 def worst(severity: int, groups: _dist.Groups) -> tuple[int, int]:
     """Return the largest severity among all ranks, and the first rank that has it. A collective."""
     world = _dist.world()
-    mine = torch.tensor([severity * (world + 1) + world - _dist.rank()], device="cpu")
-    largest, left = divmod(int(_dist.reduce(mine, groups, "max")), world + 1)
+    vote = torch.tensor([severity * (world + 1) + world - _dist.rank()], device="cpu")
+    largest, left = divmod(int(_dist.reduce(vote, groups, "max")), world + 1)
     return largest, world - left

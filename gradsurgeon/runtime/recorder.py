@@ -1,4 +1,4 @@
-"""Rows on their way from the device to the store."""
+"""What rules keep: rows on their way from the device to the store, and copies of tensors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _numbers
+from gradsurgeon.actions import Rule
 from gradsurgeon.events import Event
 from gradsurgeon.runtime.device_queue import DeviceQueue
 from gradsurgeon.runtime.event_log import EventLog
@@ -30,6 +31,7 @@ _DROPPED = (
     "records in memory have reached their bound: from here on the oldest make room for new ones; a run "
     "directory (record=) keeps all of them"
 )
+CaptureKey = tuple[str, int, int]
 
 
 class Recorder:
@@ -49,7 +51,7 @@ class Recorder:
         if event_log is not None:
             event_log.sink = self.event
             if writer is None:
-                records.on_drop = lambda step: event_log.once("records", _DROPPED, step=step)
+                records.on_drop = lambda step: event_log.notice_once("records", _DROPPED, step=step)
             else:
                 writer.on_failure = partial(event_log.emit, "notice", warn=True)
         if writer is not None:
@@ -71,7 +73,6 @@ class Recorder:
         self._move(due=self.writer is not None and self.writer.due())
 
     def end_step(self) -> None:
-        """Mark the end of a step: what would be more than a second old by the next is written."""
         self._move(due=self.writer is not None and self.writer.ends_step())
 
     def _move(self, *, due: bool) -> None:
@@ -81,7 +82,6 @@ class Recorder:
             self._commit()
 
     def event(self, event: Event) -> None:
-        """Write an event, and the rows that led to it where it may be the last of this run."""
         if (writer := self._open_writer) is None:
             return
         if event.kind in _LAST_WORDS:
@@ -91,7 +91,6 @@ class Recorder:
         writer.event(event)
 
     def close(self) -> None:
-        """Write what waits and finish the run directory; records stay in memory."""
         if self.writer is not None:
             atexit.unregister(self._at_exit)
         self._ring.settle()
@@ -145,3 +144,38 @@ class _Row:
 def _close(reference: weakref.ref[Recorder]) -> None:
     if (recorder := reference()) is not None:
         recorder.close()
+
+
+class CapturedTensors:
+    """Per rule, copies of tensors by name, step and call; the oldest make room for new ones."""
+
+    def __init__(self, event_log: EventLog) -> None:
+        self._event_log = event_log
+        self._kept: dict[str, dict[CaptureKey, Tensor]] = {}
+        self._bytes: dict[str, int] = {}
+        self._calls: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def keep(self, rule: Rule, name: str, step: int, tensor: Tensor) -> None:
+        """Keep a copy: the script, or the next layer, may go on to write into the tensor."""
+        last, call = self._calls.get((rule.id, name), (-1, -1))
+        call = call + 1 if last == step else 0
+        self._calls[rule.id, name] = (step, call)
+        kept = self._kept.setdefault(rule.id, {})
+        kept[name, step, call] = copied = tensor.detach().clone()
+        limit: int = getattr(rule, "max_bytes", 0)
+        self._bytes[rule.id] = self._bytes.get(rule.id, 0) + _size(copied)
+        while self._bytes[rule.id] > limit and kept:
+            oldest = next(iter(kept))
+            self._bytes[rule.id] -= _size(kept.pop(oldest))
+            text = f"the copies exceed {limit:,} bytes: the oldest make room (`max_bytes`)"
+            self._event_log.notice_once("captures", text, rule=rule.id, step=step)
+        self._event_log.count_fired(rule.id, step)
+
+    def of(self, rule: str) -> dict[CaptureKey, Tensor]:
+        return dict(self._kept.get(rule, {}))
+
+
+def _size(tensor: Tensor) -> int:
+    if tensor.is_sparse:
+        return _size(tensor._values()) + _size(tensor._indices())  # noqa: SLF001 # as they are
+    return tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""Which session belongs to which model, and the one global hook that finds optimizers."""
+"""Which session belongs to which model, and what is watched for all sessions together."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDic
 _beside: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 # Several threads may train, and the tables must not change while they are gone through.
 _changing = RLock()
-# What is watched for all sessions together: steps of optimizers and uses of scalers.
+# Steps of optimizers, uses of scalers, backward passes, and exchanges of parameters and modules.
 _watching: list[ExitStack] = []
 _watching_steps: list[RemovableHandle] = []
 # There until the next forward pass, once a module of a model has got something new.
@@ -120,7 +120,6 @@ def _count_tags() -> None:
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
-    """Forget sessions that were removed, and take the global hook off with the last one."""
     finalizer.detach()
     with _changing:
         for sessions in (_sessions, _beside):

@@ -48,11 +48,11 @@ class Scaling:
         if not self._concerns(scaler):
             return
         self._by_hand, self._losses_scaled = False, True
-        own, by = weakref.ref(self), weakref.ref(scaler)
+        scaling_ref, scaler_ref = weakref.ref(self), weakref.ref(scaler)
 
         @uncompiled
         def begins(_grad: Tensor) -> None:
-            scaling, scaler = own(), by()
+            scaling, scaler = scaling_ref(), scaler_ref()
             if scaling is not None and scaler is not None:
                 scaling.began(scaler)
 
@@ -115,9 +115,9 @@ class Scaling:
 
 
 def _scale_of(scaler: GradScaler) -> Tensor:
-    found: Tensor | None = scaler._scale  # noqa: SLF001 # `get_scale` waits for the device
+    scale: Tensor | None = scaler._scale  # noqa: SLF001 # `get_scale` waits for the device
     # It is made when the first loss is scaled.
-    return torch.ones((), device="cpu") if found is None else found
+    return torch.ones((), device="cpu") if scale is None else scale
 
 
 def unscaled(grad: Tensor, scale: Tensor | None) -> Tensor:
@@ -170,11 +170,11 @@ def watched(
     watching: set[type] = set()
 
     def scale(original: Callable[..., Any], scaler: GradScaler, *args: Any, **kwargs: Any) -> Any:
-        found = original(scaler, *args, **kwargs)
+        scaled = original(scaler, *args, **kwargs)
         # What a scaler makes of an iterator is not consumed.
-        losses = found if isinstance(found, list | tuple) else [found]
+        losses = scaled if isinstance(scaled, list | tuple) else [scaled]
         on_scale(scaler, [loss for loss in losses if isinstance(loss, Tensor)])
-        return found
+        return scaled
 
     def step(
         original: Callable[..., Any],

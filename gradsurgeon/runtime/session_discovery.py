@@ -1,4 +1,4 @@
-"""How the sessions of several ranks find each other before they first agree on anything.
+"""How the ranks find each other's rules and sessions before they first agree on anything.
 
 A collective would wait for ever for a rank that has no session (`if rank == 0: apply(...)`), so they
 meet in the key-value store of the job, for a limited time. Who closes the roll first closes it for
@@ -11,10 +11,13 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradsurgeon import _dist
+from gradsurgeon.planning import Plan, is_for, shortfalls
+from gradsurgeon.schema import RuleSet
 
 # Seconds. Ranks that have just reduced a gradient together come to their update at nearly the same
 # time; and the one that is not waited for must not lose patience with its own next collective.
@@ -26,23 +29,23 @@ _PAUSE = 0.002
 # again, whatever becomes of its groups.
 _met: Counter[str] = Counter()
 
+Names = dict[str, list[str]]
+
+# The names that this rank has matched so far, by the rules: a script may apply the same ones to several
+# models.
+_matched: dict[str, Names] = {}
+
 
 class SessionInfo(NamedTuple):
-    """What one rank says of its session.
-
-    Attributes:
-        plan: tells the rules that act, and the mode, from others.
-        step: what the clock of the optimizer says.
-        drifts: whether weights differ between ranks where not all have these rules.
-    """
-
+    # Tells the rules that act, and the mode, from others.
     plan: str
     step: int
+    # Whether weights differ between ranks where not all have these rules.
     drifts: bool
 
 
 def call(
-    group: Any, shapes: Sequence[tuple[int, ...]], mine: SessionInfo
+    group: Any, shapes: Sequence[tuple[int, ...]], info: SessionInfo
 ) -> dict[int, SessionInfo]:
     """Return the sessions of the ranks of a group that come to the same roll as this one, in time.
 
@@ -53,7 +56,7 @@ def call(
     while True:
         prefix = f"{topic}/{_met[topic]}"
         _met[topic] += 1
-        publish(prefix, mine)
+        publish(prefix, info)
         here = wait_for(prefix, _dist.members(group), until=f"{prefix}/closed")
         closed = json.loads(_dist.store().compare_set(f"{prefix}/closed", "", json.dumps(here)))
         # One that was closed before was that of another session: other ranks have had one more.
@@ -62,12 +65,10 @@ def call(
 
 
 def publish(prefix: str, value: Any) -> None:
-    """Leave a value of this rank in the store."""
     _dist.store().set(f"{prefix}/{_dist.rank()}", json.dumps(value))
 
 
 def published(prefix: str, rank: int) -> Any:
-    """Return the value that a rank has left in the store."""
     return json.loads(_dist.store().get(f"{prefix}/{rank}"))
 
 
@@ -85,5 +86,68 @@ def wait_for(prefix: str, ranks: Iterable[int], until: str = "") -> list[int]:
 
 
 def unheard(ranks: Sequence[int]) -> str:
-    """Return what a message says of ranks whose value has not come."""
     return f"nothing heard of rules on {_dist.named(ranks)} within {LIMIT:g} s"
+
+
+def has_others() -> bool:
+    return _dist.world() > 1
+
+
+def lacking(
+    rules: RuleSet, plans: Mapping[str, Plan], *, alone: bool = False
+) -> tuple[list[str], dict[str, str]]:
+    """Return what is wrong with rules that match too little on all ranks, and where what is lacking here is.
+
+    The stages of a pipeline are models of their own. ``alone``: the rules are meant for this one model;
+    one for models of another class may have none.
+    """
+    models = {title: plan.manifest for title, plan in plans.items()}
+    if not has_others():
+        return shortfalls(rules, models), {}
+    prefix = f"gradsurgeon/matched/{rules.sha256}"
+    mine = _publish(prefix, rules, plans)
+    asked = [
+        rule
+        for rule in rules.rules
+        if rule.expect or shortfalls(_only(rules, rule.id), models)
+        if not (alone and rule.model)
+        or any(is_for(str(rule.model), manifest) for manifest in models.values())
+    ]
+    if not asked:
+        return [], {}
+    matched: dict[int, Names] = {
+        rank: published(prefix, rank) for rank in wait_for(prefix, range(_dist.world()))
+    }
+    absent = [rank for rank in range(_dist.world()) if rank not in matched]
+    errors: list[str] = []
+    notes: dict[str, str] = {}
+    for rule in asked:
+        having = [rank for rank, names in matched.items() if names.get(rule.id)]
+        count = len({name for names in matched.values() for name in names.get(rule.id, ())})
+        enough = bool(having) or rule.optional
+        if not enough or (rule.expect is not None and rule.expect.params != count):
+            heard = f"; {unheard(absent)}" if absent else ""
+            texts = shortfalls(_only(rules, rule.id), models) or [
+                f"{rules.place(rule.id)}: rule {rule.id}: matches another number of parameters than "
+                "`expect` says"
+            ]
+            errors += [f"{text} (on all ranks together: {count}{heard})" for text in texts]
+        elif having and not mine.get(rule.id):
+            here = f"matches nothing on rank {_dist.rank()}"
+            notes[rule.id] = f"{here}; {_dist.having(having)} it"
+    return errors, notes
+
+
+def _publish(prefix: str, rules: RuleSet, plans: Mapping[str, Plan]) -> Names:
+    mine = _matched.setdefault(rules.sha256, {})
+    for plan in plans.values():
+        for rule in rules.rules:
+            names = [binding.name for binding in plan.of(rule.id)]
+            # How many there are is asked of few rules; of the others one name is enough.
+            mine[rule.id] = sorted({*mine.get(rule.id, ()), *(names if rule.expect else names[:1])})
+    publish(prefix, mine)
+    return mine
+
+
+def _only(rules: RuleSet, rule_id: str) -> RuleSet:
+    return replace(rules, rules=tuple(rule for rule in rules.rules if rule.id == rule_id))

@@ -1,4 +1,4 @@
-"""Which update a gradient feeds: one clock per optimizer, counting attempted updates."""
+"""Which update a gradient feeds: one counter per optimizer, of attempted updates."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class StepCounter:
 
 
 class StepCounters:
-    """The clock of every tensor. Until an optimizer claims them, all go by one common clock."""
+    """The counter of every tensor. Until an optimizer claims them, all go by a common one."""
 
     def __init__(self, count: int, start: int) -> None:
         self.common = StepCounter(start, tuple(range(count)))
-        # Where the clock of an optimizer begins that takes over from nobody.
+        # Where the counter of an optimizer begins that takes over from nobody.
         self.start = start
         self._of = [self.common] * count
-        # Whoever caches a grouping by clock compares this number.
+        # Whoever caches a grouping by counter compares this number.
         self.version = 0
 
     def __getitem__(self, tensor: int) -> StepCounter:
@@ -48,28 +48,28 @@ class StepCounters:
     def latest(self) -> int:
         return max((counter.step for counter in self._of), default=self.common.step)
 
-    def claim(self, tensors: Iterable[int], counter: StepCounter | None = None) -> StepCounter:
-        """Give tensors to a clock, a new one unless ``clock`` is given, and return it.
+    def claim(self, tensors: Iterable[int], counter: StepCounter) -> None:
+        """Give tensors to a clock.
 
-        A schedule must not begin anew because the script rebuilt its optimizer, so the clock goes
-        on from the latest one that its tensors had. What the clock had besides goes by the common one
+        A schedule must not begin anew because the script rebuilt its optimizer, so the counter goes
+        on from the latest one that its tensors had. What the counter had besides goes by the common one
         again: an optimizer may exchange its parameters.
         """
         wanted = tuple(sorted(tensors))
-        counter = counter or StepCounter(self.start)
         held = [tensor for tensor, holder in enumerate(self._of) if holder is counter]
         if held == list(wanted):
-            return counter
+            return
         for tensor in held:
             self._of[tensor] = self.common
         earlier = [self._of[tensor] for tensor in wanted]
-        counter.step = max([counter.step, *(one.step for one in earlier if one is not self.common)])
+        counter.step = max(
+            [counter.step, *(holder.step for holder in earlier if holder is not self.common)]
+        )
         # Passes that came before their optimizer was known feed its next update all the same.
-        counter.passes = max([counter.passes, *(one.passes for one in earlier)])
+        counter.passes = max([counter.passes, *(holder.passes for holder in earlier)])
         for tensor in wanted:
             self._of[tensor] = counter
         counter.tensors = wanted
-        for other in {id(one): one for one in (*self._of, *earlier, self.common)}.values():
-            other.tensors = tuple(i for i, one in enumerate(self._of) if one is other)
+        for other in {id(holder): holder for holder in (*self._of, *earlier, self.common)}.values():
+            other.tensors = tuple(i for i, holder in enumerate(self._of) if holder is other)
         self.version += 1
-        return counter

@@ -75,7 +75,6 @@ def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
 
 
 def describe(value: Any) -> str:
-    """Return what a structure is, in words, for a path that leads nowhere."""
     if isinstance(value, Tensor):
         return "a tensor"
     steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step, _ in _items(value)]

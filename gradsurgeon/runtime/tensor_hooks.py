@@ -15,7 +15,6 @@ from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.activation_rules import ActivationRules, Due, ModuleSchedule, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.cuda_graphs import refuse_graph_capture
 from gradsurgeon.runtime.step_counter import StepCounter
 
 
@@ -30,10 +29,9 @@ class TensorHooks:
         self._since_update: MutableMapping[Tensor, list[GradHook]] = WeakTensorKeyDictionary()
 
     def due(self, timetable: ModuleSchedule, *, training: bool) -> Due | None:
-        """Return the rules at one place that act now, ``None`` where all of them rest."""
         if self.context.paused:
             return None
-        refuse_graph_capture(self.context)
+        self.context.refuse_graph_capture()
         return timetable.due(self.sites.counters.of(timetable.owner).step, training=training)
 
     def act(
@@ -55,7 +53,6 @@ class TensorHooks:
         return out
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
-        """Run the rules on tags on a tensor that the script has tagged."""
         if self.context.paused or not self.context.program.tags:
             return tensor
         if name not in self._tags:
@@ -77,7 +74,6 @@ class TensorHooks:
             self._since_update.setdefault(tensor, []).append(hook)
 
     def missed(self, counter: StepCounter) -> None:
-        """Say which gradients of a step never came because their tensor was written in place."""
         with self.sites.lock:
             for tensor, hooks in list(self._since_update.items()):
                 for hook in list(hooks):
@@ -95,8 +91,6 @@ class TensorHooks:
 
 
 class GradHook:
-    """Tensor hook on an activation: the rules on its gradient, in file order."""
-
     __torch_unserializable__ = True
 
     def __init__(
@@ -112,7 +106,6 @@ class GradHook:
 
     @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        """Return the edited gradient, ``None`` to leave it as it is."""
         self.arrived = True
         sites = self._sites()
         if grad is None or sites is None or sites.context.paused:

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.runtime.backward_order import BackwardGraph
+from gradsurgeon.runtime.ranks import Cause
 from gradsurgeon.runtime.step_counter import StepCounter
-
-if TYPE_CHECKING:
-    from gradsurgeon.runtime.step_decision import StepDecision
 
 
 @dataclass(slots=True, eq=False)
@@ -27,7 +26,7 @@ class BackwardPass:
     Attributes:
         tensors: those that got a gradient.
         graph: by which the order is told in which they got them, where it is not that of ``tensors``.
-        calls: how often the hook on each tensor was called.
+        calls: how often the hook was called on each tensor that has rules at `backward`.
         logged: by rule at `backward` and by tensor, the statistics of what this pass contributed.
         contributed: norms of what this rank alone has contributed, where an average over ranks followed.
         scale: what a `GradScaler` has multiplied its gradients by.
@@ -55,6 +54,20 @@ class Step:
     scale: Tensor | None = None
     # It takes place inside a backward pass, on what that pass has finished so far.
     inside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecision:
+    """What becomes of one update."""
+
+    # The optimizer must touch nothing.
+    skip: bool = False
+    # To raise before any weight moves.
+    error: NonFiniteGradientError | None = None
+    # Parameters that a `freeze` rule hides from the optimizer in this step.
+    frozen: tuple[int, ...] = ()
+    # What led to it, for ranks that have seen nothing.
+    cause: Cause | None = None
 
 
 class TrainingEvents(Protocol):

@@ -1,25 +1,46 @@
-"""What is wrong with one document, its includes and other documents left aside."""
+"""One document, a file or plain Python data, and what is wrong with it; its includes are left aside."""
 
-from __future__ import annotations
-
+import pathlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from gradsurgeon.actions import Flaw, Rule, check_rule, described, known_actions
 from gradsurgeon.errors import Place, Problem, did_you_mean
 from gradsurgeon.packs import PREFIX
-from gradsurgeon.schema._located import Located
 from gradsurgeon.schema._version import FORMAT, VERSION, meets
-from gradsurgeon.source import Path
+from gradsurgeon.source import Document, Path
 
 _TOP_LEVEL = ("version", "requires", "include", "rules")
 MAX_PROBLEMS = 100  # of one severity: nobody reads on, and a job must not end in megabytes of them
 _MAX_HINTS = 50  # on unknown keys: to look for what was meant takes time
 
 
+@dataclass(frozen=True)
+class Built:
+    """Rules given as plain Python data: the place of a value is its path."""
+
+    data: object
+    file: str = "<dict>"
+    text: str = ""
+    problems: tuple[Problem, ...] = ()
+    folder: pathlib.Path | None = None
+
+    def place(self, path: Path) -> Place:
+        """Return the path, such as ``<dict> rules[2].min``, as a place without a line."""
+        steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
+        return Place(f"{self.file} {''.join(steps).lstrip('.')}".strip(), 0, 0)
+
+    key_place = place
+    missing_place = place
+
+
+# Plain data that knows where each of its values was written.
+Located: TypeAlias = Document | Built
+
+
 def no_mapping(source: Located) -> list[Problem]:
-    """Return why a document holds no keys at all."""
     if source.data is None and source.problems:
         return list(source.problems)
     message = f"a rule file is a mapping with `version` and `rules`, found {described(source.data)}"
@@ -29,7 +50,6 @@ def no_mapping(source: Located) -> list[Problem]:
 
 
 def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
-    """Return why this gradsurgeon must not read the file, if it must not."""
     version, requires = data.get("version"), data.get("requires")
     if isinstance(requires, str) and meets(VERSION, requires) is False:
         message = f"these rules require gradsurgeon {requires[:60]}, this is {VERSION}"
@@ -43,7 +63,6 @@ def refusal(source: Located, data: Mapping[str, object]) -> Problem | None:
 
 
 def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
-    """Yield what is wrong with the keys of the top level, the rules themselves left aside."""
     meant: set[str] = set()
     examples = {
         "version": f"begin the file with `version: {FORMAT}`",
@@ -75,7 +94,6 @@ def top_level(source: Located, data: Mapping[str, object]) -> Iterator[Problem]:
 
 
 def _values(source: Located, key: str, value: object) -> Iterator[Problem]:
-    """Yield what is wrong with the value of a known key of the top level."""
     place, found = source.place((key,)), described(value)
     if key == "version" and (value != FORMAT or type(value) is not int):
         message = f"`version` must be the number {FORMAT}, found {found}"
@@ -98,7 +116,6 @@ def _values(source: Located, key: str, value: object) -> Iterator[Problem]:
 def duplicate_ids(
     source: Located, ids: Sequence[tuple[int, object]], first: dict[str, Place]
 ) -> Iterator[Problem]:
-    """Yield the ids that stand twice."""
     for index, rule_id in ids:
         if not isinstance(rule_id, str):
             continue

@@ -6,13 +6,15 @@ import hashlib
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple, Protocol
 
-from gradsurgeon import packs
+from gradsurgeon import packs, source
 from gradsurgeon.actions import Rule, described
 from gradsurgeon.errors import Place, Problem, RuleFileError
 from gradsurgeon.schema._document import (
     MAX_PROBLEMS,
+    Built,
+    Located,
     bounded,
     duplicate_ids,
     no_mapping,
@@ -21,10 +23,37 @@ from gradsurgeon.schema._document import (
     tidy,
     top_level,
 )
-from gradsurgeon.schema._located import DISK, Built, Files, Located
 
 # In all: a hostile tree is read within seconds.
 MAX_FILES = 32
+
+
+class Files(Protocol):
+    """A tree of files in which `include` finds its own: those of a commit do not read the disk."""
+
+    def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
+        """Return a document that stands in ``folder`` the way an entry would name it."""
+
+    def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
+        """Return the file that a relative entry of a file in ``folder`` names, or raise `IncludeError`."""
+
+    def read(self, target: packs.Included) -> Located:
+        """Read what `find` has found, or raise `RuleFileError`."""
+
+
+class _Disk:
+    def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
+        path = folder / pathlib.Path(document.file).name
+        return packs.Included(document.file, path.resolve(), folder)
+
+    def find(self, entry: str, folder: pathlib.Path) -> packs.Included:
+        return packs.file_on_disk(entry, folder)
+
+    def read(self, target: packs.Included) -> Located:
+        return source.read(target.path, target.name)
+
+
+DISK: Files = _Disk()
 
 
 @dataclass(frozen=True)
@@ -82,7 +111,6 @@ def _sha256(text: str) -> str:
 
 
 def from_rules(rules: Sequence[Rule]) -> RuleSet:
-    """Return the rule set of rules that were built in Python."""
     source = Built(None, file="<python>")
     problems = list(duplicate_ids(source, [(i, rule.id) for i, rule in enumerate(rules)], {}))
     if not rules:
@@ -94,50 +122,21 @@ def from_rules(rules: Sequence[Rule]) -> RuleSet:
 
 
 def validate(source: Located, files: Files = DISK) -> RuleSet:
-    """Return the rules of a document and of all that it includes, out of the same files."""
     inspection = inspect(source, files)
     if inspection.rules is None:
         raise RuleFileError(list(inspection.problems))
     return inspection.rules
 
 
-@dataclass(frozen=True)
-class Inspection:
-    """A rule file with its includes, and where everything in them is written.
+class Inspection(NamedTuple):
+    """A rule file with its includes, and all that is wrong with them."""
 
-    Attributes:
-        rules: ``None`` where there are errors.
-        problems: all problems, file by file.
-        sources: the file and what it includes, packs too, in the order of ``problems``.
-        entries: by which entry of `include` a file was reached, by its name.
-    """
-
-    rules: RuleSet | None
-    problems: tuple[Problem, ...]
-    sources: tuple[Located, ...]
-    entries: Mapping[str, Place]
-    _written: Mapping[str, tuple[Located, int]]
-
-    def source(self, rule_id: str) -> Located:
-        return self._written[rule_id][0]
-
-    def options(self, rule_id: str) -> Mapping[str, object]:
-        source, index = self._written[rule_id]
-        data: Any = source.data
-        options: Mapping[str, object] = data["rules"][index]
-        return options
-
-    def place(self, rule_id: str, *path: str | int) -> Place:
-        """Return the place of an option of a rule, such as ``"steps", "to"`` or ``"params", 2``.
-
-        Of a pattern that stands alone, index 0 is its own place.
-        """
-        source, index = self._written[rule_id]
-        return source.place(("rules", index, *path))
+    rules: RuleSet | None  # none where there are errors
+    problems: tuple[Problem, ...]  # file by file
+    sources: tuple[Located, ...]  # in the same order, packs too
 
 
 def inspect(source: Located, files: Files = DISK) -> Inspection:
-    """Return the rules of a document and its includes with all that is known of their places."""
     tree = _Tree(source, files)
     # Those of a file before those of what it includes.
     problems = tuple(bounded([problem for group in tree.problems for problem in group]))
@@ -152,12 +151,10 @@ def inspect(source: Located, files: Files = DISK) -> Inspection:
             _written=tree.written,
             _entries=tree.entries,
         )
-    return Inspection(rules, problems, tuple(tree.sources), tree.entries, tree.written)
+    return Inspection(rules, problems, tuple(tree.sources))
 
 
 class _Tree:
-    """The rules of a file and of all that it includes, in order, with all that is wrong."""
-
     def __init__(self, source: Located, files: Files) -> None:
         self._from = files
         self.rules: list[Rule] = []

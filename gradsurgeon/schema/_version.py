@@ -1,7 +1,5 @@
 """What this gradsurgeon is, and whether that is what a rule file requires."""
 
-from __future__ import annotations
-
 import re
 from operator import eq, ge, gt, le, lt, ne
 
@@ -13,11 +11,7 @@ _CLAUSE = re.compile(r"(>=|<=|==|!=|>|<)\s*(\d+(?:\.\d+){0,3})")
 
 
 def meets(version: str, requirement: str) -> bool | None:
-    """Tell whether ``version`` meets ``requirement``; ``None`` where that is no requirement.
-
-    The form is that of Python package requirements, cut down to comparisons of plain releases:
-    ``>=0.1, <0.3``.
-    """
+    """Tell whether a version meets a requirement such as ``>=0.1, <0.3``; ``None`` where that is none."""
 
     def release(text: str) -> tuple[int, ...]:
         numbers = [int(part) for part in text.split(".")]

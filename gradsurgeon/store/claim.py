@@ -1,7 +1,5 @@
 """Claiming a run directory for one rank, and telling whether someone is still writing there."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 from contextlib import closing, suppress
@@ -24,7 +22,6 @@ class Claim:
     lock: sqlite3.Connection | None  # `None` where the file system has no locks
 
     def release(self) -> None:
-        """Let others see that nobody writes here any more."""
         if self.lock is not None:
             self.lock.close()
             self.lock = None
@@ -32,7 +29,6 @@ class Claim:
                 _lock_file(self.database).unlink()
 
     def undo(self) -> None:
-        """Remove the files, and the directory if this claim made it."""
         self.release()
         with suppress(OSError):
             for path in (self.database, *logs(self.database)):
@@ -46,11 +42,7 @@ def _lock_file(database: Path) -> Path:
 
 
 def claim(path: str | os.PathLike[str], rank: int) -> Claim:
-    """Make the directory and the empty file of one rank.
-
-    Raises:
-        RecordError: the directory cannot be written, or holds a run already.
-    """
+    """Make the directory and the empty file of one rank, unless the directory holds a run already."""
     folder = Path(path)
     database = folder / database_name(rank)
     made_folder = False
@@ -109,7 +101,6 @@ def _locked(database: Path) -> sqlite3.Connection | None:
 
 
 def is_live(database: Path) -> bool:
-    """Return whether a process is writing the records of one rank."""
     lock = _lock_file(database)
     if not lock.is_file():
         return False

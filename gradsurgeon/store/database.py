@@ -1,7 +1,5 @@
 """Writing the SQLite file of one rank: how it is opened, and one transaction of rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -58,11 +56,7 @@ class Batch:
 
 
 def create(path: Path, rank: int) -> sqlite3.Connection:
-    """Open an empty file for writing and lay out its tables, with WAL where that is safe.
-
-    Raises:
-        sqlite3.Error: not even the plain mode works there.
-    """
+    """Open an empty file for writing and lay out its tables, with WAL where that is safe."""
     if not _on_network(path):
         # Some file systems refuse WAL, and some let it be set and fail with the first write.
         with suppress(sqlite3.Error):
@@ -157,7 +151,6 @@ def is_busy(error: BaseException) -> bool:
 
 
 def connect(path: Path, patience: float, options: str = "") -> sqlite3.Connection:
-    """Open a file with options of SQLite; wait so many seconds for others who hold it."""
     return sqlite3.connect(
         f"file:{quote(os.fsencode(path.absolute()))}{options}",
         uri=True,

@@ -1,7 +1,5 @@
 """Writing a file as a whole."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,16 +12,12 @@ from typing import IO
 def replacing(path: Path) -> Iterator[IO[str]]:
     """Open a text file that takes the place of another one once it is complete.
 
-    No reader ever sees a part of it, and what was there before stays where writing fails. A link is
-    followed: what it leads to is replaced.
-
-    Raises:
-        OSError: it cannot be written; nothing has been changed.
+    No reader ever sees a part of it, and what was there before stays where writing fails.
     """
-    target = Path(os.path.realpath(path))
-    # A pipe or a device cannot be replaced, and a directory says so by itself.
-    at_once = target.exists() and not target.is_file()
-    part = target if at_once else target.with_name(f".{target.name}.{os.getpid()}")
+    # A pipe or a device, such as /dev/stdout, cannot be replaced, and a directory says so by itself.
+    at_once = path.exists() and not path.is_file()
+    target = Path(os.path.realpath(path))  # what a link leads to
+    part = path if at_once else target.with_name(f".{target.name}.{os.getpid()}")
     mode = "w" if at_once else "x"
     with part.open(mode, encoding="utf-8", errors="backslashreplace", newline="") as file:
         if at_once:

@@ -4,8 +4,6 @@ Ranks cannot ask each other before there is a process group. They know each othe
 started them on their machine, and across machines by what that one has told them of the job.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

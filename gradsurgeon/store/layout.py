@@ -64,7 +64,6 @@ def pack_absent(absent: frozenset[int], width: int) -> bytes | None:
 
 
 def unpack_absent(bits: bytes | None) -> frozenset[int]:
-    """Return the columns that have no value."""
     flags = f"{int.from_bytes(bits or b'', 'little'):b}"
     return frozenset(column for column, flag in enumerate(reversed(flags)) if flag == "1")
 

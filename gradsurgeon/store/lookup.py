@@ -20,8 +20,6 @@ _QUIET_STEPS = 3
 
 
 class Logged(NamedTuple):
-    """What one rule records: which statistics of which tensors."""
-
     stats: tuple[str, ...]
     names: frozenset[str]
 
@@ -70,8 +68,6 @@ class RecordQueries(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Records by name or alias."""
-
     known: tuple[str, ...]
     aliases: Mapping[str, str]
     logged: Mapping[str, Logged]  # by rule

@@ -5,8 +5,6 @@ row holds one value per tensor; a tensor that had no gradient in that step has n
 which is not the same as a value of NaN.
 """
 
-from __future__ import annotations
-
 import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,8 +21,6 @@ _ROW_BYTES = 160
 
 
 class Key(NamedTuple):
-    """What identifies a series."""
-
     rule: str
     stat: str
     point: str
@@ -48,8 +44,6 @@ class RecordedSeries(Protocol):
 
 
 class Series:
-    """The rows of one key, oldest first."""
-
     def __init__(self, key: Key) -> None:
         self.key = key
         self.columns = {name: column for column, name in enumerate(key.names)}
@@ -73,7 +67,6 @@ class Series:
         return [(step, value) for step, value in self.cells(name) if value is not None]
 
     def cells(self, name: str) -> Iterator[tuple[int, float | None]]:
-        """Yield step and value of one tensor for every row, ``None`` where it has no value."""
         return self._cells(self.rows, name)
 
     def last(self, name: str) -> tuple[int, float] | None:
@@ -127,7 +120,6 @@ class Records:
                 self.on_drop(step)
 
     def series(self, name: str, stat: str, rule: str | None = None) -> list[Series]:
-        """Return the series that measure one tensor with one statistic, in order of creation."""
         return [
             series
             for series in self

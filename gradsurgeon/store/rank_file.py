@@ -120,7 +120,6 @@ class RankFile:
         return list(self._series.values())
 
     def events(self) -> Iterator[tuple[float, Event]]:
-        """Yield time and event, oldest first."""
         for time, kind, *rest in self.query(
             "SELECT time, kind, rule, step, rank, name, message FROM events ORDER BY id",
             kinds=(float, str, str, int, int, str, str),
@@ -130,7 +129,6 @@ class RankFile:
             yield time, Event(kind, *rest)
 
     def statuses(self) -> dict[str, RuleStatus]:
-        """Return what each rule had done when it was last written."""
         rows = self.query("SELECT rule, state FROM statuses ORDER BY rowid", kinds=(str, str))
         statuses = {rule: self._parsed(text, _STATUS) for rule, text in rows}
         if not all(0 <= status.changed <= 1 for status in statuses.values()):
@@ -170,12 +168,10 @@ class StoredSeries:
         return tuple(row.step for start in (0, last) for row in self.rows(start, start + 1))
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[Row]:
-        """Yield the rows from ``start`` to before ``stop``, a few megabytes at a time."""
         for step, values, absent in self._stored(start, stop):
             yield Row(step, array("f", values), layout.unpack_absent(absent))
 
     def sample(self, every: int) -> Iterator[Row]:
-        """Yield one row in every so many."""
         # Looking up each row jumps from one to the next, where `id % every` would read them all.
         for number in range(0, len(self), every):
             yield from self.rows(number, number + 1)
@@ -212,7 +208,6 @@ class StoredSeries:
         return None
 
     def between(self, name: str, start: int, stop: int) -> list[tuple[int, float]]:
-        """Return ``(step, value)`` of one tensor in the rows from ``start`` to before ``stop``."""
         column = self.columns[name]
         # Slicing inside SQLite, so that other columns are never copied.
         rows = self._file.query(

@@ -151,7 +151,6 @@ def _items(value: object) -> list[Any]:
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
-    """Open a run directory for reading; see `gradsurgeon.open_run`."""
     folder = Path(path)
     meta = _read_meta(folder / RUN_FILE)
     names = [entry.name for entry in folder.iterdir() if entry.is_file()]

@@ -5,8 +5,6 @@ kept out, and a process that is killed loses one second at most. Whatever goes w
 later, training goes on: the writer gives up, once, and says so.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

@@ -322,7 +322,6 @@ def test_autograd_grad_is_left_alone() -> None:
     ("rule", "text"),
     [
         ("clamp-backward", r"acts here \(rules: clamp-backward\)"),
-        ("norm-log-accumulated", r"acts here \(rules: norm-log-accumulated\)"),
         ("clamp-output-grad", r"acts here \(rules: clamp-output-grad\)"),
     ],
 )

@@ -11,7 +11,7 @@ from torch import nn
 import gradsurgeon
 from gradsurgeon import GradSurgeonError, _torch
 from gradsurgeon.compiler import compile_plan
-from gradsurgeon.runtime.cuda_graphs import rules_lost_in_replay
+from gradsurgeon.runtime.context import rules_lost_in_replay
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 

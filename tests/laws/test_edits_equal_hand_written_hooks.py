@@ -210,6 +210,18 @@ def test_half_precision_bounds_beyond_its_range() -> None:
     assert model.weight.grad.tolist() == [[1.0, 65504.0], [65504.0, -65504.0]]
 
 
+def test_a_bound_on_sparse_contributions_tells_that_they_are_summed() -> None:
+    case = CASES["sparse"]
+    model = case.make()
+    bound = {"id": "c", "action": "clamp", "at": "backward", "params": "emb.*", "min": -1, "max": 1}
+    rules = {"version": 1, "rules": [bound]}
+    with gradsurgeon.apply(model, rules, optimizer=[]) as session:
+        case.backward(model, 0)
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="several feed one update"):
+            case.backward(model, 1)
+        assert session.status()["c"].fired == 2
+
+
 def test_a_sparse_gradient_that_would_become_dense_is_refused() -> None:
     case = CASES["sparse"]
     options: dict[str, object] = {"action": "clamp", "min": 0.5}

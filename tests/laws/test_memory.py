@@ -111,6 +111,46 @@ def test_nothing_stays_from_one_step_to_the_next() -> None:
     assert len(set(run.live[2:])) == 1
 
 
+@pytest.mark.parametrize("host", [False, True])
+def test_a_trap_keeps_no_graph_of_an_earlier_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, host: bool
+) -> None:
+    monkeypatch.setattr(_torch, "is_host", lambda _: host)
+    kept: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            kept.add(ctx)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            return grads[0]
+
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, HEAD + TRAP) as session:
+        for bad in (False, True):
+            for micro_batch in range(4):
+                # The first layer that backward reaches stays finite.
+                out = model[1](Keeps.apply(model[0](data(0, 2, 4))))
+                hook = model[0].weight.register_hook(
+                    lambda grad, spoil=bad and micro_batch == 1: (
+                        grad * (float("nan") if spoil else 1)
+                    )
+                )
+                out.sum().backward()
+                hook.remove()
+                del out
+                assert len(kept) <= 1
+            optimizer.step()
+            assert not kept
+        message = session.events[0].message
+    assert "micro-batch 2 of 4" in message
+    assert message.index("finite  1.") < message.index("NaN     0.weight")
+
+
 def test_one_decision_is_read_in_each_step() -> None:
     run = Run(ALL, STEPS - 1)
     assert [found for found in run.reads if found != ["tolist"]] == []

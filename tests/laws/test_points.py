@@ -661,3 +661,35 @@ def test_a_module_called_twice_is_edited_once_on_the_sum() -> None:
     assert model.fc.weight.grad is not None
     assert torch.equal(model.fc.weight.grad, plain.fc.weight.grad.clamp(-1e-3, 1e-3))
     assert session.status()["bound"].fired == 4
+
+
+def test_what_came_before_rules_that_begin_inside_a_pass_is_no_part_of_the_next_one() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = sgd(model)
+    sessions: list[gradsurgeon.Session] = []
+    norms = rules({**NORMS, "at": "backward"})
+
+    def begin(_: torch.Tensor) -> None:
+        if not sessions:
+            sessions.append(gradsurgeon.apply(model, norms))
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = model(torch.ones(1, 2))
+        out.register_hook(begin)
+        out.sum().backward()
+    optimizer.step()
+    assert sessions[0].events == []
+    assert len(sessions[0].history("weight")) == 1
+    sessions[0].remove()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_gradient_made_for_inference_is_replaced_as_without_rules() -> None:
+    model = nn.Linear(2, 1, bias=False)
+    with torch.inference_mode():
+        model.weight.grad = torch.zeros(1, 2)
+    with gradsurgeon.apply(model, rules(NORMS), optimizer=[]) as session:
+        model(torch.ones(1, 2)).square().sum().backward(create_graph=True)
+        assert len(session.history("weight")) == 1
+    model.weight.grad = None

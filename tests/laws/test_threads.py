@@ -151,6 +151,29 @@ def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
         assert second.latest("weight", rule="b") == pytest.approx(2**0.5)
 
 
+def test_the_gradients_that_another_thread_asks_for_are_not_mine() -> None:
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+            x = torch.ones(1, requires_grad=True)
+            thread = threading.Thread(target=lambda: torch.autograd.grad(x * 2, x))
+            thread.start()
+            thread.join()
+            return grads[0]
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norms = {"version": 1, "rules": [RULES["rules"][2]]}
+    with gradsurgeon.apply(model, norms) as session:
+        model[1](Ask.apply(model[0](torch.ones(1, 2)))).sum().backward()
+        optimizer.step()
+        assert [step for step, _ in session.history("1.weight")] == [0]
+
+
 class SlowTable(weakref.WeakKeyDictionary[nn.Module, Any]):
     """Lets other threads in between looking and acting on it."""
 

@@ -15,7 +15,7 @@ from gradsurgeon import planning
 from gradsurgeon.planning import Manifest, Module, Param
 from gradsurgeon.review import markdown, text
 from gradsurgeon.review.difference import Difference, compare
-from gradsurgeon.review.option_changes import changed_options, comparable_options
+from gradsurgeon.review.rule_changes import changed_options, comparable_options
 from gradsurgeon.schema import RuleSet
 
 # Thousands of inputs take the same few lines, and tracing them twice the time.

@@ -10,7 +10,8 @@ from fuzzing import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradsurgeon.match import PatternError, compile_pattern, select, suggest
+from gradsurgeon._expressions import PatternError
+from gradsurgeon.match import compile_pattern, select, suggest
 
 # Thousands of inputs take the same few lines, and tracing them twice the time.
 pytestmark = pytest.mark.no_cover

@@ -221,7 +221,7 @@ def test_rows_are_written_once_they_have_arrived_and_events_after_them(
 def test_doubts_wait_together(copies: list[Copy]) -> None:
     journal = EventLog([], [])
     for step in range(300):
-        journal.later(torch.tensor(step in (7, 290)), "left alone", rule="", step=step)
+        journal.emit_if(torch.tensor(step in (7, 290)), "left alone", rule="", step=step)
     assert len(copies) == 1
     assert journal.events == []
     journal.settle()
@@ -233,14 +233,14 @@ def test_the_status_of_a_moment_ago_waits_for_nothing(copies: list[Copy]) -> Non
     rules = load('version: 1\nrules:\n  - {id: a, action: zero, params: "*", at: step}\n').rules
     journal = EventLog(rules, [1])
     for step in range(4):
-        journal.fired("a", step)
-        journal.altered("a", torch.ones((), dtype=torch.int64))
+        journal.count_fired("a", step)
+        journal.count_changed("a", torch.ones((), dtype=torch.int64))
     for _ in range(3):  # one transfer at a time
         assert journal.status(wait=False)["a"].changed == 0.0
     (copy,) = copies
     assert not copy.there
     copy.arrive()
-    journal.altered("a", torch.zeros((), dtype=torch.int64))
+    journal.count_changed("a", torch.zeros((), dtype=torch.int64))
     assert journal.status(wait=False)["a"].changed == 1.0
     assert journal.status()["a"].changed == 1.0
 

@@ -105,7 +105,7 @@ def test_rules_that_select_the_same_share_what_is_compared() -> None:
     lines = "".join(entry.format(at) for at in range(2))
     inspected = inspect(source.parse(f"version: 1\nrules:\n{lines}"))
     assert inspected.rules is not None
-    asked = LintContext(inspected.rules, inspected, MANIFEST)
+    asked = LintContext(inspected.rules, MANIFEST)
     first, second = asked.rules
     assert asked.selected(first) is asked.selected(second)
     assert len(asked.selected(first) or ()) == 200

@@ -194,7 +194,7 @@ def test_several_threads_lose_and_double_nothing(
     journal = make()
     told: list[Event] = []
     journal.sink = told.append
-    journal._said = Slow()
+    journal._noticed = Slow()
     journal._tallies["guard"] = SlowTally(1)
     start = threading.Barrier(4)
 
@@ -202,11 +202,11 @@ def test_several_threads_lose_and_double_nothing(
         start.wait()
         for number in range(50):
             if turn == "once":
-                journal.once(f"topic {number}", f"notice {number}")
+                journal.notice_once(f"topic {number}", f"notice {number}")
             elif turn == "fired":
-                journal.fired("guard", number)
-                journal.altered("guard", 1)
-                journal.altered("guard", torch.ones((), dtype=torch.int64))
+                journal.count_fired("guard", number)
+                journal.count_changed("guard", 1)
+                journal.count_changed("guard", torch.ones((), dtype=torch.int64))
             else:
                 journal.emit("trap", "bad", rule="other", step=threading.get_ident() + number)
 

@@ -268,11 +268,11 @@ class TestWeights:
 
     def test_names_shapes_dtypes_in_the_order_of_layers(self, found: Manifest) -> None:
         assert [(one.name, one.aliases, one.shape, one.dtype) for one in found.params] == [
-            ("emb.weight", ("head.weight",), (5, 2), "float16"),
+            ("emb.weight", (), (5, 2), "float16"),
             ("h.2.fc.weight", (), (8, 2), "float32"),
             ("h.10.fc.weight", (), (8, 2), "bfloat16"),
         ]
-        names = [".", "emb", "h", "h.2", "h.2.fc", "h.10", "h.10.fc", "head"]
+        names = [".", "emb", "h", "h.2", "h.2.fc", "h.10", "h.10.fc"]
         assert [one.name for one in found.modules] == names
         assert {one.module_type for one in found.params} | {
             one.module_type for one in found.modules
@@ -327,7 +327,7 @@ class TestWeights:
 
     def test_real_files_say_the_same_as_the_model(self, tmp_path: pathlib.Path) -> None:
         save = pytest.importorskip("safetensors.torch").save_model
-        model = models.Tied()
+        model = models.Frozen()
         save(model, str(tmp_path / "m.safetensors"))
         found = manifest_file.read(tmp_path / "m.safetensors")
         own = planning.from_model(model)

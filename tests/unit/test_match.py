@@ -9,7 +9,8 @@ import sys
 import pytest
 from bounds import within
 
-from gradsurgeon.match import Pattern, PatternError, compile_pattern, nearest, select, suggest
+from gradsurgeon._expressions import PatternError
+from gradsurgeon.match import Pattern, compile_pattern, nearest, select, suggest
 
 KINDS = ("self_attn.q_proj", "self_attn.k_proj", "mlp.up", "mlp.down", "input_layernorm")
 NAMES = [

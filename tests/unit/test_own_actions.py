@@ -330,6 +330,16 @@ class TestRefused:
             class Other(gradsurgeon.EditRule):
                 action: Literal["other"] = "other"
 
+    def test_an_edit_of_gradients_that_accumulate(self) -> None:
+        with pytest.raises(TypeError, match="an edit cannot act at `accumulated`"):
+
+            class Other(gradsurgeon.EditRule):
+                action: Literal["other"] = "other"
+                points = ("accumulated", "step")
+
+                def compile(self) -> Any:
+                    raise NotImplementedError
+
     @pytest.mark.usefixtures("own")
     def test_a_statistic_that_is_not_there(self) -> None:
         class Other(gradsurgeon.ObserverRule):

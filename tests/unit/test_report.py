@@ -490,10 +490,3 @@ def test_the_summary_of_a_session_counts_steps_in_which_nothing_was_recorded(sta
             optimizer.step()
         head = str(summary(session)).splitlines()[0]
     assert head.endswith(f" on Linear: steps {start}..{start + 4}, 0 events")
-
-
-def test_what_is_no_session_is_told_what_to_open() -> None:
-    from gradsurgeon.report import summary
-
-    with pytest.raises(TypeError, match=r"not of str; open_run\(path\) opens a run directory"):
-        summary("runs/first")  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """The checks of `gradsurgeon lint` on what rules mean: every subclass of `Check` in the files beside this one."""
 
-from __future__ import annotations
-
 from gradsurgeon.review.checks import pairs, patterns, values  # noqa: F401 # they hold the checks
 from gradsurgeon.review.checks._base import Check, Finding
 

@@ -1,7 +1,5 @@
 """What every check has in common."""
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -28,9 +26,8 @@ class Check(ABC):
     # `error`: training cannot begin. `warning`: the rules hardly do what was meant. `note`: they may.
     severity: ClassVar[Severity] = "warning"
     BAD: ClassVar[str]  # rules in which it finds something ...
-    NAMES: ClassVar[
-        tuple[str, ...]
-    ] = ()  # ... in a model with these parameters, where it needs one
+    # ... in a model with these parameters, where it needs one.
+    NAMES: ClassVar[tuple[str, ...]] = ()
 
     @property
     def id(self) -> str:

@@ -1,7 +1,5 @@
 """Checks on what two rules do to the same tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 from gradsurgeon.actions import CaptureRule, EditRule, FreezeRule, ObserverRule, Rule, TrapRule
@@ -39,7 +37,7 @@ class EffectiveOrder(Check):
 
         for rule, later in _out_of_order(context, both_edit):
             hint = "put them in the order in which they act, or choose another `at`"
-            key = "at" if context.says_at(rule) else "action"
+            key = "at" if "at" in rule.model_fields_set else "action"
             yield Finding(rule, (key,), _where_it_acts(rule, "acts", later), hint, later)
 
 
@@ -69,7 +67,7 @@ class ObservedOrder(Check):
         for rule, later in _out_of_order(context, _edit_and_record):
             does = "changes gradients" if isinstance(rule, EditRule) else "sees gradients"
             hint = "put it above, or choose another `at`"
-            key = "at" if context.says_at(rule) else "action"
+            key = "at" if "at" in rule.model_fields_set else "action"
             yield Finding(rule, (key,), _where_it_acts(rule, does, later), hint, later)
 
 
@@ -235,7 +233,6 @@ def _where_it_acts(rule: Rule, does: str, later: Sequence[Rule]) -> str:
 
 
 def _listed(rules: Sequence[Rule]) -> str:
-    """Return the ids of the first few rules for a message, and how many more there are."""
     shown = [f"`{rule.id[:60]}`" for rule in rules[:3]]
     if len(rules) > len(shown):
         shown.append(f"{len(rules) - len(shown)} more")

@@ -1,7 +1,5 @@
 """Checks on what the patterns of one rule match."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 
@@ -191,7 +189,6 @@ class UselessExclude(Check):
 
 
 def _patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """Yield the path and the text of every pattern of a rule, those it excludes included."""
     for key in (rule.target, "exclude"):
         for index, text in enumerate(getattr(rule, key)):
             yield (key, index), text

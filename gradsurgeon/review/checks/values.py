@@ -1,7 +1,5 @@
 """Checks on the value of one option."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from gradsurgeon.actions.clamp import Clamp
@@ -72,34 +70,6 @@ class ClampWithoutZero(Check):
             )
             hint = "let the bounds enclose 0: is a minus sign missing?"
             yield Finding(rule, (key,), message, hint)
-
-
-class EverySkipsWindow(Check):
-    """A schedule ends before `every` comes round.
-
-    `every` counts from `from`. Where it is as long as the window between `from` and `to`, or longer, the
-    rule acts in that one step and never again.
-
-    Make `every` smaller or `to` larger. For a single step write `steps: {from: 100, to: 101}`.
-    """
-
-    BAD = """
-- id: norms
-  action: norm-log
-  params: "*"
-  steps: {from: 100, to: 200, every: 500}
-"""
-
-    def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule in context.rules:
-            start, stop, every = rule.steps.from_, rule.steps.to, rule.steps.every
-            if stop is not None and every > 1 and start + every >= stop:
-                message = (
-                    f"the rule acts in step {start} only: the next one, {start + every}, is not "
-                    f"before `to` ({stop})"
-                )
-                hint = "make `every` smaller or `to` larger"
-                yield Finding(rule, ("steps", "every"), message, hint)
 
 
 class ScaleByOne(Check):

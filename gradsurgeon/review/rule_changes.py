@@ -1,20 +1,19 @@
-"""The options that differ between two rules, and whether that makes the rule stricter."""
+"""Which rule of the new file is which rule of the old one, and which of their options differ."""
 
-from __future__ import annotations
-
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from gradsurgeon.actions import Direction, Options, Rule, Steps, Stricter
-from gradsurgeon.review.matched_rules import PROTECTING
-from gradsurgeon.review.schedules import includes
+from gradsurgeon.review.matched_rules import PROTECTING, MatchedRules
 
-SELECTION = ("params", "modules", "tensors", "exclude", "where", "model")
+_SELECTION = ("params", "modules", "tensors", "exclude", "where", "model")
 # Not given, these are shown as such: what that means is not their default, but depends on the rule.
 _NEVER_FILLED_IN = ("at", "tensor", "steps")
+# Action, selection and all the rest: what a rule is recognised by under another id.
+_Traits = tuple[Hashable, Hashable, Hashable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,6 @@ class OptionChange:
     meaning: str = ""  # what that means where the direction alone would not tell
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the documented JSON form."""
         return {
             "name": self.name,
             "before": self.before,
@@ -77,14 +75,13 @@ def _comparable(value: Any) -> Hashable:
 
 
 def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
-    """Return the options that differ, in the order in which rules have them. Ids do not count."""
     before, after = given_options(old), given_options(new)
     changes = []
     for name in dict.fromkeys((*before, *after)):
         first, second = _value(old, before, name), _value(new, after, name)
         same = _comparable(first) == _comparable(second)
         if name == "steps":  # one schedule can be written in several ways
-            same = includes(old.steps, new.steps) and includes(new.steps, old.steps)
+            same = old.steps.includes(new.steps) and new.steps.includes(old.steps)
         if same:
             continue
         direction, meaning = _judge(old, new, name, first, second)
@@ -93,7 +90,6 @@ def changed_options(old: Rule, new: Rule) -> tuple[OptionChange, ...]:
 
 
 def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
-    """Return the value of an option, its default where the rule does not give it."""
     info = _field(rule, name)
     if name in options or info is None or info.is_required() or name in _NEVER_FILLED_IN:
         return options.get(name)
@@ -113,9 +109,9 @@ def _judge(old: Rule, new: Rule, name: str, before: Any, after: Any) -> tuple[Di
 
 
 def _judge_steps(before: Steps, after: Steps) -> tuple[Direction, str]:
-    if includes(before, after):
+    if before.includes(after):
         return "loosened", "acts in fewer steps"
-    if includes(after, before):
+    if after.includes(before):
         return "tightened", "acts in more steps"
     return "changed", "acts in other steps"
 
@@ -128,3 +124,57 @@ def _field(rule: Rule, name: str) -> FieldInfo | None:
         options = getattr(options, mapping)
     fields = type(options).model_fields if isinstance(options, Options) else {}
     return fields.get(key) or next((info for info in fields.values() if info.alias == key), None)
+
+
+@dataclass(frozen=True)
+class RulePairs:
+    """The rules of both sides: ``new_ids`` leads from old ids to new ones, ``old_ids`` back."""
+
+    before: MatchedRules
+    after: MatchedRules
+    new_ids: Mapping[str, str]
+    old_ids: Mapping[str, str]
+
+    def option_changes(self, old: str, new: str) -> tuple[OptionChange, ...]:
+        """Return the options that differ, or all options of a rule that was added or removed."""
+        if old and new:
+            return changed_options(self.before.rules[old], self.after.rules[new])
+        rule = self.after.rules[new] if new else self.before.rules[old]
+        options = {key: value for key, value in given_options(rule).items() if key != "action"}
+        if new:
+            return tuple(OptionChange(key, None, value) for key, value in options.items())
+        return tuple(OptionChange(key, value, None) for key, value in options.items())
+
+
+def pair_rules(before: MatchedRules, after: MatchedRules) -> RulePairs:
+    """Return which rule of the new file is which of the old one, under the same id or another.
+
+    A rule under another id was most likely renamed where it is the same otherwise, or where it does
+    something else of the same kind to the same tensors.
+    """
+    new_ids = {rule: rule for rule in before.rules if rule in after.rules}
+    gone = {key: _traits(rule) for key, rule in before.rules.items() if key not in after.rules}
+    come = {key: _traits(rule) for key, rule in after.rules.items() if key not in before.rules}
+    new_ids.update(_pair_equal(gone, come, traits=3))
+    new_ids.update(_pair_equal(gone, come, traits=2))
+    return RulePairs(before, after, new_ids, {new: old for old, new in new_ids.items()})
+
+
+def _traits(rule: Rule) -> _Traits:
+    options = comparable_options(rule)
+    selection = {item for item in options.items() if item[0].partition(".")[0] in _SELECTION}
+    kind = (rule.action, rule.target, str(rule.ref))
+    return kind, frozenset(selection), frozenset(options.items() - selection)
+
+
+def _pair_equal(
+    gone: dict[str, _Traits], come: dict[str, _Traits], traits: int
+) -> Iterator[tuple[str, str]]:
+    """Yield old and new id of rules whose first traits are equal, and remove them from both sides."""
+    same: dict[tuple[Hashable, ...], list[str]] = {}
+    for new in reversed(come):
+        same.setdefault(come[new][:traits], []).append(new)
+    for old in list(gone):
+        if ids := same.get(gone[old][:traits]):
+            del gone[old], come[ids[-1]]
+            yield old, ids.pop()

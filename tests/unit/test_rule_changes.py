@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from gradsurgeon.actions import FreezeRule, Options, Stricter, known_actions
-from gradsurgeon.review.option_changes import changed_options
+from gradsurgeon.review.rule_changes import changed_options
 
 
 class Above(Options):

@@ -1,22 +1,100 @@
-"""The rules at `step`: final gradients, edited in place right before an update."""
+"""The rules on gradients: what is recorded after a pass, and what is edited right before an update."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import ByNorm, CaptureRule, Edit, EditRule, FreezeRule, ObserverRule, Rule
-from gradsurgeon.runtime.accumulated_rules import observe
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.edit_effect import LEFT_ALONE, can_decide, changes, decide
+from gradsurgeon.runtime.edit_effect import LEFT_ALONE, can_decide, changes, check_layout, decide
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.param_hooks import check_layout
+from gradsurgeon.runtime.measure import Norms
+from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.training_events import BackwardPass
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSnapshot:
+    done: BackwardPass
+    parameters: Parameters
+    tensors: Sequence[int]
+    norms: Norms
+
+    @property
+    def order(self) -> list[int]:
+        graph = self.done.graph
+        known = () if graph is None else self.parameters.owned_in_order(graph.leaves())
+        got = set(self.tensors).intersection(self.done.tensors)
+        return [tensor for tensor in (*known, *self.done.tensors) if tensor in got]
+
+    def without_graph(self) -> GradientSnapshot:
+        """Return the same without the graph, which keeps alive all that its nodes hold.
+
+        Of gradients that are finite no report needs the order.
+        """
+        finite = all(_torch.is_host(norms) and norms.isfinite().all() for _, norms in self.norms)
+        first = () if finite else self.order
+        tensors = tuple(dict.fromkeys((*first, *self.done.tensors)))
+        return replace(self, done=replace(self.done, tensors=tensors, graph=None))
+
+
+def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
+    """Record what the rules at `accumulated` ask for; return what was seen, per clock."""
+    _log_contributions(context, done)
+    snapshots: dict[StepCounter, GradientSnapshot] = {}
+    for counter in context.counters.among(done.tensors):
+        due_rules = context.due_rules(counter)
+        gradients = Gradients(context, due_rules.watched, done.scale)
+        if not gradients:
+            continue
+        normed = gradients.having(due_rules.normed)
+        norms = gradients.take_norms(normed)
+        snapshots[counter] = GradientSnapshot(done, context.parameters, normed, norms)
+        for bound_rule in due_rules.after:
+            if isinstance(bound_rule.rule, ObserverRule | CaptureRule):
+                observe(context, bound_rule, gradients)
+    return snapshots
+
+
+def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> None:
+    """Record statistics of the gradients that a rule matched, or keep copies, in true units."""
+    rule, step = bound_rule.rule, bound_rule.counter.step
+    tensors = gradients.having(bound_rule.tensors)
+    if isinstance(rule, CaptureRule):  # it counts by itself
+        for tensor, true in zip(tensors, gradients.unscaled(tensors), strict=True):
+            context.captures.keep(rule, context.program.names[tensor], step, _dist.whole(true))
+    elif tensors:
+        columns = bound_rule.columns(tensors)
+        for stat, key in bound_rule.keys.items():
+            values = gradients.statistics(stat, tensors)
+            context.recorder.add(key, step, columns, values, replace=True)
+        context.event_log.count_fired(rule.id, step, len(tensors))
+
+
+def _log_contributions(context: Context, done: BackwardPass) -> None:
+    for rule_id, rows in done.logged.items():
+        for counter in context.counters.among(sorted(rows)):
+            bound_rule = context.bound_rule(rule_id, counter)
+            tensors = [tensor for tensor in bound_rule.tensors if tensor in rows]
+            columns = bound_rule.columns(tensors)
+            for stat, key in bound_rule.keys.items():
+                values = _stack([rows[tensor][stat] for tensor in tensors])
+                context.recorder.add(key, counter.step, columns, values, replace=False)
+
+
+def _stack(values: Sequence[Tensor]) -> Tensor:
+    """Stack 0-dim statistics, on the host where they come from several devices."""
+    if len({value.device for value in values}) > 1:
+        values = [value.cpu() for value in values]
+    return torch.stack(list(values))
 
 
 class StepRules:
@@ -29,11 +107,7 @@ class StepRules:
         self._spared: dict[int, weakref.ref[Tensor]] = {}
 
     def run(self, counter: StepCounter, gradients: Gradients, *, acting: bool) -> set[int]:
-        """Act on the gradients of one clock; edit them only where the update takes place.
-
-        Returns:
-            The tensors that an edit may have made non-finite.
-        """
+        """Act on the gradients of one clock; return those that an edit may have made non-finite."""
         context = self._context
         due_rules = context.due_rules(counter)
         spared = {i: self._spared.pop(i) for i in due_rules.edited.intersection(self._spared)}
@@ -52,10 +126,10 @@ class StepRules:
                 if not tensors:
                     continue
                 if isinstance(rule, FreezeRule):
-                    context.event_log.altered(rule.id, len(tensors))
+                    context.event_log.count_changed(rule.id, len(tensors))
                 else:
                     self._edit(bound_rule, gradients, tensors)
-                context.event_log.fired(rule.id, counter.step, len(tensors))
+                context.event_log.count_fired(rule.id, counter.step, len(tensors))
                 if rule.may_overflow and context.mode == "act":
                     suspicious.update(tensors)
         return suspicious
@@ -92,10 +166,10 @@ class StepRules:
             for tensor, ends in zip(known, ranges, strict=True)
             if decide(edit, parts[tensor], ends)
         }
-        event_log.altered(rule.id, len(biting))
+        event_log.count_changed(rule.id, len(biting))
         blind = parts.keys() - set(known)
         for tensor in blind:
-            event_log.altered(rule.id, changes(edit, parts[tensor]))
+            event_log.count_changed(rule.id, changes(edit, parts[tensor]))
         # Whether a gradient has changed must be the same on all ranks that share it: one that measured
         # it again would wait for the others. So all write, be it for nothing.
         for_all = {tensor for tensor in known if _dist.is_sharded(gradients[tensor])}
@@ -116,15 +190,15 @@ class StepRules:
         if edit.over_rule:
             norms = torch.linalg.vector_norm(norms, edit.order, keepdim=True)
         spoilt = norms.isfinite().logical_not_().any()
-        event_log.later(spoilt, LEFT_ALONE, rule=rule.id, step=bound_rule.counter.step)
+        event_log.emit_if(spoilt, LEFT_ALONE, rule=rule.id, step=bound_rule.counter.step)
         factors = edit.factor(norms)
         if not _torch.is_host(factors):
-            event_log.altered(rule.id, (factors.expand(len(tensors)) < 1.0).sum())
+            event_log.count_changed(rule.id, (factors.expand(len(tensors)) < 1.0).sum())
             _shorten(gradients.writable(tensors), factors)
             return
         factor_of = zip(tensors, factors.expand(len(tensors)).tolist(), strict=True)
         biting = {tensor: factor for tensor, factor in factor_of if factor < 1.0}
-        event_log.altered(rule.id, len(biting))
+        event_log.count_changed(rule.id, len(biting))
         if biting:
             same = len(set(biting.values())) == 1
             parts = [_dist.local(grad) for grad in gradients.writable(biting)]
@@ -132,7 +206,6 @@ class StepRules:
 
 
 def _shorten(grads: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply gradients by a factor each, or by one for all, that is on a device."""
     parts = [_dist.local(grad) for grad in grads]
     if len(factors) == 1:
         _numbers.multiply_(parts, factors)

@@ -1,6 +1,4 @@
-"""Rules of a plan that meet on the same tensors, and what a reader must know of their order. Pure."""
-
-from __future__ import annotations
+"""What a reader of a plan must know: rules that meet on the same tensors, and what `torch.compile` makes of it. Pure."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -9,16 +7,19 @@ from typing import Literal
 
 from gradsurgeon.actions import MOMENTS, CaptureRule, EditRule, Moment, ObserverRule, Rule
 from gradsurgeon.errors import printable
+from gradsurgeon.planning.manifest import ROOT
 from gradsurgeon.planning.plan import Plan
+from gradsurgeon.planning.table import count
 
 _SHOWN, _LOOKED_AT = 50, 500_000
+# They hold modules and are never called themselves.
+_HOLDERS = {"ModuleList", "ModuleDict"}
 # What decides whether a pair of rules is worth a word: what they do to gradients, and when. A trap asks at
 # its own fixed moment, and a freeze changes no gradient: their place is no surprise.
 _Kind = tuple[Literal["edits", "reads", ""], Moment]
 
 
 def overlaps(plan: Plan) -> Iterator[str]:
-    """Yield warnings on rules that change the same tensors; of many pairs some, in file order."""
     names = cache(lambda rule_id: {binding.name for binding in plan.of(rule_id)})
     rules = plan.rules.rules
     meeting: dict[tuple[str, str | None, str], list[int]] = {}
@@ -63,7 +64,7 @@ def _warning(plan: Plan, first: Rule, second: Rule, shared: set[str]) -> str:
     noun = first.target[:-1] if first.target != "params" else "parameter"
     order = sorted((first, second), key=lambda rule: MOMENTS.index(rule.point))
     example = next(binding.name for binding in plan.of(first.id) if binding.name in shared)
-    what = f"{len(shared)} {noun}{'' if len(shared) == 1 else 's'} (e.g. {printable(example)})"
+    what = f"{count(len(shared), noun)} (e.g. {printable(example)})"
     if isinstance(first, EditRule) and isinstance(second, EditRule):
         return (
             f"{first.id} and {second.id} both change {what}; "
@@ -74,3 +75,54 @@ def _warning(plan: Plan, first: Rule, second: Rule, shared: set[str]) -> str:
         f"{second.id} (at {second.point}) comes before {first.id} (at {first.point}) on "
         f"{what}, although it stands later in the file"
     )
+
+
+def outside_graphs(plan: Plan) -> tuple[int, int]:
+    """Return how many modules with rules, and how many around them, cannot be called in a graph.
+
+    These are modules, no graph breaks: one of them may be called several times or never, and torch
+    gives up a whole function where a break would lie in a loop. The root is none of them: what compiles
+    the model begins inside it.
+    """
+    ruled = {
+        binding.name
+        for rule in plan.rules.rules
+        if rule.target == "modules"
+        for binding in plan.of(rule.id)
+    }
+    with_rules = [one for one in plan.manifest.modules if one.name in ruled and one.name != ROOT]
+    # A break in a module that would have been part of the graph around it breaks that one as well.
+    parts = [name.split(".") for one in with_rules for name in one.names]
+    paths = {".".join(steps[:depth]) for steps in parts for depth in range(1, len(steps))}
+    around = [
+        one
+        for one in plan.manifest.modules
+        if not paths.isdisjoint(one.names)
+        and _HOLDERS.isdisjoint(one.module_type)
+        and one not in with_rules
+    ]
+    return len(with_rules), len(around)
+
+
+def breaks_of(plan: Plan) -> Iterator[str]:
+    targets = {rule.target for rule in plan.rules.rules if plan.of(rule.id)}
+    with_rules, around = outside_graphs(plan)
+    calls = []
+    if with_rules:
+        calls.append(f"the {count(with_rules, 'module')} with rules")
+    if around:
+        calls.append(f"the {count(around, 'module')} around them")
+    if "tensors" in targets:
+        calls.append("gradsurgeon.tag()")
+    differ = "numerics may differ"
+    if plan.manifest.compiled:  # the rest is of no use to who compiles nothing
+        differ += ", and `fullgraph=True` cannot be had"
+    if calls:
+        loops = (
+            ". A loop with such a call in it, as in nn.Sequential, runs uncompiled, and so does the code "
+            "around the loop"
+        )
+        told = f"under torch.compile no call of {' or '.join(calls)} is part of a graph: {differ}"
+        yield told + loops * plan.manifest.compiled
+    elif "modules" in targets:
+        yield f"under torch.compile the model is compiled apart from what calls it: {differ}"
