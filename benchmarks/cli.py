@@ -11,7 +11,18 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import check, overhead, plot, ranks, records, report, results, scaling, startup
+from benchmarks import (
+    check,
+    like_for_like,
+    overhead,
+    plot,
+    ranks,
+    records,
+    report,
+    results,
+    scaling,
+    startup,
+)
 from benchmarks.cases import BARE
 from benchmarks.machine import describe, devices, versions
 from benchmarks.overhead import Row
@@ -22,6 +33,7 @@ Pair = tuple[str, str]
 Group = Callable[..., Iterator[Row]]
 GROUPS: dict[str, Group] = {
     overhead.GROUP: overhead.measured,
+    like_for_like.GROUP: like_for_like.measured,
     scaling.GROUP: scaling.measured,
     ranks.GROUP: ranks.measured,
     records.GROUP: records.measured,
@@ -201,7 +213,18 @@ def _told(rows: Iterator[Row]) -> Iterator[Row]:
     """Yield rows, telling of each: a full run takes its time."""
     begin = time.monotonic()
     for row in rows:
-        keys = ("group", "workload", "case", "axis", "at", "world", "wrapper", "steps", "what")
+        keys = (
+            "group",
+            "workload",
+            "case",
+            "job",
+            "axis",
+            "at",
+            "world",
+            "wrapper",
+            "steps",
+            "what",
+        )
         words = " | ".join(str(row[key]) for key in keys if key in row)
         print(f"{time.monotonic() - begin:7.1f} s  {words}", file=sys.stderr, flush=True)
         yield row

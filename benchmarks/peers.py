@@ -17,16 +17,16 @@ from benchmarks.workloads import Task
 CLIP, CLIP_BITES = "clip_grad_norm_ that does not bite", "clip_grad_norm_ that bites"
 
 
-def _clip_norm(max_norm: float, task: Task) -> Attached:
+def clip_norm(max_norm: float, task: Task) -> Attached:
     clip = partial(torch.nn.utils.clip_grad_norm_, task.params, max_norm)
     return Attached(after_backward=clip)
 
 
-def _clip_value(task: Task) -> Attached:
+def clip_value(task: Task) -> Attached:
     return Attached(after_backward=partial(torch.nn.utils.clip_grad_value_, task.params, 1.0))
 
 
-def _hooks(read: Callable[[Tensor], object], task: Task) -> Attached:
+def hooks(read: Callable[[Tensor], object], task: Task) -> Attached:
     """Put a closure on every parameter that notes the norm of its gradient, as people write it."""
     norms: dict[str, object] = {}
 
@@ -59,7 +59,7 @@ def _underflow(task: Task) -> Attached:
     return Attached()
 
 
-def _grad_norm(task: Task) -> Attached:
+def grad_norm(task: Task) -> Attached:
     grad_norm = import_module("lightning.pytorch.utilities").grad_norm
     return Attached(after_backward=partial(grad_norm, task.model, norm_type=2))
 
@@ -87,14 +87,14 @@ def _watch(log_freq: int | None, task: Task) -> Attached:
 def cases() -> list[Case]:
     """Return all peers; those whose package is missing as well, for a row that says so."""
     return [
-        Case(CLIP, "peer", partial(_clip_norm, 1e9)),
-        Case(CLIP_BITES, "peer", partial(_clip_norm, 1e-3)),
-        Case("clip_grad_value_", "peer", _clip_value),
-        Case("register_hook closures", "peer", partial(_hooks, Tensor.detach)),
-        Case("register_hook closures with .item()", "peer", partial(_hooks, Tensor.item)),
+        Case(CLIP, "peer", partial(clip_norm, 1e9)),
+        Case(CLIP_BITES, "peer", partial(clip_norm, 1e-3)),
+        Case("clip_grad_value_", "peer", clip_value),
+        Case("register_hook closures", "peer", partial(hooks, Tensor.detach)),
+        Case("register_hook closures with .item()", "peer", partial(hooks, Tensor.item)),
         Case("detect_anomaly", "peer", _anomaly, forward=True),
         Case("DebugUnderflowOverflow", "peer", _underflow, forward=True, package="transformers"),
-        Case("Lightning grad_norm", "peer", _grad_norm, package="lightning"),
+        Case("Lightning grad_norm", "peer", grad_norm, package="lightning"),
         Case("wandb.log alone, for comparison", "peer", partial(_watch, None), package="wandb"),
         Case("wandb.watch, log_freq=1", "peer", partial(_watch, 1), package="wandb"),
         Case("wandb.watch, log_freq=1000", "peer", partial(_watch, 1000), package="wandb"),

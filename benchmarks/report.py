@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import overhead, peers, ranks, records, rule_sets, scaling, startup
+from benchmarks import like_for_like, overhead, peers, ranks, records, rule_sets, scaling, startup
 from benchmarks.cases import BARE
 from benchmarks.machine import PEERS, ROOT
 from benchmarks.overhead import Row
@@ -146,6 +146,41 @@ def _cost(row: Row, *, waits: bool) -> list[str]:
     return [*cells, str(row["waits"])] if waits else cells
 
 
+def jobs(result: Result) -> str:
+    """Return one table per workload: our way to do a job, beside others and the floor."""
+    parts = []
+    for workload in WORKLOADS:
+        rows = [row for row in _of(result, like_for_like.GROUP) if row["workload"] == workload.name]
+        if rows:
+            parts.append(f"**{workload.name}**: {workload.about}.\n")
+            head = ("", "ours", "cheapest peer", "x peer", "floor", "x floor", "others")
+            parts.append(table(head, map(_job, rows)))
+    return "\n".join(parts)
+
+
+def _job(row: Row) -> tuple[str, ...]:
+    cheapest = row["cheapest"]
+    others = [f"{name} {_median(of)}" for name, of in row["peers_us"].items() if name != cheapest]
+    others += [f"{name}: {why}" for name, why in row["missing"].items()]
+    return (
+        row["job"],
+        _median(row["extra_us"]),
+        f"{cheapest} {_median(row['peers_us'][cheapest])}",
+        _times(row["of_peer"]),
+        f"{row['floor']} {_median(row['floor_us'])}",
+        _times(row["of_floor"]),
+        "; ".join(others),
+    )
+
+
+def _median(numbers: Any) -> str:
+    return duration(numbers["median"])
+
+
+def _times(ratio: float | None) -> str:
+    return "within noise" if ratio is None else f"**{number(ratio)}**"
+
+
 def growth(result: Result) -> str:
     """Return the tables of how costs grow."""
     parts = []
@@ -198,6 +233,7 @@ def commands(result: Result) -> str:
 _SECTIONS = (
     ("Targets", "", targets),
     ("Cost of a step", overhead.GROUP, costs),
+    ("Like for like", like_for_like.GROUP, jobs),
     ("Growth", scaling.GROUP, growth),
     ("Between ranks", ranks.GROUP, between_ranks),
     ("Long runs", records.GROUP, long_runs),

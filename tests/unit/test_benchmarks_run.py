@@ -11,9 +11,21 @@ import pytest
 import torch
 
 import gradsurgeon
-from benchmarks import counts, measure, nets, overhead, ranks, records, rule_sets, scaling, startup
-from benchmarks.cases import BARE, Attached, Case
-from benchmarks.machine import EXTRA
+from benchmarks import (
+    counts,
+    like_for_like,
+    measure,
+    nets,
+    overhead,
+    ranks,
+    records,
+    report,
+    rule_sets,
+    scaling,
+    startup,
+)
+from benchmarks.cases import BARE, Attached, Case, step_of
+from benchmarks.machine import EXTRA, version
 from benchmarks.workloads import Workload, deep_mlp
 from gradsurgeon.actions import ACTIONS
 
@@ -81,6 +93,36 @@ def test_a_step_can_be_measured_with_everything_on_it() -> None:
     # It keeps a copy per step, though not all of the three on top of the peak within a step.
     assert found["capture at step"]["peak_bytes"] > 2 * 4 * (16 * 16 + 16) * 4
     json.dumps(rows)
+
+
+def test_every_job_is_done_in_all_ways() -> None:
+    rows = list(like_for_like.of_workload(SMALL, "cpu", ONCE))
+    assert [one["job"] for one in rows] == [job.name for job in like_for_like.JOBS]
+    for one, job in zip(rows, like_for_like.JOBS, strict=True):
+        assert one["peers_us"].keys() | one["missing"].keys() == job.peers.keys()
+        assert one["cheapest"] in one["peers_us"]
+    json.dumps(rows)
+    result = {"rows": rows, "machine": {"kind": "cpu"}}
+    assert "## " not in report.jobs(result)
+
+
+@pytest.mark.parametrize("job", like_for_like.JOBS, ids=lambda job: job.name)
+def test_all_ways_of_a_job_do_the_same(job: like_for_like.Job) -> None:
+    found = []
+    ways = [rule_sets.case(job.name, job.rules).attach, *job.peers.values(), job.floor[1]]
+    for attach, name in zip(ways, ["", *job.peers, ""], strict=True):
+        if version(job.packages.get(name, "torch")) == "missing":
+            continue
+        task = SMALL.build("cpu")
+        # Of one seed: the same gradients for all.
+        task.optimizer = torch.optim.SGD(task.model.parameters(), lr=1.0)
+        before = [param.detach().clone() for param in task.params]
+        step_of(task, attach(task))()
+        after = task.params
+        found.append([old - new.detach() for old, new in zip(before, after, strict=True)])
+    for other in found[1:]:
+        for ours, theirs in zip(found[0], other, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
 def failing(_: object) -> Attached:
