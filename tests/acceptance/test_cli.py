@@ -145,7 +145,8 @@ class TestLint:
             "top.yaml:2:29: error: there is no file `parts/gone.yaml` in the folder of the including "
             "file [bad-include]\n"
             "     2 | include: [parts/wrong.yaml, parts/gone.yaml]\n"
-            "       |                             ^^^^^^^^^^^^^^^\n\n"
+            "       |                             ^^^^^^^^^^^^^^^\n"
+            "       = correct the path\n\n"
             "parts/wrong.yaml:3:25: error: unknown action `norm-lg` [unknown-action]\n"
             '     3 |   - {id: norms, action: norm-lg, params: "*"}\n'
             "       |                         ^^^^^^^\n"
