@@ -85,7 +85,9 @@ class TrainingDetector:
         self._stop_waiting()
         for optimizer in list(self._sizes):
             self._search(optimizer)
-        if not self._sizes:
+        if self._sizes:
+            self._samples.clear()  # They keep the parameters that they were taken of.
+        else:
             self._search_updated(tensors[0] if tensors else named["tensors"])
         self._begin()
         original(*tensors, **named)

@@ -101,6 +101,27 @@ def test_steps_count_from_the_first_of_the_optimizer(folder: Folder) -> None:
 
 OFF = {"GRADSURGEON_DISABLE": "1"}
 
+DROPPED = """
+import weakref
+import torch
+from torch import nn
+seen = nn.Linear(2, 1)
+seen(torch.ones(1, 2)).sum().backward()
+gone = weakref.ref(seen.weight)
+model = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+del seen
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+print("gone" if gone() is None else "kept")
+"""
+
+
+def test_a_model_that_only_a_pass_has_reached_is_let_go_of(folder: Folder) -> None:
+    done = folder.run(DROPPED)
+    assert (done.code, done.out) == (0, "gone\n"), done.lines
+
+
 BY_HAND = """
 import torch
 from torch import nn
