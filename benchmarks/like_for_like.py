@@ -88,12 +88,7 @@ def _on_each_param(act: Callable[[Tensor], Tensor | None], task: Task) -> Attach
         param.register_hook(act)  # type: ignore[no-untyped-call] # torch has no types there
         for param in task.params
     ]
-
-    def detach() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return Attached(detach=detach)
+    return peers.taken_off(handles)
 
 
 def _is_finite(grad: Tensor) -> None:
@@ -111,12 +106,7 @@ def _keep_each(task: Task) -> Attached:
         param.register_hook(partial(keep, number))  # type: ignore[no-untyped-call] # as above
         for number, param in enumerate(task.params)
     ]
-
-    def detach() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return Attached(detach=detach)
+    return peers.taken_off(handles)
 
 
 def _keep_all() -> Attach:
@@ -142,12 +132,7 @@ def _outputs(read: Callable[[Tensor], object], task: Task) -> Attached:
     handles = [
         module.register_forward_hook(hook(name)) for name, module in task.model.named_modules()
     ]
-
-    def detach() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return Attached(detach=detach)
+    return peers.taken_off(handles)
 
 
 JOBS = (

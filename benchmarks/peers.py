@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from benchmarks.cases import Attached, Case
 from benchmarks.workloads import Task
 
 CLIP, CLIP_BITES = "clip_grad_norm_ that does not bite", "clip_grad_norm_ that bites"
+
+
+def taken_off(handles: Sequence[RemovableHandle]) -> Attached:
+    """Return how a step runs with hooks on the model, which are taken off again."""
+
+    def detach() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return Attached(detach=detach)
 
 
 def clip_norm(max_norm: float, task: Task) -> Attached:
@@ -40,12 +51,7 @@ def hooks(read: Callable[[Tensor], object], task: Task) -> Attached:
         param.register_hook(hook(name))  # type: ignore[no-untyped-call] # torch has no types there
         for name, param in task.model.named_parameters()
     ]
-
-    def detach() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return Attached(detach=detach)
+    return taken_off(handles)
 
 
 def _anomaly(task: Task) -> Attached:
