@@ -131,12 +131,14 @@ def apply(
 
 def _bound(model: nn.Module, rules: Rules) -> Plan:
     """Bind rules to the model of this rank; what they match may be on another one."""
-    runtime = _runtime()  # without torch there is nothing to bind to
-    if not runtime.has_others():
+    _runtime()  # without torch there is nothing to bind to
+    from gradsurgeon.distributed import session_discovery  # noqa: PLC0415 # needs torch
+
+    if not session_discovery.has_others():
         return plan(model, rules)
     found = load(rules)
     bound = planning.bind(found, planning.from_model(_checked(model)), alone=False)
-    errors, elsewhere = runtime.lacking(found, {bound.subject: bound}, alone=True)
+    errors, elsewhere = session_discovery.lacking(found, {bound.subject: bound}, alone=True)
     if errors:
         raise BindError(errors)
     return replace(bound, elsewhere=elsewhere)

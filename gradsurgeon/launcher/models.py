@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, api, planning
+from gradsurgeon.distributed.session_discovery import lacking
 from gradsurgeon.errors import BindError, RecordError
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import AttachedModel, write_header
-from gradsurgeon.runtime import Options, lacking
+from gradsurgeon.runtime import Options
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name

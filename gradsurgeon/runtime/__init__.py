@@ -5,7 +5,6 @@ from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.context import Mode, Options
 from gradsurgeon.runtime.registry import enter, find, tag
 from gradsurgeon.runtime.session import Session
-from gradsurgeon.runtime.session_discovery import has_others, lacking
 
 __all__ = [
     "OLDEST",
@@ -15,7 +14,5 @@ __all__ = [
     "Session",
     "enter",
     "find",
-    "has_others",
-    "lacking",
     "tag",
 ]

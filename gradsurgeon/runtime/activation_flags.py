@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradsurgeon.actions import Rule
-from gradsurgeon.runtime.event_log import EventLog
-from gradsurgeon.runtime.measure import read
+from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.tensors.measure import read
 
 # A long validation between two updates must not pile up flags without end.
 _MOST = 4096

@@ -12,12 +12,12 @@ from gradsurgeon.actions import ObserverRule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
+from gradsurgeon.recording.event_log import EventLog
+from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.runtime import compile_support
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.controller import Controller
-from gradsurgeon.runtime.event_log import EventLog
 from gradsurgeon.runtime.parameters import Parameters
-from gradsurgeon.runtime.recorder import Recorder
 from gradsurgeon.runtime.scaler_watch import Scaling, refuse_scaling
 from gradsurgeon.runtime.step_counter import StepCounters
 from gradsurgeon.store import Logged, Lookup, Records

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradsurgeon import _torch
 from gradsurgeon.compiler import Program
-from gradsurgeon.runtime.event_log import EventLog
+from gradsurgeon.recording.event_log import EventLog
 
 # Of all sessions that are attached.
 _programs: list[Program] = []

@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from gradsurgeon import _torch
 from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.compiler import Program
+from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
+from gradsurgeon.recording.event_log import EventLog
+from gradsurgeon.recording.recorder import CapturedTensors, Recorder
 from gradsurgeon.runtime.activation_flags import Flags
 from gradsurgeon.runtime.due_rules import NONFINITE, RulesByCounter
-from gradsurgeon.runtime.event_log import EventLog
 from gradsurgeon.runtime.parameters import Parameters
-from gradsurgeon.runtime.ranks import Ranks
-from gradsurgeon.runtime.recorder import CapturedTensors, Recorder
 from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.runtime.step_counter import StepCounters
 from gradsurgeon.store import Records

@@ -15,10 +15,10 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.edit_effect import LEFT_ALONE, can_decide, changes, check_layout, decide
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.measure import Norms
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
+from gradsurgeon.tensors.measure import Norms
 
 
 @dataclass(frozen=True, slots=True)

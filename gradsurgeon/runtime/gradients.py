@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.measure import Norms, pick
 from gradsurgeon.runtime.scaler_watch import unscaled
+from gradsurgeon.tensors import measure
+from gradsurgeon.tensors.measure import Norms, pick
 
 
 class Gradients:

@@ -11,9 +11,9 @@ from typing import Literal
 from torch import Tensor
 
 from gradsurgeon.errors import BindError, GradSurgeonError
-from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision, TrainingEvents
+from gradsurgeon.tensors import measure
 
 _NOTICE = (
     "no torch optimizer owns the parameters: the end of a backward pass that began on empty gradients "

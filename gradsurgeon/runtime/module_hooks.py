@@ -20,8 +20,8 @@ from gradsurgeon.actions import Rule, spelled
 from gradsurgeon.compiler import ModuleProgram
 from gradsurgeon.runtime.activation_rules import Due, ModuleSchedule, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.structure import Path, describe, resolve, tensors_in, with_tensors
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
+from gradsurgeon.tensors.structure import Path, describe, resolve, tensors_in, with_tensors
 
 
 class _Call(NamedTuple):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import Decision
+from gradsurgeon.distributed.ranks import FINE, OVERFLOWED, RAISE, SKIP, Cause
 from gradsurgeon.events import EventKind
-from gradsurgeon.runtime import measure
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.context import Context, Mode
 from gradsurgeon.runtime.due_rules import BoundRule
@@ -30,9 +30,9 @@ from gradsurgeon.runtime.nonfinite_report import (
 )
 from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.rank_agreement import RankAgreement
-from gradsurgeon.runtime.ranks import FINE, OVERFLOWED, RAISE, SKIP, Cause
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import StepDecision
+from gradsurgeon.tensors import measure
 
 _OVERFLOW = (
     "step {step}: all ranks skip the step, because the GradScaler of rank {rank} does: the scaled gradients "

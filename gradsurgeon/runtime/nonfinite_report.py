@@ -11,7 +11,7 @@ from gradsurgeon import _dist
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.gradient_rules import GradientSnapshot
-from gradsurgeon.runtime.measure import NonfiniteCount, Norms, as_dict
+from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict
 
 _SHOWN = 12
 _PARTS = "a part is where a rank keeps its share of the sum: any rank may have added it"

@@ -11,9 +11,9 @@ from torch import Tensor
 from gradsurgeon.actions import EditRule, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.measure import read
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
+from gradsurgeon.tensors.measure import read
 
 _PASSES = (
     "bounds the contribution of each backward pass, and several feed one update: their sum can "

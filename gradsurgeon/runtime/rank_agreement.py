@@ -15,11 +15,11 @@ from typing import Any, cast
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
+from gradsurgeon.distributed import ranks, session_discovery
+from gradsurgeon.distributed.ranks import FINE, Cause
+from gradsurgeon.distributed.session_discovery import SessionInfo
 from gradsurgeon.errors import GradSurgeonError
-from gradsurgeon.runtime import ranks, session_discovery
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.ranks import FINE, Cause
-from gradsurgeon.runtime.session_discovery import SessionInfo
 from gradsurgeon.runtime.step_counter import StepCounter
 
 

@@ -12,8 +12,8 @@ from gradsurgeon.actions import CaptureRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
+from gradsurgeon.recording.recorder import CaptureKey
 from gradsurgeon.runtime.attachment import Attachment
-from gradsurgeon.runtime.recorder import CaptureKey
 from gradsurgeon.store import Lookup, RecordQueries
 
 # A notebook shows the last events; `events` has all of them.

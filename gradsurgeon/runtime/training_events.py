@@ -13,9 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from gradsurgeon.distributed.ranks import Cause
 from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.runtime.backward_order import BackwardGraph
-from gradsurgeon.runtime.ranks import Cause
 from gradsurgeon.runtime.step_counter import StepCounter
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from worker import work
 
 import gradsurgeon
-from gradsurgeon.runtime import session_discovery
+from gradsurgeon.distributed import session_discovery
 
 STEPS = 5
 FAULT = 2

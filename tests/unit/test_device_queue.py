@@ -14,9 +14,9 @@ from torch import Tensor
 
 import gradsurgeon
 from gradsurgeon import Event, _torch, load
-from gradsurgeon.runtime.device_queue import DeviceQueue
-from gradsurgeon.runtime.event_log import EventLog
-from gradsurgeon.runtime.recorder import Recorder
+from gradsurgeon.recording.device_queue import DeviceQueue
+from gradsurgeon.recording.event_log import EventLog
+from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter
@@ -97,7 +97,7 @@ def test_a_device_that_is_behind_is_not_waited_for(copies: list[Copy]) -> None:
 def test_where_memory_is_at_its_bound_the_oldest_transfer_is_waited_for(
     bound: int, at_once: int, copies: list[Copy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradsurgeon.runtime.device_queue._MOST_BYTES", bound)
+    monkeypatch.setattr("gradsurgeon.recording.device_queue._MOST_BYTES", bound)
     ring, taken = collecting()
     for number in range(9):
         ring.put(number, torch.tensor([float(number)]))

@@ -14,7 +14,7 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import Event, GradSurgeonWarning, NonFiniteGradientError, load
-from gradsurgeon.runtime.event_log import EventLog, Tally
+from gradsurgeon.recording.event_log import EventLog, Tally
 
 NAN = float("nan")
 
@@ -42,7 +42,7 @@ def train(then: str, steps: int, **options: object) -> gradsurgeon.Session:
 
 @pytest.fixture
 def few_events(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr("gradsurgeon.runtime.event_log._MOST_EVENTS", 100)
+    monkeypatch.setattr("gradsurgeon.recording.event_log._MOST_EVENTS", 100)
     return 100
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradsurgeon.runtime.measure import NonfiniteCount
 from gradsurgeon.runtime.nonfinite_report import gradient_report
+from gradsurgeon.tensors.measure import NonfiniteCount
 
 NAMES = ["first.weight", "second.weight", "third.weight"]
 

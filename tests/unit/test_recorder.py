@@ -15,9 +15,9 @@ from runs import KEY, meta
 from torch import Tensor
 
 from gradsurgeon import Event, load
+from gradsurgeon.recording.event_log import EventLog
+from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.report import describe, from_run
-from gradsurgeon.runtime.event_log import EventLog
-from gradsurgeon.runtime.recorder import Recorder
 from gradsurgeon.store import Records
 from gradsurgeon.store.run import open_run
 from gradsurgeon.store.writer import RunWriter

@@ -15,8 +15,8 @@ from torch import Tensor
 from gradsurgeon import _numbers
 from gradsurgeon.actions import Rule
 from gradsurgeon.events import Event
-from gradsurgeon.runtime.device_queue import DeviceQueue
-from gradsurgeon.runtime.event_log import EventLog
+from gradsurgeon.recording.device_queue import DeviceQueue
+from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.store import Key, Records
 
 if TYPE_CHECKING:

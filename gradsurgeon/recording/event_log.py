@@ -35,7 +35,7 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Rule
 from gradsurgeon.errors import GradSurgeonWarning, printable
 from gradsurgeon.events import Event, EventKind, RuleStatus
-from gradsurgeon.runtime.device_queue import DeviceQueue
+from gradsurgeon.recording.device_queue import DeviceQueue
 
 _LOGGER = logging.getLogger("gradsurgeon")
 # A trap with `then: warn` can trip in every step of a long run. So many of what repeats others are kept,

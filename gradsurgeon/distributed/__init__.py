@@ -1,0 +1,1 @@
+"""The ranks that train one model: who they are, and how they find each other's rules."""
