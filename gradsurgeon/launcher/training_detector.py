@@ -23,8 +23,8 @@ from gradsurgeon.launcher.script_end import ScriptEnd
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.warning_lines import WarningLines
 from gradsurgeon.runtime import registry
-from gradsurgeon.runtime.backward_order import BackwardGraph
-from gradsurgeon.runtime.backward_order import roots_of as roots_of_pass
+from gradsurgeon.tensors.backward_graph import BackwardGraph
+from gradsurgeon.tensors.backward_graph import roots_of as roots_of_pass
 
 _SAMPLED = 16
 

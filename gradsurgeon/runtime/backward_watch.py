@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.runtime.backward_order import BackwardGraph, Root, roots_of
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
+from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 
 
 @dataclass(slots=True, eq=False)
@@ -205,7 +205,7 @@ class BackwardWatch:
         tensors.update(order, seen.calls)
         if not tensors and not seen.module:
             return
-        if tensors and not self._context.paused:
+        if tensors:
             self._context.refuse_graph_capture()
         self._events.backward_finished(
             BackwardPass(

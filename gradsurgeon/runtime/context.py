@@ -18,10 +18,10 @@ from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import CapturedTensors, Recorder
 from gradsurgeon.runtime.activation_flags import Flags
-from gradsurgeon.runtime.due_rules import NONFINITE, RulesByCounter
+from gradsurgeon.runtime.due_rules import NONFINITE, NOTHING_DUE, DueRules, RulesByCounter
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import Scaling
-from gradsurgeon.runtime.step_counter import StepCounters
+from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 from gradsurgeon.store import Records
 
 Mode = Literal["act", "observe"]
@@ -53,7 +53,7 @@ class Context:
     mode: Mode = "act"
     # The launcher has put the rules on: the script has no session.
     outside: bool = False
-    # No rule acts until the session goes on; asked by the controller, and by hooks that act by themselves.
+    # No rule is due until the session goes on. Only ranks that agree ask for it besides.
     paused: bool = False
     # What the model is called, where there are several.
     title: str = ""
@@ -74,12 +74,18 @@ class Context:
                         f"finite, this one asks for `{self.decisions[rule.id].statistic}`; use `params`"
                     ]
                 )
-        rules = RulesByCounter(self.program, self.counters, self.decisions)
-        self.due_rules, self.bound_rule = rules.due, rules.bound_rule
+        self.by_counter = RulesByCounter(self.program, self.counters, self.decisions)
+
+    def is_due(self, rule: Rule, counter: StepCounter) -> bool:
+        return not self.paused and rule.steps.due(counter.step)
+
+    def due_rules(self, counter: StepCounter) -> DueRules:
+        return NOTHING_DUE if self.paused else self.by_counter.due(counter)
 
     def silent(self) -> Self:
         """Return the same without a memory: other ranks wait for what is measured, nobody here reads it."""
         silent = copy.copy(self)
+        silent.paused = False
         silent.event_log = EventLog(self.rules, [0] * len(self.rules))
         silent.recorder, silent.captures = Recorder(Records()), CapturedTensors(silent.event_log)
         return silent
@@ -90,7 +96,7 @@ class Context:
 
     def refuse_graph_capture(self) -> None:
         """Refuse to be captured with rules that the replays of a CUDA graph would silence."""
-        if not _torch.is_capturing():
+        if self.paused or not _torch.is_capturing():
             return
         for rule, reason in rules_lost_in_replay(self.program):
             raise GradSurgeonError(

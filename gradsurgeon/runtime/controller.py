@@ -105,13 +105,11 @@ class Controller:
     def backward_finished(self, done: BackwardPass) -> None:
         context = self.context
         context.ranks.passed(averaged=done.averaged)
-        if done.scale is not None and not context.paused:
-            refuse_scaling(context.program)
         self._agreement.find_sessions(done.tensors, update=False)
-        if context.paused:
-            if self._agreement.is_needed_by_others(done.tensors, update=False):
-                after_pass(context.silent(), done)
-            return
+        if self._agreement.is_needed_by_others(done.tensors, update=False):
+            after_pass(context.silent(), done)
+        if done.scale is not None:
+            refuse_scaling(context.program)
         self._unstepped |= bool(done.tensors)
         self._last = done.tensors[:1] or self._last
         self._early.clear()
@@ -120,21 +118,22 @@ class Controller:
         context.flags.passed()
         # Whose step this pass feeds decides which counter its records go by.
         by_hand = self._feeds_a_parameter(done) and self._is_by_hand()
-        if by_hand and not self.manual.declared:
-            self.manual.check_accumulation(done)
-        with self.manual.step_of(done):
+        accumulated = by_hand and self.manual.accumulates(done)
+        with self.manual.in_step(accumulated=accumulated):
             for counter, snapshot in after_pass(context, done).items():
                 self._traps.add_snapshot(counter, snapshot)
         count_passes(context, done)
         if by_hand:
-            self._step_by_hand(done)
+            try:
+                self.manual.after(accumulated=accumulated)
+            finally:
+                if accumulated:
+                    self._traps.done(context.counters.common)
 
     def step_starting(self, step: Step) -> StepDecision:
         """Do what is due right before an update: the trap decides, then rules at the step edit."""
         context, counter = self.context, step.counter
         if step.inside:
-            if context.paused:
-                return StepDecision()
             # By the end of the pass the script has cleared this gradient.
             having, _ = context.parameters.grads(counter.tensors)
             after_pass(context, BackwardPass(tuple(having), scale=context.scaling.scale))
@@ -164,7 +163,7 @@ class Controller:
 
     def step_finished(self, step: Step, *, took_place: bool) -> None:
         counter, context = step.counter, self.context
-        if took_place and not context.paused:
+        if took_place:
             count_due_rules(context, counter, self._module_counters.of, owned=self.steps.owned)
             if not step.inside:  # the hooks on this very gradient may still be running
                 self.model.after_step(counter)
@@ -173,7 +172,7 @@ class Controller:
         counter.tick()
         self._unstepped = False
         self._steps += 1
-        if self._steps == _SETTLED and self.steps.owned and not context.paused:
+        if self._steps == _SETTLED and self.steps.owned:
             self._tell_of_unowned()
         context.recorder.end_step()
         self._lead_common(counter)
@@ -230,15 +229,6 @@ class Controller:
     def _is_by_hand(self) -> bool:
         return self.manual.active or not self.expects_update()
 
-    def _step_by_hand(self, done: BackwardPass) -> None:
-        if not self.manual.active:
-            self.manual.begin()
-        try:
-            self.manual.after(done)
-        finally:
-            if done.continued:
-                self._traps.done(self.context.counters.common)
-
     def _feeds_a_parameter(self, done: BackwardPass) -> bool:
         """Tell whether an update can follow a pass; of one by hand, say once that it cannot."""
         if done.tensors:
@@ -274,7 +264,7 @@ class Controller:
         program = self.context.program
         if program.modules or program.tags or counter is self.context.counters.common:
             return False
-        return not self.context.due_rules(counter).bound_rules
+        return not self.context.by_counter.due(counter).bound_rules
 
     def _catch_up(self, step: Step) -> None:
         """Look at gradients that came before the hooks; say where none came through them."""
@@ -302,10 +292,7 @@ class Controller:
             # An optimizer that takes over from a hand-written update goes on with its count.
             counters.start = counter.step
         elif common.step < counter.step:
-            if not self.context.paused:
-                count_due_rules(
-                    self.context, common, self._module_counters.of, owned=self.steps.owned
-                )
+            count_due_rules(self.context, common, self._module_counters.of, owned=self.steps.owned)
             self._traps.done(common)
             common.step = counter.step
 

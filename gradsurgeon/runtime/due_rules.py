@@ -63,6 +63,9 @@ def _tensors(bound_rules: Iterable[BoundRule]) -> tuple[int, ...]:
     return tuple(sorted({tensor for bound_rule in bound_rules for tensor in bound_rule.tensors}))
 
 
+NOTHING_DUE = DueRules((), (), ())
+
+
 class RulesByCounter:
     """The rules on parameters, divided by the step counter that each parameter goes by."""
 

@@ -82,7 +82,7 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
 def _log_contributions(context: Context, done: BackwardPass) -> None:
     for rule_id, rows in done.logged.items():
         for counter in context.counters.among(sorted(rows)):
-            bound_rule = context.bound_rule(rule_id, counter)
+            bound_rule = context.by_counter.bound_rule(rule_id, counter)
             tensors = [tensor for tensor in bound_rule.tensors if tensor in rows]
             columns = bound_rule.columns(tensors)
             for stat, key in bound_rule.keys.items():

@@ -65,19 +65,22 @@ class ManualSteps:
     def declared(self) -> bool:
         return self._counts == "ticks"
 
-    def check_accumulation(self, done: BackwardPass) -> None:
+    def accumulates(self, done: BackwardPass) -> bool:
+        """Tell whether a pass is one more micro-batch of the step that has been counted; refuse edits twice."""
+        if self.declared:
+            return False
         held = measure.read(list(done.held.values()))
         onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
-        done.continued |= bool(onto)
         compounded = [tensor for tensor in self.edited() if tensor in onto]
         if compounded and self._context.mode == "act":
             name, tick = self._context.program.names[compounded[0]], how_to_tick(self._context)
             raise GradSurgeonError(_COMPOUNDS.format(name=name, tick=tick))
+        return bool(onto)
 
     def edited(self) -> list[int]:
         return sorted({i for stage in self._context.program.step_edits for i in stage.tensors})
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Say that passes count as steps from now on; refuse what cannot act on such updates."""
         self._counts = "passes"
         self._refuse_freezes()
@@ -98,23 +101,25 @@ class ManualSteps:
             raise BindError([f"rule {rule}: {text}" for rule in refused])
 
     @contextmanager
-    def step_of(self, done: BackwardPass) -> Iterator[None]:
+    def in_step(self, *, accumulated: bool) -> Iterator[None]:
         """Let a pass that went on with an earlier one belong to the step that has been counted."""
         counter = self._context.counters.common
-        back = int(done.continued and self._counted and not self.declared)
+        back = int(accumulated and self._counted)
         counter.step -= back
         try:
             yield
         finally:
             counter.step += back
 
-    def after(self, done: BackwardPass) -> None:
+    def after(self, *, accumulated: bool) -> None:
+        if not self.active:
+            self._begin()
         if self.declared:
             return
         step = Step(self._context.counters.common)
-        with self.step_of(done):
+        with self.in_step(accumulated=accumulated):
             number, decision = step.counter.step, self._events.step_starting(step)
-        if not done.continued:
+        if not accumulated:
             self._counted = True
             edited = zip(*self._context.parameters.grads(self.edited()), strict=True)
             self._edited = {tensor: weakref.ref(grad) for tensor, grad in edited}

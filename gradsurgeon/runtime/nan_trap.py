@@ -137,7 +137,7 @@ class NanTraps:
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         """Note a step that a scaler has skipped; raise where that is no overflow, but a NaN that stays."""
-        findings = [] if self._context.paused else self._judge_skip_of_scaler(counter, scale)
+        findings = self._judge_skip_of_scaler(counter, scale)
         decision = self._conclude(counter, findings, floor=OVERFLOWED)
         if decision.error is not None:
             raise decision.error

@@ -124,7 +124,7 @@ def count_due_rules(
         cause = partial(_why_silent, context, bound_rule.tensors, owned=owned)
         context.event_log.note_due(bound_rule.rule.id, counter.step, cause)
     for rule, owner in context.program.site_rules:
-        if counter_of(owner) is counter and rule.steps.due(counter.step):
+        if counter_of(owner) is counter and context.is_due(rule, counter):
             context.event_log.note_due(
                 rule.id, counter.step, partial(_why_no_tensor, context, rule)
             )

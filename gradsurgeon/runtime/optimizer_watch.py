@@ -242,8 +242,7 @@ class OptimizerWatch:
         return evaluate
 
     def _act(self, optimizer: Optimizer, update: Update) -> None:
-        if not self._context.paused:
-            self._context.refuse_graph_capture()
+        self._context.refuse_graph_capture()
         # A fused optimizer gets scaled gradients, and the scaler's word on whether they overflowed.
         update.scale = getattr(optimizer, "grad_scale", None)
         overflow = getattr(optimizer, "found_inf", None)

@@ -76,9 +76,7 @@ class TensorHook(Hook):
         context, passes = live
         passes.seen.calls[self.tensor] += 1
         counter = context.counters[self.tensor]
-        if context.paused:
-            return None
-        due = [rule for rule in self._rules if rule.steps.due(counter.step)]
+        due = [rule for rule in self._rules if context.is_due(rule, counter)]
         param = context.parameters.param(self.tensor)
         if not due or param is None:
             return None

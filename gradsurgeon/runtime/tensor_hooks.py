@@ -53,7 +53,7 @@ class TensorHooks:
         return out
 
     def tag(self, tensor: Tensor, name: str) -> Tensor:
-        if self.context.paused or not self.context.program.tags:
+        if not self.context.program.tags:
             return tensor
         if name not in self._tags:
             rules = [rule for rule in self.context.program.tags if _matches(rule, name)]

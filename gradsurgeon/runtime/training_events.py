@@ -15,11 +15,11 @@ from torch import Tensor
 
 from gradsurgeon.distributed.ranks import Cause
 from gradsurgeon.errors import NonFiniteGradientError
-from gradsurgeon.runtime.backward_order import BackwardGraph
 from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class BackwardPass:
     """One backward pass that has ended.
 
@@ -31,7 +31,6 @@ class BackwardPass:
         contributed: norms of what this rank alone has contributed, where an average over ranks followed.
         scale: what a `GradScaler` has multiplied its gradients by.
         averaged: whether an average over ranks followed.
-        continued: it began on gradients that were there before: one more micro-batch of the same step.
         held: by tensor, whether its gradient held anything but zeros before, where that matters.
     """
 
@@ -42,7 +41,6 @@ class BackwardPass:
     contributed: dict[int, Tensor] = field(default_factory=dict)
     scale: Tensor | None = None
     averaged: bool = False
-    continued: bool = False
     held: dict[int, Tensor] = field(default_factory=dict)
 
 

@@ -628,6 +628,25 @@ def test_pause_and_resume_keep_the_clock() -> None:
     assert session.history("w") == [(0, 1.0), (3, 1.0)]
 
 
+def test_updates_by_hand_are_counted_while_the_rules_pause() -> None:
+    model, moved = Weight(), []
+    with gradsurgeon.apply(model, rules(HALF, NORMS), optimizer=None) as session:
+        for step in range(5):
+            if step == 2:
+                session.pause()
+            if step == 4:
+                session.resume()
+            before = model.w.item()
+            model.w.sum().backward()
+            with torch.no_grad():
+                model.w -= model.w.grad
+                model.w.grad = None
+            moved.append(before - model.w.item())
+        assert session.step == 5
+    assert moved == [0.5, 0.5, 1.0, 1.0, 0.5]
+    assert session.history("w") == [(0, 1.0), (1, 1.0), (4, 1.0)]
+
+
 def test_frozen_parameters_act_once_thawed() -> None:
     case = CASES["frozen"]
     model = case.make()
