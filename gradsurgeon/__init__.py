@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from gradsurgeon.events import Event, RuleStatus
     from gradsurgeon.planning import Binding, Manifest, Plan
     from gradsurgeon.report import Report
-    from gradsurgeon.runtime import Session
     from gradsurgeon.schema import RuleSet
+    from gradsurgeon.session import Session
     from gradsurgeon.statistics import Statistic, add_statistic
     from gradsurgeon.store.run import Run
 
@@ -116,8 +116,8 @@ _NAMES = {
     "events": "Event RuleStatus",
     "planning": "Binding Manifest Plan",
     "report": "Report",
-    "runtime": "Session",
     "schema": "RuleSet",
+    "session": "Session",
     "statistics": "Statistic add_statistic",
     "store.run": "Run",
 }

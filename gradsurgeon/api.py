@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from gradsurgeon.runtime import Attachment, Options, Session
+    from gradsurgeon.runtime import Attachment, Options
+    from gradsurgeon.session import Session
     from gradsurgeon.store.run import Run
     from gradsurgeon.store.writer import RunWriter
 
@@ -126,7 +127,9 @@ def apply(
     bound = _bound(model, rules)
     options = _runtime().Options(optimizers, scaler, mode, start_step)
     attachment = attach(model, bound, options, record=record, replace=replace)
-    return cast("Session", _runtime().Session(attachment))
+    from gradsurgeon.session import Session  # noqa: PLC0415 # needs torch
+
+    return Session(attachment)
 
 
 def _bound(model: nn.Module, rules: Rules) -> Plan:

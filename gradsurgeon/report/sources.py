@@ -16,7 +16,7 @@ from gradsurgeon.store import Records, job
 from gradsurgeon.store.layout import section
 
 if TYPE_CHECKING:
-    from gradsurgeon.runtime import Session
+    from gradsurgeon.session import Session
     from gradsurgeon.store.run import Run
 
 # So many values are read as they are; of more the summaries are read.

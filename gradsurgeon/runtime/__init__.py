@@ -4,14 +4,12 @@ from gradsurgeon.runtime._oldest_torch import OLDEST
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.context import Mode, Options
 from gradsurgeon.runtime.registry import enter, find, tag
-from gradsurgeon.runtime.session import Session
 
 __all__ = [
     "OLDEST",
     "Attachment",
     "Mode",
     "Options",
-    "Session",
     "enter",
     "find",
     "tag",

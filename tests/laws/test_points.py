@@ -638,9 +638,7 @@ def test_updates_by_hand_are_counted_while_the_rules_pause() -> None:
                 session.resume()
             before = model.w.item()
             model.w.sum().backward()
-            with torch.no_grad():
-                model.w -= model.w.grad
-                model.w.grad = None
+            update_by_hand(model, in_place=False)
             moved.append(before - model.w.item())
         assert session.step == 5
     assert moved == [0.5, 0.5, 1.0, 1.0, 0.5]

@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812 # the name everybody uses
 
 import gradsurgeon
 from gradsurgeon import packs
-from gradsurgeon.runtime import Session
+from gradsurgeon.session import Session
 
 LOCK = packs.folder() / "packs.json"
 FILES = sorted(packs.folder().glob("*.yaml"))
