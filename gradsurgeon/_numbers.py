@@ -95,6 +95,18 @@ def small(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
     return flat, _torch.integers(sizes, flat.device)
 
 
+def first_elements(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the first elements of gradients, flat, as many as a small one has; small ones as they are."""
+    if max(map(Tensor.numel, grads), default=0) <= _FEW:
+        return grads
+    return [
+        grad.detach().view(-1)[:_FEW]
+        if grad.numel() > _FEW and grad.layout is torch.strided and grad.is_contiguous()
+        else grad
+        for grad in grads
+    ]
+
+
 _DOTTED = {torch.float32, torch.float64}
 _HALF = {torch.float16, torch.bfloat16}
 
@@ -169,25 +181,6 @@ def ends(grad: Tensor) -> tuple[float, float]:
         return 0.0, 0.0
     # On a CPU two passes are quicker than `aminmax`.
     return elements.amin().item(), elements.amax().item()
-
-
-def ranges(grads: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Return the smallest and the largest element of each real gradient, both NaN where one is. Waits for the device."""
-    ranges = [(0.0, 0.0)] * len(grads)
-    small: dict[torch.dtype, list[int]] = {}
-    with torch.no_grad():
-        dense = [grad if grad.layout == torch.strided else values(grad) for grad in grads]
-        for index, grad in enumerate(dense):
-            if grad.is_cpu and 0 < grad.numel() <= _FEW:
-                small.setdefault(grad.dtype, []).append(index)
-            else:
-                ranges[index] = ends(grad)
-        for indices in small.values():
-            flat, lengths = _together([dense[index] for index in indices])
-            both = [by_segments(flat, end, lengths).tolist() for end in ("min", "max")]
-            for index, smallest, largest in zip(indices, *both, strict=True):
-                ranges[index] = smallest, largest
-    return ranges
 
 
 def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:

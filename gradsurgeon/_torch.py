@@ -100,7 +100,7 @@ def aside(tensor: Tensor) -> Iterator[Tensor]:
 
 def is_host(tensor: Tensor) -> bool:
     """Tell whether reading a value of ``tensor`` waits for nothing."""
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu
 
 
 class Stream:
@@ -171,7 +171,9 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def shares_storage(grad: Tensor) -> bool:
-    """Tell whether another live tensor uses the storage of a strided ``grad``."""
+    """Tell whether another live tensor uses the storage of a gradient that has one of its own."""
+    if grad.layout is not torch.strided:
+        return False
     # A tensor that the script gave as `backward(gradient=...)` can become ``.grad`` itself.
     storage = grad.untyped_storage()
     # One user is the gradient, one is the handle that is being looked at.

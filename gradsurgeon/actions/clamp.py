@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 
+# On a CPU two passes over more elements than this take longer than a call of torch for each tensor.
+_MANY = 4096
+
+
 class Clamp(EditRule):
     """Bound every element of a gradient.
 
@@ -123,8 +127,8 @@ class Clamp(EditRule):
             return grad.clamp(*bounds(grad.dtype))
 
         def apply_(grads: Sequence[Tensor]) -> None:
-            for grad in grads:
-                grad.clamp_(*bounds(grad.dtype))
+            for kind in {grad.dtype for grad in grads}:
+                _clamp_([grad for grad in grads if grad.dtype == kind], *bounds(kind))
 
         def alters(grad: Tensor) -> Tensor:
             if grad.numel() == 0:
@@ -140,3 +144,18 @@ class Clamp(EditRule):
             return smallest < below or largest > above
 
         return Edit(apply, apply_, alters, decided=decided)
+
+
+def _clamp_(grads: Sequence[Tensor], below: float | None, above: float | None) -> None:
+    import torch  # noqa: PLC0415 # as above
+
+    together = []
+    for grad in grads:
+        if grad.is_cpu and grad.numel() > _MANY:
+            grad.clamp_(below, above)
+        else:
+            together.append(grad)
+    if together and below is not None:
+        torch._foreach_clamp_min_(together, below)  # torch has no public one
+    if together and above is not None:
+        torch._foreach_clamp_max_(together, above)  # the same

@@ -48,8 +48,7 @@ class Zero(EditRule):
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
         def apply_(grads: Sequence[Tensor]) -> None:
-            for grad in grads:
-                grad.zero_()
+            torch._foreach_zero_(list(grads))  # torch has no public one
 
         def alters(grad: Tensor) -> Tensor:
             return (grad != 0).any()

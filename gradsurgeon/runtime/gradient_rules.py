@@ -13,7 +13,7 @@ from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import ByNorm, CaptureRule, Edit, EditRule, FreezeRule, ObserverRule, Rule
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.edit_effect import LEFT_ALONE, can_decide, changes, check_layout, decide
+from gradsurgeon.runtime.edit_effect import LEFT_ALONE, changed, check_layout
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -157,23 +157,20 @@ class StepRules:
     def _elementwise(
         self, rule: Rule, edit: Edit, gradients: Gradients, tensors: Sequence[int]
     ) -> None:
-        event_log = self._context.event_log
-        parts = {tensor: _dist.local(gradients[tensor]) for tensor in tensors}
-        known = [tensor for tensor, part in parts.items() if can_decide(edit, part)]
-        ranges = _numbers.ranges([parts[tensor] for tensor in known])
-        biting = {
-            tensor
-            for tensor, ends in zip(known, ranges, strict=True)
-            if decide(edit, parts[tensor], ends)
-        }
-        event_log.count_changed(rule.id, len(biting))
-        blind = parts.keys() - set(known)
-        for tensor in blind:
-            event_log.count_changed(rule.id, changes(edit, parts[tensor]))
+        event_log, grads = self._context.event_log, gradients.of(tensors)
+        parts = [_dist.local(grad) for grad in grads] if _dist.any_sharded(grads) else grads
+        answers = changed(edit, parts)
+        event_log.count_changed(rule.id, sum(answer is True for answer in answers))
+        for answer in answers:
+            if isinstance(answer, Tensor):
+                event_log.count_changed(rule.id, answer)
         # Whether a gradient has changed must be the same on all ranks that share it: one that measured
         # it again would wait for the others. So all write, be it for nothing.
-        for_all = {tensor for tensor in known if _dist.is_sharded(gradients[tensor])}
-        written = sorted(biting | blind | for_all)
+        written = [
+            tensor
+            for tensor, grad, part, answer in zip(tensors, grads, parts, answers, strict=True)
+            if answer is not False or grad is not part
+        ]
         _apply(edit, [_dist.local(grad) for grad in gradients.writable(written)])
 
     def _by_norm(
@@ -215,10 +212,11 @@ def _shorten(grads: Sequence[Tensor], factors: Tensor) -> None:
 
 
 def _apply(edit: Edit, grads: list[Tensor]) -> None:
-    dense = [grad for grad in grads if grad.layout == torch.strided]
+    dense = [grad for grad in grads if grad.layout is torch.strided]
     if dense:
         edit.apply_(dense)
-    for grad in grads:
-        if grad.layout != torch.strided:
-            # In place for the outside: the optimizer and the script keep seeing the same tensor.
-            grad.copy_(_numbers.on_values(edit.apply, grad))
+    if len(dense) < len(grads):
+        for grad in grads:
+            if grad.layout is not torch.strided:
+                # In place for the outside: the optimizer and the script keep seeing the same tensor.
+                grad.copy_(_numbers.on_values(edit.apply, grad))

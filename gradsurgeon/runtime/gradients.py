@@ -100,10 +100,12 @@ class Gradients:
         self._ours.update(fresh)
         grads, twice = self.of(fresh), self._held_twice() if fresh else ()
         observing, sharded = self._context.mode == "observe", _dist.any_sharded(grads)
-        for tensor, grad in zip(fresh, grads, strict=True):
+        # The memory of the part of a shard is always that of another tensor.
+        shared = [False] * len(grads) if sharded else map(_torch.shares_storage, grads)
+        for tensor, grad, is_shared in zip(fresh, grads, shared, strict=True):
             editable = grad
             # A gradient with a graph (`create_graph=True`) is a value that the graph still needs.
-            if observing or grad.requires_grad or tensor in twice or _is_shared(grad):
+            if is_shared or observing or tensor in twice or grad.requires_grad:
                 editable = grad.detach().clone()
             if sharded:
                 # A bound on addends is no bound on their sum.
@@ -120,14 +122,9 @@ class Gradients:
         if self._twice is None:
             parameters = self._context.parameters
             everything, grads = parameters.grads()
-            holders = Counter(map(id, grads))
-            several = zip(everything, grads, strict=True) if len(holders) < len(grads) else ()
-            self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
+            self._twice = set()
+            if len(set(map(id, grads))) < len(grads):
+                holders = Counter(map(id, grads))
+                several = zip(everything, grads, strict=True)
+                self._twice = {tensor for tensor, grad in several if holders[id(grad)] > 1}
         return self._twice
-
-
-def _is_shared(grad: Tensor) -> bool:
-    """Tell whether the memory of a gradient is that of another tensor; of a part of a shard it is."""
-    if grad.layout != torch.strided or _dist.is_sharded(grad):
-        return False
-    return _torch.shares_storage(grad)

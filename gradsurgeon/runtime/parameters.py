@@ -37,8 +37,11 @@ class Parameters:
 
     def params(self, tensors: Iterable[int] | None = None) -> list[Tensor | None]:
         """Return the parameters, all or some, ``None`` where the name is gone."""
-        places = self._places if tensors is None else map(self._places.__getitem__, tensors)
-        return [owner.get(key) for owner, key in places]
+        places = self._places if tensors is None else [self._places[i] for i in tensors]
+        try:
+            return [owner[key] for owner, key in places]
+        except KeyError:  # some are gone
+            return [owner.get(key) for owner, key in places]
 
     def ids(self) -> list[int]:
         return list(map(id, self.params()))
@@ -47,7 +50,8 @@ class Parameters:
         """Return the tensors, among all or some, that have a gradient now, and these gradients."""
         wanted = list(range(len(self._places)) if tensors is None else tensors)
         # A parameter that is gone has no gradient either.
-        grads = [None if param is None else param.grad for param in self.params(wanted)]
+        params = self.params(None if len(wanted) == len(self._places) else wanted)
+        grads = [None if param is None else param.grad for param in params]
         if type(None) not in map(type, grads):
             return wanted, cast("list[Tensor]", grads)
         having = [tensor for tensor, grad in zip(wanted, grads, strict=True) if grad is not None]
