@@ -21,7 +21,7 @@ Groups = tuple[Any, ...]
 
 
 def rank() -> int:
-    if _initialized():
+    if is_used():
         return int(torch.distributed.get_rank())
     # torchrun sets it before there is a process group, or without one.
     variable = os.environ.get("RANK", "")
@@ -39,10 +39,10 @@ def having(ranks: Sequence[int]) -> str:
 
 
 def world() -> int:
-    return int(torch.distributed.get_world_size()) if _initialized() else 1
+    return int(torch.distributed.get_world_size()) if is_used() else 1
 
 
-def _initialized() -> bool:
+def is_used() -> bool:
     distributed: Any = torch.distributed
     return bool(distributed.is_available() and distributed.is_initialized())
 

@@ -197,6 +197,12 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
     return None if table is None else optimizer
 
 
+def has_one_hook(param: Tensor) -> bool:
+    """Tell whether one hook alone sees the gradients that come to a parameter."""
+    tensor: Any = param
+    return len(tensor._backward_hooks or ()) == 1 and not tensor._post_accumulate_grad_hooks  # noqa: SLF001
+
+
 def reinstall_hooks(param: Tensor) -> None:
     """Bring the hooks of a parameter back to life after its content was swapped with another tensor."""
     # The tables stay, but nothing calls them any more; assigning them makes torch install them anew.

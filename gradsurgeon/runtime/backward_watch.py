@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,10 +31,12 @@ class RunningPass:
 
     Attributes:
         graph: what it runs through.
+        makes_graph: whether its gradients get a graph of their own.
         tasks: the number that autograd has given it, once it is known.
     """
 
     graph: BackwardGraph
+    makes_graph: bool = False
     tasks: list[int] = field(default_factory=list)
 
 
@@ -67,7 +69,7 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             for watch in known:
                 watch.end_of_grad()
             return returned
-        running = _begin(outputs)
+        running = _begin(outputs, makes_graph=args[2] if len(args) > 2 else True)  # noqa: PLR2004 # by position
         try:
             begun = [(watch, watch.begin(running)) for watch in known]
             with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
@@ -88,8 +90,8 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
     return run
 
 
-def _begin(outputs: Sequence[Any]) -> RunningPass:
-    running = RunningPass(BackwardGraph(roots_of(outputs)))
+def _begin(outputs: Sequence[Any], *, makes_graph: bool) -> RunningPass:
+    running = RunningPass(BackwardGraph(roots_of(outputs)), makes_graph)
     with _lock:
         _running.append(running)
         _threads.add(threading.get_ident())
@@ -129,6 +131,7 @@ class Seen:
     Attributes:
         order: the tensors in the order in which they got their gradients, where hooks tell it.
         module: whether a gradient came to the input or output of a module, or to a tag.
+        waiting: the tensors on which rules at `backward` can act together when the pass is over.
     """
 
     order: list[int] = field(default_factory=list)
@@ -138,6 +141,7 @@ class Seen:
     )
     contributed: dict[int, Tensor] = field(default_factory=dict)
     module: bool = False
+    waiting: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,10 +187,25 @@ class BackwardWatch:
             )
             by_tensor = dict(zip(tensors, grads, strict=True))
             held = self._events.tensors_that_matter(by_tensor) if by_tensor else ()
+            if reached is None and not running.makes_graph:
+                self.seen.waiting = self._can_wait(by_tensor)
             return _Before(
                 {tensor: (grad, _writes(grad)) for tensor, grad in by_tensor.items()},
                 {tensor: _holds_something(by_tensor[tensor]) for tensor in held},
             )
+
+    def _can_wait(self, having: Mapping[int, Tensor]) -> set[int]:
+        """Return the tensors of which a pass leaves what it contributes, seen by nobody on its way."""
+        if self.scaling.in_use or _dist.is_used():
+            return set()
+        params = self._context.parameters
+        return {
+            tensor
+            for tensor in self._context.program.per_tensor
+            if tensor not in having
+            and (param := params.param(tensor)) is not None
+            and _torch.has_one_hook(param)
+        }
 
     def end(self, running: RunningPass, before: _Before) -> None:
         """Tell of a pass, if it has reached the model."""
@@ -212,6 +231,7 @@ class BackwardWatch:
                 tensors=(*order, *sorted(tensors.difference(order))),
                 graph=None if order else running.graph,
                 calls=seen.calls,
+                waiting=tuple(sorted(seen.waiting.intersection(seen.calls))),
                 logged=seen.logged,
                 contributed=seen.contributed,
                 scale=self.scaling.of(running.tasks),

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers, _torch
-from gradsurgeon.actions import ByNorm, CaptureRule, Edit, EditRule, FreezeRule, ObserverRule, Rule
+from gradsurgeon import _dist, _torch
+from gradsurgeon.actions import CaptureRule, EditRule, FreezeRule, ObserverRule
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
-from gradsurgeon.runtime.edit_effect import LEFT_ALONE, changed, check_layout
+from gradsurgeon.runtime.gradient_edits import edit_gradients
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -48,6 +48,7 @@ class GradientSnapshot:
 
 def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
     """Record what the rules at `accumulated` ask for; return what was seen, per clock."""
+    act_on_contributions(context, done.waiting, done.logged)
     _log_contributions(context, done)
     snapshots: dict[StepCounter, GradientSnapshot] = {}
     for counter in context.counters.among(done.tensors):
@@ -68,15 +69,48 @@ def observe(context: Context, bound_rule: BoundRule, gradients: Gradients) -> No
     """Record statistics of the gradients that a rule matched, or keep copies, in true units."""
     rule, step = bound_rule.rule, bound_rule.counter.step
     tensors = gradients.having(bound_rule.tensors)
-    if isinstance(rule, CaptureRule):  # it counts by itself
-        for tensor, true in zip(tensors, gradients.unscaled(tensors), strict=True):
-            context.captures.keep(rule, context.program.names[tensor], step, _dist.whole(true))
+    if isinstance(rule, CaptureRule):
+        _keep(context, bound_rule, gradients, tensors)
     elif tensors:
         columns = bound_rule.columns(tensors)
         for stat, key in bound_rule.keys.items():
             values = gradients.statistics(stat, tensors)
             context.recorder.add(key, step, columns, values, replace=True)
         context.event_log.count_fired(rule.id, step, len(tensors))
+
+
+def _keep(
+    context: Context, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]
+) -> None:
+    rule, step = bound_rule.rule, bound_rule.counter.step
+    for tensor, true in zip(tensors, gradients.unscaled(tensors), strict=True):
+        # It counts by itself.
+        context.captures.keep(rule, context.program.names[tensor], step, _dist.whole(true))
+
+
+def act_on_contributions(
+    context: Context, tensors: Sequence[int], logged: dict[str, dict[int, dict[str, Tensor]]]
+) -> None:
+    """Run the rules at `backward` on gradients that hold nothing but what the running pass has contributed.
+
+    What they measure goes to ``logged``, beside what hooks have seen.
+    """
+    for counter in context.counters.among(tensors):
+        fed = [tensor for tensor in tensors if context.counters[tensor] is counter]
+        gradients = Gradients(context, fed, None)
+        for bound_rule in context.due_rules(counter).in_backward:
+            rule, contributed = bound_rule.rule, gradients.having(bound_rule.tensors)
+            if isinstance(rule, CaptureRule):
+                _keep(context, bound_rule, gradients, contributed)
+                continue
+            if isinstance(rule, EditRule) and contributed:
+                with torch.no_grad():
+                    edit_gradients(context, bound_rule, gradients, contributed)
+            for stat in bound_rule.keys:
+                values = gradients.statistics(stat, contributed).unbind() if contributed else ()
+                for tensor, value in zip(contributed, values, strict=True):
+                    logged[rule.id].setdefault(tensor, {})[stat] = value
+            context.event_log.count_fired(rule.id, counter.step, len(contributed))
 
 
 def _log_contributions(context: Context, done: BackwardPass) -> None:
@@ -128,7 +162,7 @@ class StepRules:
                 if isinstance(rule, FreezeRule):
                     context.event_log.count_changed(rule.id, len(tensors))
                 else:
-                    self._edit(bound_rule, gradients, tensors)
+                    edit_gradients(context, bound_rule, gradients, tensors)
                 context.event_log.count_fired(rule.id, counter.step, len(tensors))
                 if rule.may_overflow and context.mode == "act":
                     suspicious.update(tensors)
@@ -142,81 +176,3 @@ class StepRules:
     def spare(self, edited: Mapping[int, weakref.ref[Tensor]]) -> None:
         """Leave gradients alone in the next update that have been edited for it already."""
         self._spared.update(edited)
-
-    def _edit(self, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]) -> None:
-        context, rule = self._context, bound_rule.rule
-        edit = context.edits[rule.id]
-        if not rule.keeps_zero:
-            for tensor in tensors:
-                check_layout(rule, gradients[tensor], context.program.names[tensor])
-        if edit.by_norm is not None:
-            self._by_norm(bound_rule, edit.by_norm, gradients, tensors)
-        else:
-            self._elementwise(rule, edit, gradients, tensors)
-
-    def _elementwise(
-        self, rule: Rule, edit: Edit, gradients: Gradients, tensors: Sequence[int]
-    ) -> None:
-        event_log, grads = self._context.event_log, gradients.of(tensors)
-        parts = [_dist.local(grad) for grad in grads] if _dist.any_sharded(grads) else grads
-        answers = changed(edit, parts)
-        event_log.count_changed(rule.id, sum(answer is True for answer in answers))
-        for answer in answers:
-            if isinstance(answer, Tensor):
-                event_log.count_changed(rule.id, answer)
-        # Whether a gradient has changed must be the same on all ranks that share it: one that measured
-        # it again would wait for the others. So all write, be it for nothing.
-        written = [
-            tensor
-            for tensor, grad, part, answer in zip(tensors, grads, parts, answers, strict=True)
-            if answer is not False or grad is not part
-        ]
-        _apply(edit, [_dist.local(grad) for grad in gradients.writable(written)])
-
-    def _by_norm(
-        self, bound_rule: BoundRule, edit: ByNorm, gradients: Gradients, tensors: Sequence[int]
-    ) -> None:
-        event_log, rule = self._context.event_log, bound_rule.rule
-        if edit.over_rule:
-            # What is hidden from the optimizer in this step is not consumed.
-            frozen = self._context.due_rules(bound_rule.counter).frozen
-            tensors = [tensor for tensor in tensors if tensor not in frozen]
-            if not tensors:
-                return
-        norms = gradients.norms(tensors, edit.order)
-        if edit.over_rule:
-            norms = torch.linalg.vector_norm(norms, edit.order, keepdim=True)
-        spoilt = norms.isfinite().logical_not_().any()
-        event_log.emit_if(spoilt, LEFT_ALONE, rule=rule.id, step=bound_rule.counter.step)
-        factors = edit.factor(norms)
-        if not _torch.is_host(factors):
-            event_log.count_changed(rule.id, (factors.expand(len(tensors)) < 1.0).sum())
-            _shorten(gradients.writable(tensors), factors)
-            return
-        factor_of = zip(tensors, factors.expand(len(tensors)).tolist(), strict=True)
-        biting = {tensor: factor for tensor, factor in factor_of if factor < 1.0}
-        event_log.count_changed(rule.id, len(biting))
-        if biting:
-            same = len(set(biting.values())) == 1
-            parts = [_dist.local(grad) for grad in gradients.writable(biting)]
-            torch._foreach_mul_(parts, next(iter(biting.values())) if same else [*biting.values()])
-
-
-def _shorten(grads: Sequence[Tensor], factors: Tensor) -> None:
-    parts = [_dist.local(grad) for grad in grads]
-    if len(factors) == 1:
-        _numbers.multiply_(parts, factors)
-        return
-    for part, factor in zip(parts, factors.unsqueeze(1).unbind(), strict=True):
-        _numbers.multiply_([part], factor)
-
-
-def _apply(edit: Edit, grads: list[Tensor]) -> None:
-    dense = [grad for grad in grads if grad.layout is torch.strided]
-    if dense:
-        edit.apply_(dense)
-    if len(dense) < len(grads):
-        for grad in grads:
-            if grad.layout is not torch.strided:
-                # In place for the outside: the optimizer and the script keep seeing the same tensor.
-                grad.copy_(_numbers.on_values(edit.apply, grad))

@@ -20,6 +20,7 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.edit_effect import NormClip, changes, check_layout
+from gradsurgeon.runtime.gradient_rules import act_on_contributions
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 
 
@@ -74,11 +75,20 @@ class TensorHook(Hook):
         if live is None or grad is None:
             return None
         context, passes = live
-        passes.seen.calls[self.tensor] += 1
+        seen = passes.seen
+        seen.calls[self.tensor] += 1
+        param = context.parameters.param(self.tensor)
+        if param is None:
+            return None
+        if self.tensor in seen.waiting and passes.is_training(param):
+            if seen.calls[self.tensor] == 1:
+                return None
+            # One pass runs inside another, and a part of the gradient is there already.
+            seen.waiting.remove(self.tensor)
+            act_on_contributions(context, [self.tensor], seen.logged)
         counter = context.counters[self.tensor]
         due = [rule for rule in self._rules if context.is_due(rule, counter)]
-        param = context.parameters.param(self.tensor)
-        if not due or param is None:
+        if not due:
             return None
         if not passes.is_training(param):
             text = "torch.autograd.grad() is not training: its results are left alone"

@@ -1,0 +1,103 @@
+"""Edits of gradients that lie where parameters keep them: many at once, in place where nobody else holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _dist, _numbers, _torch
+from gradsurgeon.actions import ByNorm, Edit, Rule
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import BoundRule
+from gradsurgeon.runtime.edit_effect import LEFT_ALONE, changed, check_layout
+from gradsurgeon.runtime.gradients import Gradients
+
+
+def edit_gradients(
+    context: Context, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]
+) -> None:
+    """Let a rule edit some of the gradients that it matched, and count what has changed."""
+    rule = bound_rule.rule
+    edit = context.edits[rule.id]
+    if not rule.keeps_zero:
+        for tensor in tensors:
+            check_layout(rule, gradients[tensor], context.program.names[tensor])
+    if edit.by_norm is not None:
+        _by_norm(context, bound_rule, edit.by_norm, gradients, tensors)
+    else:
+        _elementwise(context, rule, edit, gradients, tensors)
+
+
+def _elementwise(
+    context: Context, rule: Rule, edit: Edit, gradients: Gradients, tensors: Sequence[int]
+) -> None:
+    event_log, grads = context.event_log, gradients.of(tensors)
+    parts = [_dist.local(grad) for grad in grads] if _dist.any_sharded(grads) else grads
+    answers = changed(edit, parts)
+    event_log.count_changed(rule.id, sum(answer is True for answer in answers))
+    for answer in answers:
+        if isinstance(answer, Tensor):
+            event_log.count_changed(rule.id, answer)
+    # Whether a gradient has changed must be the same on all ranks that share it: one that measured
+    # it again would wait for the others. So all write, be it for nothing.
+    written = [
+        tensor
+        for tensor, grad, part, answer in zip(tensors, grads, parts, answers, strict=True)
+        if answer is not False or grad is not part
+    ]
+    _apply(edit, [_dist.local(grad) for grad in gradients.writable(written)])
+
+
+def _by_norm(
+    context: Context,
+    bound_rule: BoundRule,
+    edit: ByNorm,
+    gradients: Gradients,
+    tensors: Sequence[int],
+) -> None:
+    event_log, rule = context.event_log, bound_rule.rule
+    if edit.over_rule:
+        # What is hidden from the optimizer in this step is not consumed.
+        frozen = context.due_rules(bound_rule.counter).frozen
+        tensors = [tensor for tensor in tensors if tensor not in frozen]
+        if not tensors:
+            return
+    norms = gradients.norms(tensors, edit.order)
+    if edit.over_rule:
+        norms = torch.linalg.vector_norm(norms, edit.order, keepdim=True)
+    spoilt = norms.isfinite().logical_not_().any()
+    event_log.emit_if(spoilt, LEFT_ALONE, rule=rule.id, step=bound_rule.counter.step)
+    factors = edit.factor(norms)
+    if not _torch.is_host(factors):
+        event_log.count_changed(rule.id, (factors.expand(len(tensors)) < 1.0).sum())
+        _shorten(gradients.writable(tensors), factors)
+        return
+    factor_of = zip(tensors, factors.expand(len(tensors)).tolist(), strict=True)
+    biting = {tensor: factor for tensor, factor in factor_of if factor < 1.0}
+    event_log.count_changed(rule.id, len(biting))
+    if biting:
+        same = len(set(biting.values())) == 1
+        parts = [_dist.local(grad) for grad in gradients.writable(biting)]
+        torch._foreach_mul_(parts, next(iter(biting.values())) if same else [*biting.values()])
+
+
+def _shorten(grads: Sequence[Tensor], factors: Tensor) -> None:
+    parts = [_dist.local(grad) for grad in grads]
+    if len(factors) == 1:
+        _numbers.multiply_(parts, factors)
+        return
+    for part, factor in zip(parts, factors.unsqueeze(1).unbind(), strict=True):
+        _numbers.multiply_([part], factor)
+
+
+def _apply(edit: Edit, grads: list[Tensor]) -> None:
+    dense = [grad for grad in grads if grad.layout is torch.strided]
+    if dense:
+        edit.apply_(dense)
+    if len(dense) < len(grads):
+        for grad in grads:
+            if grad.layout is not torch.strided:
+                # In place for the outside: the optimizer and the script keep seeing the same tensor.
+                grad.copy_(_numbers.on_values(edit.apply, grad))
