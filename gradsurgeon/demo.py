@@ -9,6 +9,7 @@ and every moment of the optimizer. The exit code is 0 if it did and the network 
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -189,8 +190,7 @@ def demonstrate(rules: Path, epochs: int) -> int:
                 trainer.run(epochs)
             except NonFiniteGradientError as error:
                 failures.append(f"a trap stopped the training: {error}")
-    text = report.summary(session).text(ascii_only=report.needs_ascii(sys.stdout.encoding))
-    say(f"\n{text}\n")
+    say(f"\n{report.summary(session)}\n")
     for warning in warned:
         say(f"warning: {warning.message}")
     failures += trainer.failures()
@@ -210,6 +210,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     if given.epochs < LEAST_EPOCHS:
         parser.error(f"--epochs: {LEAST_EPOCHS} at least, the fault comes in the third")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return demonstrate(given.rules, given.epochs)
     except ModuleNotFoundError as error:

@@ -3,7 +3,7 @@
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.report.sources import describe, from_run, summary, title_of
-from gradsurgeon.report.sparkline import BLOCKS, NONFINITE, needs_ascii, sparkline
+from gradsurgeon.report.sparkline import BLOCKS, NONFINITE, sparkline
 
 __all__ = [
     "BLOCKS",
@@ -12,7 +12,6 @@ __all__ = [
     "RuleInfo",
     "describe",
     "from_run",
-    "needs_ascii",
     "sparkline",
     "summary",
     "title_of",
