@@ -149,12 +149,6 @@ def test_rules_that_do_not_fit_are_an_error_of_their_own(tmp_path: Path) -> None
     assert "Traceback" not in found.stderr
 
 
-def test_too_few_epochs_are_refused() -> None:
-    found = run("--epochs", "3")
-    assert found.returncode == 2
-    assert "4 at least" in found.stderr
-
-
 def test_a_missing_package_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
