@@ -31,17 +31,8 @@ class EffectiveOrder(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, above in context.pairs():
-            if not isinstance(rule, EditRule):
-                continue
-            later = tuple(
-                other
-                for other in above
-                if isinstance(other, EditRule)
-                and context.acts_before(rule, other)
-                and not _one_is_moot(context, rule, other)
-                and context.overlap(other, rule)
-            )
+        for rule, others in _overlapping_edits(context):
+            later = tuple(other for other in others if context.acts_before(rule, other))
             if later:
                 stand = f"which stand{'s' * (len(later) == 1)} above it"
                 message = f"it acts at `{rule.point}`, before {_listed(later)}, {stand}"
@@ -75,16 +66,7 @@ class OverlappingEdits(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, above in context.pairs():
-            if not isinstance(rule, EditRule):
-                continue
-            others = tuple(
-                other
-                for other in above
-                if isinstance(other, EditRule)
-                and not _one_is_moot(context, rule, other)
-                and context.overlap(other, rule)
-            )
+        for rule, others in _overlapping_edits(context):
             if others:
                 change = f"change{'s' * (len(others) == 1)}"
                 message = f"it changes tensors that {_listed(others)} {change} as well"
@@ -182,6 +164,22 @@ class ZeroIsNotFreeze(Check):
                 continue
             if not any(_moot(context, rule, by) for by in context.compared):
                 yield Finding(rule, ("action",), message, hint)
+
+
+def _overlapping_edits(context: LintContext) -> Iterator[tuple[Rule, tuple[Rule, ...]]]:
+    """Yield each edit with the edits above it that certainly change the same tensors."""
+    for rule, above in context.pairs():
+        if isinstance(rule, EditRule):
+            yield (
+                rule,
+                tuple(
+                    other
+                    for other in above
+                    if isinstance(other, EditRule)
+                    and not _one_is_moot(context, rule, other)
+                    and context.overlap(other, rule)
+                ),
+            )
 
 
 def _listed(rules: Sequence[Rule]) -> str:
