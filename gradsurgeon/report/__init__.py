@@ -3,16 +3,12 @@
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.report.sources import describe, from_run, summary, title_of
-from gradsurgeon.report.sparkline import BLOCKS, NONFINITE, sparkline
 
 __all__ = [
-    "BLOCKS",
-    "NONFINITE",
     "Report",
     "RuleInfo",
     "describe",
     "from_run",
-    "sparkline",
     "summary",
     "title_of",
 ]

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from gradsurgeon.events import Event, EventKind, RuleStatus
-from gradsurgeon.report import BLOCKS, NONFINITE, Report, RuleInfo, sparkline
+from gradsurgeon.report import Report, RuleInfo
+from gradsurgeon.report.sparkline import BLOCKS, NONFINITE, sparkline
 from gradsurgeon.store import Key, Records
 
 NAN, INF = math.nan, math.inf
