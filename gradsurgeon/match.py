@@ -254,9 +254,6 @@ def _closest(text: str, known: Iterable[str], limit: int) -> list[str]:
 def suggest(text: str, names: Sequence[str]) -> str:
     if not names:
         return "the model has no names to match"
-    if len(text) > 1 and {text[0], text[-1]} <= set(_TYPOGRAPHIC):
-        message = "the pattern stands in typographic quotes, which are part of the text for YAML"
-        raise PatternError(message, f'write straight ones: "{text.strip(_TYPOGRAPHIC)[:80]}"')
     if text.startswith("re:"):
         body = f"(?:{text.removeprefix('re:')})"
         tries = [f"re:.*{body}", f"re:{body}.*", f"re:.*{body}.*"]

@@ -110,8 +110,6 @@ def file_on_disk(entry: str, base: Path) -> Included:
             f"`{entry[:80]}` lies in `.git`, of which nothing is under review",
             "put the file beside the including file",
         )
-    if path.is_dir():
-        raise is_folder(entry)
     if not path.exists():
         raise is_missing(entry)
     if not regular:
@@ -134,10 +132,6 @@ def check_portable(entry: str) -> None:
             "only, in the same way everywhere",
             "write the path relative to the including file, with `/`",
         )
-
-
-def is_folder(entry: str) -> IncludeError:
-    return IncludeError(f"`{entry[:80]}` is a folder", "name each of its files")
 
 
 def is_missing(entry: str) -> IncludeError:

@@ -69,7 +69,6 @@ class TrapRule(Rule):
 
     @classmethod
     def no_at_reason(cls) -> str:
-        """Return why the action takes no ``at``."""
         return "it looks after each backward pass and decides right before the update"
 
 

@@ -46,7 +46,6 @@ class Clamp(EditRule):
     """
 
     needs_at: ClassVar[bool] = True
-    points: ClassVar = ("backward", "step")
     linear: ClassVar[bool] = False
     either: ClassVar = ("min", "max")
     EXAMPLES: ClassVar = (
@@ -69,7 +68,6 @@ class Clamp(EditRule):
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the common flaws, and bounds that are missing or crossed."""
         yield from super().flaws(given)
         low, high = given.get("min"), given.get("max")
         if low is None and high is None:
@@ -82,12 +80,10 @@ class Clamp(EditRule):
 
     @property
     def keeps_zero(self) -> bool:
-        """Whether zero lies within the bounds."""
         return (self.min is None or self.min <= 0) and (self.max is None or self.max >= 0)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Say what a bound on contributions is not."""
         if self.at == "step":
             return ()
         text = (
@@ -96,11 +92,9 @@ class Clamp(EditRule):
         return (text,)
 
     def complex_problem(self) -> str:
-        """Return why there is no clamp of complex numbers."""
         return "complex numbers have no order, so there is nothing to clamp"
 
     def compile(self) -> Edit:
-        """Return the bound as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
         low, high = self.min, self.max

@@ -83,7 +83,6 @@ class ClipNorm(EditRule):
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        """Yield the common flaws, and a norm over tensors that are not there together."""
         yield from super().flaws(given)
         if given.get("per") != "rule":
             return
@@ -98,13 +97,11 @@ class ClipNorm(EditRule):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What has no part in a norm over the rule."""
         if self.per != "rule":
             return ()
         return ("one norm per optimizer; what a `freeze` hides in this step has no part in it",)
 
     def compile(self) -> Edit:
-        """Return the clip as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
         from gradsurgeon import _numbers  # noqa: PLC0415 # the same

@@ -39,5 +39,4 @@ class NanTrap(TrapRule):
     action: Literal["nan-trap"] = "nan-trap"
 
     def compile(self) -> Decision:
-        """Return the question whether an element is not finite."""
         return Decision("nonfinite", lambda counts: counts > 0, self.then, self.give_up_after)

@@ -100,6 +100,5 @@ class NormLog(ObserverRule):
     stats: Annotated[Stats, Field(description="What to record.")] = ("l2",)
 
     def complex_problem(self) -> str:
-        """Return which of the statistics complex numbers do not have."""
         real = [stat for stat in self.stats if STATISTICS[stat].real]
         return f"complex numbers have no real {' or '.join(real)}" if real else ""

@@ -43,11 +43,9 @@ class Sanitize(EditRule):
 
     @property
     def hides_overflow(self) -> bool:
-        """Replacing non-finite gradients is all that it does."""
         return self.target == "params" or self.ref.grad
 
     def compile(self) -> Edit:
-        """Return the replacement as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
         def apply(grad: Tensor) -> Tensor:

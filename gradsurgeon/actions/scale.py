@@ -40,7 +40,6 @@ class Scale(EditRule):
     One pass over the tensor; never waits for the device.
     """
 
-    points: ClassVar = ("backward", "step")
     EXAMPLES: ClassVar = (
         Example({"factor": 2.0}, [-3.0, 0.5], expect=[-6.0, 1.0]),
         Example({"factor": -0.5, "at": "step"}, [2.0, 0.0], expect=[-1.0, 0.0]),
@@ -61,11 +60,9 @@ class Scale(EditRule):
 
     @property
     def may_overflow(self) -> bool:
-        """Whether the factor enlarges."""
         return abs(self.factor) > 1.0
 
     def compile(self) -> Edit:
-        """Return the multiplication as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
         factor = self.factor

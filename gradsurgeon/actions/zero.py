@@ -30,7 +30,6 @@ class Zero(EditRule):
     One write per tensor; never waits for the device.
     """
 
-    points: ClassVar = ("backward", "step")
     EXAMPLES: ClassVar = (
         Example({}, [-3.0, 0.5, float("nan"), float("inf")], expect=[0.0, 0.0, 0.0, 0.0]),
         Example({"at": "step"}, [0.0, 0.0], expect=[0.0, 0.0]),
@@ -40,11 +39,9 @@ class Zero(EditRule):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Say what a zero gradient does not prevent."""
         return ("zero is not freeze: weight decay and momentum still move the weight",)
 
     def compile(self) -> Edit:
-        """Return the erasure as arithmetic on gradients."""
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
         def apply_(grads: Sequence[Tensor]) -> None:

@@ -103,9 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_import(explain)
     command("schema", "Print the JSON Schema of rule files, for editors.")
-    report = command("report", "Show what a run looked like: norms, rules, events.")
-    _add_run(report)
-    report.add_argument("--ascii", action="store_true", help="draw with ASCII only")
+    _add_run(command("report", "Show what a run looked like: norms, rules, events."))
     _add_export(command("export", "Write the records of a run, one value per line."))
     return parser
 

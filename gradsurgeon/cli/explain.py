@@ -8,13 +8,12 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from gradsurgeon.actions import ACTIONS, TARGETS, Example, Rule, TargetKind, known_actions, written
+from gradsurgeon.actions import TARGETS, Example, Rule, TargetKind, known_actions, written
 from gradsurgeon.cli import fail
 from gradsurgeon.cli.schema import rule_schema
 from gradsurgeon.errors import did_you_mean, printable
 from gradsurgeon.review.checks import CHECKS
 from gradsurgeon.review.formats import all_checks
-from gradsurgeon.review.reading_checks import READING_CHECKS
 
 _WIDTH = 100
 _TYPES = {
@@ -45,10 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if name in known_actions:
         rule = known_actions[name]
-        shared = _options_table([(rule, key) for key in _keys(rule, shared=True)])
-        page = [*_action_page(rule), "", "**Options of every rule.**", "", *shared]
+        shared = options_table([(rule, key) for key in keys(rule, shared=True)])
+        page = [*action_page(rule), "", "**Options of every rule.**", "", *shared]
     elif name in checks:
-        page = list(_check_page(name))
+        page = list(check_page(name))
     else:
         hint = did_you_mean(name, (*known_actions, *checks))
         hint = hint or f"known: {', '.join(known_actions)}; without a name the checks are listed"
@@ -58,37 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def reference() -> str:
-    """Return the pages of all actions and checks as Markdown, as `rules/reference.md` holds them."""
-    widest = {key: rule for rule in reversed(ACTIONS.values()) for key in _keys(rule, shared=True)}
-    shared = dict.fromkeys(key for rule in ACTIONS.values() for key in _keys(rule, shared=True))
-    lines = ["### Options of every rule", ""]
-    lines += _options_table([(widest[key], key) for key in shared])
-    for rule in ACTIONS.values():
-        title, *page = _action_page(rule)
-        lines += ["", f"### {title}", *page]
-    lines += ["", "### Checks", "", "What `lint` asks of rules that can be read."]
-    for name in CHECKS:
-        title, *page = _check_page(name)
-        lines += ["", f"#### {title}", *page]
-    lines += ["", "### Checks of reading", "", "What is wrong with a file that cannot be used, and"]
-    lines += ["words that other readers take for something else.", ""]
-    rows = [
-        (f"`{name}`", about.severity, about.summary, about.help)
-        for name, about in READING_CHECKS.items()
-    ]
-    lines += _table([("check", "severity", "finds", "what to do"), *rows])
-    return "\n".join(lines) + "\n"
-
-
-def _action_page(rule: type[Rule]) -> Iterator[str]:
+def action_page(rule: type[Rule]) -> Iterator[str]:
     yield from (f"`{rule.name()}`", "", _summary(rule), *_sections(rule), "", _acts_on(rule))
-    if options := _keys(rule, shared=False):
-        yield from ("", *_options_table([(rule, key) for key in options]))
+    if options := keys(rule, shared=False):
+        yield from ("", *options_table([(rule, key) for key in options]))
     yield from ("", *_rule_file(_examples(rule)))
 
 
-def _check_page(name: str) -> Iterator[str]:
+def check_page(name: str) -> Iterator[str]:
     about = all_checks()[name]
     yield from (f"`{name}` ({about.severity})", "", about.summary)
     if name not in CHECKS:
@@ -125,23 +101,23 @@ def _acts_on(rule: type[Rule]) -> str:
     return f"Acts on {targets}; of parameters at {points} ({default})."
 
 
-def _options_table(options: Iterable[tuple[type[Rule], str]]) -> Iterator[str]:
+def options_table(options: Iterable[tuple[type[Rule], str]]) -> Iterator[str]:
     rows = [("option", "type", "default", "meaning")]
     for rule, key in options:
         branch = rule_schema(rule)
         info = branch["properties"][key]
         rows.append((f"`{key}`", _type(info), _default(branch, key), _meaning(info)))
-    yield from _table(rows)
+    yield from table(rows)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for number, row in enumerate(rows):
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
         if number == 0:
             yield "|---" * len(row) + "|"
 
 
-def _keys(rule: type[Rule], *, shared: bool) -> list[str]:
+def keys(rule: type[Rule], *, shared: bool) -> list[str]:
     keys = [key for key in rule_schema(rule)["properties"] if key != "action"]
     return [key for key in keys if (key in _SHARED) is shared]
 

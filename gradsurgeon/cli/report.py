@@ -3,14 +3,13 @@
 import argparse
 import os
 import shlex
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count, grid
-from gradsurgeon.report import from_run, needs_ascii, title_of
+from gradsurgeon.report import from_run, title_of
 from gradsurgeon.store.layout import RUN_FILE
 from gradsurgeon.store.run import open_run
 
@@ -19,13 +18,12 @@ _DEEPEST = 6
 
 
 def run(arguments: argparse.Namespace) -> int:
-    plain = arguments.ascii or needs_ascii(sys.stdout.encoding)
     folder = Path(arguments.run)
     inside = sorted(_inside(folder))
     try:
         if is_run := (folder / RUN_FILE).exists() or not inside:
             with open_run(folder) as opened:
-                print(from_run(opened).text(ascii_only=plain))
+                print(from_run(opened))
         if inside:
             head = f"{count(len(inside), 'run')} inside {printable(arguments.run)}, of other models or processes:"
             print("\n".join([*([""] if is_run else []), head, *_commands(inside)]))

@@ -2,8 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsurgeon import _dist, _live, api
 from gradsurgeon._patching import Patch
-from gradsurgeon.errors import GradSurgeonError, RuleFileError
+from gradsurgeon.errors import RuleFileError
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
@@ -107,8 +106,7 @@ class TrainingDetector:
             say(
                 "weights are updated without an optimizer of torch: the rules act from the second update on"
             )
-            with _faults_named():
-                self._models.attach(roots_of(updated), leaves, None)
+            self._models.attach(roots_of(updated), leaves, None)
             self._check()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
@@ -140,31 +138,15 @@ class TrainingDetector:
             return
         self._sizes[optimizer] = size
         if not self._models.cover(params):
-            with _faults_named():
-                self._models.attach(roots_of(params), params, optimizer)
+            self._models.attach(roots_of(params), params, optimizer)
             self._script_end.prepare()
             self._wait_for_backward()
 
     def _begin(self) -> None:
-        with _faults_named():
-            self._models.begin(list(self._sizes))
+        self._models.begin(list(self._sizes))
         if self._models.attached:
             self._script_end.prepare()
 
 
 def _sample(param: Tensor) -> Tensor:
     return _dist.local(param).detach().reshape(-1)[:_SAMPLED].clone()
-
-
-@contextmanager
-def _faults_named() -> Iterator[None]:
-    """Stop at a fault of ours as well: nobody has asked for training without the rules."""
-    try:
-        yield
-    except GradSurgeonError:
-        raise
-    except Exception as error:
-        raise GradSurgeonError(
-            f"the rules cannot be put on the model: {type(error).__name__} above. That is a fault of "
-            "gradsurgeon, please report it; with GRADSURGEON_DISABLE=1 the script trains without rules"
-        ) from error

@@ -3,17 +3,12 @@
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.report.sources import describe, from_run, summary, title_of
-from gradsurgeon.report.sparkline import BLOCKS, NONFINITE, needs_ascii, sparkline
 
 __all__ = [
-    "BLOCKS",
-    "NONFINITE",
     "Report",
     "RuleInfo",
     "describe",
     "from_run",
-    "needs_ascii",
-    "sparkline",
     "summary",
     "title_of",
 ]

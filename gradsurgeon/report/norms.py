@@ -10,7 +10,7 @@ from gradsurgeon.events import RuleStatus
 from gradsurgeon.planning.table import count, grid
 from gradsurgeon.report.measurements import STAT, Measurements, NormHistory
 from gradsurgeon.report.rules_and_events import RuleInfo
-from gradsurgeon.report.sparkline import ASCII_NONFINITE, NONFINITE, ZERO, sparkline
+from gradsurgeon.report.sparkline import NONFINITE, ZERO, sparkline
 from gradsurgeon.store import Key
 
 _SPARK_WIDTH, _SPARK_LEAST = 32, 8
@@ -41,7 +41,6 @@ def norm_lines(
     statuses: Mapping[str, RuleStatus],
     *,
     columns: int,
-    ascii_only: bool,
 ) -> Iterator[str]:
     keys = measurements.keys()
     names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
@@ -57,11 +56,10 @@ def norm_lines(
     if others := _named({(key.rule, key.point) for key in keys if key.stat == STAT} - set(sources)):
         yield f"  recorded as well, not shown: {others}"
     shown = _selected(rows)
-    yield from _table(shown, columns, several=len(sources) > 1, ascii_only=ascii_only)
+    yield from _table(shown, columns, several=len(sources) > 1)
     if len(shown) < len(rows):
         yield f"  ... and {len(rows) - len(shown):,} more; the worst are shown"
-    mark = ASCII_NONFINITE if ascii_only else NONFINITE
-    yield f"  log scale per row; {mark} non-finite norm, {ZERO} norm 0, blank: no gradient"
+    yield f"  log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
     if measurements.sampled > 1:
         yield f"  median: that of one step in {measurements.sampled:,}; all else is of every step"
     yield from _callouts(rows, noun)
@@ -99,9 +97,7 @@ def _selected(rows: Sequence[_Row]) -> list[_Row]:
     return [row for row in rows if row.name in names]
 
 
-def _table(
-    shown: Sequence[_Row], columns: int, *, several: bool, ascii_only: bool
-) -> Iterator[str]:
+def _table(shown: Sequence[_Row], columns: int, *, several: bool) -> Iterator[str]:
     head = ["parameter", "history", "first", "median", "max", "last", "non-finite", "rule"]
     table = [head if several else head[:-1]]
     for row in shown:
@@ -115,7 +111,7 @@ def _table(
     room = columns - (sum(widths) - widths[1] + 2) - len(_MARK)
     width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
     for row, cells in zip(shown, table[1:], strict=True):
-        cells[1] = sparkline(row.history.norms, width, ascii_only=ascii_only)
+        cells[1] = sparkline(row.history.norms, width)
     worst = _spikiest(shown)
     marks = ["", *(_MARK if row is worst else "" for row in shown)]
     for line, mark in zip(grid(table, right=frozenset({2, 3, 4, 5, 6})), marks, strict=True):

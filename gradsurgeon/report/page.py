@@ -51,26 +51,19 @@ class Report:
     def _repr_html_(self) -> str:
         return f"<pre>{escape(self.text(width=_COLUMNS))}</pre>"
 
-    def text(self, *, width: int | None = None, ascii_only: bool = False) -> str:
+    def text(self, *, width: int | None = None) -> str:
         """Return the whole report.
 
         Args:
             width: columns to fill, those of the terminal where not given.
-            ascii_only: draw and write with ASCII only, for streams that cannot encode blocks.
         """
         columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
         norms = norm_lines(
-            self.measurements,
-            self.params,
-            self.rules,
-            self.statuses,
-            columns=columns,
-            ascii_only=ascii_only,
+            self.measurements, self.params, self.rules, self.statuses, columns=columns
         )
         rules = rule_lines(self.rules, self.statuses, self.events)
         parts = [[self._header()], norms, rules, event_lines(self.events)]
-        text = "\n\n".join(filter(None, map("\n".join, parts)))
-        return text.encode("ascii", "backslashreplace").decode("ascii") if ascii_only else text
+        return "\n\n".join(filter(None, map("\n".join, parts)))
 
     @property
     def measurements(self) -> Measurements:

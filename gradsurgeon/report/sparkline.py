@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-ASCII_BLOCKS = ".:-=+*#@"
-NONFINITE, ASCII_NONFINITE = "✗", "!"
+NONFINITE = "✗"
 ZERO = "_"
 ABSENT = " "
 
@@ -15,15 +14,7 @@ ABSENT = " "
 _DECADES_LEAST, _DECADES_MOST = 1.0, 8.0
 
 
-def needs_ascii(encoding: str | None) -> bool:
-    try:
-        (BLOCKS + NONFINITE).encode(encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return True
-    return False
-
-
-def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
+def sparkline(values: Sequence[float | None], width: int) -> str:
     """Draw a history of norms on a log scale in at most so many characters; ``None`` is no gradient.
 
     Each character stands for a run of steps by its largest value, so that a spike of one step
@@ -36,17 +27,16 @@ def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = 
     low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
     low = max(low, high - _DECADES_MOST)
     middle, span = (low + high) / 2, max(high - low, _DECADES_LEAST)
-    blocks, nonfinite = (ASCII_BLOCKS, ASCII_NONFINITE) if ascii_only else (BLOCKS, NONFINITE)
 
     def draw(top: float | None) -> str:
         if top is None:
             return ABSENT
         if not math.isfinite(top):
-            return nonfinite
+            return NONFINITE
         if top <= 0:
             return ZERO
         share = (math.log10(top) - middle) / span + 0.5
-        return blocks[max(0, min(len(blocks) - 1, int(share * len(blocks))))]
+        return BLOCKS[max(0, min(len(BLOCKS) - 1, int(share * len(BLOCKS))))]
 
     return "".join(map(draw, tops))
 

@@ -32,11 +32,6 @@ class RuleChange:
     elements_before: int  # of the parameters
     elements_after: int
 
-    @property
-    def renamed(self) -> bool:
-        """Whether the rule is on both sides, under different ids."""
-        return self.old_id not in ("", self.id)
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -45,7 +40,7 @@ class Difference:
     manifest: Manifest
     added: tuple[RuleChange, ...]
     removed: tuple[RuleChange, ...]
-    changed: tuple[RuleChange, ...]  # whose options differ, whether renamed as well or not
+    changed: tuple[RuleChange, ...]  # whose options differ
     renamed: tuple[RuleChange, ...]  # with another id and nothing else
     unchanged: tuple[str, ...]
     order_before: tuple[str, ...]  # the rules of both sides by their new ids, in the old order ...
@@ -132,8 +127,10 @@ def compare(old: RuleSet, new: RuleSet, manifest: Manifest) -> Difference:
         added=tuple(_rule_change(pairs, "", rule) for rule in added),
         removed=tuple(_rule_change(pairs, rule, "") for rule in removed),
         changed=tuple(change for change in both if change.options),
-        renamed=tuple(change for change in both if change.renamed and not change.options),
-        unchanged=tuple(change.id for change in both if not change.renamed and not change.options),
+        renamed=tuple(change for change in both if change.old_id != change.id),
+        unchanged=tuple(
+            change.id for change in both if change.old_id == change.id and not change.options
+        ),
         order_before=tuple(pairs.new_ids[rule] for rule in before.rules if rule in pairs.new_ids),
         order_after=order_after,
         params=tuple(chain for chain in chains if chain.name in order),

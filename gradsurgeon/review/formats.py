@@ -19,7 +19,6 @@ from gradsurgeon.review.reading_checks import READING_CHECKS, CheckInfo
 from gradsurgeon.schema import VERSION
 
 _SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-_SHOWN = 10  # annotations of each kind that GitHub shows per step; it drops the rest in silence
 _WORDS: Mapping[str, str] = {"error": "error", "warning": "warning", "note": "notice"}
 _COLOURS: Mapping[str, str] = {
     "error": "\033[1;31m",
@@ -58,30 +57,16 @@ def _json(problems: Sequence[Problem], _root: Path) -> Iterator[str]:
 
 
 def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
-    """Yield workflow commands, errors first and no more than GitHub shows, and how many are left out."""
-    left = []
-    for severity, word in _WORDS.items():
-        # The notice at the end, on what is left, is one of those that are shown.
-        shown = _SHOWN - (word == "notice")
-        group = [problem for problem in problems if problem.severity == severity]
-        for problem in group[:shown]:
-            place = problem.place
-            where: dict[str, object] = {"file": _path_from(root, place.file)}
-            if place.line:
-                end = place.col + max(1, place.width)
-                where |= {"line": place.line, "col": place.col, "endColumn": end}
-            yield _command(word, _message_and_hint(problem), **where, title=problem.check)
-        if (more := len(group) - shown) > 0:
-            left.append(f"{more} more {severity}{'' if more == 1 else 's'}")
-    if left:
-        message = f"{', '.join(left)} not shown here: `gradsurgeon lint` lists all"
-        yield _command("notice", message, title="gradsurgeon")
-
-
-def _command(word: str, message: str, **properties: object) -> str:
-    """Return a workflow command of GitHub Actions. Its arguments are escaped, so that none can end it."""
-    given = ",".join(f"{key}={_property(str(value))}" for key, value in properties.items())
-    return f"::{word}{' ' * bool(given)}{given}::{_data(message)}"
+    """Yield workflow commands of GitHub Actions. Their arguments are escaped, so that none can end them."""
+    for problem in problems:
+        place = problem.place
+        where: dict[str, object] = {"file": _path_from(root, place.file)}
+        if place.line:
+            end = place.col + max(1, place.width)
+            where |= {"line": place.line, "col": place.col, "endColumn": end}
+        where["title"] = problem.check
+        given = ",".join(f"{key}={_property(str(value))}" for key, value in where.items())
+        yield f"::{_WORDS[problem.severity]} {given}::{_data(_message_and_hint(problem))}"
 
 
 def _data(text: str) -> str:

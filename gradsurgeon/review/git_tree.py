@@ -39,13 +39,6 @@ _VARIABLES = {
     "GIT_LITERAL_PATHSPECS": "1",
 }
 _SETTINGS = ("core.commitGraph=false", "fetch.bundleURI=", "advice.graftFileDeprecated=false")
-# What git says where an object is not there and it may not fetch.
-_MISSING = (
-    "lazy fetching disabled",
-    "not allowed",
-    "could not get object info",
-    "not a tree object",
-)
 
 
 class GitError(HintedError):
@@ -88,8 +81,6 @@ class GitTree:
             found = self._entry(path)
             if found is None:
                 raise packs.is_missing(entry)
-            if found.kind == "tree":
-                raise packs.is_folder(entry)
         except GitError as error:
             raise packs.IncludeError(f"`{entry[:80]}` cannot be looked up: {error}") from None
         if wrong := _not_a_file(found):
@@ -196,18 +187,11 @@ def _ask(*arguments: str, fails: bool = False) -> bytes:
         raise GitError(f"git took more than {_SECONDS} seconds") from None
     if done.returncode and (done.stderr or not fails):
         said = " ".join(done.stderr.decode("utf-8", "replace").split())[:400]
-        raise GitError(
-            f"git says: {said or f'nothing, and ends with {done.returncode}'}", _hint(said)
+        hint = (
+            "if an object is not here, as in a partial clone: reading fetches nothing, `git show` of the "
+            "file does, if you trust the repository"
         )
+        if "not a git repository" in said:
+            hint = "run it inside the repository, or name two files"
+        raise GitError(f"git says: {said or f'nothing, and ends with {done.returncode}'}", hint)
     return done.stdout
-
-
-def _hint(said: str) -> str:
-    if "not a git repository" in said:
-        return "run it inside the repository, or name two files"
-    if any(words in said for words in _MISSING):
-        return (
-            "an object is not here, as in a partial clone, and reading fetches nothing: `git show` of "
-            "the file does, if you trust the repository"
-        )
-    return ""

@@ -12,8 +12,6 @@ from gradsurgeon.review.reading_checks import READING_CHECKS
 from gradsurgeon.review.suppressions import Suppressions
 from gradsurgeon.schema import Inspection, RuleSet, bounded
 
-_MAX_PROBLEMS = 200
-
 
 def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
     """Return all problems of a file and its includes; that it cannot be read is one of them."""
@@ -25,10 +23,17 @@ def lint(path: str, manifest: Manifest | None = None) -> list[Problem]:
 
 
 def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[Problem]:
-    problems = [*inspected.problems, *_problems_of_rules(inspected, manifest)]
     own_files = [source for source in inspected.sources if not source.file.startswith(PREFIX)]
     suppressions = Suppressions(own_files)
-    kept = [problem for problem in problems if not suppressions.take(problem)]
+    order = {source.file: index for index, source in enumerate(inspected.sources)}
+
+    def position(problem: Problem) -> tuple[int, int, int]:
+        place = problem.place
+        return order.get(place.file, len(order)), place.line, place.col
+
+    kept = [problem for problem in inspected.problems if not suppressions.take(problem)]
+    found = sorted(_problems_of_rules(inspected, manifest), key=position)
+    kept += bounded([problem for problem in found if not suppressions.take(problem)])
     if manifest is not None:
         # What is needed where no names are known is not useless where they are.
         for problem in _problems_of_rules(inspected, None):
@@ -36,15 +41,7 @@ def lint_rules(inspected: Inspection, manifest: Manifest | None = None) -> list[
     severities = {name: check.severity for name, check in (READING_CHECKS | CHECKS).items()}
     unused = suppressions.unused(severities, checked=inspected.rules is not None)
     kept += bounded(list(unused))
-    order = {source.file: index for index, source in enumerate(inspected.sources)}
-    return sorted(
-        dict.fromkeys(kept),
-        key=lambda problem: (
-            order.get(problem.place.file, len(order)),
-            problem.place.line,
-            problem.place.col,
-        ),
-    )
+    return sorted(dict.fromkeys(kept), key=position)
 
 
 def _problems_of_rules(inspected: Inspection, manifest: Manifest | None) -> Iterator[Problem]:
@@ -52,19 +49,11 @@ def _problems_of_rules(inspected: Inspection, manifest: Manifest | None) -> Iter
     if rules is None:
         return
     context = LintContext(rules, manifest)
-    count = 0
-    # Errors first: no number of doubts may hide them.
-    for check in sorted(CHECKS.values(), key=lambda check: check.severity != "error"):
+    for check in CHECKS.values():
         for finding in check.find(context):
             place = _place(rules, finding, always=check.severity == "error")
             if place is None:
                 continue
-            count += 1
-            if count > _MAX_PROBLEMS:
-                message = f"over {_MAX_PROBLEMS} findings about the rules, no more are shown"
-                hint = "correct these first, or suppress what is meant so"
-                yield Problem(place, "too-large", message, hint, "warning")
-                return
             message = finding.message
             if rules.place(finding.rule.id).file != place.file:  # shown at the include
                 message = f"rule `{finding.rule.id}` of this pack: {message}"

@@ -95,13 +95,4 @@ def _build(torch: Any, spec: str, build: Any) -> Any:
 
 
 def _failure(what: str, error: BaseException) -> str:
-    """Return a message with the traceback of the user's code, without our own frames."""
-    trace = error.__traceback__
-    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
-        trace = trace.tb_next
-    lines = traceback.format_exception(type(error), error, trace)
-    return f"{what}:\n{''.join(lines).rstrip()}"
-
-
-def _is_ours(file: str) -> bool:
-    return file in {__file__, importlib.__file__} or file.startswith("<frozen importlib")
+    return f"{what}:\n{''.join(traceback.format_exception(error)).rstrip()}"

@@ -33,12 +33,10 @@ class Phrases:
         found = self.difference
         if not found.in_effect:
             return "no difference in effect"
-        rewritten = sum(change.renamed for change in found.changed)
         parts = [
             f"{len(found.added)} added" * bool(found.added),
             f"{len(found.removed)} removed" * bool(found.removed),
-            f"{len(found.changed)} changed" * bool(found.changed)
-            + f" ({rewritten} of them renamed)" * bool(rewritten),
+            f"{len(found.changed)} changed" * bool(found.changed),
             f"{len(found.renamed)} only renamed" * bool(found.renamed),
             "other order" * found.order_changed,
         ]
@@ -101,9 +99,10 @@ class Phrases:
             yield "+", change, [self._given(option) for option in change.options]
         for change in found.removed:
             yield "-", change, [self._given(option) for option in change.options]
-        for change in (*found.changed, *found.renamed):
-            was = [f"renamed from {self.code(change.old_id)}"] * change.renamed
-            yield "~", change, [*was, *map(self._changed, change.options)]
+        for change in found.changed:
+            yield "~", change, [self._changed(option) for option in change.options]
+        for change in found.renamed:
+            yield "~", change, [f"renamed from {self.code(change.old_id)}"]
 
     def binds(self, change: RuleChange) -> tuple[str, str]:
         things = self._from_to(f"{len(change.before):,}", f"{len(change.after):,}")

@@ -1,6 +1,6 @@
 """Which rule of the new file is which rule of the old one, and which of their options differ."""
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,8 @@ from pydantic.fields import FieldInfo
 from gradsurgeon.actions import Direction, Options, Rule, Steps, Stricter
 from gradsurgeon.review.matched_rules import PROTECTING, MatchedRules
 
-_SELECTION = ("params", "modules", "tensors", "exclude", "where", "model")
 # Not given, these are shown as such: what that means is not their default, but depends on the rule.
 _NEVER_FILLED_IN = ("at", "tensor", "steps")
-# Action, selection and all the rest: what a rule is recognised by under another id.
-_Traits = tuple[Hashable, Hashable, Hashable]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,34 +144,20 @@ class RulePairs:
 
 
 def pair_rules(before: MatchedRules, after: MatchedRules) -> RulePairs:
-    """Return which rule of the new file is which of the old one, under the same id or another.
+    """Return which rule of the new file is which of the old one.
 
-    A rule under another id was most likely renamed where it is the same otherwise, or where it does
-    something else of the same kind to the same tensors.
+    One under another id was renamed where no option differs.
     """
     new_ids = {rule: rule for rule in before.rules if rule in after.rules}
-    gone = {key: _traits(rule) for key, rule in before.rules.items() if key not in after.rules}
-    come = {key: _traits(rule) for key, rule in after.rules.items() if key not in before.rules}
-    new_ids.update(_pair_equal(gone, come, traits=3))
-    new_ids.update(_pair_equal(gone, come, traits=2))
+    come: dict[Hashable, list[str]] = {}
+    for key, rule in reversed(after.rules.items()):
+        if key not in before.rules:
+            come.setdefault(_all_options(rule), []).append(key)
+    for key, rule in before.rules.items():
+        if key not in after.rules and (ids := come.get(_all_options(rule))):
+            new_ids[key] = ids.pop()
     return RulePairs(before, after, new_ids, {new: old for old, new in new_ids.items()})
 
 
-def _traits(rule: Rule) -> _Traits:
-    options = comparable_options(rule)
-    selection = {item for item in options.items() if item[0].partition(".")[0] in _SELECTION}
-    kind = (rule.action, rule.target, str(rule.ref))
-    return kind, frozenset(selection), frozenset(options.items() - selection)
-
-
-def _pair_equal(
-    gone: dict[str, _Traits], come: dict[str, _Traits], traits: int
-) -> Iterator[tuple[str, str]]:
-    """Yield old and new id of rules whose first traits are equal, and remove them from both sides."""
-    same: dict[tuple[Hashable, ...], list[str]] = {}
-    for new in reversed(come):
-        same.setdefault(come[new][:traits], []).append(new)
-    for old in list(gone):
-        if ids := same.get(gone[old][:traits]):
-            del gone[old], come[ids[-1]]
-            yield old, ids.pop()
+def _all_options(rule: Rule) -> frozenset[tuple[str, Hashable]]:
+    return frozenset(comparable_options(rule).items())

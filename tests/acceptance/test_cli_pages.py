@@ -32,7 +32,7 @@ class TestExplain:
         assert listed == [*ACTIONS, *sorted([*CHECKS, *READING_CHECKS])]
         assert re.search(r"^zero +Set a gradient to zero\.$", done.stdout, re.MULTILINE)
         assert re.search(
-            r"^scale-by-one +A factor of one does nothing\.$", done.stdout, re.MULTILINE
+            r"^scale-by-zero +A factor of zero does not remove a NaN\.$", done.stdout, re.MULTILINE
         )
 
     def test_the_page_of_a_check(self, tmp_path: pathlib.Path) -> None:

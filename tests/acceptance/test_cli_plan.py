@@ -167,7 +167,7 @@ class TestPlan:
             ),
             ("net:fails", "cannot build `net:fails`:\nTraceback (most recent call last):\n  File"),
             ("net:ends", "SystemExit: usage: net.py"),
-            ("nosuch:build", "sys.path:\nModuleNotFoundError: No module named 'nosuch'"),
+            ("nosuch:build", "\nModuleNotFoundError: No module named 'nosuch'"),
         ],
     )
     def test_no_model(self, here: pathlib.Path, model: str, reason: str) -> None:

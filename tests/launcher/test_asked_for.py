@@ -76,12 +76,7 @@ gradsurgeon.planning.bind = bind
 def test_a_fault_of_ours_does_not_end_in_training_without_rules(folder: Folder) -> None:
     done = folder.run(BROKEN + TRAIN)
     assert (done.code, done.out) == (1, "")
-    assert "ZeroDivisionError" in done.lines
-    assert done.lines[-1] == (
-        "gradsurgeon.errors.GradSurgeonError: the rules cannot be put on the model: ZeroDivisionError above. "
-        "That is a fault of gradsurgeon, please report it; with GRADSURGEON_DISABLE=1 the script trains "
-        "without rules"
-    )
+    assert done.lines[-1] == "ZeroDivisionError"
     off = folder.run(BROKEN + TRAIN, env={"GRADSURGEON_DISABLE": "1"})
     assert (off.code, off.out, off.lines) == (0, "trained\n", [])
 

@@ -175,40 +175,21 @@ class TestNames:
         assert found.warnings == ()
         assert found.in_effect  # records go by ids
 
-    def test_a_rule_renamed_and_changed_is_one_rule(self) -> None:
-        found = diff([clamp("before", min=-1)], [clamp("after", min=0)])
-        (change,) = found.changed
-        assert change.renamed
-        assert (change.old_id, change.id, change.options[0].direction) == (
-            "before",
-            "after",
-            "tightened",
-        )
-        assert not found.added
-        assert not found.removed
-        assert not found.renamed
-        assert not found.params
-
     @pytest.mark.parametrize(
         "other",
         [
             zero("after", params="head.*"),
             zero("after", params="h.{0..1}.*"),
             clamp("after", min=0),
+            zero("after", at="step"),
         ],
     )
-    def test_rules_that_have_little_in_common_are_two(self, other: Any) -> None:
+    def test_rules_that_differ_under_another_id_are_two(self, other: Any) -> None:
         found = diff([zero("before")], [other])
         assert ([one.id for one in found.removed], [one.id for one in found.added]) == (
             ["before"],
             ["after"],
         )
-
-    def test_the_nearest_wins(self) -> None:
-        old = [clamp("a", min=-1), clamp("b", min=-2)]
-        found = diff(old, [clamp("c", min=-2), clamp("d", min=-3)])
-        assert [(one.old_id, one.id) for one in found.renamed] == [("b", "c")]
-        assert [(one.old_id, one.id) for one in found.changed] == [("a", "d")]
 
 
 class TestOrder:

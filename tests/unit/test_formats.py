@@ -73,20 +73,6 @@ class TestGitHub:
             ",line=3,col=11,endColumn=12,title=bad-value"
         )
 
-    def test_the_worst_come_first_and_the_rest_are_counted(self) -> None:
-        kinds: list[Severity] = ["warning", "error"] * 13
-        text = formats.write([problem(str(i), severity=s) for i, s in enumerate(kinds)], "github")
-        words = [line.removeprefix("::").split(" ")[0] for line in text.splitlines()]
-        assert words == ["error"] * 10 + ["warning"] * 10 + ["notice"]
-        assert "::3 more errors, 3 more warnings not shown" in text.splitlines()[-1]
-        assert [line.rpartition("::")[2] for line in text.splitlines()[:2]] == [
-            "1 (write 1)",
-            "3 (write 1)",
-        ]
-
-    def test_ten_of_a_kind_leave_nothing_to_count(self) -> None:
-        assert "notice" not in formats.write([problem()] * 10, "github")
-
     def test_paths_start_at_the_root_that_is_given(self, tmp_path: pathlib.Path) -> None:
         inside, outside = tmp_path / "a" / "r.yaml", pathlib.Path("/elsewhere/r.yaml")
         both = [problem(file=str(inside)), problem(file=str(outside))]

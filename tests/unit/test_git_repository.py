@@ -143,7 +143,7 @@ class TestCommands:
         message, hint = refusal("main:rules.yaml")
         assert not evil.mark.exists()
         assert message.startswith("cannot read the file: git says: ")
-        assert hint.startswith("an object is not here, as in a partial clone")
+        assert hint.startswith("if an object is not here, as in a partial clone")
 
     def test_nor_where_the_configuration_of_a_working_tree_says_so(self, evil: Evil) -> None:
         evil.configure(PROMISOR + "[extensions]\n\tworktreeConfig = true\n")

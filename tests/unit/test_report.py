@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from gradsurgeon.events import Event, EventKind, RuleStatus
-from gradsurgeon.report import BLOCKS, NONFINITE, Report, RuleInfo, needs_ascii, sparkline
+from gradsurgeon.report import Report, RuleInfo
+from gradsurgeon.report.sparkline import BLOCKS, NONFINITE, sparkline
 from gradsurgeon.store import Key, Records
 
 NAN, INF = math.nan, math.inf
@@ -116,19 +117,6 @@ def test_one_nonfinite_step_in_ten_thousand_survives(nan_at: int) -> None:
     assert len(drawn) == 20
     assert drawn.count(NONFINITE) == 1
     assert drawn.index(NONFINITE) == nan_at * 20 // 10_000
-
-
-def test_ascii_draws_the_same_shape() -> None:
-    values = [10.0**i for i in range(8)]
-    assert sparkline([*values, INF, 0.0], 32, ascii_only=True) == ".:-=+*#@!_"
-
-
-def test_which_streams_need_ascii() -> None:
-    assert needs_ascii("ascii")
-    assert needs_ascii("cp1252")
-    assert needs_ascii(None)
-    assert needs_ascii("no-such-encoding")
-    assert not needs_ascii("utf-8")
 
 
 def test_the_numbers_stand_at_their_parameter() -> None:
@@ -266,15 +254,6 @@ def test_control_characters_are_escaped_everywhere() -> None:
     assert "\u202e" not in text
     assert "\r" not in text
     assert text.count("w\\x1b[2J\\u202e") == 7
-
-
-def test_ascii_only_is_ascii_only() -> None:
-    text = report(records({"größe": [1.0, NAN]}), events=[event(0, message="naïve ✗")]).text(
-        ascii_only=True
-    )
-    assert text.isascii()
-    assert row(text, "gr\\xf6\\xdfe")[1] == "+!"
-    assert "! non-finite norm" in text
 
 
 def test_the_rules_say_what_they_did() -> None:

@@ -12,8 +12,9 @@ from runs import KEY, meta, values, write
 
 from gradsurgeon import Event
 from gradsurgeon.events import RuleStatus
-from gradsurgeon.report import NONFINITE, RuleInfo, from_run, summary
+from gradsurgeon.report import RuleInfo, from_run, summary
 from gradsurgeon.report.measurements import InMemory
+from gradsurgeon.report.sparkline import NONFINITE
 from gradsurgeon.report.stored_measurements import OnDisk
 from gradsurgeon.store import Key, Records
 from gradsurgeon.store.run import open_run

@@ -17,7 +17,6 @@ import pytest
 
 import gradsurgeon
 from gradsurgeon import packs, schema, source
-from gradsurgeon.cli.explain import reference
 from gradsurgeon.cli.schema import document_schema
 from gradsurgeon.match import compile_pattern
 
@@ -28,15 +27,6 @@ TEXT = README.read_text(encoding="utf-8")
 # What follows is made of the tests.
 MARK = "do not edit below this line. -->\n"
 GUIDE = TEXT.partition(MARK)[0]
-REFERENCE_HEAD = """\
-# Reference
-
-Every option of every rule, every action, and every check of `gradsurgeon lint`. `gradsurgeon explain NAME` prints the same
-in a terminal. The [guide](README.md) shows how to use them.
-
-<!-- Written by `python tests/unit/test_rules_readme.py` from the actions and checks themselves: do not edit. -->
-
-"""
 REMEDY = "run `python tests/unit/test_rules_readme.py`"
 
 
@@ -46,12 +36,13 @@ EXAMPLE = Path(__file__).parents[1] / "cases" / "review"
 @cache
 def generated() -> dict[Path, str]:
     import python_api
+    import reference
     import setups
 
     guide = with_example("the change", the_change(), with_example("the comment", comment(), GUIDE))
     return {
         README: f"{guide}{MARK}\n{setups.table(setups.collected())}",
-        REFERENCE: REFERENCE_HEAD + re.sub("^##", "#", reference(), flags=re.MULTILINE),
+        REFERENCE: reference.page(),
         API: python_api.page(),
         SCHEMA: json.dumps(document_schema(), indent=2, ensure_ascii=False) + "\n",
     }

@@ -25,7 +25,7 @@ FLOODS = {
     "ids": HEAD + '- {id: a, action: zero, params: "*"}\n' * 10_000,
     "comments": HEAD
     + '- {id: a, action: zero, params: "*"}\n'
-    + "# gradsurgeon: ignore[scale-by-one]\n" * 25_000,
+    + "# gradsurgeon: ignore[scale-by-zero]\n" * 25_000,
     "hashes": HEAD
     + "- {id: a, action: zero, params: ["
     + '" #x",' * 45_000

@@ -1,8 +1,8 @@
 """Checks on what two rules do to the same tensors."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from gradsurgeon.actions import CaptureRule, EditRule, FreezeRule, ObserverRule, Rule, TrapRule
+from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext
 
@@ -31,44 +31,14 @@ class EffectiveOrder(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        def both_edit(rule: Rule, other: Rule) -> bool:
-            edits = isinstance(rule, EditRule) and isinstance(other, EditRule)
-            return edits and not _one_is_moot(context, rule, other)
-
-        for rule, later in _out_of_order(context, both_edit):
-            hint = "put them in the order in which they act, or choose another `at`"
-            key = "at" if "at" in rule.model_fields_set else "action"
-            yield Finding(rule, (key,), _where_it_acts(rule, "acts", later), hint, later)
-
-
-class ObservedOrder(Check):
-    """A record is taken before an edit that stands above it, or after one that stands below.
-
-    One expects a `norm-log` or `capture` below an edit to show what the edit has left. By default records
-    are taken at `accumulated`, which is before everything at `step` and after everything at `backward`.
-
-    If you want what the optimizer gets, write `at: step` below the edits. Otherwise nothing: the record
-    is right, and the order in the file does not matter.
-    """
-
-    severity = "note"
-    BAD = """
-- id: clipped
-  action: clip-norm
-  params: "*"
-  max_norm: 1.0
-
-- id: what-is-left
-  action: norm-log
-  params: "*"
-"""
-
-    def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, later in _out_of_order(context, _edit_and_record):
-            does = "changes gradients" if isinstance(rule, EditRule) else "sees gradients"
-            hint = "put it above, or choose another `at`"
-            key = "at" if "at" in rule.model_fields_set else "action"
-            yield Finding(rule, (key,), _where_it_acts(rule, does, later), hint, later)
+        for rule, others in _overlapping_edits(context):
+            later = tuple(other for other in others if context.acts_before(rule, other))
+            if later:
+                stand = f"which stand{'s' * (len(later) == 1)} above it"
+                message = f"it acts at `{rule.point}`, before {_listed(later)}, {stand}"
+                hint = "put them in the order in which they act, or choose another `at`"
+                key = "at" if "at" in rule.model_fields_set else "action"
+                yield Finding(rule, (key,), message, hint, later)
 
 
 class OverlappingEdits(Check):
@@ -96,16 +66,7 @@ class OverlappingEdits(Check):
 """
 
     def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule, above in context.pairs():
-            if not isinstance(rule, EditRule):
-                continue
-            others = tuple(
-                other
-                for other in above
-                if isinstance(other, EditRule)
-                and not _one_is_moot(context, rule, other)
-                and context.overlap(other, rule)
-            )
+        for rule, others in _overlapping_edits(context):
             if others:
                 change = f"change{'s' * (len(others) == 1)}"
                 message = f"it changes tensors that {_listed(others)} {change} as well"
@@ -205,31 +166,20 @@ class ZeroIsNotFreeze(Check):
                 yield Finding(rule, ("action",), message, hint)
 
 
-def _edit_and_record(first: Rule, second: Rule) -> bool:
-    edits = [isinstance(rule, EditRule) for rule in (first, second)]
-    records = [isinstance(rule, ObserverRule | CaptureRule) for rule in (first, second)]
-    return edits.count(True) == 1 and any(records)
-
-
-def _out_of_order(
-    context: LintContext, is_pair: Callable[[Rule, Rule], bool]
-) -> Iterator[tuple[Rule, tuple[Rule, ...]]]:
-    """Yield each rule that acts before rules that stand above it and make a pair with it, with these."""
+def _overlapping_edits(context: LintContext) -> Iterator[tuple[Rule, tuple[Rule, ...]]]:
+    """Yield each edit with the edits above it that certainly change the same tensors."""
     for rule, above in context.pairs():
-        later = tuple(
-            other
-            for other in above
-            if is_pair(rule, other)
-            and context.acts_before(rule, other)
-            and context.overlap(other, rule)
-        )
-        if later:
-            yield rule, later
-
-
-def _where_it_acts(rule: Rule, does: str, later: Sequence[Rule]) -> str:
-    stand = f"which stand{'s' * (len(later) == 1)} above it"
-    return f"it {does} at `{rule.point}`, before {_listed(later)}, {stand}"
+        if isinstance(rule, EditRule):
+            yield (
+                rule,
+                tuple(
+                    other
+                    for other in above
+                    if isinstance(other, EditRule)
+                    and not _one_is_moot(context, rule, other)
+                    and context.overlap(other, rule)
+                ),
+            )
 
 
 def _listed(rules: Sequence[Rule]) -> str:

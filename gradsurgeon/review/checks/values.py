@@ -72,28 +72,6 @@ class ClampWithoutZero(Check):
             yield Finding(rule, (key,), message, hint)
 
 
-class ScaleByOne(Check):
-    """A factor of one does nothing.
-
-    `scale` with `factor: 1` costs a pass over every tensor that it matches and changes none of them.
-
-    Remove the rule. A `norm-log` does not need it to see a gradient.
-    """
-
-    BAD = """
-- id: gentle-head
-  action: scale
-  params: "head.*"
-  factor: 1.0
-"""
-
-    def find(self, context: LintContext) -> Iterator[Finding]:
-        for rule in context.rules:
-            if isinstance(rule, Scale) and rule.factor == 1:
-                message = "scaling by 1 changes nothing"
-                yield Finding(rule, ("factor",), message, "remove the rule, or correct the factor")
-
-
 class ScaleByZero(Check):
     """A factor of zero does not remove a NaN.
 
