@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsurgeon
-from benchmarks.operations import DeviceCounts, counting
+from benchmarks.operations import counting
 from benchmarks.toy_device import DEVICE, Factories, Toy, aten, move
 from gradsurgeon import _numbers
 from gradsurgeon.runtime.controller import Controller
@@ -248,7 +248,6 @@ def operations() -> dict[str, dict[str, int]]:
         "copy to host, later": counted(lambda: host.copy_(four, non_blocking=True)),
         "from host": counted(lambda: host.to(DEVICE)),
         "copy from host": counted(lambda: four.copy_(host)),
-        "nobody watches": {key: n for key, n in DeviceCounts().to_dict().items() if n},
     }
 
 

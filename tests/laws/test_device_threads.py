@@ -60,7 +60,6 @@ def test_what_a_device_is_asked_to_do_is_counted(told: dict[str, Any]) -> None:
         "copy to host, later": {"copies_to_host": 1},
         "from host": {"copies_from_host": 1},
         "copy from host": {"copies_from_host": 1},
-        "nobody watches": {},
     }
 
 
