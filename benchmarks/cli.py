@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import (
     check,
+    device_counts,
     like_for_like,
     overhead,
     plot,
@@ -35,6 +36,7 @@ GROUPS: dict[str, Group] = {
     overhead.GROUP: overhead.measured,
     like_for_like.GROUP: like_for_like.measured,
     scaling.GROUP: scaling.measured,
+    device_counts.GROUP: device_counts.measured,
     ranks.GROUP: ranks.measured,
     records.GROUP: records.measured,
     startup.GROUP: startup.measured,
@@ -220,6 +222,8 @@ def _told(rows: Iterator[Row]) -> Iterator[Row]:
             "job",
             "axis",
             "at",
+            "params",
+            "dtypes",
             "world",
             "wrapper",
             "steps",

@@ -6,7 +6,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import like_for_like, overhead, peers, ranks, records, rule_sets, scaling, startup
+from benchmarks import (
+    device_counts,
+    like_for_like,
+    overhead,
+    peers,
+    ranks,
+    records,
+    rule_sets,
+    scaling,
+    startup,
+)
 from benchmarks.cases import BARE
 from benchmarks.machine import PEERS, ROOT
 from benchmarks.overhead import Row
@@ -97,7 +107,9 @@ def _target(one: Judged) -> tuple[str, ...]:
         limit = f"{limit} within noise: {value.limit:.3f}"
     if value is None:
         return target.what, target.unit, limit, "", one.why or one.verdict
-    measured = f"{value.median:.3g} ({value.low:.3g} to {value.high:.3g})"
+    measured = f"{value.median:.3g}"
+    if value.low != value.high:
+        measured += f" ({value.low:.3g} to {value.high:.3g})"
     return target.what, target.unit, limit, measured, f"**{one.verdict}**"
 
 
@@ -213,6 +225,41 @@ def between_ranks(result: Result) -> str:
     ) for row in rows))  # fmt: skip
 
 
+def device_work(result: Result) -> str:
+    """Return the table of what a step asks of a device: per size the operations, and more of the largest."""
+    rows = _of(result, device_counts.GROUP)
+    sizes = list(dict.fromkeys((row["params"], row["dtypes"]) for row in rows))
+    calls = {
+        (row["case"], row["params"], row["dtypes"]): f"{_signed(row, 'operations')} "
+        f"({row['list_operations']:,})"
+        for row in rows
+    }
+    largest, kind = max((params, kind) for params, kind in sizes if " and " not in kind)
+    head = [
+        "",
+        *(f"{params:,} {kind}" for params, kind in sizes),
+        "read",
+        "written",
+        "allocations",
+        "host reads",
+        "copies to the host",
+        "copies from it",
+        "launches on CUDA",
+    ]
+    shown = [row for row in rows if (row["params"], row["dtypes"]) == (largest, kind)]
+    return table(head, ((
+        row["case"], *(calls[row["case"], *size] for size in sizes),
+        *(f"{number(row[key] / row['gradient_bytes'])} x" for key in ("bytes_read", "bytes_written")),
+        *(_signed(row, key) for key in ("allocations", "host_reads", "copies_to_host", "copies_from_host")),
+        "not run" if row["launches"] is None else _signed(row, "launches"),
+    ) for row in shown))  # fmt: skip
+
+
+def _signed(row: Row, key: str) -> str:
+    """Return what a case adds, and of the bare step what it has."""
+    return f"{row[key]:,}" if row["case"] == device_counts.BARE else f"{row[key]:+,}"
+
+
 def long_runs(result: Result) -> str:
     """Return the table of records."""
     head = ("steps", "on disk", "bytes per step", "to open", "to read one norm of all steps")
@@ -235,6 +282,7 @@ _SECTIONS = (
     ("Cost of a step", overhead.GROUP, costs),
     ("Like for like", like_for_like.GROUP, jobs),
     ("Growth", scaling.GROUP, growth),
+    ("On a device", device_counts.GROUP, device_work),
     ("Between ranks", ranks.GROUP, between_ranks),
     ("Long runs", records.GROUP, long_runs),
     ("Without training", startup.GROUP, commands),
@@ -273,10 +321,11 @@ def page(shown: Sequence[tuple[Path, Result]]) -> str:
 
 def front(shown: Sequence[tuple[Path, Result]]) -> str:
     """Return the generated part of the front page: steps with rules beside steps with peers."""
-    return "\n".join(_front(result) for _, result in shown)
+    without_cuda = all(result["machine"]["kind"] != "cuda" for _, result in shown)
+    return "\n".join(_front(result, without_cuda=without_cuda) for _, result in shown)
 
 
-def _front(result: Result) -> str:
+def _front(result: Result, *, without_cuda: bool) -> str:
     names = [one.name for one in WORKLOADS if one.forward and main_rows(result, one.name)]
     ratios = {
         (row["case"], name): f"{row['step_ratio']['median']:.2f}"
@@ -284,13 +333,17 @@ def _front(result: Result) -> str:
         for row in main_rows(result, name)
     }
     cases = [case for case in (BARE.name, *_FRONT) if (case, names[0]) in ratios]
-    rows = ([case, *(ratios.get((case, name), "") for name in names)] for case in cases)
+    absent = {"CUDA": "not run"} if without_cuda else {}
+    rows = (
+        [case, *(ratios.get((case, name), "") for name in names), *absent.values()]
+        for case in cases
+    )
     found = judged(result["rows"], result["machine"]["kind"])
     met = sum(one.verdict == "met" for one in found)
     known = sum(one.value is not None for one in found)
     head = f"Time of a training step, 1 without anything, on {about_machine(result)}:\n\n"
     tail = f"\n{met} of the {known} targets measured there are met.\n"
-    return head + table(["", *names], rows) + tail
+    return head + table(["", *names, *absent], rows) + tail
 
 
 def filled(text: str, made: str) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from benchmarks import overhead, rule_sets, startup
+from benchmarks import device_counts, overhead, rule_sets, startup
 from benchmarks.cases import BARE
 from benchmarks.overhead import Row
 
@@ -121,6 +122,36 @@ def _waits(rows: Sequence[Row]) -> Value | None:
     return Value(max(found), min(found), max(found)) if found else None
 
 
+def _asked(case: str, params: int, key: str) -> Callable[[Sequence[Row]], int | None]:
+    """Return a finder of what a case asks of a device, beyond the bare step."""
+    wanted = {"group": device_counts.GROUP, "case": case, "params": params, "dtypes": "float32"}
+
+    def find(rows: Sequence[Row]) -> int | None:
+        row = row_of(rows, **wanted)
+        return None if row is None else int(row[key])
+
+    return find
+
+
+def _difference(
+    more: Callable[[Sequence[Row]], int | None], less: Callable[[Sequence[Row]], int | None]
+) -> Find:
+    def find(rows: Sequence[Row]) -> Value | None:
+        first, second = more(rows), less(rows)
+        return None if first is None or second is None else _exactly(first - second)
+
+    return find
+
+
+def _exactly(count: int) -> Value:
+    return Value(count, count, count)
+
+
+def _host_reads(rows: Sequence[Row]) -> Value | None:
+    count = _asked(rule_sets.CLIP_BITES, 100, "host_reads")(rows)
+    return None if count is None else _exactly(count)
+
+
 def _never(_: Sequence[Row]) -> Value | None:
     return None
 
@@ -131,6 +162,8 @@ def _with_clip(case: str, limit: float, what: str) -> Iterator[Target]:
         yield Target(f"{what}, {about}", "x `clip_grad_norm_`", limit, find)
 
 
+_ON_DEVICE = f"on a device, {rule_sets.CLIP_BITES}"
+_OPERATIONS = partial(_asked, rule_sets.CLIP_BITES, key="operations")
 READ, CLIP, STEP = "x one read of the bytes", "x `clip_grad_norm_`", "x step"
 TARGETS = (
     Target(
@@ -152,6 +185,15 @@ TARGETS = (
         "observe everything, GPT-2 124M in bfloat16", STEP, 1.01,
         _overhead("gpt2", rule_sets.OBSERVE, "step_ratio"), only="cuda",
     ),
+    Target(
+        f"{_ON_DEVICE}, beyond `{device_counts.CLIP}`", "operations", 8,
+        _difference(_OPERATIONS(100), _asked(device_counts.CLIP, 100, "operations")),
+    ),
+    Target(
+        f"{_ON_DEVICE}, with 100 parameters more than with 10", "operations", 0,
+        _difference(_OPERATIONS(100), _OPERATIONS(10)),
+    ),
+    Target(f"{_ON_DEVICE}", "host reads", 1, _host_reads),
     Target("`gradsurgeon lint` of 100 rules, whole process", "s", 0.5, _seconds(startup.LINT)),
     Target("reading 1,000 rules", "s", 0.1, _seconds(startup.PARSE)),
     Target("binding 20 rules to a model of 10,000 parameters", "s", 0.2, _seconds(startup.BIND)),
@@ -173,7 +215,7 @@ def judged(rows: Sequence[Row], device: str) -> list[Judged]:
 
 def _judge(target: Target, rows: Sequence[Row], device: str) -> Judged:
     if target.only not in ("", device):
-        absent = "no CUDA device" if target.only == "cuda" else "a target for the CPU"
+        absent = "not run: no CUDA device" if target.only == "cuda" else "a target for the CPU"
         return Judged(target, None, "not measured", absent)
     value = target.find(rows)
     if value is None:

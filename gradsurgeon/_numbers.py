@@ -55,6 +55,8 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
         if order == 2.0 and (joined := small(grads)) is not None:  # noqa: PLR2004 # l2
             return _of_segments(*joined)
         dense = [grad if grad.layout == torch.strided else values(grad) for grad in grads]
+        if not grads[0].is_cpu:
+            return _on_device(dense, order)
         groups: dict[tuple[_Way, torch.dtype], list[int]] = {}
         for position, grad in enumerate(dense):
             groups.setdefault((_way(grad, order), grad.dtype), []).append(position)
@@ -62,7 +64,7 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
             (positions, way([dense[position] for position in positions], order))
             for (way, _), positions in groups.items()
         ]
-        return _in_order(parts, len(grads))
+        return _in_order(parts)
 
 
 def norm(grad: Tensor, order: float = 2.0) -> Tensor:
@@ -74,6 +76,11 @@ def norm(grad: Tensor, order: float = 2.0) -> Tensor:
                 return wide.float()
             flat = grad.view(-1)
             return torch.dot(flat, flat).sqrt_().float()
+    if not grad.is_cpu and grad.layout == torch.strided and grad.numel():
+        with torch.no_grad():
+            # One launch; the way for a list takes three for a list of one.
+            alone: Tensor = torch.linalg.vector_norm(grad, order, dtype=_widened(grad))
+            return alone.float()
     return norms([grad], order)[0]
 
 
@@ -125,12 +132,33 @@ def _way(grad: Tensor, order: float) -> _Way:
 
 
 def _each(grads: Sequence[Tensor], order: float) -> Tensor:
+    return torch.stack(_one_by_one(grads, order)).to(torch.float32)
+
+
+def _one_by_one(grads: Sequence[Tensor], order: float) -> list[Tensor]:
+    """Return the norms of dense tensors, alike in dtype, as 0-dim tensors."""
     # The maximum norm of nothing is an error to torch.
     filled = [grad if grad.numel() else grad.new_zeros(1) for grad in grads]
-    # float16 overflows at 65504, so a norm of it must not be taken in float16.
-    dtype = torch.float32 if grads[0].dtype in _HALF else None
     # One call over the list, as `clip_grad_norm_` does it; it has no public name.
-    return torch.stack(torch._foreach_norm(filled, order, dtype=dtype)).to(torch.float32)  # noqa: SLF001
+    return list(torch._foreach_norm(filled, order, dtype=_widened(grads[0])))  # noqa: SLF001
+
+
+def _widened(grad: Tensor) -> torch.dtype | None:
+    # float16 overflows at 65504, so a norm of it must not be taken in float16.
+    return torch.float32 if grad.dtype in _HALF else None
+
+
+def _on_device(grads: Sequence[Tensor], order: float) -> Tensor:
+    """Return the norms of dense tensors by one call per dtype, and one that brings them together."""
+    dtypes: dict[torch.dtype, list[int]] = {}
+    for position, grad in enumerate(grads):
+        dtypes.setdefault(grad.dtype, []).append(position)
+    by_position: dict[int, Tensor] = {}
+    for positions in dtypes.values():
+        found = _one_by_one([grads[position] for position in positions], order)
+        by_position.update(zip(positions, found, strict=True))
+    # Not by an index, which would have to come from the host: a CUDA graph cannot wait for that.
+    return torch.stack([by_position[position] for position in range(len(grads))]).to(torch.float32)
 
 
 def _packed(grads: Sequence[Tensor], _order: float) -> Tensor:
@@ -161,14 +189,10 @@ def _dotted(grads: Sequence[Tensor], _order: float) -> Tensor:
     return torch.stack([torch.dot(grad, grad) for grad in flat]).sqrt_().to(torch.float32)
 
 
-def _in_order(parts: Sequence[tuple[Sequence[int], Tensor]], count: int) -> Tensor:
+def _in_order(parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
     if len(parts) == 1:
         return parts[0][1]
     order = [position for positions, _ in parts for position in positions]
-    if not parts[0][1].is_cpu:
-        # An index would have to come from the host, which a CUDA graph cannot wait for.
-        by_position = dict(zip(order, [n for _, part in parts for n in part], strict=True))
-        return torch.stack([by_position[position] for position in range(count)])
     joined = torch.cat([part for _, part in parts])
     out = torch.empty_like(joined)
     out[torch.tensor(order, device=joined.device)] = joined

@@ -12,13 +12,17 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from device import CudaCasts, Factories, Toy, counting, reads
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradsurgeon
+from benchmarks.operations import counting
+from benchmarks.toy_device import DEVICE, Factories, Toy, aten, move
+from gradsurgeon import _numbers
 from gradsurgeon.runtime.controller import Controller
 
 warnings.simplefilter("ignore")
@@ -37,11 +41,21 @@ def rules(*ids: str) -> dict[str, Any]:
     return {"version": 1, "rules": [rule for rule in ALL if not ids or rule["id"] in ids]}
 
 
-def moved(module: nn.Module) -> None:
-    for part in module.modules():
-        for key, param in list(part._parameters.items()):
-            if param is not None:
-                part._parameters[key] = nn.Parameter(Toy(param.detach().clone()))
+class CudaCasts(TorchDispatchMode):
+    """Rounds 0-dim float32 operands of half tensors first, as CUDA does and the CPU does not."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        narrow = (torch.float16, torch.bfloat16)
+        if func in (aten.mul_.Tensor, aten.div_.Tensor, aten.mul.Tensor, aten.div.Tensor):
+            left, right = args
+            alone = isinstance(right, torch.Tensor) and right.ndim == 0
+            if alone and left.ndim and left.dtype in narrow and right.dtype == torch.float32:
+                args = (left, right.to(left.dtype))
+        if func is aten._foreach_mul_.Tensor and args[0][0].dtype in narrow:
+            args = (args[0], args[1].to(args[0][0].dtype))
+        return func(*args, **(kwargs or {}))
 
 
 def plain(tensor: torch.Tensor) -> list[Any]:
@@ -54,7 +68,7 @@ def train(*, on_device: bool, scaled: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     if on_device:
-        moved(model)
+        move(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
     with gradsurgeon.apply(model, rules(), optimizer=optimizer) as session:
         for step in range(6):
@@ -91,7 +105,7 @@ class Branches(nn.Module):
         super().__init__()
         self.host = nn.ModuleList([nn.Linear(4, 4) for _ in range(20)])
         self.device = nn.ModuleList([nn.Linear(4, 4) for _ in range(20)])
-        moved(self.device)
+        move(self.device)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
         for layer in self.host:
@@ -138,22 +152,25 @@ def reads_of(*ids: str, by_hand: bool = False) -> int:
     """Return how often the host waits in four steps, after two to settle in."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    moved(model)
+    move(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=False)
     given: Any = [] if by_hand else optimizer
     with gradsurgeon.apply(model, rules(*ids), optimizer=given) as session:
-        for step in range(6):
-            counting[0] = step >= 2
+
+        def step() -> None:
             optimizer.zero_grad()
             model(Toy(torch.randn(5, 4))).square().mean().backward()
             if by_hand:
                 session.tick()
             else:
                 optimizer.step()
-        counting[0] = False
-        count = sum(reads.values())
-        reads.clear()
-    return count
+
+        for _ in range(2):
+            step()
+        with counting() as counts:
+            for _ in range(4):
+                step()
+    return counts.host_reads
 
 
 def host_reads() -> dict[str, int]:
@@ -192,8 +209,6 @@ def half_precision() -> dict[str, Any]:
                 "record": session.latest("weight"),
                 "moved": bool((before != model.weight).any()),
             }
-    from gradsurgeon import _numbers
-
     factor = torch.tensor([1 / 3])
     for kind in (torch.bfloat16, torch.float16, torch.float32):
         part = torch.linspace(0.1, 2.0, 50).to(kind)
@@ -204,7 +219,55 @@ def half_precision() -> dict[str, Any]:
     return found
 
 
-CASES = [same_as_on_the_host, two_threads, host_reads, half_precision]
+def counted(act: Callable[[], object]) -> dict[str, int]:
+    with counting() as counts:
+        act()
+    return {key: count for key, count in counts.to_dict().items() if count}
+
+
+def operations() -> dict[str, dict[str, int]]:
+    four, three = Toy(torch.ones(4)), Toy(torch.ones(3))
+    wide, host = Toy(torch.ones(2, 1)).expand(2, 8), torch.ones(4)
+    return {
+        "add": counted(lambda: four + 1.0),
+        "add_": counted(lambda: four.add_(1.0)),
+        "zero_": counted(four.zero_),
+        "copy_": counted(lambda: four.copy_(Toy(host))),
+        "expanded": counted(wide.sum),
+        "views": counted(lambda: [four.view(2, 2)[0], four.detach()]),
+        "empty": counted(lambda: torch.empty_like(four)),
+        "zeros": counted(lambda: torch.zeros(4, device=DEVICE)),
+        "foreach": counted(lambda: torch._foreach_mul_([four, three], 2.0)),
+        "norms": counted(lambda: torch._foreach_norm([four, three])),
+        "cat": counted(lambda: torch.cat([four, three])),
+        "item": counted(three.max().item),
+        "tolist": counted(four.tolist),
+        "cpu": counted(four.cpu),
+        "copy to host": counted(lambda: host.copy_(four)),
+        "to host, later": counted(lambda: four.to("cpu", non_blocking=True)),
+        "copy to host, later": counted(lambda: host.copy_(four, non_blocking=True)),
+        "from host": counted(lambda: host.to(DEVICE)),
+        "copy from host": counted(lambda: four.copy_(host)),
+    }
+
+
+def norms() -> dict[str, list[list[float]]]:
+    """Return what the norms of gradients of several dtypes should be, and are: together and alone."""
+    kinds = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32)
+    grads = [torch.full((size + 1,), size + 1.0, dtype=kind) for size, kind in enumerate(kinds)]
+    grads.append(torch.zeros(0))
+    there = [Toy(grad) for grad in grads]
+    return {
+        str(order): [
+            [torch.linalg.vector_norm(grad.double(), order).item() for grad in grads[:-1]] + [0.0],
+            _numbers.norms(there, order).tolist(),
+            [_numbers.norm(grad, order).item() for grad in there],
+        ]
+        for order in (1.0, 2.0, 3.0, math.inf)
+    }
+
+
+CASES = [operations, norms, same_as_on_the_host, two_threads, host_reads, half_precision]
 
 if __name__ == "__main__":
     told: dict[str, Any] = {}

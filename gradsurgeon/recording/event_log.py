@@ -108,7 +108,7 @@ class EventLog:
         self._noticed: set[tuple[str, str]] = set()
         # How often something has happened, and in which step last.
         self._repeated: dict[tuple[str, str], tuple[int, int | None]] = {}
-        self._flags: DeviceQueue[Callable[[int], None]] = DeviceQueue(self._read)
+        self._flags: DeviceQueue[Callable[[Tensor], None]] = DeviceQueue(self._read)
         # Never held while something else is called: the recorder has a lock of its own, and calls back.
         self._lock = RLock()
 
@@ -214,6 +214,9 @@ class EventLog:
                     tally.counters[count.device] = counter
                 counter.add_(count)
 
+    def _add_counter(self, tally: Tally, counter: Tensor) -> None:
+        self._add(tally, int(counter))
+
     def _add(self, tally: Tally, count: int) -> None:
         with self._lock:
             tally.altered += count
@@ -225,21 +228,27 @@ class EventLog:
         if _torch.is_capturing():
             return  # The flag has no value yet, and belongs to the graph.
 
-        def note(_: int) -> None:
-            self.emit(kind, message, rule=rule, step=step)
+        def note(value: Tensor) -> None:
+            if value:
+                self.emit(kind, message, rule=rule, step=step)
 
-        if _torch.is_host(flag):
-            self._read([(note, flag)])
+        self.when_read(flag, note)
+
+    def when_read(self, values: Tensor, act: Callable[[Tensor], None]) -> None:
+        """Call ``act`` with numbers, float32 on the host, once they can be read without waiting."""
+        if _torch.is_capturing():
+            return  # They have no value yet, and belong to the graph.
+        if _torch.is_host(values):
+            act(values)
             return
-        self._flags.put(note, flag)
+        self._flags.put(act, values)
         if len(self._flags) >= _FLAGS_PER_TRANSFER:
             self._flags.send()
 
     @staticmethod
-    def _read(arrived: Sequence[tuple[Callable[[int], None], Tensor]]) -> None:
+    def _read(arrived: Sequence[tuple[Callable[[Tensor], None], Tensor]]) -> None:
         for act, values in arrived:
-            if count := int(values):
-                act(count)
+            act(values)
 
     def settle(self, *, wait: bool = True) -> None:
         """Note what devices know. Without waiting, what they have told so far; the rest comes later."""
@@ -250,7 +259,7 @@ class EventLog:
             with self._lock:
                 counters, tally.counters = tally.counters, {}
             for counter in counters.values():
-                self._flags.put(partial(self._add, tally), counter)
+                self._flags.put(partial(self._add_counter, tally), counter)
         if wait:
             self._flags.settle()
         else:

@@ -67,11 +67,18 @@ def _by_norm(
     norms = gradients.norms(tensors, edit.order)
     if edit.over_rule:
         norms = torch.linalg.vector_norm(norms, edit.order, keepdim=True)
-    spoilt = norms.isfinite().logical_not_().any()
-    event_log.emit_if(spoilt, LEFT_ALONE, rule=rule.id, step=bound_rule.counter.step)
-    factors = edit.factor(norms)
+    factors, step = edit.factor(norms), bound_rule.counter.step
+
+    def tell(norms: Tensor) -> None:
+        if not norms.isfinite().all():
+            event_log.emit("notice", LEFT_ALONE, rule=rule.id, step=step)
+        if not _torch.is_host(factors):
+            shorter = edit.factor(norms).expand(len(tensors)) < 1.0
+            event_log.count_changed(rule.id, shorter.sum())
+
+    # What is to be said of them is worked out on the host, of a device once they have arrived.
+    event_log.when_read(norms, tell)
     if not _torch.is_host(factors):
-        event_log.count_changed(rule.id, (factors.expand(len(tensors)) < 1.0).sum())
         _shorten(gradients.writable(tensors), factors)
         return
     factor_of = zip(tensors, factors.expand(len(tensors)).tolist(), strict=True)

@@ -50,10 +50,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 def clamped_by_hand(model: nn.Module) -> list[RemovableHandle]:
-    return [
-        param.register_hook(lambda grad: grad.clamp(-0.1, 0.1))  # type: ignore[no-untyped-call] # torch
-        for param in model.parameters()
-    ]
+    return [param.register_hook(lambda grad: grad.clamp(-0.1, 0.1)) for param in model.parameters()]
 
 
 def grads_of(model: nn.Module) -> list[Tensor]:

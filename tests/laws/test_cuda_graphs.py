@@ -95,6 +95,7 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor)
     refused="rules that look (`norm-log`, `capture`, `nan-trap`) and rules with `steps`: a replay runs no "
     "Python",
 )
+@pytest.mark.cuda
 @cuda
 @pytest.mark.parametrize("rule", by_id(SILENCED))
 def test_a_rule_that_would_be_silenced_refuses(rule: dict[str, Any]) -> None:
@@ -114,6 +115,7 @@ def test_a_rule_that_would_be_silenced_refuses(rule: dict[str, Any]) -> None:
     "modules",
     differs="replays repeat the edits and count no step, no firing and no change; one notice says so",
 )
+@pytest.mark.cuda
 @cuda
 @pytest.mark.parametrize("rule", by_id(LIVING))
 def test_edits_are_replayed(rule: dict[str, Any]) -> None:

@@ -12,9 +12,12 @@ from torch import nn
 
 import gradsurgeon
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="waiting for a device needs a CUDA device"
-)
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="waiting for a device needs a CUDA device"
+    ),
+]
 
 OBSERVING = """
 version: 1
@@ -78,6 +81,27 @@ def test_observing_waits_for_nothing() -> None:
 def test_editing_waits_for_nothing() -> None:
     session = train(OBSERVING + EDITING)
     assert session.events == []
+
+
+def test_many_rows_per_step_wait_for_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(200))).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = data(0, 5, 4).cuda()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    with gradsurgeon.apply(model, OBSERVING, optimizer=optimizer) as session:
+        step()
+        torch.cuda.synchronize()
+        with no_waiting():
+            for _ in range(4):
+                step()
+    assert len(session.history("0", rule="outputs")) == 5
+    assert len(session.history("199", rule="grads")) == 5
 
 
 def test_rows_land_in_pinned_memory() -> None:

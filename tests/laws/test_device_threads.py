@@ -27,6 +27,48 @@ def case(told: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
+def test_what_a_device_is_asked_to_do_is_counted(told: dict[str, Any]) -> None:
+    def work(
+        read: int, written: int, *, allocations: int = 0, lists: int = 0, operations: int = 1
+    ) -> dict[str, int]:
+        counts = {
+            "operations": operations,
+            "list_operations": lists,
+            "bytes_read": read,
+            "bytes_written": written,
+            "allocations": allocations,
+        }
+        return {key: count for key, count in counts.items() if count}
+
+    assert case(told, "operations") == {
+        "add": work(16, 16, allocations=1),
+        "add_": work(16, 16),
+        "zero_": work(0, 16),
+        "copy_": work(16, 16),
+        "expanded": work(8, 4, allocations=1),
+        "views": {},
+        "empty": {"allocations": 1},
+        "zeros": work(0, 16, allocations=1),
+        "foreach": work(28, 28, lists=1),
+        "norms": work(28, 8, allocations=2, lists=1),
+        "cat": work(28, 28, allocations=1, lists=1),
+        "item": {"host_reads": 1},
+        "tolist": {"host_reads": 1},
+        "cpu": {"host_reads": 1},
+        "copy to host": {"host_reads": 1},
+        "to host, later": {"copies_to_host": 1},
+        "copy to host, later": {"copies_to_host": 1},
+        "from host": {"copies_from_host": 1},
+        "copy from host": {"copies_from_host": 1},
+    }
+
+
+def test_norms_on_a_device_come_in_the_order_of_the_gradients(told: dict[str, Any]) -> None:
+    for order, (wanted, together, alone) in case(told, "norms").items():
+        assert together == pytest.approx(wanted, rel=1e-5), order
+        assert alone == pytest.approx(wanted, rel=1e-5), order
+
+
 def test_all_rules_do_on_a_device_what_they_do_on_the_host(told: dict[str, Any]) -> None:
     found = case(told, "same_as_on_the_host")
     host, device = found["host"], found["device"]

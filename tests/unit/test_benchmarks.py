@@ -13,6 +13,7 @@ import pytest
 from benchmarks import (
     check,
     cli,
+    device_counts,
     measure,
     overhead,
     peers,
@@ -40,6 +41,15 @@ def row(
     found |= dict.fromkeys(("mean_extra_us", "peak_bytes", "allocations", "reads"), 0)
     kind = "baseline" if case == BARE_NAME else "rules"
     return {"group": "overhead", "workload": workload, "case": case, "kind": kind, **found, **more}
+
+
+def asked(case: str, params: int, dtypes: str = "float32", **more: Any) -> dict[str, Any]:
+    """Return a row of device counts in which everything is there once for each parameter."""
+    keys = ("operations", "bytes_read", "bytes_written", "allocations", "host_reads")
+    found = dict.fromkeys((*keys, "copies_to_host", "copies_from_host"), params)
+    place = {"group": device_counts.GROUP, "params": params, "dtypes": dtypes, "case": case}
+    rest = {"list_operations": 1, "gradient_bytes": 10 * params, "launches": None}
+    return {**place, **found, **rest, **more}
 
 
 # Pages.
@@ -98,6 +108,38 @@ def test_a_row_without_numbers_says_why() -> None:
     text = report.costs({"machine": {"kind": "cpu"}, "rows": [row("mlp", BARE_NAME, 1.0), absent]})
     assert "| absent | needs it |" in text
     assert text.startswith("**mlp**: MLP of 20 layers")
+
+
+def test_what_is_asked_of_a_device_is_shown_by_size_and_the_rest_of_the_largest() -> None:
+    rows = [
+        asked(case, params, dtypes)
+        for params, dtypes in ((10, "float32"), (1000, "float32"), (1000, "float32 and bfloat16"))
+        for case in (device_counts.BARE, "rules")
+    ]
+    text = report.device_work({"rows": rows})
+    sizes = "| 10 float32 | 1,000 float32 | 1,000 float32 and bfloat16 |"
+    assert text.startswith(f"|  {sizes} read | written | allocations | host reads |")
+    (bare, rules) = text.splitlines()[2:]
+    assert bare.startswith(
+        "| bare step | 10 (1) | 1,000 (1) | 1,000 (1) | 0.10 x | 0.10 x | 1,000 |"
+    )
+    assert rules.startswith("| rules | +10 (1) | +1,000 (1) |")
+    assert rules.endswith(" | +1,000 | not run |")
+    (launched,) = report.device_work({"rows": [asked("rules", 10, launches=7)]}).splitlines()[2:]
+    assert launched.endswith(" | +7 |")
+
+
+def test_without_a_cuda_device_the_front_page_says_that_cuda_was_not_run() -> None:
+    rows = [row("mlp", BARE_NAME, 1.0), row("mlp", rule_sets.OBSERVE, 1.5)]
+    versions = {"torch": "1", "python": "3"}
+    host = results.new("cpu", rows, versions=versions, date="2026-01-31", quick=False, seconds=1)
+    cuda = {**host, "machine": {**host["machine"], "kind": "cuda"}}
+    alone = report.front([(Path("host"), host)])
+    assert "|  | mlp | CUDA |" in alone
+    assert f"| {rule_sets.OBSERVE} | 1.50 | not run |" in alone
+    both = report.front([(Path("host"), host), (Path("cuda"), cuda)])
+    assert both.count("|  | mlp |\n") == 2
+    assert "not run" not in both
 
 
 # Arithmetic.
@@ -245,7 +287,7 @@ def test_targets_are_judged_by_their_medians() -> None:
     assert found["observe everything, 200 tiny tensors"] == "missed"
     assert found["reading 1,000 rules"] == "not measured"
     assert found["forensics armed, never tripped"] == "not there yet"
-    assert found["waits for the device outside flush and trap"] == "no CUDA device"
+    assert found["waits for the device outside flush and trap"] == "not run: no CUDA device"
 
 
 @pytest.mark.parametrize(("ratio", "verdict"), [(1.03, "met"), (1.06, "missed")])
@@ -255,6 +297,26 @@ def test_noise_decides_what_an_idle_rule_may_cost(ratio: float, verdict: str) ->
     found = verdicts([noise, row("tiny", rule_sets.IDLE, ratio)])
     assert found["rule outside its `steps`, 200 tiny tensors"] == verdict
     assert targets.noise_limit(noise) == pytest.approx(1.04)
+
+
+@pytest.mark.parametrize(("more", "verdict"), [(8, "met"), (9, "missed")])
+def test_what_is_asked_of_a_device_is_compared_with_torch_s_own_clipping(
+    more: int, verdict: str
+) -> None:
+    rows = [asked(device_counts.CLIP, 100, operations=8, host_reads=0)]
+    rows += [
+        asked(rule_sets.CLIP_BITES, params, operations=8 + more, host_reads=1)
+        for params in (10, 100)
+    ]
+    found = verdicts(rows)
+    what = f"on a device, {rule_sets.CLIP_BITES}"
+    assert found[f"{what}, beyond `{device_counts.CLIP}`"] == verdict
+    assert found[f"{what}, with 100 parameters more than with 10"] == "met"
+    assert found[what] == "met"
+    rows[-1] |= {"operations": 9 + more, "host_reads": 2}
+    found = verdicts(rows)
+    assert found[f"{what}, with 100 parameters more than with 10"] == "missed"
+    assert found[what] == "missed"
 
 
 def test_on_a_device_no_log_and_no_edit_may_wait() -> None:
@@ -281,6 +343,8 @@ def test_every_target_names_rows_that_are_measured() -> None:
     rows += [
         {"group": "startup", "what": what, "seconds": rows[0]["step_ratio"]} for what in commands
     ]
+    counted = {case.name for case in device_counts.cases()}
+    rows += [asked(case, params) for params in (10, 100) for case in counted]
     for device in ("cpu", "cuda"):
         found = targets.judged(rows, device)
         assert {one.verdict for one in found if not one.why} == {"met", "missed", "not there yet"}

@@ -13,6 +13,7 @@ import torch
 import gradsurgeon
 from benchmarks import (
     counts,
+    device_counts,
     like_for_like,
     measure,
     nets,
@@ -166,6 +167,22 @@ def test_collectives_and_their_bytes_are_counted() -> None:
         ours = found["ddp", 2 * layers, rule_sets.OBSERVE]
         assert (ours["collectives"], ours["bytes"]) == (0, 0)  # plain DDP needs none
     assert ("fsdp2", 8, rule_sets.CLIP_BITES) in found
+
+
+@pytest.mark.slow
+def test_what_is_asked_of_a_device_is_counted_in_every_case() -> None:
+    rows = list(device_counts.measured("cpu", quick=True))
+    names = [case.name for case in device_counts.cases()]
+    sizes = device_counts.SIZES[:2]
+    assert [one["case"] for one in rows] == names * len(sizes)
+    assert [one["params"] for one in rows] == [size for size, _ in sizes for _ in names]
+    assert {one["launches"] for one in rows} == {None}
+    assert "not run" in report.device_work({"rows": rows})
+    # The same again: the numbers are no measurements.
+    again = device_counts.counted(sizes[:1], names[:4])
+    assert again == [
+        {key: one[key] for key in one if key not in ("group", "launches")} for one in rows[:4]
+    ]
 
 
 def test_what_processes_compute_is_told(tmp_path: Path) -> None:

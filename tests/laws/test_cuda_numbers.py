@@ -1,0 +1,125 @@
+"""On CUDA rules do what they do on the host. Each test runs on the host, too, where it is held by itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from torch import nn
+
+import gradsurgeon
+from benchmarks import device_counts, rule_sets
+from gradsurgeon import _numbers
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda, needs_cuda])]
+RULES: dict[str, Any] = {
+    "version": 1,
+    "rules": [
+        {"id": "back", "action": "norm-log", "params": "*", "at": "backward"},
+        {"id": "half", "action": "scale", "factor": 0.5, "params": "*.weight", "at": "backward"},
+        {"id": "norms", "action": "norm-log", "params": "*"},
+        {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.5, "max": 0.5},
+        {"id": "clip", "action": "clip-norm", "params": "*", "per": "rule", "max_norm": 0.4},
+        {"id": "each", "action": "clip-norm", "params": "*", "max_norm": 0.3},
+        {"id": "last", "action": "norm-log", "params": "*", "at": "step"},
+        {"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output"},
+        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+    ],
+}
+
+
+def train(device: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    with gradsurgeon.apply(model, RULES, optimizer=optimizer) as session:
+        for step in range(6):
+            optimizer.zero_grad()
+            loss = model(data(step, 5, 4).to(device)).square().mean()
+            (loss * (math.nan if step == 3 else 1.0)).backward()
+            optimizer.step()
+        return {
+            "weights": [param.detach().cpu() for param in model.parameters()],
+            "events": [(event.kind, event.step) for event in session.events],
+            "fired": {rule: status.fired for rule, status in session.status().items()},
+            "changed": {rule: status.changed for rule, status in session.status().items()},
+            "records": {
+                rule: [value for _, value in session.history("2.weight", rule=rule)]
+                for rule in ("back", "norms", "last")
+            },
+        }
+
+
+@pytest.mark.filterwarnings("ignore::gradsurgeon.errors.GradSurgeonWarning")
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_rules_do_what_they_do_on_the_host(device: str) -> None:
+    host, other = train("cpu"), train(device)
+    assert [e for e in host["events"] if e[0] != "notice"] == [("trap", 3), ("skipped-step", 3)]
+    for key in ("events", "fired", "changed"):
+        assert other[key] == host[key], key
+    for ours, theirs in zip(other["weights"], host["weights"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+    for rule, values in host["records"].items():
+        assert other["records"][rule] == pytest.approx(values, rel=1e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_a_factor_is_not_rounded_to_half_precision(dtype: torch.dtype, device: str) -> None:
+    part = torch.linspace(0.1, 2.0, 50).to(device=device, dtype=dtype)
+    wanted = (part.float() / 3).to(dtype)
+    _numbers.multiply_([part], torch.tensor([1 / 3], device=device))
+    torch.testing.assert_close(part, wanted, rtol=0.0 if dtype != torch.float32 else 1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+def test_norms_of_several_dtypes_come_in_the_order_of_the_gradients(
+    order: float, device: str
+) -> None:
+    kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]
+    grads = [
+        torch.full((number + 1,), number + 1.0, dtype=kind, device=device)
+        for number, kind in enumerate(kinds)
+    ]
+    grads.append(torch.zeros(0, device=device))
+    wanted = [torch.linalg.vector_norm(grad.double(), order).item() for grad in grads[:-1]]
+    found = _numbers.norms(grads, order)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx([*wanted, 0.0], rel=1e-5)
+    alone = [_numbers.norm(grad, order).item() for grad in grads]
+    assert alone == pytest.approx([*wanted, 0.0], rel=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fused_optimizer_under_a_scaler_gets_clamped_gradients(device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).half().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1000.0, fused=True)
+    scaler = torch.amp.GradScaler(device, init_scale=65536.0)
+    rules = [
+        {"id": "c", "action": "clamp", "params": "*", "at": "step", "min": -1.0, "max": 1.0},
+        {"id": "n", "action": "norm-log", "params": "*", "at": "step"},
+    ]
+    before = model.weight.detach().clone()
+    x = (data(0, 5, 4) * 1e-3).half().to(device)
+    with gradsurgeon.apply(model, {"version": 1, "rules": rules}) as session:
+        scaler.scale(model(x).float().mean() * 1e-2).backward()
+        scaler.step(optimizer)
+        true = torch.linalg.vector_norm(x.float().mean(0) * 1e-2 / 3) * math.sqrt(3)
+        assert session.latest("weight", rule="n") == pytest.approx(true.item(), rel=1e-2)
+    assert model.weight.isfinite().all()
+    assert (before != model.weight).any()
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_launches_do_not_grow_with_the_parameters() -> None:
+    launches = device_counts.launches([(10, ("float32",)), (100, ("float32",))])
+    few, many = (launches[params, "float32", rule_sets.CLIP_BITES] for params in (10, 100))
+    # The kernels for lists take some hundred tensors at once, in two passes at most.
+    assert many - few <= 8
