@@ -146,7 +146,12 @@ class Manifest:
 
 def class_names(module: object) -> tuple[str, ...]:
     """Return the class names of a module, most derived first, without `object`."""
-    return tuple(base.__name__ for base in type(module).__mro__[:-1])
+    return _names_of(type(module))  # type: ignore[arg-type] # a class has the hash of a class
+
+
+@lru_cache(maxsize=256)
+def _names_of(kind: type) -> tuple[str, ...]:
+    return tuple(base.__name__ for base in kind.__mro__[:-1])
 
 
 @lru_cache(maxsize=256)
