@@ -13,10 +13,14 @@ from functools import partial
 from benchmarks import curves, rule_sets
 from benchmarks.cases import Case, step_of
 from benchmarks.measure import Budget, exponent, rounded
-from benchmarks.overhead import FULL, QUICK, Bare, Row
+from benchmarks.overhead import QUICK, Bare, Row
 from benchmarks.workloads import Task, deep_mlp, given
 
 GROUP = "scaling"
+# The largest places take seconds per round: fewer rounds than for what a step costs.
+FULL = Budget(rounds=100, seconds=0.6, least=3)
+# Tracing memory takes several times as long as what it traces.
+_MOST_TRACED_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +153,8 @@ def at(axis: Axis, place: int, device: str, *, budget: Budget) -> Row:
             found = bare.against(step_of(task, attached), budget)
         finally:
             attached.detach()
-        kept = _kept(case, task)
-    return found | {"apply_s": rounded(apply_s), "bytes": kept}
+        row = found | {"apply_s": rounded(apply_s)}
+        return row | {"bytes": _kept(case, task)} if apply_s < _MOST_TRACED_S else row
 
 
 def _kept(case: Case, task: Task) -> int:
