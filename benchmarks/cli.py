@@ -23,6 +23,7 @@ from benchmarks import (
     results,
     scaling,
     startup,
+    step_alone,
 )
 from benchmarks.cases import BARE
 from benchmarks.machine import describe, devices, versions
@@ -34,6 +35,7 @@ Pair = tuple[str, str]
 Group = Callable[..., Iterator[Row]]
 GROUPS: dict[str, Group] = {
     overhead.GROUP: overhead.measured,
+    step_alone.GROUP: step_alone.measured,
     like_for_like.GROUP: like_for_like.measured,
     scaling.GROUP: scaling.measured,
     device_counts.GROUP: device_counts.measured,

@@ -6,9 +6,10 @@ in turn, round by round, and only numbers of the same round are subtracted or di
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,3 +149,27 @@ def over(base: Sequence[float], case: Sequence[float], yardstick: Sequence[float
     """Return the extra cost of a case in units of the median of a yardstick from the same rounds."""
     unit = statistics.median(yardstick)
     return spread([(later - sooner) / unit for sooner, later in zip(base, case, strict=True)])
+
+
+# Below, what a call takes in any case would hide how it grows.
+_DECADES = 100
+
+
+def exponent(points: Iterable[tuple[float, float]]) -> float | None:
+    """Return the power of the size with which a cost grows: 1 is in proportion, 2 is a square.
+
+    It is fitted by least squares in logarithms, over the two upper decades of the sizes.
+
+    Args:
+        points: sizes, each with its cost; costs of 0 and below are noise, and left out.
+
+    Returns:
+        The power; ``None`` where fewer than two points tell it.
+    """
+    known = [(size, cost) for size, cost in points if cost > 0]
+    most = max((size for size, _ in known), default=0)
+    upper = [(math.log(size), math.log(cost)) for size, cost in known if _DECADES * size >= most]
+    if len({size for size, _ in upper}) < 2:
+        return None
+    sizes, costs = zip(*upper, strict=True)
+    return statistics.linear_regression(sizes, costs).slope

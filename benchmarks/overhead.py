@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks import counts, peers, rule_sets
 from benchmarks.cases import BARE, Attached, Case, step_of
@@ -41,17 +42,25 @@ class Bare:
         # What costs are divided by: the clipping that most scripts do, and one look at every element.
         self.clip = partial(torch.nn.utils.clip_grad_norm_, task.params, 1e9)
         self.read = partial(torch.linalg.vector_norm, flat)
+        # The same bytes as they lie: a norm of each tensor by itself.
+        self.reads = partial(_norm_of_each, [param.detach() for param in task.params])
 
     def against(self, step: Step, budget: Budget) -> Row:
         """Return what a step costs beyond the bare one."""
-        lanes = (self.step, step, self.clip, self.read)
+        lanes = (self.step, step, self.clip, self.read, self.reads)
         warm_up(lanes, budget.seconds / 4)
-        base, case, clip, read = interleave(lanes, clock(self.device), budget)
+        base, case, clip, read, reads = interleave(lanes, clock(self.device), budget)
         return {
             **compared(base, case),
             "clip_ratio": over(base, case, clip).to_dict(),
             "read_ratio": over(base, case, read).to_dict(),
+            "reads_ratio": over(base, case, reads).to_dict(),
         }
+
+
+def _norm_of_each(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        torch.linalg.vector_norm(tensor)
 
 
 def all_cases() -> list[Case]:

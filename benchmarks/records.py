@@ -35,8 +35,10 @@ def written(path: Path, steps: int, device: str) -> Row:
     rules = {"version": 1, "rules": [{"id": "norms", "action": "norm-log", "params": "*"}]}
     step = step_of(task, Attached())
     with gradsurgeon.apply(task.model, rules, optimizer=task.optimizer, record=path):
+        begin = time.process_time()
         for _ in range(steps):
             step()
+        trained = time.process_time() - begin
     size = sum(file.stat().st_size for file in path.iterdir())
     begin = time.process_time()
     with gradsurgeon.open_run(path) as run:
@@ -47,6 +49,7 @@ def written(path: Path, steps: int, device: str) -> Row:
         raise RuntimeError(f"{steps:,} steps were recorded and {rows:,} read again")
     return {
         "bytes": size,
+        "train_s": rounded(trained),
         "open_s": rounded(opened - begin),
         "history_s": rounded(read - opened),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from benchmarks import (
     rule_sets,
     scaling,
     startup,
+    step_alone,
 )
 from benchmarks.cases import BARE
 from benchmarks.machine import PEERS, ROOT
+from benchmarks.measure import exponent
 from benchmarks.overhead import Row
 from benchmarks.results import Result
 from benchmarks.targets import Judged, judged
@@ -194,23 +196,49 @@ def _times(ratio: float | None) -> str:
 
 
 def growth(result: Result) -> str:
-    """Return the tables of how costs grow."""
+    """Return the tables of how costs grow, each with its exponents."""
     parts = []
     rows = _of(result, scaling.GROUP)
     for axis in dict.fromkeys(row["axis"] for row in rows):
         own = [row for row in rows if row["axis"] == axis]
-        parts.append(f"{own[0]['about'].capitalize()}:\n")
-        lines = (
-            (
-                f"{row['at']:,}",
-                duration(row["base_us"]["median"]),
-                duration(row["extra_us"]["median"]),
-                _spread(row["clip_ratio"]),
-                duration(row["apply_s"] * 1e6),
-            )
-            for row in own
-        )
-        parts.append(table((axis, "bare step", "extra", "x clip", "`apply`"), lines))
+        about = own[0]["about"]
+        parts.append(f"{about[0].upper()}{about[1:]}:\n")
+        columns = _COLUMNS if "extra_us" in own[0] else _CALL_COLUMNS
+        shown = {name: show for name, show in columns.items() if show(own[0])}
+        lines = ((f"{row['at']:,}", *(show(row) for show in shown.values())) for row in own)
+        parts.append(table((axis, *shown), lines))
+        powers = ", ".join(f"{name} {power:.2f}" for name, power in scaling.exponents(own).items())
+        if powers:
+            parts.append(f"Exponent over the upper decades: {powers}.\n")
+    return "\n".join(parts)
+
+
+def _bytes(row: Row) -> str:
+    return size(row["bytes"]) if "bytes" in row else ""  # older results have none
+
+
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "bare step": lambda row: _median(row["base_us"]),
+    "extra": lambda row: _median(row["extra_us"]),
+    "x clip": lambda row: _spread(row["clip_ratio"]),
+    "`apply`": lambda row: duration(row["apply_s"] * 1e6),
+    "bytes": _bytes,
+}
+_CALL_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "time": lambda row: duration(row["seconds"] * 1e6),
+    "bytes": _bytes,
+}
+
+
+def updates(result: Result) -> str:
+    """Return one table per model: what rules add to the update where gradients are there."""
+    parts = []
+    rows = _of(result, step_alone.GROUP)
+    for shape in dict.fromkeys(row["workload"] for row in rows):
+        own = [row for row in rows if row["workload"] == shape]
+        parts.append(f"**{shape}**; the bare update takes {_median(own[0]['base_us'])}.\n")
+        lines = ((row["case"], _median(row["extra_us"]), _spread(row["clip_ratio"])) for row in own)
+        parts.append(table(("", "extra", "x clip"), lines))
     return "\n".join(parts)
 
 
@@ -261,12 +289,23 @@ def _signed(row: Row, key: str) -> str:
 
 
 def long_runs(result: Result) -> str:
-    """Return the table of records."""
-    head = ("steps", "on disk", "bytes per step", "to open", "to read one norm of all steps")
-    return table(head, ((
+    """Return the table of records, with the exponents of what they take."""
+    rows = _of(result, records.GROUP)
+    head = (
+        "steps", "on disk", "bytes per step", "training", "to open", "to read one norm of all steps",
+    )  # fmt: skip
+    made = table(head, ((
         f"{row['steps']:,}", size(row["bytes"]), number(row["bytes"] / row["steps"]),
+        duration(row["train_s"] * 1e6) if "train_s" in row else "",  # older results have none
         duration(row["open_s"] * 1e6), duration(row["history_s"] * 1e6),
-    ) for row in _of(result, records.GROUP)))  # fmt: skip
+    ) for row in rows))  # fmt: skip
+    keys = {"bytes": "bytes", "train_s": "training", "history_s": "reading"}
+    powers = {
+        name: exponent([(row["steps"], row[key]) for row in rows if key in row])
+        for key, name in keys.items()
+    }
+    told = [f"{name} {power:.2f}" for name, power in powers.items() if power is not None]
+    return made + (f"\nExponent over the upper decades: {', '.join(told)}.\n" if told else "")
 
 
 def commands(result: Result) -> str:
@@ -280,6 +319,7 @@ def commands(result: Result) -> str:
 _SECTIONS = (
     ("Targets", "", targets),
     ("Cost of a step", overhead.GROUP, costs),
+    ("The update alone", step_alone.GROUP, updates),
     ("Like for like", like_for_like.GROUP, jobs),
     ("Growth", scaling.GROUP, growth),
     ("On a device", device_counts.GROUP, device_work),

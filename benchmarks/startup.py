@@ -23,7 +23,10 @@ GROUP = "startup"
 HELP = "gradsurgeon --help"
 LINT = "gradsurgeon lint, 100 rules"
 DIFF = "gradsurgeon diff, 10,000 parameters"
+PLAN = "gradsurgeon plan, 10,000 parameters"
+IMPORT = "import gradsurgeon, beyond Python itself"
 LAUNCH = "gradsurgeon run on a script without torch, beyond the script"
+LAUNCH_TORCH = "gradsurgeon run on a script that imports torch, beyond the script"
 PARSE = "read 1,000 rules"
 BIND = "bind 20 rules to a model of 10,000 parameters"
 BIND_FILE = "bind 20 rules to params.json of the same"
@@ -86,6 +89,7 @@ def _commands(folder: Path, rounds: int) -> Iterator[Row]:
         "old.yaml": twenty(0.5),
         "new.yaml": twenty(0.25),
         "script.py": "print(1)\n",
+        "script_with_torch.py": "import torch\n",
         "quiet.yaml": 'version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n',
     }
     for name, text in texts.items():
@@ -94,15 +98,24 @@ def _commands(folder: Path, rounds: int) -> Iterator[Row]:
     commands = {
         HELP: [*own, "--help"],
         LINT: [*own, "lint", "rules.yaml"],
+        PLAN: [*own, "plan", "old.yaml", "--params", "params.json"],
         DIFF: [*own, "diff", "old.yaml", "new.yaml", "--params", "params.json"],
     }
     for what, command in commands.items():
         times = [process(command, folder) for _ in range(rounds)]
         yield {"group": GROUP, "what": what} | _row(times)
-    plain = [sys.executable, "script.py"]
-    launched = [*own, "run", "--rules", "quiet.yaml", "script.py"]
-    pairs = [(process(plain, folder), process(launched, folder)) for _ in range(rounds)]
-    yield {"group": GROUP, "what": LAUNCH} | _row([_beyond(*pair) for pair in pairs])
+    run = [*own, "run", "--rules", "quiet.yaml"]
+    pairs = {
+        IMPORT: (["-c", "pass"], [sys.executable, "-c", "import gradsurgeon"]),
+        LAUNCH: (["script.py"], [*run, "script.py"]),
+        LAUNCH_TORCH: (["script_with_torch.py"], [*run, "script_with_torch.py"]),
+    }
+    for what, (plain, command) in pairs.items():
+        both = [
+            (process([sys.executable, *plain], folder), process(command, folder))
+            for _ in range(rounds)
+        ]
+        yield {"group": GROUP, "what": what} | _row([_beyond(*pair) for pair in both])
 
 
 Times = tuple[float, float]

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from benchmarks import device_counts, overhead, rule_sets, startup
+from benchmarks import (
+    device_counts,
+    like_for_like,
+    overhead,
+    rule_sets,
+    scaling,
+    startup,
+    step_alone,
+)
 from benchmarks.cases import BARE
 from benchmarks.overhead import Row
 
@@ -156,30 +164,75 @@ def _never(_: Sequence[Row]) -> Value | None:
     return None
 
 
-def _with_clip(case: str, limit: float, what: str) -> Iterator[Target]:
-    for name, about in (("tiny", "200 tiny tensors"), ("wide", "12 M in 100 tensors")):
-        find = _overhead(name, case, "clip_ratio")
-        yield Target(f"{what}, {about}", "x `clip_grad_norm_`", limit, find)
+def _alone(shape: str, case: str, key: str) -> Find:
+    def find(rows: Sequence[Row]) -> Value | None:
+        row = row_of(rows, group=step_alone.GROUP, workload=shape, case=case)
+        return None if row is None else _value(row[key])
+
+    return find
 
 
 _ON_DEVICE = f"on a device, {rule_sets.CLIP_BITES}"
 _OPERATIONS = partial(_asked, rule_sets.CLIP_BITES, key="operations")
-READ, CLIP, STEP = "x one read of the bytes", "x `clip_grad_norm_`", "x step"
+
+
+def _dearest(rows: Sequence[Row]) -> Value | None:
+    """Return the most that a job costs in units of its cheapest peer, over all workloads."""
+    ratios = [
+        row["of_peer"]
+        for row in rows
+        if row["group"] == like_for_like.GROUP and row["of_peer"] is not None
+    ]
+    return Value(max(ratios), min(ratios), max(ratios)) if ratios else None
+
+
+def _steepest(rows: Sequence[Row]) -> Value | None:
+    """Return the largest exponent of all curves."""
+    axes: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["group"] == scaling.GROUP:
+            axes.setdefault(row["axis"], []).append(row)
+    powers = [power for own in axes.values() for power in scaling.exponents(own).values()]
+    return Value(max(powers), min(powers), max(powers)) if powers else None
+
+
+def _step_alone() -> Iterator[Target]:
+    limits = {
+        "observe everything": (rule_sets.OBSERVE, 0.7, 0.65),
+        "observe everything and global `clip-norm`, does not bite": (rule_sets.CLIP_IDLE, 0.8, 0.7),
+        "observe everything and global `clip-norm`, bites": (rule_sets.CLIP_BITES, 1.2, 1.2),
+    }
+    for what, (case, *most) in limits.items():
+        for shape, limit in zip((step_alone.TINY, step_alone.WIDE), most, strict=True):
+            find = _alone(shape, case, "clip_ratio")
+            yield Target(f"the update alone: {what}, {shape}", CLIP, limit, find, only="cpu")
+    for shape in (step_alone.TINY, step_alone.WIDE):
+        find = _alone(shape, rule_sets.IDLE, "extra_us")
+        yield Target(f"the update alone: an idle rule, {shape}", "us", 20.0, find, only="cpu")
+
+
+CLIP, STEP = "x `clip_grad_norm_`", "x step"
+READS = "x one read of the bytes, tensor by tensor"
 TARGETS = (
+    *_step_alone(),
     Target(
-        "observe everything, 12 M parameters", READ, 1.15,
-        _overhead("wide", rule_sets.OBSERVE, "read_ratio"), only="cpu",
+        "norms of every parameter, 12 M parameters", READS, 1.3,
+        _overhead("wide", "norm-log at accumulated", "reads_ratio"), only="cpu",
     ),
     Target(
-        "observe everything, 200 tiny tensors", CLIP, 0.5,
+        "observe everything, 12 M parameters", READS, 2.5,
+        _overhead("wide", rule_sets.OBSERVE, "reads_ratio"), only="cpu",
+    ),
+    Target(
+        "observe everything, 200 tiny tensors", CLIP, 1.0,
         _overhead("tiny", rule_sets.OBSERVE, "clip_ratio"), only="cpu",
     ),
-    *_with_clip(rule_sets.CLIP_IDLE, 0.55, "observe everything and global `clip-norm`, does not bite"),
-    *_with_clip(rule_sets.CLIP_BITES, 1.1, "observe everything and global `clip-norm`, bites"),
     Target("rule outside its `steps`, 200 tiny tensors", STEP, 1.0, _idle("tiny")),
     Target("rule outside its `steps`, small MLP", STEP, 1.0, _idle("mlp")),
     Target("rule outside its `steps`, GPT-2 124M", STEP, 1.0, _idle("gpt2")),
     Target("forensics armed, never tripped", STEP, 1.01, _never, absent="not there yet"),
+    Target("like for like: the dearest job of all", "x its cheapest peer", 1.0, _dearest),
+    Target("growth: the steepest curve of all", "exponent", 1.1, _steepest),
     Target("waits for the device outside flush and trap", "per step", 0, _waits, only="cuda"),
     Target(
         "observe everything, GPT-2 124M in bfloat16", STEP, 1.01,

@@ -107,7 +107,9 @@ def apply(
             An empty list says that the script updates the weights by hand, with `Session.tick`.
         scaler: the gradient scaler in use. Without it gradsurgeon finds it. A loss that the script
             multiplies by hand cannot be known: rules at `backward` and `accumulated` take it as it is.
-        record: the run directory to write records to. Without it they stay in memory, bounded.
+        record: the run directory to write records to. Without it they stay in memory: up to 64 MiB, of
+            which a step takes 160 bytes per rule and statistic, and 4 more per tensor. Then the oldest
+            make room, which an event says.
         mode: ``"act"``, or ``"observe"`` to arm every rule, edit nothing, and count what each rule
             would have changed.
         start_step: the number of the first update, when training resumes.
@@ -147,6 +149,7 @@ def _bound(model: nn.Module, rules: Rules) -> Plan:
     return replace(bound, elsewhere=elsewhere)
 
 
+@_live.uncollected()
 def attach(
     model: nn.Module,
     bound: Plan,

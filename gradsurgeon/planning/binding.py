@@ -8,7 +8,7 @@ from gradsurgeon import _live
 from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
+from gradsurgeon.planning.manifest import Fact, Manifest, Module, Param
 from gradsurgeon.planning.matching import NameIndex, Thing, examples
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.planning.plan_warnings import breaks_of, overlaps
@@ -109,32 +109,23 @@ def _names(manifest: Manifest, owner: str = "the model") -> dict[str, NameIndex]
 
 def undecided(rule: Rule, manifest: Manifest) -> list[str]:
     """Return the conditions that go by what the source of the names does not tell."""
-    params = manifest.params if rule.target == "params" else ()
-    things: Sequence[Thing] = params or manifest.modules
+    on_params = rule.target == "params" and bool(manifest.params)
+    owners: Fact = "classes of parameters" if on_params else "classes of modules"
     where = rule.where
-    # All names are looked at for a condition that there is, and for no other.
-    conditions = {
-        "model": rule.model is not None
-        and any(one.name == ROOT and not one.module_type for one in manifest.modules),
-        "where: module_type": where.module_type is not None
-        and any(not thing.module_type for thing in things),
-        "where: requires_grad": where.requires_grad is not None
-        and any(not param.module_type for param in params),
-        "where: ndim": where.ndim is not None and any(map(_shape_is_not_told, params)),
-        "where: numel": where.numel is not None and any(map(_shape_is_not_told, params)),
-        "where: dtype": where.dtype is not None and any(not param.dtype for param in params),
-    }
+    conditions: Sequence[tuple[str, object, Fact]] = (
+        ("model", rule.model, "class of the root"),
+        ("where: module_type", where.module_type, owners),
+        ("where: requires_grad", where.requires_grad, "classes of parameters"),
+        ("where: ndim", where.ndim, "shapes"),
+        ("where: numel", where.numel, "shapes"),
+        ("where: dtype", where.dtype, "dtypes"),
+    )
     return [
         f"`{condition}` cannot be decided: {printable(manifest.origin)} does not tell; plan with "
         "`--model`, or with the params.json that `gradsurgeon params` writes"
-        for condition, is_open in conditions.items()
-        if is_open
+        for condition, wanted, fact in conditions
+        if wanted is not None and fact in manifest.untold
     ]
-
-
-def _shape_is_not_told(param: Param) -> bool:
-    """Tell whether the source of the names has no shapes; a lazy module has none yet either."""
-    return param.shape is None and not param.module_type
 
 
 def is_for(model: str, manifest: Manifest) -> bool:
@@ -196,7 +187,7 @@ def _shortfalls_of(
 
 def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     params = [thing for thing in matched if isinstance(thing, Param)]
-    lazy = [param for param in params if param.shape is None and not _shape_is_not_told(param)]
+    lazy = [param for param in params if param.shape is None and not param.shape_is_not_told]
     if lazy:
         yield (
             f"{len(lazy)} parameters have no shape yet{examples(lazy)}: rules cannot act on lazy modules; "
@@ -214,8 +205,7 @@ def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
 
 
 def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> Iterator[str]:
-    flat = [one for one in manifest.params if one.sharding == "FullyShardedDataParallel"]
-    if flat:
+    if flat := manifest.flat_params:
         yield (
             f"FullyShardedDataParallel keeps {len(flat)} parameters flat{examples(flat)}: their "
             "gradients pass no hook and none has a whole norm; shard the model with "

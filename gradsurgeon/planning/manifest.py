@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -26,6 +26,9 @@ _WRAPPERS = {
 }
 _THEIR_PACKAGES = {"torch", "lightning", "lightning_fabric"}
 
+Fact = Literal[
+    "class of the root", "classes of modules", "classes of parameters", "shapes", "dtypes"
+]
 Sharding = Literal["", "fully_shard", "FullyShardedDataParallel", "tensor parallel"]
 
 # What a file may say; a model may say more. On longer names a regular expression could take long.
@@ -52,6 +55,11 @@ class Param:
     def numel(self) -> int:
         """Number of elements; 0 while the shape is unknown."""
         return 0 if self.shape is None else prod(self.shape)
+
+    @property
+    def shape_is_not_told(self) -> bool:
+        """Whether the source of the names has no shapes; a lazy module has none yet either."""
+        return self.shape is None and not self.module_type
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,7 +94,7 @@ class ParameterSlot:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """All parameters and modules of a model, in the order of ``named_parameters``.
 
@@ -114,10 +122,36 @@ class Manifest:
         """Number of elements over all parameters."""
         return sum(param.numel for param in self.params)
 
+    # Facts about all names are asked for by each rule: there may be thousands of both.
+
+    @cached_property
+    def flat_params(self) -> tuple[Param, ...]:
+        """The parameters that the older FSDP keeps flat."""
+        return tuple(one for one in self.params if one.sharding == "FullyShardedDataParallel")
+
+    @cached_property
+    def untold(self) -> frozenset[Fact]:
+        """What the source of the names does not tell of some parameter or module."""
+        params = self.params
+        roots = [one for one in self.modules if one.name == ROOT]
+        facts: dict[Fact, bool] = {
+            "class of the root": any(not root.module_type for root in roots),
+            "classes of modules": any(not module.module_type for module in self.modules),
+            "classes of parameters": any(not param.module_type for param in params),
+            "shapes": any(param.shape_is_not_told for param in params),
+            "dtypes": any(not param.dtype for param in params),
+        }
+        return frozenset(fact for fact, is_missing in facts.items() if is_missing)
+
 
 def class_names(module: object) -> tuple[str, ...]:
     """Return the class names of a module, most derived first, without `object`."""
-    return tuple(base.__name__ for base in type(module).__mro__[:-1])
+    return _names_of(type(module))  # type: ignore[arg-type] # a class has the hash of a class
+
+
+@lru_cache(maxsize=256)
+def _names_of(kind: type) -> tuple[str, ...]:
+    return tuple(base.__name__ for base in kind.__mro__[:-1])
 
 
 @lru_cache(maxsize=256)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from gradsurgeon.actions import Rule, Where
 from gradsurgeon.errors import printable
-from gradsurgeon.match import Pattern, compile_pattern, select, suggest
+from gradsurgeon.match import NameSearch, Pattern, compile_pattern, suggest
 from gradsurgeon.planning.manifest import ROOT, Module, Param
 
 Thing = Param | Module
@@ -26,7 +26,9 @@ class NameIndex:
         self._owner = [thing for thing in things for name in thing.names if name != ROOT]
         self._at = {name: index for index, name in enumerate(self.names)}
         self._root = [thing for thing in things if thing.name == ROOT]
-        self._unique = {thing.name: thing for thing in things}
+        self._search = NameSearch(self.names)
+        self._things = things
+        self._place = {thing.name: place for place, thing in enumerate(things)}
 
     def hits(self, pattern: Pattern) -> dict[str, Thing]:
         if pattern.text == ROOT:
@@ -34,7 +36,7 @@ class NameIndex:
         if pattern.is_literal:
             places = [self._at[pattern.text]] if pattern.text in self._at else []
         else:
-            places = select([pattern], self.names)
+            places = self._search.matching(pattern)
         return {self.names[index]: self._owner[index] for index in places}
 
     def hint(self, pattern: Pattern) -> str:
@@ -75,7 +77,8 @@ class NameIndex:
         return self._kept(rule, chosen)
 
     def _kept(self, rule: Rule, chosen: set[str]) -> list[Thing]:
-        things = [thing for name, thing in self._unique.items() if name in chosen]
+        # Not by going through all names: each of many rules may match few of many.
+        things = [self._things[place] for place in sorted(map(self._place.__getitem__, chosen))]
         if rule.where == Where():
             return things
         return [thing for thing in things if not failed(rule.where, thing)]

@@ -9,6 +9,7 @@ from html import escape
 from itertools import islice
 from typing import Any
 
+from gradsurgeon import _live
 from gradsurgeon.actions import MOMENTS, Moment, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.manifest import Manifest
@@ -78,6 +79,7 @@ class Plan:
         return self.title or self.manifest.origin
 
     @cached_property
+    @_live.uncollected()
     def chains(self) -> dict[str, tuple[str, ...]]:
         """Per tensor, the ids of its rules in the order in which they take effect.
 

@@ -24,9 +24,10 @@ def overlaps(plan: Plan) -> Iterator[str]:
     rules = plan.rules.rules
     meeting: dict[tuple[str, str | None, str], list[int]] = {}
     for number, rule in enumerate(rules):
-        tensor = None if rule.target == "params" else rule.tensor
+        target = rule.target
+        tensor = None if target == "params" else rule.tensor
         for binding in plan.of(rule.id):
-            meeting.setdefault((rule.target, tensor, binding.name), []).append(number)
+            meeting.setdefault((target, tensor, binding.name), []).append(number)
     distinct = dict.fromkeys(map(tuple, meeting.values()))
     pairs = chain.from_iterable(combinations(numbers, 2) for numbers in distinct)
     kinds = [_kind(rule) for rule in rules]

@@ -22,6 +22,7 @@ from benchmarks import (
     results,
     rule_sets,
     startup,
+    step_alone,
     targets,
 )
 from benchmarks.cases import BARE
@@ -36,7 +37,7 @@ def row(
     """Return a row of overhead whose ratios are all the same."""
     spread = {"median": ratio, "low": ratio - width, "high": ratio + width, "count": 100}
     found: dict[str, Any] = dict.fromkeys(
-        ("step_ratio", "clip_ratio", "read_ratio", "base_us", "extra_us"), spread
+        ("step_ratio", "clip_ratio", "read_ratio", "reads_ratio", "base_us", "extra_us"), spread
     )
     found |= dict.fromkeys(("mean_extra_us", "peak_bytes", "allocations", "reads"), 0)
     kind = "baseline" if case == BARE_NAME else "rules"
@@ -142,6 +143,27 @@ def test_without_a_cuda_device_the_front_page_says_that_cuda_was_not_run() -> No
     assert "not run" not in both
 
 
+def test_growth_is_shown_with_its_exponents_whatever_a_result_has() -> None:
+    spread = {"median": 1.0, "low": 1.0, "high": 1.0, "count": 3}
+    older = [
+        {
+            "group": "scaling", "axis": "tensors", "about": "observe", "at": at, "apply_s": at / 1e3,
+            "base_us": spread, "extra_us": {**spread, "median": at}, "clip_ratio": spread,
+        }
+        for at in (10, 100)
+    ]  # fmt: skip
+    text = report.growth({"rows": older})
+    assert "| tensors | bare step | extra | x clip | `apply` |" in text
+    assert "Exponent over the upper decades: extra 1.00, `apply` 1.00." in text
+    text = report.growth({"rows": [one | {"bytes": 5_000} for one in older]})
+    assert "| 100 | 1.00 us | 100 us | 1.00 (1.00 to 1.00) | 100 ms | 5.00 kB |" in text
+    assert "bytes 0.00." in text
+    call = {"group": "scaling", "axis": "rules", "about": "`load`", "at": 10, "seconds": 0.5}
+    assert report.growth({"rows": [call]}) == (
+        "`load`:\n\n| rules | time |\n|---|--:|\n| 10 | 500 ms |\n"
+    )
+
+
 # Arithmetic.
 
 
@@ -161,6 +183,16 @@ def test_numbers_are_compared_round_by_round() -> None:
 
 def test_extra_cost_is_measured_in_medians_of_the_yardstick() -> None:
     assert measure.over([10, 10, 10], [12, 13, 14], [2, 2, 9]).median == 1.5
+
+
+def test_an_exponent_is_that_of_the_upper_decades() -> None:
+    # A constant of 1,000 hides the growth of small sizes, and nothing of what comes later.
+    points = [(size, 1_000 + size**2) for size in (1, 10, 10_000, 100_000, 1_000_000)]
+    assert measure.exponent(points) == pytest.approx(2.0, abs=1e-3)
+    assert measure.exponent([(10, 3.0), (100, 30.0)]) == pytest.approx(1.0)
+    assert measure.exponent([(10, 3.0), (100, -1.0)]) is None
+    assert measure.exponent([(1, 3.0), (1_000, 3.0)]) is None
+    assert measure.exponent([]) is None
 
 
 class Counted:
@@ -280,7 +312,7 @@ def verdicts(rows: list[dict[str, Any]], device: str = "cpu") -> dict[str, str]:
 def test_targets_are_judged_by_their_medians() -> None:
     rows = [
         row("wide", rule_sets.OBSERVE, 1.1, width=0.5),
-        row("tiny", rule_sets.OBSERVE, 0.51, width=0.1),
+        row("tiny", rule_sets.OBSERVE, 1.01, width=0.1),
     ]
     found = verdicts(rows)
     assert found["observe everything, 12 M parameters"] == "met"
@@ -288,6 +320,22 @@ def test_targets_are_judged_by_their_medians() -> None:
     assert found["reading 1,000 rules"] == "not measured"
     assert found["forensics armed, never tripped"] == "not there yet"
     assert found["waits for the device outside flush and trap"] == "not run: no CUDA device"
+
+
+def test_the_dearest_job_and_the_steepest_curve_are_judged() -> None:
+    rows: list[dict[str, Any]] = [
+        {"group": "like for like", "of_peer": ratio} for ratio in (0.3, 1.2, None)
+    ]
+    for axis, power in (("flat", 0.1), ("square", 2.0)):
+        curve = [{"axis": axis, "at": at, "seconds": at**power} for at in (10, 100, 1_000)]
+        rows += [{"group": "scaling", **one} for one in curve]
+    found = {one.target.what: one for one in targets.judged(rows, "cpu")}
+    dearest = found["like for like: the dearest job of all"]
+    steepest = found["growth: the steepest curve of all"]
+    assert dearest.value == targets.Value(1.2, 0.3, 1.2)
+    assert steepest.value is not None
+    assert (steepest.value.median, steepest.value.low) == pytest.approx((2.0, 0.1))
+    assert dearest.verdict == steepest.verdict == "missed"
 
 
 @pytest.mark.parametrize(("ratio", "verdict"), [(1.03, "met"), (1.06, "missed")])
@@ -345,6 +393,13 @@ def test_every_target_names_rows_that_are_measured() -> None:
     ]
     counted = {case.name for case in device_counts.cases()}
     rows += [asked(case, params) for params in (10, 100) for case in counted]
+    rows += [
+        {**row(shape, case, 1.0), "group": step_alone.GROUP}
+        for shape in step_alone.SHAPES
+        for case in step_alone.CASES
+    ]
+    rows.append({"group": "like for like", "of_peer": 0.5})
+    rows += [{"group": "scaling", "axis": "rules", "at": at, "seconds": at} for at in (1, 10)]
     for device in ("cpu", "cuda"):
         found = targets.judged(rows, device)
         assert {one.verdict for one in found if not one.why} == {"met", "missed", "not there yet"}

@@ -13,6 +13,7 @@ import torch
 import gradsurgeon
 from benchmarks import (
     counts,
+    curves,
     device_counts,
     like_for_like,
     measure,
@@ -24,6 +25,7 @@ from benchmarks import (
     rule_sets,
     scaling,
     startup,
+    step_alone,
 )
 from benchmarks.cases import BARE, Attached, Case, step_of
 from benchmarks.machine import EXTRA, version
@@ -150,7 +152,40 @@ def test_every_axis_can_be_measured(axis: scaling.Axis) -> None:
     found = scaling.at(axis, axis.quick[0], "cpu", budget=ONCE)
     assert found["clip_ratio"]["count"] == 2
     assert found["apply_s"] > 0
+    assert found["bytes"] > 0
     assert len({rule["params"] for rule in axis.rules(100) if "params" in rule}) in (0, 100)
+    plan = gradsurgeon.plan(
+        axis.build(axis.quick[0])("cpu").model,
+        {"version": 1, "rules": rule_sets.numbered(axis.rules(axis.quick[0]))},
+    )
+    assert {one.rule for one in plan.bindings} == {one.id for one in plan.rules.rules}
+
+
+@pytest.mark.parametrize("curve", curves.CURVES, ids=lambda curve: curve.name)
+def test_every_curve_can_be_measured(curve: curves.Curve) -> None:
+    found = curves.measured(curve, min(curve.places[0], 100))
+    assert found["seconds"] > 0
+    assert ("bytes" in found) is ("steps" in curve.name)
+
+
+def test_what_curves_are_made_of_has_the_size_that_they_name() -> None:
+    plan = gradsurgeon.plan(curves.names(1_000), curves.sharing(20, 500))
+    assert len(plan.bindings) == len(plan.manifest.params) == 1_000
+    assert len(gradsurgeon.load(curves.text(7)).rules) == 7
+    assert len(curves.remembered(50)) == 50
+
+
+@pytest.mark.parametrize("case", step_alone.CASES)
+def test_an_update_alone_can_be_measured(case: str) -> None:
+    found = step_alone.at(step_alone.TINY, case, "cpu", ONCE)
+    assert found["extra_us"]["count"] == 2
+    task = step_alone.there(3, 5)("cpu")
+    task.backward()
+    first = [param.grad for param in task.params]
+    task.backward()
+    for param, grad in zip(task.params, first, strict=True):
+        assert param.grad is not grad
+        torch.testing.assert_close(param.grad, grad)
 
 
 def test_a_recorded_run_is_read_again(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import random
 import tracemalloc
 from array import array
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import gradsurgeon
 from gradsurgeon.store import Key, Records, merged
 
 KEY = Key("norms", "l2", "accumulated", ("a", "b"))
@@ -64,6 +66,22 @@ def test_the_oldest_rows_make_room() -> None:
     assert len(records) == 100
     assert series.of("a")[0] == (950, 950.0)
     assert records.series("a", "l2", "other")[0].of("a")[0] == (1000, 1.0)
+
+
+def test_what_a_step_takes_is_what_the_documents_say() -> None:
+    """A change of the bound, or of what a row takes, has to be told where people read of it."""
+    key = Key("norms", "l2", "accumulated", tuple(f"p{number}" for number in range(1_000)))
+    records = Records()
+    told: list[int] = []
+    records.on_drop = told.append
+    rows = 2**26 // (160 + 4 * 1_000)
+    for step in range(rows + 1):
+        records.add(key, step, bytes(4 * 1_000))
+    assert (len(records), records.dropped, told) == (rows, 1, [rows])
+    readme = pathlib.Path(__file__).parents[2] / "README.md"
+    told_of_rows = " ".join(str(gradsurgeon.apply.__doc__).split())
+    assert "up to 64 MiB, of which a step takes 160 bytes per rule and statistic" in told_of_rows
+    assert "in memory, at most 64 MiB" in readme.read_text("utf-8")
 
 
 @pytest.mark.parametrize("replace", [False, True])
