@@ -11,7 +11,7 @@ from gradsurgeon.planning.manifest import ROOT
 from gradsurgeon.planning.plan import Plan
 from gradsurgeon.planning.table import count
 
-_SHOWN, _LOOKED_AT = 50, 500_000
+_SHOWN, _LOOKED_AT = 50, 50_000
 # They hold modules and are never called themselves.
 _HOLDERS = {"ModuleList", "ModuleDict"}
 # What decides whether a pair of rules is worth a word: what they do to gradients, and when. A trap asks at

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from gradsurgeon import _live
 from gradsurgeon.actions import ObserverRule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.events import Event, RuleStatus
@@ -69,6 +70,7 @@ class Attachment:
             raise
         self._when_removed = removed
 
+    @_live.uncollected()
     def remove(self) -> None:
         if not self.removed:
             self.removed = True

@@ -13,7 +13,7 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.tensors import measure
-from gradsurgeon.tensors.measure import Norms, pick
+from gradsurgeon.tensors.measure import Norms
 
 
 class Gradients:
@@ -26,9 +26,9 @@ class Gradients:
         self._context = context
         self._now = dict(zip(*context.parameters.grads(tensors), strict=True))
         self._scale = scale
-        # The norms that have been taken, and of which tensors.
+        # The norms that have been taken, and where that of each tensor stands.
         self._norms: Norms = ()
-        self._measured: set[int] = set()
+        self._measured: dict[int, int] = {}
         # Those that belong to this parameter alone, so that they may be written.
         self._ours: set[int] = set()
         self._twice: set[int] | None = None
@@ -55,18 +55,27 @@ class Gradients:
     def take_norms(self, tensors: Sequence[int]) -> Norms:
         """Take the 2-norms of gradients that no rule has edited yet; later rules need not do so again."""
         self._norms = measure.norms(tensors, self.of(tensors), scale=self._scale)
-        self._measured = set(tensors)
+        self._measured = {tensor: place for place, tensor in enumerate(tensors)}
         return self._norms
 
     def norms(self, tensors: Sequence[int], order: float) -> Tensor:
         """Return the norms of some gradients as they are by now, float32."""
+        known = self._norms
         if (
-            order == 2.0  # noqa: PLR2004 # l2
-            and self._measured.issuperset(tensors)
-            and self._ours.isdisjoint(tensors)
+            order != 2.0  # noqa: PLR2004 # l2
+            or not self._measured.keys() >= set(tensors)
+            or not self._ours.isdisjoint(tensors)
         ):
-            return pick(self._norms, tensors)
-        return pick(measure.norms(tensors, self.of(tensors), order, scale=self._scale), tensors)
+            known = measure.norms(tensors, self.of(tensors), order, scale=self._scale)
+        if len(known) != 1:
+            # Several devices: one record needs one place, and that is the host.
+            by_tensor = measure.as_dict(known)
+            return torch.tensor([by_tensor[tensor] for tensor in tensors])
+        ((measured, values),) = known
+        if len(measured) == len(tensors):
+            return values
+        places = tuple([self._measured[tensor] for tensor in tensors])
+        return values[_torch.integers(places, values.device)]
 
     def statistics(self, stat: str, tensors: Sequence[int]) -> Tensor:
         if stat == "l2":

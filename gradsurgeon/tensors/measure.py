@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers, _statistics, _torch
+from gradsurgeon import _dist, _numbers, _statistics
 
 Item = TypeVar("Item")
 # One tensor per device, with the indices of the parameters whose norms it holds.
@@ -119,24 +118,6 @@ def nonfinite(*several: Norms) -> list[list[int]]:
         for into, tensors, _ in group:
             into += [t for t, norm in zip(tensors, rest, strict=False) if not math.isfinite(norm)]
     return bad
-
-
-def pick(norms: Norms, wanted: Sequence[int]) -> Tensor:
-    if len(norms) == 1:
-        tensors, values = norms[0]
-        if tensors == tuple(wanted):
-            return values
-        return values[_torch.integers(_positions(tensors, tuple(wanted)), values.device)]
-    # Several devices: one record needs one place, and that is the host.
-    by_tensor = as_dict(norms)
-    return torch.tensor([by_tensor[tensor] for tensor in wanted])
-
-
-# A thousand rules each pick theirs in every step, and the same in each.
-@lru_cache(maxsize=4096)
-def _positions(tensors: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    position = {tensor: number for number, tensor in enumerate(tensors)}
-    return tuple([position[tensor] for tensor in wanted])
 
 
 def as_dict(norms: Norms) -> dict[int, float]:
