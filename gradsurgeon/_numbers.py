@@ -68,13 +68,25 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
 def norm(grad: Tensor, order: float = 2.0) -> Tensor:
     """Return the norm of one gradient, as `norms` does, as a 0-dim tensor."""
     if order == 2.0 and grad.is_cpu and grad.dtype in _DOTTED and grad.is_contiguous():  # noqa: PLR2004
-        with torch.no_grad():
-            if grad.numel() <= _FEW:
-                wide: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
-                return wide.float()
-            flat = grad.view(-1)
-            return torch.dot(flat, flat).sqrt_().float()
+        # Takes a third of the time of `torch.no_grad`.
+        grad = grad.detach()
+        if grad.numel() <= _FEW:
+            wide: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
+            return wide.float()
+        flat = grad.view(-1)
+        return torch.dot(flat, flat).sqrt_().float()
     return norms([grad], order)[0]
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Tell whether a copy of a tensor, measured with copies of others by `small`, costs less than its norm."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype in _DOTTED
+        and 0 < tensor.numel() <= _FEW
+        and tensor.layout == torch.strided
+        and type(tensor) is Tensor
+    )
 
 
 def small(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:

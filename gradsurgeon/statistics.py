@@ -128,7 +128,12 @@ STATISTICS: dict[str, Statistic] = {
         segments=lambda segments: segments.sum(segments.flat.abs()),
     ),
     # One reduction of all gradients serves the trap and clipping, too, where nothing is sharded.
-    "l2": Statistic(_l2, merge=lambda shards: shards.norms(2.0), empty=0.0),
+    "l2": Statistic(
+        _l2,
+        merge=lambda shards: shards.norms(2.0),
+        empty=0.0,
+        segments=lambda segments: segments.sum(segments.flat.double().square()).sqrt_(),
+    ),
     "linf": Statistic(
         _linf,
         merge="max",

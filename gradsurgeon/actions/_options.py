@@ -63,6 +63,12 @@ class Steps(Options):
         after = step - self.from_
         return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
 
+    def next_due(self, step: int) -> int | None:
+        """Return the first step from ``step`` on in which the rule is due, ``None`` where there is none."""
+        periods = max(0, -(-(step - self.from_) // self.every))
+        first = self.from_ + periods * self.every
+        return first if self.to is None or first < self.to else None
+
     def includes(self, other: Steps) -> bool:
         """Tell whether all steps of another schedule are steps of this one."""
         last = (

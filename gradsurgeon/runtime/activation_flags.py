@@ -23,7 +23,6 @@ class Flag:
 
     rule: Rule
     name: str
-    what: str
     counter: Callable[[], StepCounter]
     count: Tensor
     # Whether it takes part in an update: a gradient does, a value once backward has come back to it.
@@ -33,6 +32,10 @@ class Flag:
     # A leaf, such as a batch, in a forward that is trained through: no hook waits for it, and the next pass
     # tells.
     waits: bool = False
+
+    @property
+    def what(self) -> str:
+        return str(self.rule.ref)
 
     @property
     def key(self) -> tuple[str, str]:
