@@ -24,7 +24,8 @@ class Flag:
     rule: Rule
     name: str
     counter: Callable[[], StepCounter]
-    count: Tensor
+    # A number where it could be read without waiting.
+    count: Tensor | int
     # Whether it takes part in an update: a gradient does, a value once backward has come back to it.
     fed: bool
     # Of a value: what stays as long as a backward pass can come back to it.
@@ -116,4 +117,6 @@ class Flags:
 
 def _counted(flags: Iterable[Flag]) -> list[tuple[Flag, int]]:
     flags = list(flags)
-    return list(zip(flags, read([flag.count for flag in flags]), strict=True))
+    unread = [flag.count for flag in flags if isinstance(flag.count, Tensor)]
+    counts = iter(read(unread))
+    return [(f, next(counts) if isinstance(f.count, Tensor) else f.count) for f in flags]

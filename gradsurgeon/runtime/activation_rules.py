@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -39,15 +38,14 @@ class NamedRule(NamedTuple):
 
 
 class Due(NamedTuple):
-    """The rules that act in one step, in file order: on the value of a tensor, then its gradient."""
+    """The rules that act at one moment, in file order: on the value of a tensor, then its gradient."""
 
-    step: int
     values: tuple[NamedRule, ...]
     grads: tuple[NamedRule, ...]
 
 
 class ModuleSchedule:
-    """Which of the rules at one place act in a step: asked in every call, worked out once per step."""
+    """Which of the rules at one place act in a step: asked in every call, worked out when it changes."""
 
     def __init__(
         self, rules: Sequence[Rule], owner: str, name: str, counters: ModuleCounters
@@ -58,34 +56,41 @@ class ModuleSchedule:
         # What the tensor of a rule is takes longer to work out than to act on a small one.
         self._rules = [(NamedRule(rule, name), rule.ref.grad) for rule in rules]
         self._counters = counters
-        self._known: tuple[int, bool, Due | None] | None = None
-        # A counter, and those of its steps in which no rule is due.
-        self._resting = counters.of(owner), counters.version, range(0)
+        self._known = _Span(counters.of(owner), counters.all.version, range(0), training=True)
 
-    @property
-    def rests(self) -> bool:
-        """Whether no rule is due, as far as two numbers tell: most calls under a schedule end here."""
-        counter, version, steps = self._resting
-        return counter.step in steps and version == self._counters.version
+    def now(self, *, training: bool) -> tuple[Due | None, int]:
+        """Return what is due, ``None`` for nothing, and the step. Most calls only compare two numbers."""
+        counter, version, steps, trains, due = self._known
+        step = counter.step
+        if step in steps and version == self._counters.all.version and training is trains:
+            return due, step
+        self._known = known = self._span(training=training)
+        return known.due, known.counter.step
 
-    def due(self, *, training: bool) -> Due | None:
-        counter, version = self._counters.of(self.owner), self._counters.version
-        step, known = counter.step, self._known
-        if known is None or known[:2] != (step, training):
-            self._known = known = (step, training, self._at(step, training=training))
-            next_due = [named.rule.steps.next_due(step) for named, _ in self._rules]
-            wakes = min((due for due in next_due if due is not None), default=sys.maxsize)
-            self._resting = counter, version, range(step, wakes)
-        return known[2]
-
-    def _at(self, step: int, *, training: bool) -> Due | None:
-        due = [
+    def _span(self, *, training: bool) -> _Span:
+        counter, version = self._counters.of(self.owner), self._counters.all.version
+        step = counter.step
+        acting = [
             (named, grad)
             for named, grad in self._rules
             if named.rule.steps.due(step) and (training or named.rule.when is None)
         ]
-        values = tuple(named for named, grad in due if not grad)
-        return Due(step, values, tuple(named for named, grad in due if grad)) if due else None
+        end = min((named.rule.steps.alike_until(step) for named, _ in self._rules), default=step)
+        due = None
+        if acting:
+            values = tuple([named for named, grad in acting if not grad])
+            due = Due(values, tuple([named for named, grad in acting if grad]))
+        return _Span(counter, version, range(step, end), training, due)
+
+
+class _Span(NamedTuple):
+    """What is due in successive steps of a counter, as long as the counters are of this version."""
+
+    counter: StepCounter
+    version: int
+    steps: range
+    training: bool
+    due: Due | None = None
 
 
 class ModuleCounters:
@@ -95,23 +100,18 @@ class ModuleCounters:
     """
 
     def __init__(self, counters: StepCounters, param_names: Sequence[str]) -> None:
-        self._counters = counters
+        self.all = counters
         self._names = param_names
         self._first_params: dict[str, int] = {}
 
-    @property
-    def version(self) -> int:
-        """A number that is another one once modules may go by other counters."""
-        return self._counters.version
-
     def of(self, module: str) -> StepCounter:
         if not self._names:
-            return self._counters.common
+            return self.all.common
         if module not in self._first_params:
             inside = (i for i, name in enumerate(self._names) if name.startswith(f"{module}."))
             # A module without parameters goes by the first one of the model.
             self._first_params[module] = next(inside, 0)
-        return self._counters[self._first_params[module]]
+        return self.all[self._first_params[module]]
 
 
 @dataclass(eq=False)
@@ -126,9 +126,8 @@ class ActivationRules:
     # Replicas of one model run in threads, and autograd calls hooks in one thread per device.
     lock: RLock = field(default_factory=RLock)
 
-    def on_value(self, due: Due, tensor: Tensor, owner: str) -> Tensor:
+    def on_value(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str, step: int) -> Tensor:
         """Run rules on the value of a tensor of any shape and dtype; return the one to go on with."""
-        rules = due.values
         if not rules or self.is_unreadable(tensor, rules, owner):
             return tensor
         # Checkpointing runs forward again inside backward: edits must repeat, records must not.
@@ -139,11 +138,10 @@ class ActivationRules:
                 if isinstance(rule, EditRule):
                     # Ids and masks are values too, but nothing that a bound or a factor is meant for.
                     if is_numeric(out) and not self.has_edited(rule, out):
-                        step = None if again else due.step
-                        out = self._edit(rule, out, step, None, is_grad=False)
+                        out = self._edit(rule, out, None if again else step, None, is_grad=False)
                         self.mark_edited(rule, out)
                 elif not again:
-                    self._observe(rule, name, out, owner, due.step, is_grad=False)
+                    self._observe(rule, name, out, owner, step, is_grad=False)
                 elif isinstance(rule, TrapRule) and not self.context.flags.is_known(rule.id, name):
                     self._flag(rule, name, out, owner, fed=True, again=True)
         return out if self.context.mode == "act" else tensor

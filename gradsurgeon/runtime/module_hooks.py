@@ -31,6 +31,7 @@ class _Call(NamedTuple):
     tensor_hooks: TensorHooks
     owner: str
     due: Due
+    step: int
     # Whether the gradient of a view is meant, because others use the tensor too.
     needs_view: Callable[[Tensor], bool]
 
@@ -49,14 +50,16 @@ class _Call(NamedTuple):
                 tuple(self._matching(path, rules, named))
                 for rules in (self.due.values, self.due.grads)
             )
-            due = Due(self.due.step, values, grads)
+            due = Due(values, grads)
             rules = tuple(rule.id for rule, _ in (*due.values, *due.grads))
             if not rules:
                 continue
             # One tensor in several places, as query, key and value, is acted on once.
             key = (id(tensor), rules)
             if key not in done:
-                done[key] = self.tensor_hooks.act(due, tensor, self.owner, self.needs_view)
+                done[key] = self.tensor_hooks.act(
+                    due, tensor, self.owner, self.step, self.needs_view
+                )
             if done[key] is not tensor:
                 exchanged[path] = done[key]
         return exchanged
@@ -86,15 +89,15 @@ class ModuleHook:
         self._tensor_hooks = weakref.ref(tensor_hooks)
         self._schedule = tensor_hooks.schedule(rules, name, name)
 
-    def _due(self, module: nn.Module) -> tuple[TensorHooks, Due] | None:
+    def _due(self, module: nn.Module) -> tuple[TensorHooks, Due, int] | None:
+        due, step = self._schedule.now(training=module.training)
         # Rules that rest would be lost in the replays of a CUDA graph, and the session says so.
-        if self._schedule.rests and not _torch.is_capturing():
+        if due is None and not _torch.is_capturing():
             return None
         tensor_hooks = self._tensor_hooks()
-        if tensor_hooks is None:
+        if tensor_hooks is None or not tensor_hooks.may_act() or due is None:
             return None
-        due = tensor_hooks.due(self._schedule, training=module.training)
-        return None if due is None else (tensor_hooks, due)
+        return tensor_hooks, due, step
 
     def _is_one(self, value: Any) -> bool:
         """Tell whether a value is what all rules mean, so that there is no structure to go through."""
@@ -111,15 +114,15 @@ class InputHook(ModuleHook):
         acting = self._due(module)
         if acting is None:
             return None
-        tensor_hooks, due = acting
+        tensor_hooks, due, step = acting
         # On a view, an operation in place would leave the hook on a tensor that no longer counts.
         in_place = getattr(module, "inplace", False) is True
         owner = self._schedule.owner
         if len(args) == 1 and not kwargs and self._is_one(args[0]):
-            out = tensor_hooks.act(due, args[0], owner, lambda _: not in_place)
+            out = tensor_hooks.act(due, args[0], owner, step, lambda _: not in_place)
             return None if out is args[0] else ((out,), {})
         arguments = _Arguments(module, args, kwargs)
-        call = _Call(tensor_hooks, owner, due, lambda _: not in_place)
+        call = _Call(tensor_hooks, owner, due, step, lambda _: not in_place)
         exchanged = call.exchanged(arguments.named, arguments.path)
         return arguments.exchange(exchanged) if exchanged else None
 
@@ -139,12 +142,12 @@ class OutputHook(ModuleHook):
             # A module may return its input. What others make of it must be told from its output.
             return holds(args, tensor) or holds(kwargs, tensor)
 
-        tensor_hooks, due = acting
+        tensor_hooks, due, step = acting
         owner = self._schedule.owner
         if self._is_one(output):
-            out = tensor_hooks.act(due, output, owner, needs_view)
+            out = tensor_hooks.act(due, output, owner, step, needs_view)
             return None if out is output else out
-        exchanged = _Call(tensor_hooks, owner, due, needs_view).exchanged(output)
+        exchanged = _Call(tensor_hooks, owner, due, step, needs_view).exchanged(output)
         return with_tensors(output, exchanged) if exchanged else None
 
 

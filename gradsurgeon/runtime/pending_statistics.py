@@ -20,9 +20,10 @@ from gradsurgeon import _numbers, _statistics, _torch
 from gradsurgeon.actions import ObserverRule
 from gradsurgeon.store import Key
 
-
 # Of a tensor: a copy of it, or its statistics.
 _Kept = Tensor | tuple[Tensor, ...]
+# Of a model that never runs the same modules twice in the same order.
+_MOST_ORDERS = 32
 # What has been seen: by which rule, under which name, in which step, and what is kept of it.
 _Seen = tuple[ObserverRule, str, int, torch.device, _Kept]
 
@@ -63,7 +64,9 @@ class PendingStatistics:
 
     def take(self) -> Iterator[Row]:
         """Yield rows of all that has been seen, by rule and step. Nobody else takes meanwhile."""
-        groups: dict[tuple[str, int, torch.device], tuple[ObserverRule, list[str], list[_Kept]]] = {}
+        groups: dict[
+            tuple[str, int, torch.device], tuple[ObserverRule, list[str], list[_Kept]]
+        ] = {}
         for _ in range(len(self._seen)):
             rule, name, step, device, one = self._seen.popleft()
             group = groups.setdefault((rule.id, step, device), (rule, [], []))
@@ -107,7 +110,6 @@ def _measured(stats: Sequence[str], kept: Sequence[_Kept]) -> Tensor:
 class _Places(NamedTuple):
     """Where the values of some names go: the rows, and the values in the order of the rows."""
 
-    names: tuple[str, ...]
     rows: list[tuple[Sequence[Key], tuple[int, ...]]]
     positions: tuple[int, ...]
     in_order: bool
@@ -124,13 +126,15 @@ class _Layout:
         self._rule, self._point = rule, rule.point
         # By name: the keys of its series, one per statistic, and its column.
         self._columns: dict[str, tuple[Sequence[Key], int]] = {}
-        self._last = _Places((), [], (), in_order=True)
+        self._known: dict[tuple[str, ...], _Places] = {}
 
     def of(self, names: tuple[str, ...]) -> _Places:
         # Nearly always the same modules run in each step, in the same order.
-        if names != self._last.names:
-            self._last = self._places(names)
-        return self._last
+        if names not in self._known:
+            if len(self._known) >= _MOST_ORDERS:
+                self._known.clear()
+            self._known[names] = self._places(names)
+        return self._known[names]
 
     def _places(self, names: tuple[str, ...]) -> _Places:
         # A module that is called a thousand times must not leave a thousand rows of the width of the model.
@@ -140,7 +144,9 @@ class _Layout:
                 by_calls.setdefault(calls, []).append(name)
         for group in by_calls.values():
             rule, point = self._rule, self._point
-            keys = tuple([Key(rule.id, stat, point, tuple(group)) for stat in rule.stats])
+            keys: Sequence[Key] = tuple(
+                [Key(rule.id, stat, point, tuple(group)) for stat in rule.stats]
+            )
             self._columns.update((name, (keys, column)) for column, name in enumerate(group))
         calls_so_far: Counter[str] = Counter()
         rows: dict[tuple[int, int], tuple[Sequence[Key], list[tuple[int, int]]]] = {}
@@ -153,7 +159,6 @@ class _Layout:
             places.sort()
         positions = tuple([position for _, places in rows.values() for _, position in places])
         return _Places(
-            names,
             [(keys, tuple([column for column, _ in places])) for keys, places in rows.values()],
             positions,
             in_order=positions == tuple(range(len(names))),

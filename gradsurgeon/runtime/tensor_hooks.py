@@ -34,22 +34,23 @@ class TensorHooks:
     def schedule(self, rules: Sequence[Rule], owner: str, name: str) -> ModuleSchedule:
         return ModuleSchedule(rules, owner, name, self.sites.counters)
 
-    def due(self, schedule: ModuleSchedule, *, training: bool) -> Due | None:
+    def may_act(self) -> bool:
         if self.context.paused:
-            return None
+            return False
         self.context.refuse_graph_capture()
-        return schedule.due(training=training)
+        return True
 
     def act(
         self,
         due: Due,
         tensor: Tensor,
         owner: str,
+        step: int,
         # Whether the gradient of a view is meant, because others use the tensor too.
         needs_view: Callable[[Tensor], bool] = lambda _: False,
     ) -> Tensor:
         """Run rules on a tensor, and have them run on its gradient; return the tensor to go on with."""
-        out = self.sites.on_value(due, tensor, owner) if due.values else tensor
+        out = self.sites.on_value(due.values, tensor, owner, step) if due.values else tensor
         if due.grads and out.requires_grad and torch.is_grad_enabled():
             # Other tensors go with their graph. A leaf stays, and so would its hooks, which would act once
             # for each forward pass.
@@ -64,8 +65,10 @@ class TensorHooks:
         if name not in self._tags:
             rules = [rule for rule in self.context.program.tags if _matches(rule, name)]
             self._tags[name] = self.schedule(rules, ROOT, name)
-        due = self.due(self._tags[name], training=True)
-        return tensor if due is None else self.act(due, tensor, ROOT)
+        if not self.may_act():
+            return tensor
+        due, step = self._tags[name].now(training=True)
+        return tensor if due is None else self.act(due, tensor, ROOT, step)
 
     def _hook(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str) -> None:
         if self.sites.is_unreadable(tensor, rules, owner):
@@ -123,6 +126,7 @@ class ExpectedGradient:
 
 
 class GradHook:
+    __slots__ = ("_expected", "_sites")
     __torch_unserializable__ = True
 
     def __init__(self, sites: ActivationRules, expected: ExpectedGradient) -> None:

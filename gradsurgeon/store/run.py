@@ -101,11 +101,21 @@ class Run(RecordQueries):
 
     def lowest(self) -> Iterator[StoredSeries]:
         """Yield every series but those of tensors that a lower rank has recorded as well."""
+        return (series for series, repeated in self.lowest_columns())
+
+    def lowest_columns(self) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
+        """Yield what `lowest` does, each with its columns that a lower rank has recorded as well."""
+        # Modules that run on some ranks only share a series with others.
         owners: dict[tuple[str, str, str], int] = {}
         for series in self:
-            columns = [(series.key.rule, series.key.stat, name) for name in series.key.names]
-            if all(owners.setdefault(column, series.rank) == series.rank for column in columns):
-                yield series
+            rule, stat, _, names = series.key
+            repeated = frozenset(
+                column
+                for column, name in enumerate(names)
+                if owners.setdefault((rule, stat, name), series.rank) != series.rank
+            )
+            if len(repeated) < len(names):
+                yield series, repeated
 
     def _lookup(self) -> Lookup:
         stats = {rule: set(planned) for rule, planned in self.stats.items()}
