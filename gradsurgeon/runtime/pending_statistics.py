@@ -58,7 +58,8 @@ class PendingStatistics:
         if _numbers.is_small(tensor):
             kept = tensor.clone()
         else:
-            self._streams[device].follow(device)
+            if not tensor.is_cpu:
+                self._streams[device].follow(device)
             kept = tuple([_statistics.statistic(stat, tensor) for stat in rule.stats])
         self._seen.append((rule, name, step, device, kept))
 
