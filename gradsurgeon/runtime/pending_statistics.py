@@ -65,28 +65,37 @@ class PendingStatistics:
 
     def take(self) -> Iterator[Row]:
         """Yield rows of all that has been seen, by rule and step. Nobody else takes meanwhile."""
-        groups: dict[
-            tuple[str, int, torch.device], tuple[ObserverRule, list[str], list[_Kept]]
-        ] = {}
+        groups: dict[tuple[str, torch.device], list[_Seen]] = {}
         for _ in range(len(self._seen)):
-            rule, name, step, device, one = self._seen.popleft()
-            group = groups.setdefault((rule.id, step, device), (rule, [], []))
-            group[1].append(name)
-            group[2].append(one)
-        for (rule_id, step, device), (rule, names, kept) in groups.items():
-            if rule_id not in self._layouts:
-                self._layouts[rule_id] = _Layout(rule)
-            layout = self._layouts[rule_id].of(tuple(names))
+            seen = self._seen.popleft()
+            groups.setdefault((seen[0].id, seen[3]), []).append(seen)
+        for (rule_id, device), group in groups.items():
+            rule = group[0][0]
+            layout = self._layouts.setdefault(rule_id, _Layout(rule))
             self._streams[device].follow(device)
+            kept = [seen[4] for seen in group]
             values = _measured(rule.stats, kept)
-            if not layout.in_order:
-                values = values[:, _torch.integers(layout.positions, device)]
             parts = () if device.type == "cpu" else kept
-            lengths = [len(columns) for _, columns in layout.rows]
-            pieces = torch.split(values, lengths, dim=1)
-            for (keys, columns), piece in zip(layout.rows, pieces, strict=True):
-                for key, numbers in zip(keys, piece, strict=True):
-                    yield Row(key, step, columns, numbers, parts)
+            steps: dict[int, list[int]] = {}
+            for position, (_, _, step, _, _) in enumerate(group):
+                steps.setdefault(step, []).append(position)
+            for step, positions in steps.items():
+                places = layout.of(tuple([group[position][1] for position in positions]))
+                order = tuple([positions[position] for position in places.order])
+                lengths = [len(columns) for _, columns in places.rows]
+                pieces = torch.split(_picked(values, order), lengths, dim=1)
+                for (keys, columns), piece in zip(places.rows, pieces, strict=True):
+                    for key, numbers in zip(keys, piece, strict=True):
+                        yield Row(key, step, columns, numbers, parts)
+
+
+def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:
+    first, count = columns[0], len(columns)
+    if columns == tuple(
+        range(first, first + count)
+    ):  # nearly always: no index has to reach a device
+        return values[:, first : first + count]
+    return values[:, _torch.integers(columns, values.device)]
 
 
 def _measured(stats: Sequence[str], kept: Sequence[_Kept]) -> Tensor:
@@ -112,8 +121,7 @@ class _Places(NamedTuple):
     """Where the values of some names go: the rows, and the values in the order of the rows."""
 
     rows: list[tuple[Sequence[Key], tuple[int, ...]]]
-    positions: tuple[int, ...]
-    in_order: bool
+    order: tuple[int, ...]
 
 
 class _Layout:
@@ -158,9 +166,7 @@ class _Layout:
             calls_so_far[name] += 1
         for _, places in rows.values():
             places.sort()
-        positions = tuple([position for _, places in rows.values() for _, position in places])
         return _Places(
             [(keys, tuple([column for column, _ in places])) for keys, places in rows.values()],
-            positions,
-            in_order=positions == tuple(range(len(names))),
+            tuple([position for _, places in rows.values() for _, position in places]),
         )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Rows wait on the device so that one transfer serves many; this many of them are a few hundred kB
 # for a large model.
 _ROWS_PER_FLUSH = 64
-# Of single tensors, each a copy of 4 kB at most: a long validation ends no step.
+# Statistics of single tensors, each a copy of 8 kB at most: several steps are measured in one go.
 _MOST_PENDING = 1024
 # Each may be the last event of a run; where it happens the host has waited for the device anyway.
 _LAST_WORDS = frozenset({"trap", "skipped-step"})
@@ -94,8 +94,10 @@ class Recorder:
                 self._ring.put(_Row(key, step, columns, replace=False, parts=parts), values)
 
     def end_step(self) -> None:
-        self._gather()
-        self._move(due=self.writer is not None and self.writer.ends_step())
+        due = self.writer is not None and self.writer.ends_step()
+        if due:
+            self._gather()
+        self._move(due=due)
 
     def _move(self, *, due: bool) -> None:
         if due or len(self._ring) >= _ROWS_PER_FLUSH:

@@ -137,13 +137,24 @@ def test_orders_that_never_repeat_are_not_kept(monkeypatch: pytest.MonkeyPatch) 
         assert values == {name: float(ord(name) + step) for name in "abc"}
 
 
+def test_steps_are_apart_that_modules_of_several_optimizers_are_in() -> None:
+    pending, rule = PendingStatistics(), logging("max")
+    for name, step in (("a", 0), ("b", 7), ("c", 0), ("d", 7), ("a", 1)):
+        pending.add(rule, name, step, number(float(ord(name) + step)))
+    assert rows(pending) == [
+        (0, ("a", "c"), {"a": 97.0, "c": 99.0}),
+        (7, ("b", "d"), {"b": 105.0, "d": 107.0}),
+        (1, ("a", "c"), {"a": 98.0}),
+    ]
+
+
 def test_rules_and_steps_are_apart() -> None:
     pending, one, other = PendingStatistics(), logging("max"), logging("min", rule="s")
     pending.add(one, "a", 0, number(1.0))
     pending.add(other, "a", 0, number(2.0))
     pending.add(one, "a", 1, number(3.0))
     taken = [(row.key.rule, row.key.stat, row.step, row.values.item()) for row in pending.take()]
-    assert taken == [("r", "max", 0, 1.0), ("s", "min", 0, 2.0), ("r", "max", 1, 3.0)]
+    assert taken == [("r", "max", 0, 1.0), ("r", "max", 1, 3.0), ("s", "min", 0, 2.0)]
     assert len(pending) == 0
 
 
