@@ -82,7 +82,9 @@ def title_of(run: Run) -> str:
 
 
 def _records(run: Run) -> Records | Measurements:
-    shown = list(run.lowest_columns())
+    from gradsurgeon.store.run import of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
+
+    shown = list(of_lowest_ranks(run))
     values = sum(len(one) * len(one.key.names) for one, _ in shown if one.key.stat == STAT)
     if values > _MOST_VALUES:
         from gradsurgeon.report.stored_measurements import OnDisk  # noqa: PLC0415 # it needs SQLite

@@ -21,7 +21,7 @@ from gradsurgeon import Event, RecordError
 from gradsurgeon.events import RuleStatus
 from gradsurgeon.report import from_run
 from gradsurgeon.store import Key
-from gradsurgeon.store.run import open_run
+from gradsurgeon.store.run import of_lowest_ranks, open_run
 from gradsurgeon.store.writer import RunWriter
 
 WRITES = """
@@ -330,7 +330,7 @@ def test_modules_of_which_some_run_on_other_ranks_only_are_all_shown(
     with open_run(tmp_path) as run:
         shown = {
             name: [value for _, value in series.of(name)]
-            for series, repeated in run.lowest_columns()
+            for series, repeated in of_lowest_ranks(run)
             for column, name in enumerate(series.key.names)
             if column not in repeated
         }
