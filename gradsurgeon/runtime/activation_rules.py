@@ -213,6 +213,7 @@ class ActivationRules:
                 self.context.captures.keep(rule, name, step, plain)
         elif is_numeric(tensor):
             if isinstance(rule, ObserverRule):
+                # Asked here: to enter a context takes a third of the time of copying a small tensor.
                 if _torch.in_transform():
                     with _torch.aside(tensor) as plain:
                         self.context.recorder.observe(rule, name, step, plain.detach())
