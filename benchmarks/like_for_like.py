@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from benchmarks import peers, rule_sets
 from benchmarks.cases import Attached, Case, step_of
@@ -118,21 +119,74 @@ def _keep_all() -> Attach:
     return _after(keep)
 
 
-def _outputs(read: Callable[[Tensor], object], task: Task) -> Attached:
-    """Put a forward hook on every module that notes the norm of its output."""
-    norms: dict[str, object] = {}
+def _modules(note: Callable[[str, Tensor], object], task: Task) -> list[RemovableHandle]:
+    """Put a forward hook on every module that is shown its output, as people write it."""
 
     def hook(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
+        def show(module: nn.Module, args: Any, output: Any) -> None:
             del module, args
-            norms[name] = read(output.detach().norm())
+            note(name, output)
 
-        return note
+        return show
 
-    handles = [
-        module.register_forward_hook(hook(name)) for name, module in task.model.named_modules()
-    ]
-    return peers.taken_off(handles)
+    return [module.register_forward_hook(hook(name)) for name, module in task.model.named_modules()]
+
+
+def _read_outputs(task: Task) -> Attached:
+    norms: dict[str, float] = {}
+
+    def note(name: str, output: Tensor) -> None:
+        norms[name] = output.detach().norm().item()
+
+    return peers.taken_off(_modules(note, task))
+
+
+def _read_output_grads(task: Task) -> Attached:
+    norms: dict[str, float] = {}
+
+    def note(name: str, output: Tensor) -> None:
+        def arrived(grad: Tensor) -> None:
+            norms[name] = grad.norm().item()
+
+        if output.requires_grad:
+            output.register_hook(arrived)  # type: ignore[no-untyped-call] # torch has no types there
+
+    return peers.taken_off(_modules(note, task))
+
+
+def _stack_outputs(task: Task) -> Attached:
+    """Take the norm of every output where it appears, and put those of a step together at its end."""
+    norms: list[Tensor] = []
+    rows: list[Tensor] = []
+
+    def note(_name: str, output: Tensor) -> None:
+        norms.append(output.detach().norm())
+
+    return _stacking(norms, rows, _modules(note, task))
+
+
+def _stack_output_grads(task: Task) -> Attached:
+    norms: list[Tensor] = []
+    rows: list[Tensor] = []
+
+    def arrived(grad: Tensor) -> None:
+        norms.append(grad.norm())
+
+    def note(_name: str, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(arrived)  # type: ignore[no-untyped-call] # torch has no types there
+
+    return _stacking(norms, rows, _modules(note, task))
+
+
+def _stacking(
+    norms: list[Tensor], rows: list[Tensor], handles: Sequence[RemovableHandle]
+) -> Attached:
+    def stack() -> None:
+        rows[:] = [torch.stack(norms)]
+        norms.clear()
+
+    return replace(peers.taken_off(handles), after_backward=stack)
 
 
 JOBS = (
@@ -183,8 +237,15 @@ JOBS = (
     Job(
         "norm of every module's output",
         [{"action": "norm-log", "modules": "*", "tensor": "output"}],
-        {"forward hooks with .item()": partial(_outputs, Tensor.item)},
-        ("forward hooks", partial(_outputs, Tensor.detach)),
+        {"forward hooks with .item()": _read_outputs},
+        ("forward hooks and one stack", _stack_outputs),
+        forward=True,
+    ),
+    Job(
+        "norm of every module's output gradient",
+        [{"action": "norm-log", "modules": "*", "tensor": "output.grad"}],
+        {"tensor hooks from forward hooks with .item()": _read_output_grads},
+        ("tensor hooks and one stack", _stack_output_grads),
         forward=True,
     ),
 )

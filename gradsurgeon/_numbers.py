@@ -4,6 +4,7 @@ They work on plain tensors, strided or sparse. What statistics are taken of in p
 gradients in one tensor, or one over many ranks.
 """
 
+import cmath
 import ctypes
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -70,18 +71,29 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
 def norm(grad: Tensor, order: float = 2.0) -> Tensor:
     """Return the norm of one gradient, as `norms` does, as a 0-dim tensor."""
     if order == 2.0 and grad.is_cpu and grad.dtype in _DOTTED and grad.is_contiguous():  # noqa: PLR2004
-        with torch.no_grad():
-            if grad.numel() <= _FEW:
-                wide: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
-                return wide.float()
-            flat = grad.view(-1)
-            return torch.dot(flat, flat).sqrt_().float()
+        # Takes a third of the time of `torch.no_grad`.
+        grad = grad.detach()
+        if grad.numel() <= _FEW:
+            wide: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float64)
+            return wide.float()
+        flat = grad.view(-1)
+        return torch.dot(flat, flat).sqrt_().float()
     if not grad.is_cpu and grad.layout == torch.strided and grad.numel():
-        with torch.no_grad():
-            # One launch; the way for a list takes three for a list of one.
-            alone: Tensor = torch.linalg.vector_norm(grad, order, dtype=_widened(grad))
-            return alone.float()
+        # One launch; the way for a list takes three for a list of one.
+        alone: Tensor = torch.linalg.vector_norm(grad.detach(), order, dtype=_widened(grad))
+        return alone.float()
     return norms([grad], order)[0]
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Tell whether a copy of a tensor, measured with copies of others by `small`, costs less than its norm."""
+    return (
+        tensor.is_cpu
+        and tensor.dtype in _DOTTED
+        and 0 < tensor.numel() <= _FEW
+        and tensor.layout == torch.strided
+        and type(tensor) is Tensor
+    )
 
 
 def small(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -226,8 +238,15 @@ def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
             torch._foreach_mul_(group, there.reshape(()))  # it has no public name
 
 
-def nonfinite(grad: Tensor) -> Tensor:
-    return values(grad).isfinite().logical_not_().sum()
+def nonfinite(grad: Tensor) -> Tensor | int:
+    """Return how many elements are not finite: on the host as a number, else as a 0-dim tensor, unread."""
+    elements = values(grad)
+    if elements.is_cpu:
+        # Nearly always all are finite, and their sum says so in one pass.
+        if cmath.isfinite(elements.sum().item()):
+            return 0
+        return int(elements.isfinite().logical_not_().sum())
+    return elements.isfinite().logical_not_().sum()
 
 
 def first_nonfinite(grad: Tensor) -> tuple[str, int]:

@@ -33,6 +33,20 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
         return torch.stack([statistic(stat, grad) for grad in grads])
 
 
+def of_small(stats: Sequence[str], tensors: Sequence[Tensor]) -> Tensor:
+    """Return statistics of tensors that are small and alike in dtype. Shape ``[len(stats), len(tensors)]``."""
+    with torch.no_grad():
+        joined = _numbers.small(tensors)
+        rows = []
+        for stat in stats:
+            segments = STATISTICS[stat].segments
+            if joined is None or segments is None:
+                rows.append(statistics(stat, tensors))
+            else:
+                rows.append(segments(Segments(*joined)).float())
+        return torch.stack(rows)
+
+
 def statistic(stat: str, grad: Tensor) -> Tensor:
     """Return one statistic of a plain gradient as a 0-dim float32 tensor on its device.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar, cast
 
@@ -72,8 +72,7 @@ def is_capturing() -> bool:
 
 def is_unreadable(tensor: Tensor) -> bool:
     """Tell whether a tensor is on the meta device, of a trace of `torch.export`, or a batch of `vmap`."""
-    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
-    if tensor.is_meta or (fake is not None and isinstance(tensor, fake.FakeTensor)):
+    if tensor.is_meta or (type(tensor) is not Tensor and _is_fake(tensor)):
         return True
     functorch = torch._C._functorch  # noqa: SLF001
     # Transforms inside one another wrap in layers.
@@ -82,16 +81,27 @@ def is_unreadable(tensor: Tensor) -> bool:
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
-@contextmanager
-def aside(tensor: Tensor) -> Iterator[Tensor]:
+def _is_fake(tensor: Tensor) -> bool:
+    fake: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is not None and isinstance(tensor, fake.FakeTensor)
+
+
+def in_transform() -> bool:
+    """Tell whether a `torch.func` transform is running: see `aside`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001
+
+
+def aside(tensor: Tensor) -> AbstractContextManager[Tensor]:
     """Give the numbers of a tensor for work that is no part of a `torch.func` transform.
 
     Inside one, torch writes to nothing that was there before, and what is made there dies with it.
     """
+    return _outside_transform(tensor) if in_transform() else nullcontext(tensor)
+
+
+@contextmanager
+def _outside_transform(tensor: Tensor) -> Iterator[Tensor]:
     functorch = torch._C._functorch  # noqa: SLF001
-    if functorch.peek_interpreter_stack() is None:
-        yield tensor
-        return
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     with torch._C._DisableFuncTorch():  # noqa: SLF001

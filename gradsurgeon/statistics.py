@@ -6,6 +6,7 @@ imports torch before it measures, because linting a rule file must not need it.
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def _nonfinite(elements: Tensor, _missing: int) -> Tensor:
 
     total = elements.sum()
     # Nearly always all are finite, and where reading is free their sum says so in one pass.
-    if _torch.is_host(total) and math.isfinite(abs(total.item())):
+    if _torch.is_host(total) and cmath.isfinite(total.item()):
         return total.abs().new_zeros(())
     return elements.isfinite().logical_not_().sum()
 
@@ -128,7 +129,12 @@ STATISTICS: dict[str, Statistic] = {
         segments=lambda segments: segments.sum(segments.flat.abs()),
     ),
     # One reduction of all gradients serves the trap and clipping, too, where nothing is sharded.
-    "l2": Statistic(_l2, merge=lambda shards: shards.norms(2.0), empty=0.0),
+    "l2": Statistic(
+        _l2,
+        merge=lambda shards: shards.norms(2.0),
+        empty=0.0,
+        segments=lambda segments: segments.sum(segments.flat.double().square()).sqrt_(),
+    ),
     "linf": Statistic(
         _linf,
         merge="max",

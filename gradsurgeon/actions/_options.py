@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Self
 
@@ -62,6 +63,19 @@ class Steps(Options):
     def due(self, step: int) -> bool:
         after = step - self.from_
         return after >= 0 and (self.to is None or step < self.to) and after % self.every == 0
+
+    def alike_until(self, step: int) -> int:
+        """Return the first step after this one that may differ from it in whether the rule is due."""
+        last = sys.maxsize if self.to is None else self.to
+        if step < self.from_:
+            return self.from_
+        if step >= last:
+            return sys.maxsize
+        # Due or not, the next multiple is where that can change; every step is one where `every` is 1.
+        after = (step - self.from_) % self.every
+        if self.every == 1:
+            return last
+        return step + 1 if after == 0 else min(last, step - after + self.every)
 
     def includes(self, other: Steps) -> bool:
         """Tell whether all steps of another schedule are steps of this one."""

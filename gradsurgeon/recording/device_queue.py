@@ -33,14 +33,14 @@ class DeviceQueue(Generic[Item]):
         self._under_way: deque[_Transfer[Item]] = deque()
         self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
         # Hooks can be called by several threads, and readers live in others.
-        self._lock = RLock()
+        self.lock = RLock()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def put(self, item: Item, values: Tensor, *, slot: Hashable = None) -> None:
         """Let a copy of numbers wait; it takes the place of what waits in the same slot."""
-        with self._lock, torch.no_grad():
+        with self.lock, torch.no_grad():
             self._streams[values.device].follow(values.device)
             copied = values.detach().reshape(-1).to(torch.float32, copy=True)
             self._waiting[object() if slot is None else slot] = item, copied
@@ -52,7 +52,7 @@ class DeviceQueue(Generic[Item]):
         """
         if _torch.is_capturing():
             return
-        with self._lock:
+        with self.lock:
             if self._waiting:
                 for device in {values.device for _, values in self._waiting.values()}:
                     self._streams[device].follow(device)
@@ -67,14 +67,14 @@ class DeviceQueue(Generic[Item]):
 
     def collect(self) -> None:
         """Hand over what has arrived, without waiting."""
-        with self._lock:
+        with self.lock:
             while self._under_way and not _torch.is_capturing() and self._under_way[0].arrived():
                 self._hand_over()
 
     def settle(self) -> None:
         """Hand everything over. Waits for the device where something is there."""
         self.send()
-        with self._lock:
+        with self.lock:
             while self._under_way and not _torch.is_capturing():
                 self._hand_over()
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from gradsurgeon import _numbers
-from gradsurgeon.actions import Rule
+from gradsurgeon import _numbers, _torch
+from gradsurgeon.actions import ObserverRule, Rule
 from gradsurgeon.events import Event
 from gradsurgeon.recording.device_queue import DeviceQueue
 from gradsurgeon.recording.event_log import EventLog
+from gradsurgeon.recording.pending_statistics import PendingStatistics
 from gradsurgeon.store import Key, Records
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # Rows wait on the device so that one transfer serves many; this many of them are a few hundred kB
 # for a large model.
 _ROWS_PER_FLUSH = 64
+# Statistics of single tensors, each a copy of 8 kB at most: several steps are measured in one go.
+_MOST_PENDING = 1024
 # Each may be the last event of a run; where it happens the host has waited for the device anyway.
 _LAST_WORDS = frozenset({"trap", "skipped-step"})
 _DROPPED = (
@@ -47,6 +50,7 @@ class Recorder:
         self.records = records
         self.writer = writer
         self._event_log = event_log
+        self._pending = PendingStatistics()
         self._ring: DeviceQueue[_Row] = DeviceQueue(self._take)
         if event_log is not None:
             event_log.sink = self.event
@@ -72,8 +76,28 @@ class Recorder:
         self._ring.put(row, values, slot=(id(key), step) if replace else None)
         self._move(due=self.writer is not None and self.writer.due())
 
+    def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
+        """Take the statistics of one tensor as it is now; each call is a value of its own."""
+        self._pending.add(rule, name, step, tensor)
+        due = self.writer is not None and self.writer.due()
+        if due or len(self._pending) >= _MOST_PENDING:
+            self._gather()
+            self._move(due=due)
+
+    def _gather(self) -> None:
+        # What is on the device has no value while a CUDA graph is being captured.
+        if not len(self._pending) or _torch.is_capturing():
+            return
+        # Of two threads that take rows the first one must put all of its own before the other one.
+        with self._ring.lock:
+            for key, step, columns, values, parts in self._pending.take():
+                self._ring.put(_Row(key, step, columns, replace=False, parts=parts), values)
+
     def end_step(self) -> None:
-        self._move(due=self.writer is not None and self.writer.ends_step())
+        due = self.writer is not None and self.writer.ends_step()
+        if due:
+            self._gather()
+        self._move(due=due)
 
     def _move(self, *, due: bool) -> None:
         if due or len(self._ring) >= _ROWS_PER_FLUSH:
@@ -87,12 +111,14 @@ class Recorder:
         if event.kind in _LAST_WORDS:
             self.flush()
         else:
+            self._gather()
             self._ring.send()
         writer.event(event)
 
     def close(self) -> None:
         if self.writer is not None:
             atexit.unregister(self._at_exit)
+        self._gather()
         self._ring.settle()
         if self.writer is not None:
             self._commit(wait=True)
@@ -105,6 +131,7 @@ class Recorder:
             self.writer = None
 
     def flush(self) -> None:
+        self._gather()
         self._ring.settle()
         if self.writer is not None and self.writer.due():
             self._commit()
@@ -131,6 +158,8 @@ class _Row:
     step: int
     columns: Sequence[int]
     replace: bool
+    # Kept until the row has arrived: see `pending_statistics`.
+    parts: Sequence[object] = ()
 
     def pack(self, values: Tensor) -> tuple[bytes, frozenset[int]]:
         width = len(self.key.names)

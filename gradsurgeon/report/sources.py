@@ -82,20 +82,23 @@ def title_of(run: Run) -> str:
 
 
 def _records(run: Run) -> Records | Measurements:
-    shown = list(run.lowest())
-    values = sum(len(series) * len(series.key.names) for series in shown if series.key.stat == STAT)
+    from gradsurgeon.store.run import of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
+
+    shown = list(of_lowest_ranks(run))
+    values = sum(len(one) * len(one.key.names) for one, _ in shown if one.key.stat == STAT)
     if values > _MOST_VALUES:
         from gradsurgeon.report.stored_measurements import OnDisk  # noqa: PLC0415 # it needs SQLite
 
         return OnDisk(run)
     records = Records(limit_bytes=_WHOLE)
-    for series in shown:
+    for series, repeated in shown:
         if series.key.stat == STAT:
             rows = series.rows()
         else:  # a report only says that it is there, and how long
             rows = chain(series.rows(0, 1), series.rows(max(1, len(series) - 1)))
         for row in rows:
-            records.add(series.key, row.step, row.values.tobytes(), row.absent)
+            absent = row.absent | repeated
+            records.add(series.key, row.step, row.values.tobytes(), absent)
     return records
 
 

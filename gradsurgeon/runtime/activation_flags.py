@@ -23,9 +23,9 @@ class Flag:
 
     rule: Rule
     name: str
-    what: str
     counter: Callable[[], StepCounter]
-    count: Tensor
+    # A number where it could be read without waiting.
+    count: Tensor | int
     # Whether it takes part in an update: a gradient does, a value once backward has come back to it.
     fed: bool
     # Of a value: what stays as long as a backward pass can come back to it.
@@ -33,6 +33,10 @@ class Flag:
     # A leaf, such as a batch, in a forward that is trained through: no hook waits for it, and the next pass
     # tells.
     waits: bool = False
+
+    @property
+    def what(self) -> str:
+        return str(self.rule.ref)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -113,4 +117,6 @@ class Flags:
 
 def _counted(flags: Iterable[Flag]) -> list[tuple[Flag, int]]:
     flags = list(flags)
-    return list(zip(flags, read([flag.count for flag in flags]), strict=True))
+    unread = [flag.count for flag in flags if isinstance(flag.count, Tensor)]
+    counts = iter(read(unread))
+    return [(f, next(counts) if isinstance(f.count, Tensor) else f.count) for f in flags]

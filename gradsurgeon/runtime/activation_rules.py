@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradsurgeon import _numbers, _statistics, _torch
+from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.backward_watch import BackwardWatch
@@ -22,15 +22,12 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.edit_effect import NormClip, changes
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
-from gradsurgeon.store import Key
 
 _UNREADABLE = (
     "left a tensor alone that has no numbers to read (a batch of torch.func.vmap, jacrev or "
     "is_grads_batched; the meta device; torch.export at its trace): nothing was measured or edited there; "
     "compute this part in a loop, and export the model after session.remove()"
 )
-# The columns of a row with one value.
-_ALONE = (0,)
 
 
 class NamedRule(NamedTuple):
@@ -48,28 +45,52 @@ class Due(NamedTuple):
 
 
 class ModuleSchedule:
-    """Which of the rules at one place act in a step: asked in every call, worked out once per step."""
+    """Which of the rules at one place act in a step: asked in every call, worked out when it changes."""
 
-    def __init__(self, rules: Sequence[Rule], owner: str, name: str) -> None:
+    def __init__(
+        self, rules: Sequence[Rule], owner: str, name: str, counters: ModuleCounters
+    ) -> None:
         self.owner = owner
+        # Whether a rule names one tensor of a structure.
+        self.has_paths = any(rule.ref.path for rule in rules)
         # What the tensor of a rule is takes longer to work out than to act on a small one.
         self._rules = [(NamedRule(rule, name), rule.ref.grad) for rule in rules]
-        self._known: tuple[int, bool, Due | None] | None = None
+        self._counters = counters
+        self._known = _Span(counters.of(owner), counters.all.version, range(0), training=True)
 
-    def due(self, step: int, *, training: bool) -> Due | None:
-        known = self._known
-        if known is None or known[:2] != (step, training):
-            self._known = known = (step, training, self._at(step, training=training))
-        return known[2]
+    def now(self, *, training: bool) -> tuple[Due | None, int]:
+        """Return what is due, ``None`` for nothing, and the step. Most calls only compare two numbers."""
+        counter, version, steps, trains, due = self._known
+        step = counter.step
+        if step in steps and version == self._counters.all.version and training is trains:
+            return due, step
+        self._known = known = self._span(training=training)
+        return known.due, known.counter.step
 
-    def _at(self, step: int, *, training: bool) -> Due | None:
-        due = [
+    def _span(self, *, training: bool) -> _Span:
+        counter, version = self._counters.of(self.owner), self._counters.all.version
+        step = counter.step
+        acting = [
             (named, grad)
             for named, grad in self._rules
             if named.rule.steps.due(step) and (training or named.rule.when is None)
         ]
-        values = tuple(named for named, grad in due if not grad)
-        return Due(values, tuple(named for named, grad in due if grad)) if due else None
+        end = min((named.rule.steps.alike_until(step) for named, _ in self._rules), default=step)
+        due = None
+        if acting:
+            values = tuple([named for named, grad in acting if not grad])
+            due = Due(values, tuple([named for named, grad in acting if grad]))
+        return _Span(counter, version, range(step, end), training, due)
+
+
+class _Span(NamedTuple):
+    """What is due in successive steps of a counter, as long as the counters are of this version."""
+
+    counter: StepCounter
+    version: int
+    steps: range
+    training: bool
+    due: Due | None = None
 
 
 class ModuleCounters:
@@ -79,18 +100,18 @@ class ModuleCounters:
     """
 
     def __init__(self, counters: StepCounters, param_names: Sequence[str]) -> None:
-        self._counters = counters
+        self.all = counters
         self._names = param_names
         self._first_params: dict[str, int] = {}
 
     def of(self, module: str) -> StepCounter:
         if not self._names:
-            return self._counters.common
+            return self.all.common
         if module not in self._first_params:
             inside = (i for i, name in enumerate(self._names) if name.startswith(f"{module}."))
             # A module without parameters goes by the first one of the model.
             self._first_params[module] = next(inside, 0)
-        return self._counters[self._first_params[module]]
+        return self.all[self._first_params[module]]
 
 
 @dataclass(eq=False)
@@ -105,7 +126,7 @@ class ActivationRules:
     # Replicas of one model run in threads, and autograd calls hooks in one thread per device.
     lock: RLock = field(default_factory=RLock)
 
-    def on_value(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str) -> Tensor:
+    def on_value(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str, step: int) -> Tensor:
         """Run rules on the value of a tensor of any shape and dtype; return the one to go on with."""
         if not rules or self.is_unreadable(tensor, rules, owner):
             return tensor
@@ -117,13 +138,12 @@ class ActivationRules:
                 if isinstance(rule, EditRule):
                     # Ids and masks are values too, but nothing that a bound or a factor is meant for.
                     if is_numeric(out) and not self.has_edited(rule, out):
-                        step = None if again else self.counters.of(owner).step
-                        out = self._edit(rule, out, step, None)
+                        out = self._edit(rule, out, None if again else step, None, is_grad=False)
                         self.mark_edited(rule, out)
                 elif not again:
-                    self._observe(rule, name, out, owner)
+                    self._observe(rule, name, out, owner, step, is_grad=False)
                 elif isinstance(rule, TrapRule) and not self.context.flags.is_known(rule.id, name):
-                    self._flag(rule, name, out, owner, again=True)
+                    self._flag(rule, name, out, owner, fed=True, again=True)
         return out if self.context.mode == "act" else tensor
 
     def on_gradient(self, rules: Sequence[NamedRule], grad: Tensor, owner: str) -> Tensor:
@@ -133,11 +153,12 @@ class ActivationRules:
             # A session without rules on parameters learns from this that a backward pass is running.
             self.passes.seen.module = True
             out, scale = grad, self.context.scaling.scale
+            step = self.counters.of(owner).step
             for rule, name in rules:
                 if isinstance(rule, EditRule):
-                    out = self._edit(rule, out, self.counters.of(owner).step, scale)
+                    out = self._edit(rule, out, step, scale, is_grad=True)
                 else:
-                    self._observe(rule, name, unscaled(out, scale), owner)
+                    self._observe(rule, name, unscaled(out, scale), owner, step, is_grad=True)
         return out if self.context.mode == "act" else grad
 
     def is_unreadable(self, tensor: Tensor, rules: Sequence[NamedRule], owner: str) -> bool:
@@ -155,14 +176,16 @@ class ActivationRules:
     def has_edited(self, rule: Rule, tensor: Tensor) -> bool:
         """Tell whether a rule has edited this very tensor, or is about to edit its gradient."""
         # A container returns the tensor of its last child; a rule that matches both acts once.
-        return rule.id in self._edited.get(tensor, ())
+        return isinstance(rule, EditRule) and rule.id in self._edited.get(tensor, ())
 
     def mark_edited(self, rule: Rule, tensor: Tensor) -> None:
         # Weak references on parameters break the conversion of a model by swapping tensors.
         if isinstance(rule, EditRule) and not isinstance(tensor, nn.Parameter):
             self._edited.setdefault(tensor, set()).add(rule.id)
 
-    def _edit(self, rule: Rule, tensor: Tensor, step: int | None, scale: Tensor | None) -> Tensor:
+    def _edit(
+        self, rule: Rule, tensor: Tensor, step: int | None, scale: Tensor | None, *, is_grad: bool
+    ) -> Tensor:
         """Return an edited value or gradient. Without a ``step`` it repeats an edit that was counted."""
         edit, event_log = self.context.edits[rule.id], self.context.event_log
         if step is not None:
@@ -178,38 +201,36 @@ class ActivationRules:
                 changed = changes(edit, unscaled(plain, scale))
                 event_log.count_changed(rule.id, changed)
             # What comes out as it is need not be written; autograd has to know of an edit of a value.
-            if changed is False and rule.ref.grad:
+            if changed is False and is_grad:
                 return tensor
         return _numbers.on_values(in_true_units(edit.apply, scale), tensor)
 
-    def _observe(self, rule: Rule, name: str, tensor: Tensor, owner: str) -> None:
-        step = self.counters.of(owner).step
+    def _observe(
+        self, rule: Rule, name: str, tensor: Tensor, owner: str, step: int, *, is_grad: bool
+    ) -> None:
         if isinstance(rule, CaptureRule):  # counts by itself
             with _torch.aside(tensor) as plain:
                 self.context.captures.keep(rule, name, step, plain)
         elif is_numeric(tensor):
             if isinstance(rule, ObserverRule):
-                self._record(rule, name, tensor, step)
+                # Asked here: to enter a context takes a third of the time of copying a small tensor.
+                if _torch.in_transform():
+                    with _torch.aside(tensor) as plain:
+                        self.context.recorder.observe(rule, name, step, plain.detach())
+                else:
+                    self.context.recorder.observe(rule, name, step, tensor.detach())
             else:
-                self._flag(rule, name, tensor, owner)
+                self._flag(rule, name, tensor, owner, fed=is_grad)
             self.context.event_log.count_fired(rule.id, step)
 
-    def _record(self, rule: ObserverRule, name: str, tensor: Tensor, step: int) -> None:
-        with torch.no_grad(), _torch.aside(tensor) as plain:
-            for stat in rule.stats:
-                key = Key(rule.id, stat, rule.point, (name,))
-                value = _statistics.statistic(stat, plain.detach())
-                self.context.recorder.add(key, step, _ALONE, value, replace=False)
-
     def _flag(
-        self, rule: Rule, name: str, tensor: Tensor, owner: str, *, again: bool = False
+        self, rule: Rule, name: str, tensor: Tensor, owner: str, *, fed: bool, again: bool = False
     ) -> None:
         if not is_numeric(tensor):
             return
-        with torch.no_grad(), _torch.aside(tensor) as plain:
+        with _torch.aside(tensor) as plain:
             bad = _numbers.nonfinite(plain)
-        ref, counter = rule.ref, partial(self.counters.of, owner)
-        flag = Flag(rule, name, str(ref), counter, bad, fed=ref.grad or again)
+        flag = Flag(rule, name, partial(self.counters.of, owner), bad, fed=fed)
         if not flag.fed and torch.is_grad_enabled():
             # On a leaf the hooks of all passes would stay.
             if tensor.requires_grad and not tensor.is_leaf:

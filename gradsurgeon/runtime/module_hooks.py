@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradsurgeon import _torch
 from gradsurgeon.actions import Rule, spelled
 from gradsurgeon.compiler import ModuleProgram
-from gradsurgeon.runtime.activation_rules import Due, ModuleSchedule, NamedRule
+from gradsurgeon.runtime.activation_rules import Due, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
-from gradsurgeon.tensors.structure import Path, describe, resolve, tensors_in, with_tensors
+from gradsurgeon.tensors.structure import Path, describe, holds, resolve, tensors_in, with_tensors
 
 
 class _Call(NamedTuple):
@@ -30,6 +31,7 @@ class _Call(NamedTuple):
     tensor_hooks: TensorHooks
     owner: str
     due: Due
+    step: int
     # Whether the gradient of a view is meant, because others use the tensor too.
     needs_view: Callable[[Tensor], bool]
 
@@ -44,14 +46,20 @@ class _Call(NamedTuple):
             for rule, _ in (*self.due.values, *self.due.grads)
         }
         for path, tensor in tensors_in(structure):
-            due = Due(*(tuple(self._matching(path, rules, named)) for rules in self.due))
+            values, grads = (
+                tuple(self._matching(path, rules, named))
+                for rules in (self.due.values, self.due.grads)
+            )
+            due = Due(values, grads)
             rules = tuple(rule.id for rule, _ in (*due.values, *due.grads))
             if not rules:
                 continue
             # One tensor in several places, as query, key and value, is acted on once.
             key = (id(tensor), rules)
             if key not in done:
-                done[key] = self.tensor_hooks.act(due, tensor, self.owner, self.needs_view)
+                done[key] = self.tensor_hooks.act(
+                    due, tensor, self.owner, self.step, self.needs_view
+                )
             if done[key] is not tensor:
                 exchanged[path] = done[key]
         return exchanged
@@ -79,14 +87,21 @@ class ModuleHook:
 
     def __init__(self, tensor_hooks: TensorHooks, name: str, rules: Sequence[Rule]) -> None:
         self._tensor_hooks = weakref.ref(tensor_hooks)
-        self._timetable = ModuleSchedule(rules, name, name)
+        self._schedule = tensor_hooks.schedule(rules, name, name)
 
-    def _begin(self, module: nn.Module, needs_view: Callable[[Tensor], bool]) -> _Call | None:
-        tensor_hooks = self._tensor_hooks()
-        if tensor_hooks is None:
+    def _due(self, module: nn.Module) -> tuple[TensorHooks, Due, int] | None:
+        due, step = self._schedule.now(training=module.training)
+        # Rules that rest would be lost in the replays of a CUDA graph, and the session says so.
+        if due is None and not _torch.is_capturing():
             return None
-        due = tensor_hooks.due(self._timetable, training=module.training)
-        return due and _Call(tensor_hooks, self._timetable.owner, due, needs_view)
+        tensor_hooks = self._tensor_hooks()
+        if tensor_hooks is None or not tensor_hooks.may_act() or due is None:
+            return None
+        return tensor_hooks, due, step
+
+    def _is_one(self, value: Any) -> bool:
+        """Tell whether a value is what all rules mean, so that there is no structure to go through."""
+        return isinstance(value, Tensor) and not self._schedule.has_paths
 
 
 class InputHook(ModuleHook):
@@ -96,12 +111,18 @@ class InputHook(ModuleHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        acting = self._due(module)
+        if acting is None:
+            return None
+        tensor_hooks, due, step = acting
         # On a view, an operation in place would leave the hook on a tensor that no longer counts.
         in_place = getattr(module, "inplace", False) is True
-        call = self._begin(module, lambda _: not in_place)
-        if call is None:
-            return None
+        owner = self._schedule.owner
+        if len(args) == 1 and not kwargs and self._is_one(args[0]):
+            out = tensor_hooks.act(due, args[0], owner, step, lambda _: not in_place)
+            return None if out is args[0] else ((out,), {})
         arguments = _Arguments(module, args, kwargs)
+        call = _Call(tensor_hooks, owner, due, step, lambda _: not in_place)
         exchanged = call.exchanged(arguments.named, arguments.path)
         return arguments.exchange(exchanged) if exchanged else None
 
@@ -113,14 +134,20 @@ class OutputHook(ModuleHook):
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
+        acting = self._due(module)
+        if acting is None:
+            return None
+
         def needs_view(tensor: Tensor) -> bool:
             # A module may return its input. What others make of it must be told from its output.
-            return any(taken is tensor for _, taken in tensors_in((args, kwargs)))
+            return holds(args, tensor) or holds(kwargs, tensor)
 
-        call = self._begin(module, needs_view)
-        if call is None:
-            return None
-        exchanged = call.exchanged(output)
+        tensor_hooks, due, step = acting
+        owner = self._schedule.owner
+        if self._is_one(output):
+            out = tensor_hooks.act(due, output, owner, step, needs_view)
+            return None if out is output else out
+        exchanged = _Call(tensor_hooks, owner, due, step, needs_view).exchanged(output)
         return with_tensors(output, exchanged) if exchanged else None
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import TensorWeakRef
 
 from gradsurgeon import _torch
 from gradsurgeon.actions import Rule
@@ -17,6 +17,9 @@ from gradsurgeon.runtime.activation_rules import ActivationRules, Due, ModuleSch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.step_counter import StepCounter
 
+# A loop that only predicts never comes to an update: its tensors go, and their hooks must not pile up.
+_MOST = 1024
+
 
 class TensorHooks:
     """Brings the rules of a session to activations, and the hooks for gradients with them."""
@@ -25,25 +28,29 @@ class TensorHooks:
         self.sites = sites
         self.context = sites.context
         self._tags: dict[str, ModuleSchedule] = {}
-        # Each leaves with its tensor: a loop that only predicts never comes to an update.
-        self._since_update: MutableMapping[Tensor, list[GradHook]] = WeakTensorKeyDictionary()
+        self._since_update: list[ExpectedGradient] = []
+        self._most = _MOST
 
-    def due(self, timetable: ModuleSchedule, *, training: bool) -> Due | None:
+    def schedule(self, rules: Sequence[Rule], owner: str, name: str) -> ModuleSchedule:
+        return ModuleSchedule(rules, owner, name, self.sites.counters)
+
+    def may_act(self) -> bool:
         if self.context.paused:
-            return None
+            return False
         self.context.refuse_graph_capture()
-        return timetable.due(self.sites.counters.of(timetable.owner).step, training=training)
+        return True
 
     def act(
         self,
         due: Due,
         tensor: Tensor,
         owner: str,
+        step: int,
         # Whether the gradient of a view is meant, because others use the tensor too.
         needs_view: Callable[[Tensor], bool] = lambda _: False,
     ) -> Tensor:
         """Run rules on a tensor, and have them run on its gradient; return the tensor to go on with."""
-        out = self.sites.on_value(due.values, tensor, owner)
+        out = self.sites.on_value(due.values, tensor, owner, step) if due.values else tensor
         if due.grads and out.requires_grad and torch.is_grad_enabled():
             # Other tensors go with their graph. A leaf stays, and so would its hooks, which would act once
             # for each forward pass.
@@ -57,60 +64,88 @@ class TensorHooks:
             return tensor
         if name not in self._tags:
             rules = [rule for rule in self.context.program.tags if _matches(rule, name)]
-            self._tags[name] = ModuleSchedule(rules, ROOT, name)
-        due = self.due(self._tags[name], training=True)
-        return tensor if due is None else self.act(due, tensor, ROOT)
+            self._tags[name] = self.schedule(rules, ROOT, name)
+        if not self.may_act():
+            return tensor
+        due, step = self._tags[name].now(training=True)
+        return tensor if due is None else self.act(due, tensor, ROOT, step)
 
     def _hook(self, rules: Sequence[NamedRule], tensor: Tensor, owner: str) -> None:
         if self.sites.is_unreadable(tensor, rules, owner):
             return
-        acting = tuple(named for named in rules if not self.sites.has_edited(named.rule, tensor))
+        acting = tuple([named for named in rules if not self.sites.has_edited(named.rule, tensor)])
         if not acting:
             return
         for rule, _ in acting:
             self.sites.mark_edited(rule, tensor)
+        expected = ExpectedGradient(acting, owner, tensor)
         with self.sites.lock:
-            hook = GradHook(self.sites, acting, owner, tensor)
-            self._since_update.setdefault(tensor, []).append(hook)
+            if len(self._since_update) >= self._most:
+                self._since_update = [one for one in self._since_update if one.tensor() is not None]
+                # A model may have more modules than `_MOST`.
+                self._most = max(_MOST, 2 * len(self._since_update))
+            self._since_update.append(expected)
+        _torch.register_hook(tensor, GradHook(self.sites, expected))
 
     def missed(self, counter: StepCounter) -> None:
         with self.sites.lock:
-            for tensor, hooks in list(self._since_update.items()):
-                for hook in list(hooks):
-                    if self.sites.counters.of(hook.owner) is counter:
-                        hooks.remove(hook)
-                        self._tell_if_cut_off(hook, tensor)
+            expected, self._since_update = self._since_update, []
+            for one in expected:
+                if self.sites.counters.of(one.owner) is counter:
+                    self._tell_if_cut_off(one)
+                else:
+                    self._since_update.append(one)
 
-    def _tell_if_cut_off(self, hook: GradHook, tensor: Tensor) -> None:
-        if not hook.arrived and tensor._version != hook.version:  # noqa: SLF001 # counts writes
+    def _tell_if_cut_off(self, expected: ExpectedGradient) -> None:
+        if expected.is_cut_off:
             text = (
-                f"{hook.rules[0].name} was written in place by what follows it, so that no gradient "
+                f"{expected.rules[0].name} was written in place by what follows it, so that no gradient "
                 "arrived: let the next operation work out of place, or name another module"
             )
-            self.sites.warn("in-place", text, hook.rules, hook.owner)
+            self.sites.warn("in-place", text, expected.rules, expected.owner)
+
+
+class ExpectedGradient:
+    """A gradient that rules wait for. What knows of it keeps neither its tensor nor the hook on it."""
+
+    __slots__ = ("arrived", "owner", "rules", "tensor", "version")
+
+    def __init__(self, rules: tuple[NamedRule, ...], owner: str, tensor: Tensor) -> None:
+        self.rules = rules
+        self.owner = owner
+        self.tensor = TensorWeakRef(tensor)
+        self.version = tensor._version  # noqa: SLF001 # counts writes
+        self.arrived = False
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether a write in place has come between the tensor and its gradient."""
+        if self.arrived or (tensor := self.tensor()) is None:
+            return False
+        return bool(tensor._version != self.version)  # noqa: SLF001 # counts writes
 
 
 class GradHook:
+    __slots__ = ("_expected", "_sites")
     __torch_unserializable__ = True
 
-    def __init__(
-        self, sites: ActivationRules, rules: tuple[NamedRule, ...], owner: str, tensor: Tensor
-    ) -> None:
+    def __init__(self, sites: ActivationRules, expected: ExpectedGradient) -> None:
         self._sites = weakref.ref(sites)
-        self.rules = rules
-        self.owner = owner
-        self.__name__ = f"{'+'.join(rule.id for rule, _ in rules)}:{owner}"
-        self.arrived = False
-        self.version = tensor._version  # noqa: SLF001 # counts writes
-        _torch.register_hook(tensor, self)
+        self._expected = expected
+
+    @property
+    def __name__(self) -> str:
+        ids = "+".join(rule.id for rule, _ in self._expected.rules)
+        return f"{ids}:{self._expected.owner}"
 
     @uncompiled
     def __call__(self, grad: Tensor | None) -> Tensor | None:
-        self.arrived = True
+        expected = self._expected
+        expected.arrived = True
         sites = self._sites()
         if grad is None or sites is None or sites.context.paused:
             return None
-        out = sites.on_gradient(self.rules, grad, self.owner)
+        out = sites.on_gradient(expected.rules, grad, expected.owner)
         return None if out is grad else out
 
 

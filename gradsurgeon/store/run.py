@@ -101,11 +101,7 @@ class Run(RecordQueries):
 
     def lowest(self) -> Iterator[StoredSeries]:
         """Yield every series but those of tensors that a lower rank has recorded as well."""
-        owners: dict[tuple[str, str, str], int] = {}
-        for series in self:
-            columns = [(series.key.rule, series.key.stat, name) for name in series.key.names]
-            if all(owners.setdefault(column, series.rank) == series.rank for column in columns):
-                yield series
+        return (series for series, _ in of_lowest_ranks(self))
 
     def _lookup(self) -> Lookup:
         stats = {rule: set(planned) for rule, planned in self.stats.items()}
@@ -144,6 +140,21 @@ class Run(RecordQueries):
             yield name
             for alias in _items(param.get("aliases")):
                 self._aliases[str(alias)] = name
+
+
+def of_lowest_ranks(run: Run) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
+    """Yield what `Run.lowest` does, each with its columns that a lower rank has recorded as well."""
+    # Modules that run on some ranks only share a series with others.
+    owners: dict[tuple[str, str, str], int] = {}
+    for series in run:
+        rule, stat, _, names = series.key
+        repeated = frozenset(
+            column
+            for column, name in enumerate(names)
+            if owners.setdefault((rule, stat, name), series.rank) != series.rank
+        )
+        if len(repeated) < len(names):
+            yield series, repeated
 
 
 def _items(value: object) -> list[Any]:

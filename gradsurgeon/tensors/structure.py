@@ -23,6 +23,13 @@ def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
             yield from tensors_in(item, (*path, step))
 
 
+def holds(value: tuple[Any, ...] | dict[str, Any], tensor: Tensor) -> bool:
+    """Tell whether a tensor is somewhere in a structure, as `tensors_in` goes through it."""
+    if len(value) == 1 and isinstance(value, tuple) and isinstance(value[0], Tensor):
+        return value[0] is tensor  # the arguments of nearly all modules
+    return len(value) > 0 and any(inner is tensor for _, inner in tensors_in(value))
+
+
 def _items(value: Any) -> Iterator[tuple[int | str, Any]]:
     if isinstance(value, Mapping):
         # A Hugging Face `ModelOutput` is a mapping as well as a dataclass.

@@ -1,0 +1,172 @@
+"""Statistics of single tensors, taken as the tensors come by, and made into rows of many columns.
+
+A call of torch costs microseconds, however few elements there are, and so does each row that is kept. A
+value must be measured while it is there, because what follows may write into it; all else can wait for
+the values of other tensors. Of a small tensor on the host even the measuring can: to copy it takes
+less time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _numbers, _statistics, _torch
+from gradsurgeon.actions import ObserverRule
+from gradsurgeon.store import Key
+
+# Of a tensor: a copy of it, or its statistics.
+_Kept = Tensor | tuple[Tensor, ...]
+# Of a model that never runs the same modules twice in the same order.
+_MOST_ORDERS = 32
+# What has been seen: by which rule, under which name, in which step, and what is kept of it.
+_Seen = tuple[ObserverRule, str, int, torch.device, _Kept]
+
+
+class Row(NamedTuple):
+    """One statistic of the tensors that came in one step, or of the second call of each, and so on."""
+
+    key: Key
+    step: int
+    columns: Sequence[int]
+    values: Tensor
+    # What the values were made of, where a device may not have got round to reading it.
+    parts: Sequence[object]
+
+
+class PendingStatistics:
+    """What rules on single tensors have seen, until somebody takes it as rows."""
+
+    def __init__(self) -> None:
+        # Several threads add to it, and one takes from it.
+        self._seen: deque[_Seen] = deque()
+        self._layouts: dict[str, _Layout] = {}
+        self._streams: defaultdict[torch.device, _torch.Stream] = defaultdict(_torch.Stream)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
+        """Take notice of a detached tensor, whatever is written into it later."""
+        device = tensor.device
+        kept: _Kept
+        if _numbers.is_small(tensor):
+            kept = tensor.clone()
+        else:
+            if not tensor.is_cpu:
+                self._streams[device].follow(device)
+            kept = tuple([_statistics.statistic(stat, tensor) for stat in rule.stats])
+        self._seen.append((rule, name, step, device, kept))
+
+    def take(self) -> Iterator[Row]:
+        """Yield rows of all that has been seen, by rule and step. Nobody else takes meanwhile."""
+        groups: dict[tuple[str, torch.device], list[_Seen]] = {}
+        for _ in range(len(self._seen)):
+            seen = self._seen.popleft()
+            groups.setdefault((seen[0].id, seen[3]), []).append(seen)
+        for (rule_id, device), group in groups.items():
+            rule = group[0][0]
+            layout = self._layouts.setdefault(rule_id, _Layout(rule))
+            self._streams[device].follow(device)
+            kept = [seen[4] for seen in group]
+            values = _measured(rule.stats, kept)
+            parts = () if device.type == "cpu" else kept
+            steps: dict[int, list[int]] = {}
+            for position, (_, _, step, _, _) in enumerate(group):
+                steps.setdefault(step, []).append(position)
+            for step, positions in steps.items():
+                places = layout.of(tuple([group[position][1] for position in positions]))
+                order = tuple([positions[position] for position in places.order])
+                lengths = [len(columns) for _, columns in places.rows]
+                pieces = torch.split(_picked(values, order), lengths, dim=1)
+                for (keys, columns), piece in zip(places.rows, pieces, strict=True):
+                    for key, numbers in zip(keys, piece, strict=True):
+                        yield Row(key, step, columns, numbers, parts)
+
+
+def _picked(values: Tensor, columns: tuple[int, ...]) -> Tensor:
+    first, count = columns[0], len(columns)
+    if columns == tuple(
+        range(first, first + count)
+    ):  # nearly always: no index has to reach a device
+        return values[:, first : first + count]
+    return values[:, _torch.integers(columns, values.device)]
+
+
+def _measured(stats: Sequence[str], kept: Sequence[_Kept]) -> Tensor:
+    """Return statistics of tensors of one device. Shape ``[len(stats), len(kept)]``, float32."""
+    kinds: dict[torch.dtype | None, list[int]] = {}
+    for position, one in enumerate(kept):
+        kinds.setdefault(one.dtype if isinstance(one, Tensor) else None, []).append(position)
+    parts = []
+    for positions in kinds.values():
+        copies = [one for p in positions if isinstance(one := kept[p], Tensor)]
+        if copies:
+            parts.append(_statistics.of_small(stats, copies))
+        else:
+            whole = torch.stack(list(chain.from_iterable(kept[p] for p in positions)))
+            parts.append(whole.view(len(positions), len(stats)).t())
+    if len(parts) == 1:
+        return parts[0]
+    order = torch.tensor(list(chain.from_iterable(kinds.values())), device="cpu")
+    return torch.cat(parts, dim=1)[:, order.argsort()]
+
+
+class _Places(NamedTuple):
+    """Where the values of some names go: the rows, and the values in the order of the rows."""
+
+    rows: list[tuple[Sequence[Key], tuple[int, ...]]]
+    order: tuple[int, ...]
+
+
+class _Layout:
+    """Which names share the series of a rule: those that first came together, and equally often.
+
+    A name stays in its series, so that its values stay in the order in which they came. A row of a series has
+    no value of a name that did not come.
+    """
+
+    def __init__(self, rule: ObserverRule) -> None:
+        self._rule, self._point = rule, rule.point
+        # By name: the keys of its series, one per statistic, and its column.
+        self._columns: dict[str, tuple[Sequence[Key], int]] = {}
+        self._known: dict[tuple[str, ...], _Places] = {}
+
+    def of(self, names: tuple[str, ...]) -> _Places:
+        # Nearly always the same modules run in each step, in the same order.
+        if names not in self._known:
+            if len(self._known) >= _MOST_ORDERS:
+                self._known.clear()
+            self._known[names] = self._places(names)
+        return self._known[names]
+
+    def _places(self, names: tuple[str, ...]) -> _Places:
+        # A module that is called a thousand times must not leave a thousand rows of the width of the model.
+        by_calls: dict[int, list[str]] = {}
+        for name, calls in Counter(names).items():
+            if name not in self._columns:
+                by_calls.setdefault(calls, []).append(name)
+        for group in by_calls.values():
+            rule, point = self._rule, self._point
+            keys: Sequence[Key] = tuple(
+                [Key(rule.id, stat, point, tuple(group)) for stat in rule.stats]
+            )
+            self._columns.update((name, (keys, column)) for column, name in enumerate(group))
+        calls_so_far: Counter[str] = Counter()
+        rows: dict[tuple[int, int], tuple[Sequence[Key], list[tuple[int, int]]]] = {}
+        for position, name in enumerate(names):
+            keys, column = self._columns[name]
+            row = rows.setdefault((id(keys), calls_so_far[name]), (keys, []))
+            row[1].append((column, position))
+            calls_so_far[name] += 1
+        for _, places in rows.values():
+            places.sort()
+        return _Places(
+            [(keys, tuple([column for column, _ in places])) for keys, places in rows.values()],
+            tuple([position for _, places in rows.values() for _, position in places]),
+        )

@@ -1,0 +1,187 @@
+"""Records of module tensors: those of hooks written by hand, however they are measured and stored."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from torch import Tensor, nn
+
+import gradsurgeon
+from gradsurgeon.cli import main
+from gradsurgeon.runtime import recorder
+
+WIDTHS = {"few": 4, "many": 40}  # 40 * 40 elements are too many to be copied
+
+
+class Busy(nn.Module):
+    """A module is called three times, one in every other step only, and outputs are written in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.cell = nn.Linear(width, width)
+        self.rare = nn.Linear(width, width)
+        self.relu = nn.ReLU(inplace=True)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.first(x))
+        for _ in range(3):
+            x = self.cell(x)
+        if self.calls % 2:
+            x = self.rare(x)
+        self.calls += 1
+        return x.mul_(0.5)
+
+
+def logging(tensor: str, **more: Any) -> dict[str, Any]:
+    return {
+        "id": tensor.replace(".", "-"),
+        "action": "norm-log",
+        "modules": "*",
+        "tensor": tensor,
+    } | more
+
+
+def rules(*entries: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "rules": list(entries)}
+
+
+def train(model: nn.Module, width: int, steps: int = 6) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(data(step, 40, width)).square().mean().backward()
+        optimizer.step()
+
+
+def by_hand(width: int) -> dict[tuple[str, str], list[float]]:
+    """Return the norms that closures read at once."""
+    torch.manual_seed(0)
+    model, norms = Busy(width), defaultdict[tuple[str, str], list[float]](list)
+
+    def hook(name: str) -> Any:
+        def note(_module: nn.Module, _args: Any, output: Tensor) -> None:
+            norms[name, "output"].append(output.norm().item())
+            output.register_hook(lambda grad: norms[name, "output.grad"].append(grad.norm().item()))
+
+        return note
+
+    for name, module in model.named_children():
+        module.register_forward_hook(hook(name))
+    train(model, width)
+    return norms
+
+
+@pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
+def test_norms_are_those_of_closures(width: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, expected = Busy(width), by_hand(width)
+    torch.manual_seed(0)
+    model = Busy(width)
+    with gradsurgeon.apply(
+        model, rules(logging("output"), logging("output.grad")), record=tmp_path / "run"
+    ) as session:
+        train(model, width)
+    with gradsurgeon.open_run(tmp_path / "run") as run:
+        for (name, tensor), norms in expected.items():
+            for records in (session, run):
+                history = records.history(name, rule=tensor.replace(".", "-"))
+                assert [value for _, value in history] == pytest.approx(norms, rel=1e-6)
+    assert [step for step, _ in session.history("rare", rule="output")] == [1, 3, 5]
+    assert [step for step, _ in session.history("cell", rule="output")] == [
+        step for step in range(6) for _ in range(3)
+    ]
+
+
+def test_modules_that_run_together_share_a_row(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(30)))
+    with gradsurgeon.apply(
+        model, rules(logging("output", stats=["l2", "max"])), record=tmp_path / "run"
+    ):
+        train(model, 4, steps=5)
+    connection = sqlite3.connect(tmp_path / "run" / "rank-0.db")
+    assert connection.execute("SELECT count(*) FROM rows").fetchone() == (2 * 5,)
+    connection.close()
+
+
+def test_an_export_has_each_value_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = Busy(4)
+    with gradsurgeon.apply(model, rules(logging("output")), record=tmp_path / "run") as session:
+        train(model, 4)
+    assert main(["export", "--format", "csv", str(tmp_path / "run")]) == 0
+    lines = [line.split(",") for line in capsys.readouterr().out.splitlines()[1:]]
+    exported = defaultdict[str, list[tuple[int, float]]](list)
+    for step, *_, name, value in lines:
+        exported[name].append((int(step), float(value)))
+    assert set(exported) == {"first", "cell", "rare", "relu"}
+    for name, values in exported.items():
+        # Nine digits tell every float32 from the next.
+        assert values == [(step, float(f"{one:.9g}")) for step, one in session.history(name)]
+
+
+def test_a_loop_without_steps_is_recorded_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "_MOST_PENDING", 8)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with gradsurgeon.apply(model, rules(logging("output"))) as session:
+        norms = [model[0](data(step, 5, 4)).norm().item() for step in range(20)]
+        assert len(session._attachment.context.recorder._pending) < 8
+        assert [value for _, value in session.history("0")] == pytest.approx(norms)
+        # What is asked for in the middle of a step is there as well.
+        norms.append(model[0](data(20, 5, 4)).norm().item())
+        assert session.latest("0") == pytest.approx(norms[-1])
+
+
+@pytest.mark.parametrize(
+    "steps", [{"from": 3}, {"to": 3}, {"from": 2, "to": 5}, {"every": 3}, {"from": 1, "every": 2}]
+)
+@pytest.mark.parametrize("tensor", ["output", "input", "output.grad", "input.grad"])
+def test_a_rule_that_rests_wakes_in_its_steps(tensor: str, steps: dict[str, int]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with gradsurgeon.apply(model, rules(logging(tensor, steps=steps))) as session:
+        train(model, 4, steps=8)
+    (rule,) = session.plan.rules.rules
+    due = [step for step in range(8) if rule.steps.due(step)]
+    assert [step for step, _ in session.history("1")] == due
+
+
+def test_a_rule_that_rests_goes_by_the_optimizer_that_its_module_has_now() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    first, second = (torch.optim.SGD(m.parameters(), lr=0.1) for m in model.values())
+    entry = logging("output", steps={"from": 2, "to": 4})
+    with gradsurgeon.apply(model, rules(entry), optimizer=first) as session:
+        for optimizer in (first, second):
+            for step in range(6):
+                (model["a"](data(step, 5, 4)) + model["b"](data(step, 5, 4))).sum().backward()
+                optimizer.step()
+    assert [step for step, _ in session.history("a")] == [2, 3]
+    # The second optimizer is looked for after three steps of the first, and counts from 0.
+    assert [step for step, _ in session.history("b")] == [2, 2, 3]
+
+
+def test_a_rule_for_training_rests_in_evaluation() -> None:
+    model = nn.Sequential(nn.Identity())
+    scale = {"id": "s", "action": "scale", "modules": "0", "tensor": "output", "factor": 3.0}
+    x = data(0, 5, 4)
+    with gradsurgeon.apply(model, rules({**scale, "when": "train"})):
+        for _ in range(3):
+            assert model.train()(x).equal(3 * x)
+            assert model.eval()(x).equal(x)
+
+
+def test_a_rule_that_rests_can_be_paused() -> None:
+    model = nn.Sequential(nn.Identity())
+    scale = {"id": "s", "action": "scale", "modules": "0", "tensor": "output", "factor": 3.0}
+    x = data(0, 5, 4)
+    with gradsurgeon.apply(model, rules(scale)) as session:
+        assert model(x).equal(3 * x)
+        session.pause()
+        assert model(x).equal(x)
+        session.resume()
+        assert model(x).equal(3 * x)

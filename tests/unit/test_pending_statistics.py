@@ -1,0 +1,193 @@
+"""Statistics of single tensors: of what they were when they came by, in rows of many columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradsurgeon
+from gradsurgeon import _numbers, _statistics
+from gradsurgeon.actions import ObserverRule, Steps
+from gradsurgeon.recording import pending_statistics
+from gradsurgeon.recording.pending_statistics import PendingStatistics
+from gradsurgeon.statistics import STATISTICS
+
+INF = float("inf")
+
+
+def logging(*stats: str, rule: str = "r", tensor: str = "output") -> ObserverRule:
+    entry: dict[str, Any] = {"id": rule, "action": "norm-log", "modules": "*", "tensor": tensor}
+    (found,) = gradsurgeon.load({"version": 1, "rules": [{**entry, "stats": list(stats)}]}).rules
+    assert isinstance(found, ObserverRule)
+    return found
+
+
+def number(value: float) -> Tensor:
+    return torch.tensor([value])
+
+
+def rows(pending: PendingStatistics) -> list[tuple[int, tuple[str, ...], dict[str, float]]]:
+    """Return step, names and values by name of each row."""
+    return [
+        (
+            row.step,
+            row.key.names,
+            {
+                row.key.names[column]: value
+                for column, value in zip(row.columns, row.values.tolist(), strict=True)
+            },
+        )
+        for row in pending.take()
+    ]
+
+
+TENSORS = [
+    torch.linspace(-2, 3, 12).reshape(3, 4),
+    torch.tensor(-4.0),
+    torch.linspace(-2, 3, 5000).reshape(50, 100).t(),  # large, not contiguous
+    torch.tensor([1.0, INF, float("nan"), -INF]),
+    torch.zeros(0, 3),
+    torch.tensor([1e-30, 2.0], dtype=torch.float64),
+    torch.tensor([300.0, -200.0], dtype=torch.float16),
+    torch.tensor([0.0, 1.5]).expand(4, 2),
+    torch.tensor([[0.0, 2.0], [0.0, -3.0]]).to_sparse(),
+]
+
+
+def test_numbers_are_those_of_each_tensor_by_itself() -> None:
+    stats = tuple(STATISTICS)
+    pending = PendingStatistics()
+    for place, tensor in enumerate(TENSORS):
+        pending.add(logging(*stats), str(place), 0, tensor)
+    taken = list(pending.take())
+    assert [row.key.stat for row in taken] == list(stats)
+    for row in taken:
+        expected = [_statistics.statistic(row.key.stat, tensor) for tensor in TENSORS]
+        torch.testing.assert_close(row.values, torch.stack(expected), equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [4, 5000])
+def test_what_is_written_later_is_not_measured(size: int) -> None:
+    tensor, pending = torch.full((size,), 3.0), PendingStatistics()
+    pending.add(logging("max"), "a", 0, tensor)
+    tensor.fill_(7.0)
+    pending.add(logging("max"), "b", 0, tensor)
+    assert rows(pending) == [(0, ("a", "b"), {"a": 3.0, "b": 7.0})]
+
+
+def test_calls_of_one_step_are_rows_in_the_order_of_the_calls() -> None:
+    pending, rule = PendingStatistics(), logging("max")
+    # Small and large ones are measured in different ways.
+    for call, size in enumerate([2, 5000, 2]):
+        pending.add(rule, "a", 3, torch.full((size,), float(call)))
+        pending.add(rule, "b", 3, torch.full((size,), 10.0 + call))
+    assert rows(pending) == [
+        (3, ("a", "b"), {"a": 0.0, "b": 10.0}),
+        (3, ("a", "b"), {"a": 1.0, "b": 11.0}),
+        (3, ("a", "b"), {"a": 2.0, "b": 12.0}),
+    ]
+
+
+def test_a_module_that_is_called_often_has_rows_of_its_own() -> None:
+    pending, rule = PendingStatistics(), logging("max")
+    for name in ("a", "cell", "cell", "b", "cell"):
+        pending.add(rule, name, 0, number(1.0))
+    assert [names for _, names, _ in rows(pending)] == [("a", "b"), *[("cell",)] * 3]
+
+
+def test_a_name_stays_where_it_is() -> None:
+    pending, rule = PendingStatistics(), logging("max")
+    seen = []
+    for step, names in enumerate(["ab", "b", "cba", "ca"]):
+        for name in names:
+            pending.add(rule, name, step, number(float(step)))
+        seen += rows(pending)
+    assert seen == [
+        (0, ("a", "b"), {"a": 0.0, "b": 0.0}),
+        (1, ("a", "b"), {"b": 1.0}),
+        (2, ("c",), {"c": 2.0}),
+        (2, ("a", "b"), {"a": 2.0, "b": 2.0}),
+        (3, ("c",), {"c": 3.0}),
+        (3, ("a", "b"), {"a": 3.0}),
+    ]
+
+
+def test_columns_ascend_in_whatever_order_modules_run() -> None:
+    pending, rule = PendingStatistics(), logging("max")
+    for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
+        pending.add(rule, name, 0, number(value))
+    rows(pending)
+    for name, value in (("c", 6.0), ("a", 4.0), ("b", 5.0)):
+        pending.add(rule, name, 1, number(value))
+    (row,) = pending.take()
+    assert (list(row.columns), row.values.tolist()) == ([0, 1, 2], [4.0, 5.0, 6.0])
+
+
+def test_orders_that_never_repeat_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pending_statistics, "_MOST_ORDERS", 2)
+    pending, rule = PendingStatistics(), logging("max")
+    for step, names in enumerate(["abc", "acb", "bac", "bca", "abc"]):
+        for name in names:
+            pending.add(rule, name, step, number(float(ord(name) + step)))
+        ((_, key, values),) = rows(pending)
+        assert key == ("a", "b", "c")
+        assert values == {name: float(ord(name) + step) for name in "abc"}
+
+
+def test_steps_are_apart_that_modules_of_several_optimizers_are_in() -> None:
+    pending, rule = PendingStatistics(), logging("max")
+    for name, step in (("a", 0), ("b", 7), ("c", 0), ("d", 7), ("a", 1)):
+        pending.add(rule, name, step, number(float(ord(name) + step)))
+    assert rows(pending) == [
+        (0, ("a", "c"), {"a": 97.0, "c": 99.0}),
+        (7, ("b", "d"), {"b": 105.0, "d": 107.0}),
+        (1, ("a", "c"), {"a": 98.0}),
+    ]
+
+
+def test_rules_and_steps_are_apart() -> None:
+    pending, one, other = PendingStatistics(), logging("max"), logging("min", rule="s")
+    pending.add(one, "a", 0, number(1.0))
+    pending.add(other, "a", 0, number(2.0))
+    pending.add(one, "a", 1, number(3.0))
+    taken = [(row.key.rule, row.key.stat, row.step, row.values.item()) for row in pending.take()]
+    assert taken == [("r", "max", 0, 1.0), ("r", "max", 1, 3.0), ("s", "min", 0, 2.0)]
+    assert len(pending) == 0
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        Steps(),
+        Steps(from_=3),
+        Steps(to=4),
+        Steps(from_=2, to=9),
+        Steps(every=3),
+        Steps(from_=2, every=3),
+        Steps(from_=1, to=10, every=4),
+        Steps(from_=5, to=6, every=7),
+    ],
+)
+def test_steps_are_alike_until_the_one_that_is_named(steps: Steps) -> None:
+    for step in range(30):
+        end = steps.alike_until(step)
+        assert end > step
+        assert {steps.due(later) for later in range(step, min(end, 40))} == {steps.due(step)}
+        # No end is named where nothing can change: else it would be worked out in every step.
+        if end < 40 and steps.every == 1:
+            assert steps.due(end) != steps.due(step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex128])
+def test_elements_that_are_not_finite_are_counted(dtype: torch.dtype) -> None:
+    assert _numbers.nonfinite(torch.ones(5, dtype=dtype)) == 0
+    bad = torch.tensor([1.0, INF, float("nan"), -INF]).to(dtype)
+    assert _numbers.nonfinite(bad) == 3
+    # A sum that overflows says nothing of the elements.
+    large = torch.full((8,), torch.finfo(dtype).max, dtype=dtype)
+    assert _numbers.nonfinite(large) == 0
+    assert _numbers.nonfinite(torch.full((1,), 1e308 + 1e308j, dtype=torch.complex128)) == 0
+    assert _numbers.nonfinite(torch.tensor([[0.0, INF]]).to_sparse()) == 1
