@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import gradsurgeon
 from gradsurgeon.cli import main
-from gradsurgeon.runtime import recorder
+from gradsurgeon.recording import recorder
 
 WIDTHS = {"few": 4, "many": 40}  # 40 * 40 elements are too many to be copied
 
