@@ -72,6 +72,11 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def parts(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return `local` of each."""
+    return list(map(local, tensors)) if any_sharded(tensors) else list(tensors)
+
+
 def is_partial(tensor: Tensor) -> bool:
     """Tell whether a tensor still awaits the sum over ranks (sequence parallel layers leave such)."""
     return is_sharded(tensor) and any(kind.is_partial() for kind in cast("Any", tensor).placements)

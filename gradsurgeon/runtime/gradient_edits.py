@@ -34,7 +34,7 @@ def _elementwise(
     context: Context, rule: Rule, edit: Edit, gradients: Gradients, tensors: Sequence[int]
 ) -> None:
     event_log, grads = context.event_log, gradients.of(tensors)
-    parts = [_dist.local(grad) for grad in grads] if _dist.any_sharded(grads) else grads
+    parts = _dist.parts(grads)
     answers = changed(edit, parts)
     event_log.count_changed(rule.id, sum(answer is True for answer in answers))
     for answer in answers:
@@ -47,7 +47,7 @@ def _elementwise(
         for tensor, grad, part, answer in zip(tensors, grads, parts, answers, strict=True)
         if answer is not False or grad is not part
     ]
-    _apply(edit, [_dist.local(grad) for grad in gradients.writable(written)])
+    _apply(edit, _dist.parts(gradients.writable(written)))
 
 
 def _by_norm(
@@ -86,12 +86,12 @@ def _by_norm(
     event_log.count_changed(rule.id, len(biting))
     if biting:
         same = len(set(biting.values())) == 1
-        parts = [_dist.local(grad) for grad in gradients.writable(biting)]
+        parts = _dist.parts(gradients.writable(biting))
         torch._foreach_mul_(parts, next(iter(biting.values())) if same else [*biting.values()])
 
 
 def _shorten(grads: Sequence[Tensor], factors: Tensor) -> None:
-    parts = [_dist.local(grad) for grad in grads]
+    parts = _dist.parts(grads)
     if len(factors) == 1:
         _numbers.multiply_(parts, factors)
         return

@@ -170,8 +170,8 @@ class StepRules:
 
     def arrived(self, tensors: Iterable[int]) -> None:
         """Note that gradients have got something that no rule at the step has seen."""
-        for tensor in tensors:
-            self._spared.pop(tensor, None)
+        for tensor in self._spared.keys() & set(tensors) if self._spared else ():
+            del self._spared[tensor]
 
     def spare(self, edited: Mapping[int, weakref.ref[Tensor]]) -> None:
         """Leave gradients alone in the next update that have been edited for it already."""

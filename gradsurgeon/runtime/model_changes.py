@@ -237,9 +237,11 @@ class ModelChanges:
         self, kind: EventKind, names: Sequence[str], text: str, *, noun: str = "", warn: bool = True
     ) -> None:
         """Note an event for every name, and warn once for all: a conversion concerns many."""
+        if not names:
+            return
         event_log, step = self._context.event_log, self._context.counters.latest
         for name in names:
             event_log.emit(kind, f"{noun}{printable(name)} {text}", step=step, name=name)
-        if names and warn:
+        if warn:
             each = ": each" if len(names) > 1 else ""
             event_log.warn(f"{noun}{shorten_names(names)}{each} {text}")
