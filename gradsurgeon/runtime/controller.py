@@ -253,8 +253,8 @@ class Controller:
     def _rest(self, step: Step) -> StepDecision:
         counter = step.counter
         if self._agreement.is_needed_by_others(counter.tensors, update=True):
-            silent, due_rules = self.context.silent(), self.context.due_rules(counter)
-            gradients = Gradients(silent, due_rules.final, step.scale)
+            silent = self.context.silent()
+            gradients = Gradients(silent, silent.due_rules(counter).final, step.scale)
             NanTraps(silent, self._agreement).measure(counter, gradients)
             StepRules(silent).run(counter, gradients, acting=False)
         return self._traps.rest(counter)
