@@ -9,7 +9,7 @@ from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.manifest import Fact, Manifest, Module, Param
-from gradsurgeon.planning.matching import NameIndex, Thing, examples
+from gradsurgeon.planning.matching import NameIndex, Thing, examples, name_indexes
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.planning.plan_warnings import breaks_of, overlaps
 from gradsurgeon.schema import RuleSet
@@ -26,7 +26,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     Not ``alone``, a rule that matches nothing here may match in another model: `shortfalls` tells that
     once all models are known.
     """
-    names = _names(manifest)
+    names = name_indexes(manifest)
     complaints: list[str] = []
     bindings: list[Binding] = []
     warnings: dict[str, tuple[str, ...]] = {}
@@ -68,7 +68,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
     """Return what is wrong with rules that match too little in several models together."""
     complaints: list[str] = []
-    named = {title: _names(one) for title, one in models.items()}
+    named = {title: name_indexes(one) for title, one in models.items()}
     together = cache(lambda titles: _together([models[title] for title in titles], titles))
     for rule in rules.rules:
         if rule.target == "tensors":
@@ -97,14 +97,7 @@ def _together(models: Sequence[Manifest], titles: Sequence[str]) -> dict[str, Na
         modules=tuple(module for one in models for module in one.modules),
     )
     several = len(models) > 1
-    return _names(whole, f"the models {printable(origin)}" if several else "the model")
-
-
-def _names(manifest: Manifest, owner: str = "the model") -> dict[str, NameIndex]:
-    return {
-        "params": NameIndex("parameter", manifest.params, owner),
-        "modules": NameIndex("module", manifest.modules, owner),
-    }
+    return name_indexes(whole, f"the models {printable(origin)}" if several else "the model")
 
 
 def undecided(rule: Rule, manifest: Manifest) -> list[str]:
