@@ -178,8 +178,7 @@ def _shortfalls_of(
         yield _complaint(rules, rule, text, "expect", "params")
 
 
-def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
-    params = [thing for thing in matched if isinstance(thing, Param)]
+def _cannot_act(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
     lazy = [param for param in params if param.shape is None and not param.shape_is_not_told]
     if lazy:
         yield (
@@ -197,7 +196,7 @@ def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
         )
 
 
-def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> Iterator[str]:
+def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Iterator[str]:
     if flat := manifest.flat_params:
         yield (
             f"FullyShardedDataParallel keeps {len(flat)} parameters flat{examples(flat)}: their "
@@ -209,7 +208,6 @@ def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> It
         return
     later = next((f"`at: {point}`" for point in rule.points if point != "backward"), "")
     hint = f"use {later}" if later else "leave them out by `exclude`"
-    params = [thing for thing in matched if isinstance(thing, Param)]
     sharded = [param for param in params if param.sharding == "fully_shard"]
     if sharded:
         yield (
@@ -227,4 +225,5 @@ def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> It
 
 def obstacles(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> list[str]:
     """Return why a rule cannot act on what it matches; `bind` raises them."""
-    return [*_cannot_act(rule, matched), *_unreachable(rule, matched, manifest)]
+    params = [thing for thing in matched if isinstance(thing, Param)]
+    return [*_cannot_act(rule, params), *_unreachable(rule, params, manifest)]
