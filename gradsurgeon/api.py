@@ -72,7 +72,10 @@ def plan(model_or_manifest: nn.Module | Manifest, rules: Rules) -> Plan:
         RuleFileError: the rules are not valid.
         BindError: rules match nothing or cannot act on what they match; the error lists all of them.
     """
-    return planning.bind(load(rules), _manifest_of(model_or_manifest))
+    found = load(rules)
+    if isinstance(model_or_manifest, Manifest):
+        return planning.bind(found, model_or_manifest)
+    return planning.bind(found, _manifest_of(model_or_manifest))
 
 
 def apply(
@@ -249,8 +252,6 @@ def _writer(record: str | os.PathLike[str], bound: Plan, options: Options) -> Ru
 
 
 def _manifest_of(model: Any) -> Manifest:
-    if isinstance(model, Manifest):
-        return model
     if not (hasattr(model, "_modules") and hasattr(model, "_parameters")):
         raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
     return planning.from_model(model)
