@@ -75,7 +75,7 @@ def plan(model_or_manifest: nn.Module | Manifest, rules: Rules) -> Plan:
     found = load(rules)
     if isinstance(model_or_manifest, Manifest):
         return planning.bind(found, model_or_manifest)
-    return planning.bind(found, planning.from_model(_checked(model_or_manifest)))
+    return planning.bind(found, _manifest_of(model_or_manifest))
 
 
 def apply(
@@ -137,12 +137,13 @@ def apply(
 def _bound(model: nn.Module, rules: Rules) -> Plan:
     """Bind rules to the model of this rank; what they match may be on another one."""
     _runtime()  # without torch there is nothing to bind to
-    from gradsurgeon.distributed import session_discovery  # noqa: PLC0415 # needs torch
+    from gradsurgeon import _dist  # noqa: PLC0415 # needs torch
+    from gradsurgeon.distributed import session_discovery  # noqa: PLC0415 # the same
 
-    if not session_discovery.has_others():
+    if _dist.world() == 1:
         return plan(model, rules)
     found = load(rules)
-    bound = planning.bind(found, planning.from_model(_checked(model)), alone=False)
+    bound = planning.bind(found, _manifest_of(model), alone=False)
     errors, elsewhere = session_discovery.lacking(found, {bound.subject: bound}, alone=True)
     if errors:
         raise BindError(errors)
@@ -250,10 +251,10 @@ def _writer(record: str | os.PathLike[str], bound: Plan, options: Options) -> Ru
     return writer.RunWriter(record, rank=_dist.rank(), meta=meta)
 
 
-def _checked(model: Any) -> Any:
+def _manifest_of(model: Any) -> Manifest:
     if not (hasattr(model, "_modules") and hasattr(model, "_parameters")):
         raise TypeError(f"the model must be a torch.nn.Module, not {type(model).__name__}")
-    return model
+    return planning.from_model(model)
 
 
 def _optimizers(given: Any) -> list[Any] | None:

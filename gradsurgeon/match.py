@@ -104,18 +104,13 @@ class NameSearch:
 
     def matching(self, pattern: Pattern) -> list[int]:
         """Return the positions of the names that a pattern matches, in order."""
-        candidates = self._candidates(pattern)
-        if candidates is None:
-            return select([pattern], self._names)
-        return [place for place in candidates if pattern.matches(self._names[place])]
-
-    def _candidates(self, pattern: Pattern) -> list[int] | None:
         choices = list(_segment_choices(pattern.text, len(self._names)))
         if not choices:
-            return None
+            return select([pattern], self._names)
         groups = [[self._places.get(_key(text), []) for text in choice] for choice in choices]
         fewest = min(groups, key=lambda group: sum(map(len, group)))
-        return sorted(set(itertools.chain(*fewest)))
+        candidates = sorted(set(itertools.chain(*fewest)))
+        return [place for place in candidates if pattern.matches(self._names[place])]
 
     @cached_property
     def _places(self) -> dict[str, list[int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from html import escape
-from types import TracebackType
 from typing import Self
 
 from torch import Tensor
@@ -114,12 +113,7 @@ class Session(RecordQueries):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

@@ -102,11 +102,9 @@ class Document:
     def place(self, path: Path) -> Place:
         """Return the place of a value. What the document lacks is skipped: pydantic's ``loc`` names branches of unions."""
         node = self._find(path)
-        if isinstance(node, _Collection) and not node.flow:
-            return self.missing_place(path)
-        return (
-            self._source.place(node.start, node.end) if node else self._source.place(mark_at(0, 0))
-        )
+        if isinstance(node, _Collection) and node.flow:
+            return self._source.place(node.start, node.end)
+        return self.missing_place(path)
 
     def key_place(self, path: Path) -> Place:
         """Return the place of the key at the end of ``path``, of its value where it has no key."""

@@ -71,10 +71,6 @@ def _linf(elements: Tensor, _missing: int) -> Tensor:
     return elements.abs().amax()
 
 
-def _mean(elements: Tensor, missing: int) -> Tensor:
-    return elements.sum() / (elements.numel() + missing)
-
-
 def _std(elements: Tensor, missing: int) -> Tensor:
     count = elements.numel() + missing
     mean = elements.sum() / count
@@ -83,16 +79,6 @@ def _std(elements: Tensor, missing: int) -> Tensor:
     if deviations.is_complex():
         deviations = deviations.abs()
     return ((deviations.square_().sum() + missing * mean.abs().square()) / count).sqrt()
-
-
-def _min(elements: Tensor, missing: int) -> Tensor:
-    smallest = elements.amin()
-    return smallest.minimum(smallest.new_zeros(())) if missing else smallest
-
-
-def _max(elements: Tensor, missing: int) -> Tensor:
-    largest = elements.amax()
-    return largest.maximum(largest.new_zeros(())) if missing else largest
 
 
 def _nonfinite(elements: Tensor, _missing: int) -> Tensor:
@@ -142,17 +128,23 @@ STATISTICS: dict[str, Statistic] = {
         segments=lambda segments: segments.max(segments.flat.abs()),
     ),
     "mean": Statistic(
-        _mean,
+        lambda elements, missing: elements.sum() / (elements.numel() + missing),
         merge=_mean_of_shards,
         segments=lambda segments: segments.sum(segments.flat) / segments.lengths,
         real=True,
     ),
     "std": Statistic(_std, merge=_std_of_shards, segments=_stds),
     "min": Statistic(
-        _min, merge="min", segments=lambda segments: segments.min(segments.flat), real=True
+        lambda elements, missing: elements.amin().clamp(max=0) if missing else elements.amin(),
+        merge="min",
+        segments=lambda segments: segments.min(segments.flat),
+        real=True,
     ),
     "max": Statistic(
-        _max, merge="max", segments=lambda segments: segments.max(segments.flat), real=True
+        lambda elements, missing: elements.amax().clamp(min=0) if missing else elements.amax(),
+        merge="max",
+        segments=lambda segments: segments.max(segments.flat),
+        real=True,
     ),
     "zeros": Statistic(
         lambda elements, missing: elements.numel() + missing - elements.count_nonzero(),

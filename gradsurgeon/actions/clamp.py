@@ -125,8 +125,6 @@ class Clamp(EditRule):
                 _clamp_([grad for grad in grads if grad.dtype == kind], *bounds(kind))
 
         def alters(grad: Tensor) -> Tensor:
-            if grad.numel() == 0:
-                return torch.zeros((), dtype=torch.bool, device=grad.device)
             below, above = bounds(grad.dtype)
             low_ones = torch.zeros_like(grad, dtype=torch.bool) if below is None else grad < below
             return (low_ones if above is None else low_ones.logical_or_(grad > above)).any()

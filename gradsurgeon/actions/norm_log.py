@@ -35,20 +35,6 @@ def _stats(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-Stats = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_stats),
-    WithJsonSchema(
-        {
-            "type": "array",
-            "items": {"enum": list(STATISTICS)},
-            "minItems": 1,
-            "uniqueItems": True,
-        }
-    ),
-]
-
-
 class NormLog(ObserverRule):
     """Record how large a gradient is, per parameter and step.
 
@@ -97,7 +83,19 @@ class NormLog(ObserverRule):
     measures: ClassVar[bool] = True
 
     action: Literal["norm-log"] = "norm-log"
-    stats: Annotated[Stats, Field(description="What to record.")] = ("l2",)
+    stats: Annotated[
+        tuple[str, ...],
+        BeforeValidator(_stats),
+        WithJsonSchema(
+            {
+                "type": "array",
+                "items": {"enum": list(STATISTICS)},
+                "minItems": 1,
+                "uniqueItems": True,
+            }
+        ),
+        Field(description="What to record."),
+    ] = ("l2",)
 
     def complex_problem(self) -> str:
         real = [stat for stat in self.stats if STATISTICS[stat].real]

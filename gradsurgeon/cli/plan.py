@@ -26,8 +26,5 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     except (ManifestError, ModelError) as error:
         return fail(str(error))
-    if arguments.format == "json":
-        print(json.dumps(plan.to_dict(), indent=2))
-        return 0
-    print(plan)
+    print(json.dumps(plan.to_dict(), indent=2) if arguments.format == "json" else plan)
     return 0

@@ -89,10 +89,6 @@ def unheard(ranks: Sequence[int]) -> str:
     return f"nothing heard of rules on {_dist.named(ranks)} within {LIMIT:g} s"
 
 
-def has_others() -> bool:
-    return _dist.world() > 1
-
-
 def lacking(
     rules: RuleSet, plans: Mapping[str, Plan], *, alone: bool = False
 ) -> tuple[list[str], dict[str, str]]:
@@ -102,7 +98,7 @@ def lacking(
     one for models of another class may have none.
     """
     models = {title: plan.manifest for title, plan in plans.items()}
-    if not has_others():
+    if _dist.world() == 1:
         return shortfalls(rules, models), {}
     prefix = f"gradsurgeon/matched/{rules.sha256}"
     mine = _publish(prefix, rules, plans)

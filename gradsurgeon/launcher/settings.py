@@ -39,9 +39,8 @@ class Settings:
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         environment = {key: value for key, value in base.items() if key not in _ALL}
         environment |= {RULES: self.rules, PREFIX: sys.prefix}
-        values = {RECORD: self.record, DRY_RUN: self.dry_run}
-        if self.start_step:
-            values[START_STEP] = str(self.start_step)
+        start_step = str(self.start_step or "")
+        values = {RECORD: self.record, DRY_RUN: self.dry_run, START_STEP: start_step}
         environment |= {key: value for key, value in values.items() if value}
         environment |= {key: "1" for name, key in _SWITCHES.items() if getattr(self, name)}
         # An empty entry is the working directory; an empty variable is none.

@@ -10,7 +10,7 @@ from gradsurgeon.planning.manifest import (
     named_modules,
     slots,
 )
-from gradsurgeon.planning.matching import NameIndex, Thing, examples
+from gradsurgeon.planning.matching import Thing, examples, name_indexes
 from gradsurgeon.planning.plan import Binding, Plan
 from gradsurgeon.planning.plan_warnings import outside_graphs
 
@@ -20,7 +20,6 @@ __all__ = [
     "Binding",
     "Manifest",
     "Module",
-    "NameIndex",
     "Param",
     "Plan",
     "Thing",
@@ -28,6 +27,7 @@ __all__ = [
     "examples",
     "from_model",
     "is_for",
+    "name_indexes",
     "named_modules",
     "obstacles",
     "outside_graphs",

@@ -9,7 +9,7 @@ from gradsurgeon.actions import EditRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.manifest import Fact, Manifest, Module, Param
-from gradsurgeon.planning.matching import NameIndex, Thing, examples
+from gradsurgeon.planning.matching import NameIndex, Thing, examples, name_indexes
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.planning.plan_warnings import breaks_of, overlaps
 from gradsurgeon.schema import RuleSet
@@ -26,7 +26,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
     Not ``alone``, a rule that matches nothing here may match in another model: `shortfalls` tells that
     once all models are known.
     """
-    names = _names(manifest)
+    names = name_indexes(manifest)
     complaints: list[str] = []
     bindings: list[Binding] = []
     warnings: dict[str, tuple[str, ...]] = {}
@@ -68,7 +68,7 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
     """Return what is wrong with rules that match too little in several models together."""
     complaints: list[str] = []
-    named = {title: _names(one) for title, one in models.items()}
+    named = {title: name_indexes(one) for title, one in models.items()}
     together = cache(lambda titles: _together([models[title] for title in titles], titles))
     for rule in rules.rules:
         if rule.target == "tensors":
@@ -97,14 +97,7 @@ def _together(models: Sequence[Manifest], titles: Sequence[str]) -> dict[str, Na
         modules=tuple(module for one in models for module in one.modules),
     )
     several = len(models) > 1
-    return _names(whole, f"the models {printable(origin)}" if several else "the model")
-
-
-def _names(manifest: Manifest, owner: str = "the model") -> dict[str, NameIndex]:
-    return {
-        "params": NameIndex("parameter", manifest.params, owner),
-        "modules": NameIndex("module", manifest.modules, owner),
-    }
+    return name_indexes(whole, f"the models {printable(origin)}" if several else "the model")
 
 
 def undecided(rule: Rule, manifest: Manifest) -> list[str]:
@@ -185,8 +178,7 @@ def _shortfalls_of(
         yield _complaint(rules, rule, text, "expect", "params")
 
 
-def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
-    params = [thing for thing in matched if isinstance(thing, Param)]
+def _cannot_act(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
     lazy = [param for param in params if param.shape is None and not param.shape_is_not_told]
     if lazy:
         yield (
@@ -204,7 +196,7 @@ def _cannot_act(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
         )
 
 
-def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> Iterator[str]:
+def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Iterator[str]:
     if flat := manifest.flat_params:
         yield (
             f"FullyShardedDataParallel keeps {len(flat)} parameters flat{examples(flat)}: their "
@@ -216,7 +208,6 @@ def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> It
         return
     later = next((f"`at: {point}`" for point in rule.points if point != "backward"), "")
     hint = f"use {later}" if later else "leave them out by `exclude`"
-    params = [thing for thing in matched if isinstance(thing, Param)]
     sharded = [param for param in params if param.sharding == "fully_shard"]
     if sharded:
         yield (
@@ -234,4 +225,5 @@ def _unreachable(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> It
 
 def obstacles(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> list[str]:
     """Return why a rule cannot act on what it matches; `bind` raises them."""
-    return [*_cannot_act(rule, matched), *_unreachable(rule, matched, manifest)]
+    params = [thing for thing in matched if isinstance(thing, Param)]
+    return [*_cannot_act(rule, params), *_unreachable(rule, params, manifest)]

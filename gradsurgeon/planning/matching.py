@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from gradsurgeon.actions import Rule, Where
 from gradsurgeon.errors import printable
 from gradsurgeon.match import NameSearch, Pattern, compile_pattern, suggest
-from gradsurgeon.planning.manifest import ROOT, Module, Param
+from gradsurgeon.planning.manifest import ROOT, Manifest, Module, Param
 
 Thing = Param | Module
 _EXAMPLES = 3
@@ -113,6 +113,14 @@ class NameIndex:
             first = ", ".join(map(printable, known[:_FEW]))
             classes = f"; the classes are {first}{', ...' * (len(known) > _FEW)}"
         return f"{plural}{examples(matched)}, but `where` keeps none of them: {causes}{classes}"
+
+
+def name_indexes(manifest: Manifest, owner: str = "the model") -> dict[str, NameIndex]:
+    """Return the names of each kind of thing, by what a rule calls the kind."""
+    return {
+        "params": NameIndex("parameter", manifest.params, owner),
+        "modules": NameIndex("module", manifest.modules, owner),
+    }
 
 
 def failed(where: Where, thing: Thing) -> str:

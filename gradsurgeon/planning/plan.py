@@ -112,7 +112,13 @@ class Plan:
         return {rule: tuple(bindings) for rule, bindings in grouped.items()}
 
     def __str__(self) -> str:
-        return _render(self)
+        head = (
+            f"plan: {printable(self.rules.file)} on {printable(self.subject)}: "
+            f"{count(len(self.rules.rules), 'rule')}, "
+            f"{count(len(self.manifest.params), 'parameter')}, "
+            f"{count(self.manifest.elements, 'element')}"
+        )
+        return "\n".join([head, "", *_rules(self), "", *_chains(self), *_warnings(self)])
 
     def _repr_html_(self) -> str:
         return f"<pre>{escape(str(self))}</pre>"
@@ -155,16 +161,6 @@ def hook_of(rule: Rule) -> str:
     else:
         hook = "view of the input" if rule.ref.grad else "forward pre-hook"
     return f"{hook}, step pre-hook" if isinstance(rule, TrapRule) else hook
-
-
-def _render(plan: Plan) -> str:
-    manifest = plan.manifest
-    head = (
-        f"plan: {printable(plan.rules.file)} on {printable(plan.subject)}: "
-        f"{count(len(plan.rules.rules), 'rule')}, {count(len(manifest.params), 'parameter')}, "
-        f"{count(manifest.elements, 'element')}"
-    )
-    return "\n".join([head, "", *_rules(plan), "", *_chains(plan), *_warnings(plan)])
 
 
 def _rules(plan: Plan) -> Iterator[str]:

@@ -8,13 +8,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from gradsurgeon.report.measurements import (
-    STAT,
-    Measurements,
-    NormHistory,
-    Spike,
-    largest_spike,
-)
+from gradsurgeon.report.measurements import STAT, Measurements, NormHistory, Spike, largest_spike
 from gradsurgeon.store import Key
 from gradsurgeon.store.layout import CHUNK
 from gradsurgeon.store.rank_file import StoredSeries

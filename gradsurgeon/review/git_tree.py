@@ -58,13 +58,7 @@ class GitTree:
         self.ref = ref  # a branch, a tag, a commit, or whatever else git takes for one
 
     def open(self, path: str) -> source.Document:
-        spec = f"{self.ref}:{path}"
-        try:
-            whole = self._from_top(path)
-            raw = _blob(self._file(whole))
-        except GitError as error:
-            raise unreadable(spec, error.message, error.hint) from None
-        return source.read(pathlib.Path(whole), spec, raw)
+        return self._document(path, f"{self.ref}:{path}")
 
     def itself(self, document: Located, folder: pathlib.Path) -> packs.Included:
         name = document.file.removeprefix(f"{self.ref}:").rpartition("/")[2]
@@ -89,11 +83,15 @@ class GitTree:
         return packs.Included(f"{self.ref}:{path}", target, target.parent)
 
     def read(self, target: packs.Included) -> source.Document:
+        return self._document(target.path.as_posix(), target.name)
+
+    def _document(self, path: str, spec: str) -> source.Document:
         try:
-            raw = _blob(self._file(target.path.as_posix()))
+            whole = self._from_top(path)
+            raw = _blob(self._file(whole))
         except GitError as error:
-            raise unreadable(target.name, error.message, error.hint) from None
-        return source.read(target.path, target.name, raw)
+            raise unreadable(spec, error.message, error.hint) from None
+        return source.read(pathlib.Path(whole), spec, raw)
 
     @cached_property
     def _top(self) -> tuple[str, str]:

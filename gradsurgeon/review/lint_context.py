@@ -1,7 +1,7 @@
 """What checks ask about the rules of a file: what each selects, which of two acts first, how they meet."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from gradsurgeon.actions import MOMENTS, Rule
@@ -37,15 +37,10 @@ class LintContext:
             )
             for index, rule in enumerate(self.rules)
         }
-        self._within: dict[tuple[frozenset[str], frozenset[str]], bool] = {}
+        self._is_within = cache(frozenset[str].issubset)
         sizes = (len(self._facts[rule.id].patterns) + len(rule.exclude) for rule in self.rules)
         # Those that are compared with each other: all but in a huge file.
         self.compared = self.rules[: sum(total <= MAX_COMPARED for total in accumulate(sizes))]
-
-    def pairs(self) -> Iterator[tuple[Rule, list[Rule]]]:
-        """Yield each rule with the rules above it in the file, in file order."""
-        for index, rule in enumerate(self.compared):
-            yield rule, list(self.compared[:index])
 
     def hits(self, rule: Rule, pattern: str) -> dict[str, str] | None:
         """Return the names that a pattern of a rule matches, each with its canonical name, if names are known."""
@@ -93,10 +88,7 @@ class LintContext:
             return False
         names, wider = self.selected(narrow), self.selected(wide)
         if names is not None and wider is not None:
-            key = (names, wider)
-            if key not in self._within:
-                self._within[key] = bool(names) and names <= wider
-            return self._within[key]
+            return bool(names) and self._is_within(names, wider)
         texts = self._facts[narrow.id].patterns
         return all(self._selects_all_of(wide, narrow, text) for text in texts)
 

@@ -28,7 +28,17 @@ _CUT = (
 
 def render(difference: Difference, *, limit: int = LIMIT) -> str:
     """Return a difference as Markdown of at most ``limit`` characters, ending with a line feed."""
-    return _within(list(_lines(difference)), limit)
+    lines = list(_lines(difference))
+    sizes = list(accumulate(len(line) + 1 for line in lines))
+    if sizes[-1] <= limit:
+        return "\n".join(lines).rstrip("\n") + "\n"
+    # Whole lines, as many as fit; then what they leave open is closed.
+    closing = ["", "</details>"]
+    room = limit - sum(len(line) + 1 for line in (*closing, "", _CUT.format(len(lines))))
+    kept = lines[: bisect_right(sizes, room)]
+    still_open = "<details>" in kept and "</details>" not in kept
+    end = [*(closing if still_open else []), "", _CUT.format(len(lines) - len(kept))]
+    return "\n".join([*kept, *end]) + "\n"
 
 
 def marker(file: str) -> str:
@@ -106,16 +116,3 @@ def _chains(phrases: Phrases) -> Iterator[str]:
         yield f"| {phrases.names(names)} | {phrases.chain(before)} | {phrases.chain(after)} |"
     yield ""
     yield "</details>"
-
-
-def _within(lines: list[str], limit: int) -> str:
-    """Return as many whole lines as fit, close what they leave open, and say how many are missing."""
-    sizes = list(accumulate(len(line) + 1 for line in lines))
-    if sizes[-1] <= limit:
-        return "\n".join(lines).rstrip("\n") + "\n"
-    closing = ["", "</details>"]
-    room = limit - sum(len(line) + 1 for line in (*closing, "", _CUT.format(len(lines))))
-    kept = lines[: bisect_right(sizes, room)]
-    still_open = "<details>" in kept and "</details>" not in kept
-    end = [*(closing if still_open else []), "", _CUT.format(len(lines) - len(kept))]
-    return "\n".join([*kept, *end]) + "\n"

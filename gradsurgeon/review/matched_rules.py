@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gradsurgeon.actions import MOMENTS, EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning import Manifest, NameIndex, Param, Thing, is_for, obstacles, undecided
+from gradsurgeon.planning import Manifest, Param, Thing, is_for, name_indexes, obstacles, undecided
 from gradsurgeon.schema import RuleSet
 
 # What stands between a gradient and the weight; the others look on.
@@ -41,10 +41,7 @@ class Matcher:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.names = {
-            "params": NameIndex("parameter", manifest.params),
-            "modules": NameIndex("module", manifest.modules),
-        }
+        self.names = name_indexes(manifest)
         self._matches: dict[object, Match] = {}
         # Rules that select the same share one set, so that two sets are compared once.
         self._sets: dict[frozenset[str], frozenset[str]] = {}

@@ -61,9 +61,9 @@ def _plain(options: Options) -> dict[str, Any]:
     return options.model_dump(by_alias=True, exclude_defaults=True)
 
 
-def comparable_options(rule: Rule) -> dict[str, Hashable]:
+def comparable_options(rule: Rule) -> frozenset[tuple[str, Hashable]]:
     """Return the options of a rule in a form that is equal for two rules if no option differs."""
-    return {name: _comparable(value) for name, value in given_options(rule).items()}
+    return frozenset((name, _comparable(value)) for name, value in given_options(rule).items())
 
 
 def _comparable(value: Any) -> Hashable:
@@ -152,12 +152,8 @@ def pair_rules(before: MatchedRules, after: MatchedRules) -> RulePairs:
     come: dict[Hashable, list[str]] = {}
     for key, rule in reversed(after.rules.items()):
         if key not in before.rules:
-            come.setdefault(_all_options(rule), []).append(key)
+            come.setdefault(comparable_options(rule), []).append(key)
     for key, rule in before.rules.items():
-        if key not in after.rules and (ids := come.get(_all_options(rule))):
+        if key not in after.rules and (ids := come.get(comparable_options(rule))):
             new_ids[key] = ids.pop()
     return RulePairs(before, after, new_ids, {new: old for old, new in new_ids.items()})
-
-
-def _all_options(rule: Rule) -> frozenset[tuple[str, Hashable]]:
-    return frozenset(comparable_options(rule).items())

@@ -7,7 +7,7 @@ which is not the same as a value of NaN.
 
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from gradsurgeon.store.layout import Stored, is_absent, pack_absent
@@ -66,16 +66,13 @@ class Series:
     def of(self, name: str) -> list[tuple[int, float]]:
         return [(step, value) for step, value in self.cells(name) if value is not None]
 
-    def cells(self, name: str) -> Iterator[tuple[int, float | None]]:
-        return self._cells(self.rows, name)
-
     def last(self, name: str) -> tuple[int, float] | None:
-        cells = self._cells(reversed(self.rows), name)
+        cells = self.cells(name, backwards=True)
         return next(((step, value) for step, value in cells if value is not None), None)
 
-    def _cells(self, rows: Iterable[Stored], name: str) -> Iterator[tuple[int, float | None]]:
+    def cells(self, name: str, *, backwards: bool = False) -> Iterator[tuple[int, float | None]]:
         column = self.columns[name]
-        for step, values, absent in rows:
+        for step, values, absent in reversed(self.rows) if backwards else self.rows:
             if absent is None or not is_absent(absent, column):
                 yield step, _FLOAT(values, 4 * column)[0]
             else:

@@ -45,10 +45,7 @@ class BackwardGraph:
         The engine takes the node that was made last among those whose gradient is complete, on each device
         for itself; between leaves of one node the order means nothing.
         """
-        yield from self._leaves_from(self.roots)
-
-    def _leaves_from(self, roots: Sequence[Root]) -> Iterator[Tensor]:
-        nodes = list(dict.fromkeys(map(_torch.node_of, roots)))
+        nodes = list(dict.fromkeys(map(_torch.node_of, self.roots)))
         missing = _users(nodes)
         moment = count()
         ready: list[tuple[int, int, Any]] = []
@@ -63,7 +60,7 @@ class BackwardGraph:
         while ready:
             node = heapq.heappop(ready)[2]
             for inner in self.inner.get(node, ()):
-                yield from self._leaves_from(inner)
+                yield from BackwardGraph(inner, self.inner).leaves()
             if _is_leaf(node):
                 yield node.variable
             for following, _ in node.next_functions:

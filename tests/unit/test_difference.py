@@ -170,6 +170,12 @@ class TestNames:
         assert [(one.old_id, one.id) for one in found.renamed] == [("before", "after")]
         assert not found.added
         assert not found.removed
+
+    def test_a_renamed_rule_may_list_its_patterns_in_another_order(self) -> None:
+        patterns = ["h.0.*", "h.1.*"]
+        before, after = ({**zero(rule_id), "params": patterns} for rule_id in ("before", "after"))
+        found = diff([before], [{**after, "params": patterns[::-1]}])
+        assert [(one.old_id, one.id) for one in found.renamed] == [("before", "after")]
         assert not found.changed
         assert not found.params
         assert found.warnings == ()

@@ -168,18 +168,14 @@ class ZeroIsNotFreeze(Check):
 
 def _overlapping_edits(context: LintContext) -> Iterator[tuple[Rule, tuple[Rule, ...]]]:
     """Yield each edit with the edits above it that certainly change the same tensors."""
-    for rule, above in context.pairs():
-        if isinstance(rule, EditRule):
-            yield (
-                rule,
-                tuple(
-                    other
-                    for other in above
-                    if isinstance(other, EditRule)
-                    and not _one_is_moot(context, rule, other)
-                    and context.overlap(other, rule)
-                ),
-            )
+    edits = [rule for rule in context.compared if isinstance(rule, EditRule)]
+    for index, rule in enumerate(edits):
+        others = (
+            other
+            for other in edits[:index]
+            if not _one_is_moot(context, rule, other) and context.overlap(other, rule)
+        )
+        yield rule, tuple(others)
 
 
 def _listed(rules: Sequence[Rule]) -> str:
