@@ -7,6 +7,8 @@ is known; the tests hold every one of them against the installed torch.
 from __future__ import annotations
 
 import sys
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -19,14 +21,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the outermost running backward pass, in which this is called, has finished.
-
-    DDP and FSDP use the same engine call; an exception in the callback leaves `backward()` as it is.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # noqa: SLF001
 
 
 # Returns the id of the running backward pass, -1 outside of one. As it is, without a function around
@@ -283,3 +277,44 @@ def forget_compiled_code() -> bool:
                 dropped |= bool(eval_frame._debug_get_cache_entry_list(code))  # noqa: SLF001
                 eval_frame.reset_code(code)
     return dropped
+
+
+class _Copied:
+    """What copies and saved files get of a table of hooks: the entries that are not ours.
+
+    It stands on the table itself as ``__reduce__``, so that the table remains the very one that handles
+    of the script hold, of the type that torch and its compiler expect.
+    """
+
+    def __init__(self, table: OrderedDict[int, Any]) -> None:
+        self._table = weakref.ref(table)
+        self.ours: set[int] = set()
+
+    def __call__(self) -> tuple[Any, ...]:
+        table = self._table()
+        items = () if table is None else table.items()
+        theirs = [(number, entry) for number, entry in items if number not in self.ours]
+        return type(table), (), None, None, iter(theirs)
+
+
+def _tables(handle: RemovableHandle) -> list[OrderedDict[int, Any]]:
+    tables = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
+    return [table for table in tables if table is not None]
+
+
+def leave_behind(handle: RemovableHandle) -> None:
+    """Keep a hook out of the copies of its module."""
+    for table in _tables(handle):
+        copied = vars(table).setdefault("__reduce__", _Copied(table))
+        copied.ours.add(handle.id)
+
+
+def take_off(handle: RemovableHandle) -> None:
+    """Take a hook off its module, and with the last of ours what kept it out of copies."""
+    tables = _tables(handle)
+    handle.remove()
+    for table in tables:
+        copied = vars(table)["__reduce__"]
+        copied.ours.discard(handle.id)
+        if not copied.ours:
+            del vars(table)["__reduce__"]

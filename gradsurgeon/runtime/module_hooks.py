@@ -7,9 +7,7 @@ module alone consumes, so that it is this module's own contribution and not the 
 
 from __future__ import annotations
 
-import inspect
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +20,15 @@ from gradsurgeon.compiler import ModuleProgram
 from gradsurgeon.runtime.activation_rules import Due, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
-from gradsurgeon.tensors.structure import Path, describe, holds, resolve, tensors_in, with_tensors
+from gradsurgeon.tensors.structure import (
+    Arguments,
+    Path,
+    describe,
+    holds,
+    resolve,
+    tensors_in,
+    with_tensors,
+)
 
 
 class _Call(NamedTuple):
@@ -121,7 +127,7 @@ class InputHook(ModuleHook):
         if len(args) == 1 and not kwargs and self._is_one(args[0]):
             out = tensor_hooks.act(due, args[0], owner, step, lambda _: not in_place)
             return None if out is args[0] else ((out,), {})
-        arguments = _Arguments(module, args, kwargs)
+        arguments = Arguments(module, args, kwargs)
         call = _Call(tensor_hooks, owner, due, step, lambda _: not in_place)
         exchanged = call.exchanged(arguments.named, arguments.path)
         return arguments.exchange(exchanged) if exchanged else None
@@ -149,76 +155,6 @@ class OutputHook(ModuleHook):
             return None if out is output else out
         exchanged = _Call(tensor_hooks, owner, due, step, needs_view).exchanged(output)
         return with_tensors(output, exchanged) if exchanged else None
-
-
-class _Arguments:
-    """Arguments of a call under the names of the signature, positional and by keyword alike."""
-
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._args, self._kwargs = args, kwargs
-        self._forward = type(module).forward
-        self.named: dict[int | str, Any] = dict(enumerate(args))
-        self.named.update(kwargs)
-
-    def path(self, path: Path) -> Path:
-        """Return a path with its first step as it stands in this call."""
-        if not path:
-            # A tensor that is the only one goes by the name of the module.
-            paths = [path for path, _ in tensors_in(self.named)]
-            return paths[0] if len(paths) == 1 else ()
-        names = list(inspect.signature(self._forward).parameters)[1:]  # without `self`
-        first = path[0]
-        if isinstance(first, str) and first in names[: len(self._args)]:
-            first = names.index(first)
-        elif isinstance(first, int) and len(self._args) <= first < len(names):
-            first = names[first]
-        return (first, *path[1:])
-
-    def exchange(self, new: Mapping[Path, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        whole = with_tensors(self.named, new)
-        args = tuple(whole[index] for index in range(len(self._args)))
-        return args, {key: whole[key] for key in self._kwargs}
-
-
-class _Copied:
-    """What copies and saved files get of a table of hooks: the entries that are not ours.
-
-    It stands on the table itself as ``__reduce__``, so that the table remains the very one that handles
-    of the script hold, of the type that torch and its compiler expect.
-    """
-
-    def __init__(self, table: OrderedDict[int, Any]) -> None:
-        self._table = weakref.ref(table)
-        self.ours: set[int] = set()
-
-    def __call__(self) -> tuple[Any, ...]:
-        table = self._table()
-        items = () if table is None else table.items()
-        theirs = [(number, entry) for number, entry in items if number not in self.ours]
-        return type(table), (), None, None, iter(theirs)
-
-
-def _tables(handle: RemovableHandle) -> list[OrderedDict[int, Any]]:
-    tables = [reference() for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref)]
-    return [table for table in tables if table is not None]
-
-
-def _leave_behind(handle: RemovableHandle) -> None:
-    """Keep a hook out of the copies of its module."""
-    for table in _tables(handle):
-        copied = vars(table).setdefault("__reduce__", _Copied(table))
-        copied.ours.add(handle.id)
-
-
-def _take_off(handle: RemovableHandle) -> None:
-    """Take a hook off its module, and with the last of ours what kept it out of copies."""
-    tables = _tables(handle)
-    handle.remove()
-    for table in tables:
-        copied = vars(table)["__reduce__"]
-        copied.ours.discard(handle.id)
-        if not copied.ours:
-            del vars(table)["__reduce__"]
 
 
 class ModuleHooks:
@@ -254,9 +190,9 @@ class ModuleHooks:
             after = OutputHook(self._tensor_hooks, program.name, program.on_output)
             handles.append(module.register_forward_hook(after, with_kwargs=True))
         for handle in handles:
-            _leave_behind(handle)
+            _torch.leave_behind(handle)
 
     def _take_off(self, name: str) -> None:
         _, handles = self._hooked.pop(name, (None, []))
         for handle in handles:
-            _take_off(handle)
+            _torch.take_off(handle)

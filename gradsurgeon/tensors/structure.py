@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 Path = tuple[int | str, ...]
 # Deeper than any model nests its outputs; a structure that contains itself must not hang us.
@@ -86,3 +87,32 @@ def describe(value: Any) -> str:
         return "a tensor"
     steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step, _ in _items(value)]
     return f"a {type(value).__name__} with {', '.join(steps[:8]) or 'nothing in it'}"
+
+
+class Arguments:
+    """Arguments of a call under the names of the signature, positional and by keyword alike."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._args, self._kwargs = args, kwargs
+        self._forward = type(module).forward
+        self.named: dict[int | str, Any] = dict(enumerate(args))
+        self.named.update(kwargs)
+
+    def path(self, path: Path) -> Path:
+        """Return a path with its first step as it stands in this call."""
+        if not path:
+            # A tensor that is the only one goes by the name of the module.
+            paths = [path for path, _ in tensors_in(self.named)]
+            return paths[0] if len(paths) == 1 else ()
+        names = list(inspect.signature(self._forward).parameters)[1:]  # without `self`
+        first = path[0]
+        if isinstance(first, str) and first in names[: len(self._args)]:
+            first = names.index(first)
+        elif isinstance(first, int) and len(self._args) <= first < len(names):
+            first = names[first]
+        return (first, *path[1:])
+
+    def exchange(self, new: Mapping[Path, Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        whole = with_tensors(self.named, new)
+        args = tuple(whole[index] for index in range(len(self._args)))
+        return args, {key: whole[key] for key in self._kwargs}
