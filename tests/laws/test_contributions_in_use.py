@@ -65,14 +65,14 @@ class Inside(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         with torch.enable_grad():
             ctx.act()
         return grad, None
 
 
 def stopped(model: nn.Sequential, act: Callable[[], object]) -> Tensor:
-    hidden = Inside.apply(model[:2](torch.ones(5, 4)), act)  # type: ignore[no-untyped-call]
+    hidden = Inside.apply(model[:2](torch.ones(5, 4)), act)
     loss: Tensor = 50 * model[2:](hidden).square().sum()
     return loss
 
@@ -96,7 +96,7 @@ def test_a_step_within_the_pass_consumes_what_rules_have_edited() -> None:
 def test_a_hook_on_one_parameter_finds_the_others_edited() -> None:
     def case(model: nn.Sequential) -> list[Tensor]:
         found: list[Tensor] = []
-        first = model[0].weight
+        first = next(model.parameters())
         first.register_post_accumulate_grad_hook(lambda _: found.extend(copies(grads_of(model))))
         loss_of(model).backward()
         return found
@@ -106,7 +106,7 @@ def test_a_hook_on_one_parameter_finds_the_others_edited() -> None:
 
 def test_a_hook_on_a_parameter_without_rules_finds_the_others_edited() -> None:
     model, found = make(), list[Tensor]()
-    model[0].weight.register_post_accumulate_grad_hook(
+    next(model.parameters()).register_post_accumulate_grad_hook(
         lambda _: found.extend(copies(grads_of(model)[-2:]))
     )
     with gradsurgeon.apply(model, rules({**BOUND, "params": "4.*"})):
@@ -177,3 +177,15 @@ def test_captured_contributions_come_in_the_order_of_the_pass() -> None:
     assert names[0].startswith("4.")
     assert names[-1].startswith("0.")
     assert len(names) == 6
+
+
+def test_a_paused_session_lets_a_script_without_an_optimizer_accumulate() -> None:
+    model = make()
+    half = {"id": "half", "action": "scale", "params": "*", "at": "step", "factor": 0.5}
+    with gradsurgeon.apply(model, rules(half)) as session:
+        loss_of(model).backward()
+        edited = copies(grads_of(model))
+        session.pause()
+        loss_of(model).backward()
+    for sum_, first in zip(grads_of(model), edited, strict=True):
+        assert torch.allclose(sum_, 3 * first)
