@@ -219,6 +219,25 @@ def ends(grad: Tensor) -> tuple[float, float]:
     return elements.amin().item(), elements.amax().item()
 
 
+def scale_(grads: Sequence[Tensor], factors: Sequence[float]) -> None:
+    """Multiply strided tensors in place by a number each, in float32 at least."""
+    together = []
+    for grad, factor in zip(grads, factors, strict=True):
+        if grad.is_cpu and grad.dtype in _HALF:
+            # A call for many tensors rounds the factor to half precision there: 1e5 would be infinite.
+            grad.mul_(factor)
+        else:
+            together.append((grad, factor))
+    if not together:
+        return
+    several = {factor for _, factor in together}
+    rest = [grad for grad, _ in together]
+    # One factor for all is quicker. It has no public name.
+    torch._foreach_mul_(
+        rest, several.pop() if len(several) == 1 else [factor for _, factor in together]
+    )
+
+
 def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply strided tensors in place by a factor of shape ``[1]`` on a device, in float32 at least.
 

@@ -201,10 +201,11 @@ def stepping(optimizer: Optimizer) -> Optimizer | None:
     return None if table is None else optimizer
 
 
-def has_one_hook(param: Tensor) -> bool:
-    """Tell whether one hook alone sees the gradients that come to a parameter."""
+def hooks_on(param: Tensor) -> int:
+    """Return how many hooks see the gradients that come to a parameter."""
     tensor: Any = param
-    return len(tensor._backward_hooks or ()) == 1 and not tensor._post_accumulate_grad_hooks  # noqa: SLF001
+    early, late = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # noqa: SLF001
+    return (len(early) if early else 0) + (len(late) if late else 0)
 
 
 def reinstall_hooks(param: Tensor) -> None:

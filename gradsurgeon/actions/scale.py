@@ -65,13 +65,15 @@ class Scale(EditRule):
     def compile(self) -> Edit:
         import torch  # noqa: PLC0415 # reading rules must not need torch
 
+        from gradsurgeon import _numbers  # noqa: PLC0415 # the same
+
         factor = self.factor
 
         def apply(grad: Tensor) -> Tensor:
             return grad * factor
 
         def apply_(grads: Sequence[Tensor]) -> None:
-            torch._foreach_mul_(list(grads), factor)  # torch has no public one
+            _numbers.scale_(grads, [factor] * len(grads))
 
         def alters(grad: Tensor) -> Tensor:
             if factor == 1.0 or grad.numel() == 0:
@@ -86,8 +88,11 @@ class Scale(EditRule):
         def decided(smallest: float, largest: float, kind: dtype) -> bool | None:
             if not (math.isfinite(smallest) and math.isfinite(largest)):
                 return None
-            if smallest == largest == 0.0 or is_one(kind):
+            if smallest == largest == 0.0 or is_one(torch.promote_types(kind, torch.float32)):
                 return False
+            if is_one(kind):
+                # Half precision is multiplied in float32: some elements change, and some do not.
+                return None
             # The least change of all is in the last digit of what is close to zero.
             tiny = torch.finfo(kind).tiny
             return True if max(-smallest, largest) > tiny else None

@@ -21,6 +21,7 @@ from torch import Tensor
 from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.gradient_rules import act_on_contributions
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 
@@ -63,7 +64,10 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             # A pass inside another one is a part of it.
             roots = _note_inner(outputs)
             with _numbered(roots, [partial(s.began_inside, outer=outer) for s in scalings]):
-                return original(outputs, *args, **named)
+                returned = original(outputs, *args, **named)
+            # What has been trained here may be updated here.
+            _act_on_waiting(known)
+            return returned
         if not named.get("accumulate_grad"):
             returned = original(outputs, *args, **named)
             for watch in known:
@@ -74,6 +78,8 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             begun = [(watch, watch.begin(running)) for watch in known]
             with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
                 returned = original(outputs, *args, **named)
+            # Of several sessions that share a parameter, one may look at what another one edits.
+            _act_on_waiting(known, running)
         except BaseException:
             for watch in known:
                 watch.failed(running)
@@ -88,6 +94,11 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
         return returned
 
     return run
+
+
+def _act_on_waiting(watches: Sequence[BackwardWatch], running: RunningPass | None = None) -> None:
+    for watch in watches:
+        watch.act_on_waiting(running)
 
 
 def _begin(outputs: Sequence[Any], *, makes_graph: bool) -> RunningPass:
@@ -131,7 +142,8 @@ class Seen:
     Attributes:
         order: the tensors in the order in which they got their gradients, where hooks tell it.
         module: whether a gradient came to the input or output of a module, or to a tag.
-        waiting: the tensors on which rules at `backward` can act together when the pass is over.
+        waiting: the tensors on which rules at `backward` can act together once the pass is over, or
+            somebody may use what it has left.
     """
 
     order: list[int] = field(default_factory=list)
@@ -195,17 +207,43 @@ class BackwardWatch:
             )
 
     def _can_wait(self, having: Mapping[int, Tensor]) -> set[int]:
-        """Return the tensors of which a pass leaves what it contributes, seen by nobody on its way."""
+        """Return the tensors of which a pass leaves what it contributes, seen by nobody on its way.
+
+        A hook of the script's on one parameter may read the gradients of all.
+        """
         if self.scaling.in_use or _dist.is_used():
             return set()
-        params = self._context.parameters
-        return {
-            tensor
-            for tensor in self._context.program.per_tensor
-            if tensor not in having
-            and (param := params.param(tensor)) is not None
-            and _torch.has_one_hook(param)
-        }
+        per_tensor = self._context.program.per_tensor
+        waiting = set()
+        for tensor, param in enumerate(self._context.parameters.params() if per_tensor else ()):
+            if param is None:
+                continue
+            if _torch.hooks_on(param) > (tensor in per_tensor):
+                return set()
+            if tensor in per_tensor and tensor not in having:
+                waiting.add(tensor)
+        return waiting
+
+    def act_on_waiting(self, running: RunningPass | None = None) -> None:
+        """Let the rules at `backward` act on the gradients that have come and wait for them.
+
+        Args:
+            running: the pass that is over; without one a pass may go on, as where a hook steps an optimizer.
+        """
+        seen = self.seen
+        if not seen.waiting:
+            return
+        reached = self._reached(running) if running is not None else None
+        if reached == set() or (running is None and len(_threads) > 1):
+            return
+        # By their hooks, in their order: a part that has not been accumulated yet goes on waiting.
+        came = [tensor for tensor in seen.calls if tensor in seen.waiting]
+        having = set(self._context.parameters.grads(sorted(came))[0])
+        seen.waiting -= having
+        if having:
+            self._context.refuse_graph_capture()
+            in_order = [tensor for tensor in came if tensor in having]
+            act_on_contributions(self._context, in_order, seen.logged)
 
     def end(self, running: RunningPass, before: _Before) -> None:
         """Tell of a pass, if it has reached the model."""
@@ -231,7 +269,6 @@ class BackwardWatch:
                 tensors=(*order, *sorted(tensors.difference(order))),
                 graph=None if order else running.graph,
                 calls=seen.calls,
-                waiting=tuple(sorted(seen.waiting.intersection(seen.calls))),
                 logged=seen.logged,
                 contributed=seen.contributed,
                 scale=self.scaling.of(running.tasks),
@@ -242,9 +279,13 @@ class BackwardWatch:
         )
 
     def failed(self, running: RunningPass) -> None:
-        """Forget what hooks have seen of a pass that has raised."""
-        self._take_seen(self._reached(running))
-        self.scaling.of(running.tasks)
+        """Let rules act on what a pass has left that has raised; forget what hooks have seen of it."""
+        try:
+            # The script may go on with these gradients.
+            self.act_on_waiting(running)
+        finally:
+            self._take_seen(self._reached(running))
+            self.scaling.of(running.tasks)
 
     def _reached(self, running: RunningPass) -> set[int] | None:
         """Return the tensors that a pass reaches, where other threads run passes of their own.

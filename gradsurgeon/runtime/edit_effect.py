@@ -42,6 +42,9 @@ def changed(edit: Edit, grads: Sequence[Tensor]) -> list[bool | Tensor]:
     if (joined := _numbers.small(first)) is None:
         return [changes(edit, grad) for grad in grads]
     flat, lengths = joined
+    if any(part.dtype is not flat.dtype for part in first):
+        # What changes in the widest dtype need not do so in another one.
+        return [changes(edit, grad) for grad in grads]
     edited = edit.apply(flat)
     differs = edited.ne(flat)
     if edited.isnan().any():

@@ -85,9 +85,8 @@ def _by_norm(
     biting = {tensor: factor for tensor, factor in factor_of if factor < 1.0}
     event_log.count_changed(rule.id, len(biting))
     if biting:
-        same = len(set(biting.values())) == 1
         parts = _dist.parts(gradients.writable(biting))
-        torch._foreach_mul_(parts, next(iter(biting.values())) if same else [*biting.values()])
+        _numbers.scale_(parts, [*biting.values()])
 
 
 def _shorten(grads: Sequence[Tensor], factors: Tensor) -> None:

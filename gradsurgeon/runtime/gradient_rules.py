@@ -48,7 +48,6 @@ class GradientSnapshot:
 
 def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
     """Record what the rules at `accumulated` ask for; return what was seen, per clock."""
-    act_on_contributions(context, done.waiting, done.logged)
     _log_contributions(context, done)
     snapshots: dict[StepCounter, GradientSnapshot] = {}
     for counter in context.counters.among(done.tensors):
@@ -93,21 +92,29 @@ def act_on_contributions(
 ) -> None:
     """Run the rules at `backward` on gradients that hold nothing but what the running pass has contributed.
 
-    What they measure goes to ``logged``, beside what hooks have seen.
+    Args:
+        context: of the session.
+        tensors: in the order in which their gradients came.
+        logged: takes what is measured, beside what hooks have seen.
     """
     for counter in context.counters.among(tensors):
         fed = [tensor for tensor in tensors if context.counters[tensor] is counter]
-        gradients = Gradients(context, fed, None)
+        gradients = Gradients(context, sorted(fed), None)
         for bound_rule in context.due_rules(counter).in_backward:
             rule, contributed = bound_rule.rule, gradients.having(bound_rule.tensors)
-            if isinstance(rule, CaptureRule):
-                _keep(context, bound_rule, gradients, contributed)
+            if not contributed:
                 continue
-            if isinstance(rule, EditRule) and contributed:
+            if isinstance(rule, CaptureRule):
+                # The oldest copies make room: those of the gradients that came first.
+                matched = set(contributed)
+                in_order = [tensor for tensor in fed if tensor in matched]
+                _keep(context, bound_rule, gradients, in_order)
+                continue
+            if isinstance(rule, EditRule):
                 with torch.no_grad():
                     edit_gradients(context, bound_rule, gradients, contributed)
             for stat in bound_rule.keys:
-                values = gradients.statistics(stat, contributed).unbind() if contributed else ()
+                values = gradients.statistics(stat, contributed).unbind()
                 for tensor, value in zip(contributed, values, strict=True):
                     logged[rule.id].setdefault(tensor, {})[stat] = value
             context.event_log.count_fired(rule.id, counter.step, len(contributed))

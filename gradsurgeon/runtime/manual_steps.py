@@ -72,7 +72,7 @@ class ManualSteps:
         held = measure.read(list(done.held.values()))
         onto = [tensor for tensor, any_ in zip(done.held, held, strict=True) if any_]
         compounded = [tensor for tensor in self.edited() if tensor in onto]
-        if compounded and self._context.mode == "act":
+        if compounded and self._context.mode == "act" and not self._context.paused:
             name, tick = self._context.program.names[compounded[0]], how_to_tick(self._context)
             raise GradSurgeonError(_COMPOUNDS.format(name=name, tick=tick))
         return bool(onto)

@@ -20,7 +20,6 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.edit_effect import NormClip, changes, check_layout
-from gradsurgeon.runtime.gradient_rules import act_on_contributions
 from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 
 
@@ -84,8 +83,8 @@ class TensorHook(Hook):
             if seen.calls[self.tensor] == 1:
                 return None
             # One pass runs inside another, and a part of the gradient is there already.
-            seen.waiting.remove(self.tensor)
-            act_on_contributions(context, [self.tensor], seen.logged)
+            passes.act_on_waiting()
+            seen.waiting.discard(self.tensor)
         counter = context.counters[self.tensor]
         due = [rule for rule in self._rules if context.is_due(rule, counter)]
         if not due:

@@ -47,7 +47,11 @@ class Parameters:
         return list(map(id, self.params()))
 
     def grads(self, tensors: Iterable[int] | None = None) -> tuple[list[int], list[Tensor]]:
-        """Return the tensors, among all or some, that have a gradient now, and these gradients."""
+        """Return the tensors, among all or some, that have a gradient now, and these gradients.
+
+        Args:
+            tensors: in ascending order.
+        """
         wanted = list(range(len(self._places)) if tensors is None else tensors)
         # A parameter that is gone has no gradient either.
         params = self.params(None if len(wanted) == len(self._places) else wanted)

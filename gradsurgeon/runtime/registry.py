@@ -141,6 +141,7 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     # script's own that were there before.
     del args, kwargs
     for controller in _controllers():
+        controller.backward.act_on_waiting()
         controller.steps.meet(optimizer)
     if _beside and _sessions:
         with _changing:

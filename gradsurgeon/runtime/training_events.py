@@ -28,7 +28,6 @@ class BackwardPass:
         graph: by which the order is told in which they got them, where it is not that of ``tensors``.
         calls: how often the hook was called on each tensor that has rules at `backward`.
         logged: by rule at `backward` and by tensor, the statistics of what this pass contributed.
-        waiting: those on which rules at `backward` have still to act.
         contributed: norms of what this rank alone has contributed, where an average over ranks followed.
         scale: what a `GradScaler` has multiplied its gradients by.
         averaged: whether an average over ranks followed.
@@ -41,7 +40,6 @@ class BackwardPass:
     logged: dict[str, dict[int, dict[str, Tensor]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    waiting: tuple[int, ...] = ()
     contributed: dict[int, Tensor] = field(default_factory=dict)
     scale: Tensor | None = None
     averaged: bool = False

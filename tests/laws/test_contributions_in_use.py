@@ -1,0 +1,191 @@
+"""What a script does with gradients before a backward pass is over, or after it has raised, sees the rules acted.
+
+Each case is compared with hooks that are written by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurgeon
+
+BOUND = {"id": "bound", "action": "clamp", "params": "*", "at": "backward", "min": -0.1, "max": 0.1}
+
+
+def rules(*several: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "rules": list(several)}
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    torch.manual_seed(1)
+    loss: Tensor = 50 * model(torch.randn(5, 4)).square().sum()
+    return loss
+
+
+def bound_by_hand(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
+
+
+def held_against_hooks(case: Callable[[nn.Sequential], list[Tensor]]) -> None:
+    by_hand, by_rule = make(), make()
+    bound_by_hand(by_hand)
+    expected = case(by_hand)
+    with gradsurgeon.apply(by_rule, rules(BOUND)):
+        found = case(by_rule)
+    assert len(found) == len(expected) > 0
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def copies(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def grads_of(model: nn.Module) -> list[Tensor]:
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+class Inside(torch.autograd.Function):
+    """Hands its input on, and does something in the middle of the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, act: Callable[[], object]) -> Tensor:
+        ctx.act = act
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            ctx.act()
+        return grad, None
+
+
+def stopped(model: nn.Sequential, act: Callable[[], object]) -> Tensor:
+    hidden = Inside.apply(model[:2](torch.ones(5, 4)), act)
+    loss: Tensor = 50 * model[2:](hidden).square().sum()
+    return loss
+
+
+def test_a_step_within_the_pass_consumes_what_rules_have_edited() -> None:
+    def case(model: nn.Sequential) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+        def step() -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(2):
+            stopped(model, step).backward()
+            step()
+        return copies(list(model.parameters()))
+
+    held_against_hooks(case)
+
+
+def test_a_hook_on_one_parameter_finds_the_others_edited() -> None:
+    def case(model: nn.Sequential) -> list[Tensor]:
+        found: list[Tensor] = []
+        first = next(model.parameters())
+        first.register_post_accumulate_grad_hook(lambda _: found.extend(copies(grads_of(model))))
+        loss_of(model).backward()
+        return found
+
+    held_against_hooks(case)
+
+
+def test_a_hook_on_a_parameter_without_rules_finds_the_others_edited() -> None:
+    model, found = make(), list[Tensor]()
+    next(model.parameters()).register_post_accumulate_grad_hook(
+        lambda _: found.extend(copies(grads_of(model)[-2:]))
+    )
+    with gradsurgeon.apply(model, rules({**BOUND, "params": "4.*"})):
+        loss_of(model).backward()
+    assert found
+    assert all(grad.abs().max() <= 0.1 for grad in found)
+
+
+def test_a_pass_that_raises_leaves_edited_gradients() -> None:
+    def case(model: nn.Sequential) -> list[Tensor]:
+        def fail() -> None:
+            raise MemoryError
+
+        with pytest.raises(MemoryError):
+            stopped(model, fail).backward()
+        return copies(grads_of(model))
+
+    held_against_hooks(case)
+
+
+def test_a_model_that_is_trained_within_the_pass_of_another_is_edited_there() -> None:
+    def case(model: nn.Sequential) -> list[Tensor]:
+        found: list[Tensor] = []
+
+        def train() -> None:
+            loss_of(model).backward()
+            found.extend(copies(grads_of(model)))
+
+        stopped(make(), train).backward()
+        return found
+
+    held_against_hooks(case)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_sessions_that_share_parameters_see_one_another_s_edits(order: tuple[int, int]) -> None:
+    model = make()
+    log = {"id": "log", "action": "norm-log", "params": "*", "at": "accumulated", "stats": ["linf"]}
+    wanted = [(model[0], rules(log)), (model, rules(BOUND))]
+    sessions = [gradsurgeon.apply(*wanted[number]) for number in order]
+    loss_of(model).backward()
+    ((_, largest),) = sessions[order.index(0)].history("weight", "linf")
+    for session in sessions:
+        session.remove()
+    assert largest == pytest.approx(0.1)
+
+
+def test_a_rule_that_saw_nothing_keeps_its_last_step() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    both = rules({**BOUND, "params": "0.*"}, {**BOUND, "id": "last", "params": "4.*"})
+    with gradsurgeon.apply(model, both) as session:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model[0](torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        status = session.status()
+    assert (status["bound"].last_step, status["last"].last_step) == (1, 0)
+
+
+def test_captured_contributions_come_in_the_order_of_the_pass() -> None:
+    model = make()
+    keep = {"id": "keep", "action": "capture", "params": "*", "at": "backward"}
+    with gradsurgeon.apply(model, rules(keep)) as session:
+        loss_of(model).backward()
+        names = [name for name, _, _ in session.captured("keep")]
+    assert names[0].startswith("4.")
+    assert names[-1].startswith("0.")
+    assert len(names) == 6
+
+
+def test_a_paused_session_lets_a_script_without_an_optimizer_accumulate() -> None:
+    model = make()
+    half = {"id": "half", "action": "scale", "params": "*", "at": "step", "factor": 0.5}
+    with gradsurgeon.apply(model, rules(half)) as session:
+        loss_of(model).backward()
+        edited = copies(grads_of(model))
+        session.pause()
+        loss_of(model).backward()
+    for sum_, first in zip(grads_of(model), edited, strict=True):
+        assert torch.allclose(sum_, 3 * first)
