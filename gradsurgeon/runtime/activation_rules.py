@@ -135,6 +135,8 @@ class ActivationRules:
         out = tensor
         with self.lock:
             for rule, name in rules:
+                if self._is_unfit(out, rule, name, owner):
+                    continue
                 if isinstance(rule, EditRule):
                     # Ids and masks are values too, but nothing that a bound or a factor is meant for.
                     if is_numeric(out) and not self.has_edited(rule, out):
@@ -155,6 +157,8 @@ class ActivationRules:
             out, scale = grad, self.context.scaling.scale
             step = self.counters.of(owner).step
             for rule, name in rules:
+                if self._is_unfit(out, rule, name, owner):
+                    continue
                 if isinstance(rule, EditRule):
                     out = self._edit(rule, out, step, scale, is_grad=True)
                 else:
@@ -167,6 +171,14 @@ class ActivationRules:
         if unreadable:
             self.warn("unreadable", _UNREADABLE, rules, owner)
         return unreadable
+
+    def _is_unfit(self, tensor: Tensor, rule: Rule, name: str, owner: str) -> bool:
+        """Tell whether a rule has to leave a complex tensor alone, which of parameters is known before."""
+        if not tensor.is_complex() or not (reason := rule.complex_problem()):
+            return False
+        text = f"left {name} alone: {reason}; leave it out by `exclude`"
+        self.warn("complex", text, [NamedRule(rule, name)], owner)
+        return True
 
     def warn(self, topic: str, text: str, rules: Sequence[NamedRule], owner: str) -> None:
         step = self.counters.of(owner).step
