@@ -185,3 +185,80 @@ def test_a_rule_that_rests_can_be_paused() -> None:
         assert model(x).equal(x)
         session.resume()
         assert model(x).equal(3 * x)
+
+
+class Unrolled(nn.Module):
+    """One of many modules is called as often as the step is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+        self.cell = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, calls: int) -> Tensor:
+        x = self.layers(x)
+        for _ in range(calls):
+            x = self.cell(x)
+        return x
+
+
+@pytest.mark.parametrize("tensor", ["output", "output.grad"])
+def test_a_module_called_more_often_than_before_keeps_all_its_records(
+    tensor: str, tmp_path: Path
+) -> None:
+    model, calls = Unrolled(), [1, 1, 6, 2, 1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    path = tmp_path / "run"
+    with gradsurgeon.apply(model, rules(logging(tensor)), optimizer=optimizer, record=path) as one:
+        for step, times in enumerate(calls):
+            model(data(step, 3, 2), times).sum().backward()
+            optimizer.step()
+            one.history("cell")  # what waits is measured step by step
+    expected = [step for step, times in enumerate(calls) for _ in range(times)]
+    with gradsurgeon.open_run(path) as run:
+        for records in (one, run):
+            assert [step for step, _ in records.history("cell")] == expected
+            assert [step for step, _ in records.history("layers.3")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_script_may_set_a_default_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = Busy(4)
+    path = tmp_path / "run"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with gradsurgeon.apply(model, rules(logging("output")), record=path) as session:
+            # A pass in which modules are left out has a row with empty columns.
+            for part in (model, model.first, model):
+                part(torch.ones(2, 4, dtype=torch.float32))
+                session.history("first")
+    finally:
+        torch.set_default_dtype(before)
+    with gradsurgeon.open_run(path) as run:
+        for name, times in (("first", 3), ("cell", 6), ("rare", 1)):
+            assert run.history(name) == session.history(name)
+            assert len(run.history(name)) == times
+
+
+class Complex(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.complex64)
+
+
+def test_what_complex_numbers_do_not_have_is_left_alone_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Complex())
+    entries = [
+        logging("output", stats=["l2", "max"]),
+        logging("output.grad", stats=["l2", "mean"]),
+        {"id": "bound", "action": "clamp", "modules": "1", "tensor": "output", "min": -1},
+        {"id": "plain", "action": "norm-log", "modules": "*", "tensor": "output"},
+    ]
+    session = gradsurgeon.apply(model, rules(*entries))
+    with pytest.warns(gradsurgeon.GradSurgeonWarning, match="left 1 alone: complex numbers"):
+        out = model(data(0, 3, 4))
+        out.abs().sum().backward()
+    warned = {rule: bool(status.warnings) for rule, status in session.status().items()}
+    assert warned == {"output": True, "output-grad": True, "bound": True, "plain": False}
+    assert session.latest("1", rule="plain") == pytest.approx(out.detach().norm().item())
+    assert len(session.history("0", "max", rule="output")) == 1
