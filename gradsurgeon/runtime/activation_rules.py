@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradsurgeon import _numbers, _torch
+from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.backward_watch import BackwardWatch
@@ -27,6 +27,11 @@ _UNREADABLE = (
     "left a tensor alone that has no numbers to read (a batch of torch.func.vmap, jacrev or "
     "is_grads_batched; the meta device; torch.export at its trace): nothing was measured or edited there; "
     "compute this part in a loop, and export the model after session.remove()"
+)
+_SHARDED = (
+    "measured nothing of a tensor that is divided over ranks (a DTensor): the whole of it would take a collective "
+    "in the middle of a forward or backward pass; log another module, or let this one return its part "
+    "(`use_local_output=True`)"
 )
 
 
@@ -225,6 +230,9 @@ class ActivationRules:
                 self.context.captures.keep(rule, name, step, plain)
         elif is_numeric(tensor):
             if isinstance(rule, ObserverRule):
+                if _dist.is_sharded(tensor):
+                    self.warn("sharded", _SHARDED, [NamedRule(rule, name)], owner)
+                    return
                 # Asked here: to enter a context takes a third of the time of copying a small tensor.
                 if _torch.in_transform():
                     with _torch.aside(tensor) as plain:
@@ -241,7 +249,7 @@ class ActivationRules:
         if not is_numeric(tensor):
             return
         with _torch.aside(tensor) as plain:
-            bad = _numbers.nonfinite(plain)
+            bad = _numbers.nonfinite(_dist.local(plain))
         flag = Flag(rule, name, partial(self.counters.of, owner), bad, fed=fed)
         if not flag.fed and torch.is_grad_enabled():
             # On a leaf the hooks of all passes would stay.
