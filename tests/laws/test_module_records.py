@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections import defaultdict
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import data
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import gradsurgeon
 from gradsurgeon.cli import main
@@ -262,3 +266,42 @@ def test_what_complex_numbers_do_not_have_is_left_alone_by_name() -> None:
     assert warned == {"output": True, "output-grad": True, "bound": True, "plain": False}
     assert session.latest("1", rule="plain") == pytest.approx(out.detach().norm().item())
     assert len(session.history("0", "max", rule="output")) == 1
+
+
+def test_a_module_of_two_names_is_asked_for_by_either(tmp_path: Path) -> None:
+    layer, path = nn.Linear(3, 3), tmp_path / "run"
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    with gradsurgeon.apply(model, rules(logging("output")), record=path) as session:
+        model(data(0, 2, 3))
+    with gradsurgeon.open_run(path) as run:
+        for records in (session, run):
+            assert len(records.history("0")) == 2
+            assert records.history("2") == records.history("0")
+            assert records.latest("2") == records.latest("0")
+
+
+class Divided(nn.Module):
+    """Returns a tensor that is divided over ranks, as tensor parallel layers can be asked to do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mesh = init_device_mesh("cpu", (1,))
+        return DTensor.from_local(x, mesh, [Shard(0)])
+
+
+def test_what_is_divided_over_ranks_is_not_measured_and_named(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(3, 3), Divided())
+        trap = {"id": "trap", "action": "nan-trap", "modules": "1", "tensor": "output"}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        session = gradsurgeon.apply(model, rules(logging("output"), trap), optimizer=optimizer)
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="divided over ranks"):
+            model(data(0, 2, 3)).to_local().sum().backward()
+        optimizer.step()
+        assert len(session.history("0")) == 1
+        assert session.history("1") == []
+        model(torch.full((2, 3), math.nan)).to_local().sum().backward()
+        with pytest.raises(gradsurgeon.NonFiniteGradientError, match="output of 1"):
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()
