@@ -9,7 +9,7 @@ less time.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -24,6 +24,8 @@ from gradsurgeon.store import Key
 _Kept = Tensor | tuple[Tensor, ...]
 # Of a model that never runs the same modules twice in the same order.
 _MOST_ORDERS = 32
+# Of a row that has values of fewer than one column in so many, nearly all is room for what is not there.
+_MOST_EMPTY = 8
 # What has been seen: by which rule, under which name, in which step, and what is kept of it.
 _Seen = tuple[ObserverRule, str, int, torch.device, _Kept]
 
@@ -128,7 +130,8 @@ class _Layout:
     """Which names share the series of a rule: those that first came together, and equally often.
 
     A name stays in its series, so that its values stay in the order in which they came. A row of a series has
-    no value of a name that did not come.
+    no value of a name that did not come. Names that turn out to come far more often than the others move on,
+    once and for all, to a series of their own.
     """
 
     def __init__(self, rule: ObserverRule) -> None:
@@ -148,9 +151,13 @@ class _Layout:
     def _places(self, names: tuple[str, ...]) -> _Places:
         # A module that is called a thousand times must not leave a thousand rows of the width of the model.
         by_calls: dict[int, list[str]] = {}
-        for name, calls in Counter(names).items():
-            if name not in self._columns:
+        counts = Counter(names)
+        moving = self._too_wide(counts)
+        for name, calls in counts.items():
+            if name in moving or name not in self._columns:
                 by_calls.setdefault(calls, []).append(name)
+        if moving:
+            self._known.clear()
         for group in by_calls.values():
             rule, point = self._rule, self._point
             keys: Sequence[Key] = tuple(
@@ -170,3 +177,16 @@ class _Layout:
             [(keys, tuple([column for column, _ in places])) for keys, places in rows.values()],
             tuple([position for _, places in rows.values() for _, position in places]),
         )
+
+    def _too_wide(self, counts: Mapping[str, int]) -> set[str]:
+        """Return the names that are called again where hardly any other name of their series is."""
+        again: dict[int, list[str]] = {}
+        for name, calls in counts.items():
+            if calls > 1 and name in self._columns:
+                again.setdefault(id(self._columns[name][0]), []).append(name)
+        return {
+            name
+            for names in again.values()
+            for name in names
+            if len(names) * _MOST_EMPTY < len(self._columns[name][0][0].names)
+        }

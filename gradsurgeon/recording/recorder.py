@@ -165,7 +165,8 @@ class _Row:
         width = len(self.key.names)
         if len(self.columns) == width:
             return _numbers.to_bytes(values), frozenset()
-        whole = torch.zeros(width, device="cpu")
+        # Scripts set another default dtype and another default device.
+        whole = torch.zeros(width, dtype=torch.float32, device="cpu")
         whole[torch.tensor(self.columns, device="cpu")] = values
         return _numbers.to_bytes(whole), frozenset(range(width)) - frozenset(self.columns)
 

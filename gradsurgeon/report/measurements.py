@@ -79,7 +79,11 @@ class InMemory(Measurements):
         candidates = self._records.series(name, STAT, rule)
         series = [s for s in candidates if s.key.point == point and s.last(name)]
         pairs = merged(series, name)
-        missing = [(step, None) for s in series for step, value in s.cells(name) if value is None]
+        # A row may be there for the second call of another module.
+        measured = {step for step, _ in pairs}
+        missing = [
+            (step, None) for s in series for step, _ in s.cells(name) if step not in measured
+        ]
         timeline: list[tuple[int, float | None]] = [*pairs, *missing]
         finite = [value for _, value in pairs if math.isfinite(value)]
         nonfinite = [step for step, value in pairs if not math.isfinite(value)]

@@ -143,6 +143,9 @@ def describe(plan: Plan, *, mode: str, start_step: int, torch: str) -> dict[str,
                 {"name": param.name, "aliases": list(param.aliases)}
                 for param in plan.manifest.params
             ],
+            "aliases": {
+                alias: module.name for module in plan.manifest.modules for alias in module.aliases
+            },
         },
         "plan": plan.to_dict(),
         "roles": {

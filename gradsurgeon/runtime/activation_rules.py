@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradsurgeon import _numbers, _torch
+from gradsurgeon import _dist, _numbers, _torch
 from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule, Rule, TrapRule
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.backward_watch import BackwardWatch
@@ -27,6 +27,11 @@ _UNREADABLE = (
     "left a tensor alone that has no numbers to read (a batch of torch.func.vmap, jacrev or "
     "is_grads_batched; the meta device; torch.export at its trace): nothing was measured or edited there; "
     "compute this part in a loop, and export the model after session.remove()"
+)
+_SHARDED = (
+    "measured nothing of a tensor that is divided over ranks (a DTensor): the whole of it would take a collective "
+    "in the middle of a forward or backward pass; log another module, or let this one return its part "
+    "(`use_local_output=True`)"
 )
 
 
@@ -135,6 +140,8 @@ class ActivationRules:
         out = tensor
         with self.lock:
             for rule, name in rules:
+                if self._is_unfit(out, rule, name, owner):
+                    continue
                 if isinstance(rule, EditRule):
                     # Ids and masks are values too, but nothing that a bound or a factor is meant for.
                     if is_numeric(out) and not self.has_edited(rule, out):
@@ -155,6 +162,8 @@ class ActivationRules:
             out, scale = grad, self.context.scaling.scale
             step = self.counters.of(owner).step
             for rule, name in rules:
+                if self._is_unfit(out, rule, name, owner):
+                    continue
                 if isinstance(rule, EditRule):
                     out = self._edit(rule, out, step, scale, is_grad=True)
                 else:
@@ -167,6 +176,14 @@ class ActivationRules:
         if unreadable:
             self.warn("unreadable", _UNREADABLE, rules, owner)
         return unreadable
+
+    def _is_unfit(self, tensor: Tensor, rule: Rule, name: str, owner: str) -> bool:
+        """Tell whether a rule has to leave a complex tensor alone, which of parameters is known before."""
+        if not tensor.is_complex() or not (reason := rule.complex_problem()):
+            return False
+        text = f"left {name} alone: {reason}; leave it out by `exclude`"
+        self.warn("complex", text, [NamedRule(rule, name)], owner)
+        return True
 
     def warn(self, topic: str, text: str, rules: Sequence[NamedRule], owner: str) -> None:
         step = self.counters.of(owner).step
@@ -213,6 +230,9 @@ class ActivationRules:
                 self.context.captures.keep(rule, name, step, plain)
         elif is_numeric(tensor):
             if isinstance(rule, ObserverRule):
+                if _dist.is_sharded(tensor):
+                    self.warn("sharded", _SHARDED, [NamedRule(rule, name)], owner)
+                    return
                 # Asked here: to enter a context takes a third of the time of copying a small tensor.
                 if _torch.in_transform():
                     with _torch.aside(tensor) as plain:
@@ -229,7 +249,7 @@ class ActivationRules:
         if not is_numeric(tensor):
             return
         with _torch.aside(tensor) as plain:
-            bad = _numbers.nonfinite(plain)
+            bad = _numbers.nonfinite(_dist.local(plain))
         flag = Flag(rule, name, partial(self.counters.of, owner), bad, fed=fed)
         if not flag.fed and torch.is_grad_enabled():
             # On a leaf the hooks of all passes would stay.

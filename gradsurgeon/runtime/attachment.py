@@ -12,7 +12,7 @@ from gradsurgeon import _live
 from gradsurgeon.actions import ObserverRule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.planning import Plan
+from gradsurgeon.planning import Module, Param, Plan
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.runtime import compile_support
@@ -134,7 +134,8 @@ class Attachment:
         manifest = self.plan.manifest
         things = [*(param.name for param in manifest.params), *(m.name for m in manifest.modules)]
         more = sorted({name for names in measured.values() for name in names} - set(things))
-        aliases = {alias: param.name for param in manifest.params for alias in param.aliases}
+        named: tuple[Module | Param, ...] = (*manifest.modules, *manifest.params)
+        aliases = {alias: thing.name for thing in named for alias in thing.aliases}
         known = (*things, *more)
         return Lookup(known, aliases, logged, records.series, self._due_since)
 

@@ -14,6 +14,8 @@ from gradsurgeon.store.layout import Stored, is_absent, pack_absent
 
 # 500 parameters keep 30,000 steps, which is what a memory-only debugging session looks back on;
 # longer runs have a run directory.
+# Points at which a step can have several records of one tensor: of each pass, or call of a module.
+_OF_EACH_CALL = frozenset({"backward", "forward"})
 MEMORY_LIMIT = 64 * 2**20
 _FLOAT = struct.Struct("f").unpack_from
 # What Python takes for a row beside its numbers.
@@ -135,12 +137,13 @@ class Records:
 def merged(series: Sequence[RecordedSeries], name: str) -> list[tuple[int, float]]:
     """Return ``(step, value)`` over several series of one rule, in order of step.
 
-    A tensor moves on to a new series when another optimizer claims it. Where the point of a rule has
-    one record per step, that of the later series stands.
+    A tensor moves on to a new series when another optimizer claims it, or when its module turns out to be
+    called more often than others. Where the point of a rule has one record per step, that of the later
+    series stands.
     """
     if len(series) == 1:
         return series[0].of(name)
     pairs = sorted((pair for part in series for pair in part.of(name)), key=lambda pair: pair[0])
-    if any(part.key.point == "backward" for part in series):
+    if any(part.key.point in _OF_EACH_CALL for part in series):
         return pairs
     return list(dict(pairs).items())

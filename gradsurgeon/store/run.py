@@ -34,7 +34,8 @@ class Run(RecordQueries):
         self.meta = meta
         self._files = list(files)
         self.ranks = tuple(file.rank for file in files)
-        self._aliases: dict[str, str] = {}
+        modules = section(section(meta, "model"), "aliases")
+        self._aliases = {str(alias): str(name) for alias, name in modules.items()}
         self.params = tuple(self._read_params())
 
     def __enter__(self) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections import defaultdict
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import data
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import gradsurgeon
 from gradsurgeon.cli import main
@@ -185,3 +189,119 @@ def test_a_rule_that_rests_can_be_paused() -> None:
         assert model(x).equal(x)
         session.resume()
         assert model(x).equal(3 * x)
+
+
+class Unrolled(nn.Module):
+    """One of many modules is called as often as the step is long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+        self.cell = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, calls: int) -> Tensor:
+        x = self.layers(x)
+        for _ in range(calls):
+            x = self.cell(x)
+        return x
+
+
+@pytest.mark.parametrize("tensor", ["output", "output.grad"])
+def test_a_module_called_more_often_than_before_keeps_all_its_records(
+    tensor: str, tmp_path: Path
+) -> None:
+    model, calls = Unrolled(), [1, 1, 6, 2, 1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    path = tmp_path / "run"
+    with gradsurgeon.apply(model, rules(logging(tensor)), optimizer=optimizer, record=path) as one:
+        for step, times in enumerate(calls):
+            model(data(step, 3, 2), times).sum().backward()
+            optimizer.step()
+            one.history("cell")  # what waits is measured step by step
+    expected = [step for step, times in enumerate(calls) for _ in range(times)]
+    with gradsurgeon.open_run(path) as run:
+        for records in (one, run):
+            assert [step for step, _ in records.history("cell")] == expected
+            assert [step for step, _ in records.history("layers.3")] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_script_may_set_a_default_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = Busy(4)
+    path = tmp_path / "run"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with gradsurgeon.apply(model, rules(logging("output")), record=path) as session:
+            # A pass in which modules are left out has a row with empty columns.
+            for part in (model, model.first, model):
+                part(torch.ones(2, 4, dtype=torch.float32))
+                session.history("first")
+    finally:
+        torch.set_default_dtype(before)
+    with gradsurgeon.open_run(path) as run:
+        for name, times in (("first", 3), ("cell", 6), ("rare", 1)):
+            assert run.history(name) == session.history(name)
+            assert len(run.history(name)) == times
+
+
+class Complex(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.complex64)
+
+
+def test_what_complex_numbers_do_not_have_is_left_alone_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Complex())
+    entries = [
+        logging("output", stats=["l2", "max"]),
+        logging("output.grad", stats=["l2", "mean"]),
+        {"id": "bound", "action": "clamp", "modules": "1", "tensor": "output", "min": -1},
+        {"id": "plain", "action": "norm-log", "modules": "*", "tensor": "output"},
+    ]
+    session = gradsurgeon.apply(model, rules(*entries))
+    with pytest.warns(gradsurgeon.GradSurgeonWarning, match="left 1 alone: complex numbers"):
+        out = model(data(0, 3, 4))
+        out.abs().sum().backward()
+    warned = {rule: bool(status.warnings) for rule, status in session.status().items()}
+    assert warned == {"output": True, "output-grad": True, "bound": True, "plain": False}
+    assert session.latest("1", rule="plain") == pytest.approx(out.detach().norm().item())
+    assert len(session.history("0", "max", rule="output")) == 1
+
+
+def test_a_module_of_two_names_is_asked_for_by_either(tmp_path: Path) -> None:
+    layer, path = nn.Linear(3, 3), tmp_path / "run"
+    model = nn.Sequential(layer, nn.Tanh(), layer)
+    with gradsurgeon.apply(model, rules(logging("output")), record=path) as session:
+        model(data(0, 2, 3))
+    with gradsurgeon.open_run(path) as run:
+        for records in (session, run):
+            assert len(records.history("0")) == 2
+            assert records.history("2") == records.history("0")
+            assert records.latest("2") == records.latest("0")
+
+
+class Divided(nn.Module):
+    """Returns a tensor that is divided over ranks, as tensor parallel layers can be asked to do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mesh = init_device_mesh("cpu", (1,))
+        return DTensor.from_local(x, mesh, [Shard(0)])
+
+
+def test_what_is_divided_over_ranks_is_not_measured_and_named(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/ranks", rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(3, 3), Divided())
+        trap = {"id": "trap", "action": "nan-trap", "modules": "1", "tensor": "output"}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        session = gradsurgeon.apply(model, rules(logging("output"), trap), optimizer=optimizer)
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="divided over ranks"):
+            model(data(0, 2, 3)).to_local().sum().backward()
+        optimizer.step()
+        assert len(session.history("0")) == 1
+        assert session.history("1") == []
+        model(torch.full((2, 3), math.nan)).to_local().sum().backward()
+        with pytest.raises(gradsurgeon.NonFiniteGradientError, match="output of 1"):
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()

@@ -197,6 +197,15 @@ def test_one_rule_over_two_clocks_makes_one_history() -> None:
     assert row(report(measured).text(width=100), "a")[2:6] == ["1", "4", "4", "4"]
 
 
+def test_the_second_call_of_another_module_leaves_no_gap() -> None:
+    key, found = Key("norms", "l2", "forward", ("once", "twice")), Records()
+    for step in range(4):
+        found.add(key, step, array("f", [2.0, 3.0]).tobytes())
+        found.add(key, step, array("f", [0.0, 3.0]).tobytes(), frozenset({0}))
+    shown = report(found, rules={"norms": RuleInfo("norm-log", "observe")})
+    assert len(row(str(shown), "once")[1]) == 4
+
+
 def test_other_statistics_are_mentioned_where_l2_is_missing() -> None:
     text = report(records({"w": [1.0]}, stat="linf")).text()
     assert "no l2 recorded; recorded: linf" in text
