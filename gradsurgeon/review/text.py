@@ -67,4 +67,5 @@ def _shown(text: str) -> str:
     To a job of GitHub a line that begins with `::` is a command, and so is `##[` anywhere in it.
     """
     shown = printable(text).replace("##[", "#\\x23[")
-    return f"\\x3a{shown[1:]}" if shown.startswith("::") else shown
+    # Blanks before it are no help.
+    return shown.replace("::", "\\x3a:", 1) if shown.lstrip().startswith("::") else shown

@@ -179,6 +179,8 @@ class BackwardWatch:
         self._watched = list(context.program.watched)
         self.seen = Seen()
         self._training: tuple[int, bool] = (-1, False)
+        # Whether rules at `backward` may wait for the end of a pass.
+        self._is_waited_for = True
 
     def is_training(self, param: Tensor) -> bool:
         """Tell a `backward()` from a `torch.autograd.grad()`; asked once per pass."""
@@ -211,7 +213,7 @@ class BackwardWatch:
 
         A hook of the script's on one parameter may read the gradients of all.
         """
-        if self.scaling.in_use or _dist.is_used():
+        if not self._is_waited_for or self.scaling.in_use or _dist.is_used():
             return set()
         per_tensor = self._context.program.per_tensor
         waiting = set()
@@ -240,10 +242,23 @@ class BackwardWatch:
         came = [tensor for tensor in seen.calls if tensor in seen.waiting]
         having = set(self._context.parameters.grads(sorted(came))[0])
         seen.waiting -= having
+        if running is not None and seen.waiting.intersection(came):
+            self._note_taken(sorted(seen.waiting.intersection(came)))
         if having:
             self._context.refuse_graph_capture()
             in_order = [tensor for tensor in came if tensor in having]
             act_on_contributions(self._context, in_order, seen.logged)
+
+    def _note_taken(self, tensors: Sequence[int]) -> None:
+        """Let rules act in their hooks from now on where something takes gradients away within the pass."""
+        self._is_waited_for = False
+        name = self._context.program.names[tensors[0]]
+        text = (
+            f"something took the gradient of {name} away before the backward pass was over (a hook on a node "
+            "of its graph): rules at `backward` did not act on it in this pass; from now on they do, as it comes"
+        )
+        step = self._context.counters[tensors[0]].step
+        self._context.event_log.notice_once("taken", text, step=step, warn=True)
 
     def end(self, running: RunningPass, before: _Before) -> None:
         """Tell of a pass, if it has reached the model."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 import gradsurgeon
 
@@ -189,3 +190,22 @@ def test_a_paused_session_lets_a_script_without_an_optimizer_accumulate() -> Non
         loss_of(model).backward()
     for sum_, first in zip(grads_of(model), edited, strict=True):
         assert torch.allclose(sum_, 3 * first)
+
+
+def test_a_gradient_that_is_taken_away_within_a_pass_is_told_of_and_edited_from_then_on() -> None:
+    model, taken = nn.Linear(3, 3), list[Tensor]()
+    node = get_gradient_edge(model.weight).node
+
+    def take(*_: object) -> None:
+        assert model.weight.grad is not None
+        taken.append(model.weight.grad)
+        model.weight.grad = None
+
+    node.register_hook(take)
+    rule = {"id": "half", "action": "scale", "params": "*", "at": "backward", "factor": 0.5}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, optimizer=[]):
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="took the gradient of weight away"):
+            model(torch.ones(1, 3)).sum().backward()
+        model.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(taken[1], torch.full((3, 3), 0.5))

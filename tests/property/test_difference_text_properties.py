@@ -8,7 +8,7 @@ import re
 
 import pytest
 from fuzzing import examples
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import gradsurgeon
@@ -126,7 +126,8 @@ def test_code_shows_the_text_itself(shown: str) -> None:
     assert inner == printable(shown)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(100), deadline=None)
+@example(known=[" ::error::x"], file="", pattern="", turned=False)
 @given(names, hostile, hostile, st.booleans())
 def test_in_a_terminal_and_a_log_nothing_acts(
     known: list[str], file: str, pattern: str, turned: bool
