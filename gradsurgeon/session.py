@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from html import escape
+from itertools import islice
 from typing import Self
 
 from torch import Tensor
 
-from gradsurgeon.actions import CaptureRule
+from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.planning import Plan
+from gradsurgeon.planning import Module, Param, Plan
 from gradsurgeon.recording.recorder import CaptureKey
 from gradsurgeon.runtime.attachment import Attachment
-from gradsurgeon.store import Lookup, RecordQueries
+from gradsurgeon.store import Logged, Lookup, RecordQueries
 
 # A notebook shows the last events; `events` has all of them.
 _EVENTS_SHOWN = 5
@@ -108,7 +109,38 @@ class Session(RecordQueries):
         return self._attachment.context.captures.of(rule)
 
     def _lookup(self) -> Lookup:
-        return self._attachment.lookup()
+        records = self._attachment.records
+        measured: dict[str, set[str]] = {}
+        for series in records:
+            measured.setdefault(series.key.rule, set()).update(series.key.names)
+        logged = {
+            rule.id: Logged(
+                getattr(rule, "stats", ()),
+                # A module can return several tensors, which have names of their own.
+                frozenset({b.name for b in self.plan.of(rule.id)} | measured.get(rule.id, set())),
+            )
+            for rule in self.plan.rules.rules
+            if isinstance(rule, ObserverRule)
+        }
+        manifest = self.plan.manifest
+        things = [*(param.name for param in manifest.params), *(m.name for m in manifest.modules)]
+        more = sorted({name for names in measured.values() for name in names} - set(things))
+        named: tuple[Module | Param, ...] = (*manifest.modules, *manifest.params)
+        aliases = {alias: thing.name for thing in named for alias in thing.aliases}
+        known = (*things, *more)
+        return Lookup(known, aliases, logged, records.series, self._due_since)
+
+    def _due_since(self, rule_id: str, name: str, step: int) -> int:
+        """Return in how many finished steps of a parameter after one a rule was due, up to some."""
+        context = self._attachment.context
+        tensors = context.program.names
+        if name not in tensors:
+            return 0  # a module need not run in every step
+        over = context.counters[tensors.index(name)].step
+        schedule = next(rule.steps for rule in self.plan.rules.rules if rule.id == rule_id)
+        last = over if schedule.to is None else min(over, schedule.to)
+        due = (one for one in range(last - 1, step, -1) if schedule.due(one))
+        return len(list(islice(due, 3)))
 
     def __enter__(self) -> Self:
         return self

@@ -20,8 +20,8 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.edit_effect import NormClip, changes
-from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
+from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
 
 _UNREADABLE = (
     "left a tensor alone that has no numbers to read (a batch of torch.func.vmap, jacrev or "

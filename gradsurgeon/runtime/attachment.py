@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from gradsurgeon import _live
-from gradsurgeon.actions import ObserverRule
 from gradsurgeon.compiler import compile_plan
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.planning import Module, Param, Plan
+from gradsurgeon.planning import Plan
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import Recorder
 from gradsurgeon.runtime import compile_support
@@ -21,7 +19,7 @@ from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import Scaling, refuse_scaling
 from gradsurgeon.runtime.step_counter import StepCounters
-from gradsurgeon.store import Logged, Lookup, Records
+from gradsurgeon.store import Records
 
 if TYPE_CHECKING:
     from gradsurgeon.store.writer import RunWriter
@@ -116,36 +114,3 @@ class Attachment:
     def records(self) -> Records:
         self.context.recorder.flush()
         return self.context.recorder.records
-
-    def lookup(self) -> Lookup:
-        records = self.records
-        measured: dict[str, set[str]] = {}
-        for series in records:
-            measured.setdefault(series.key.rule, set()).update(series.key.names)
-        logged = {
-            rule.id: Logged(
-                getattr(rule, "stats", ()),
-                # A module can return several tensors, which have names of their own.
-                frozenset({b.name for b in self.plan.of(rule.id)} | measured.get(rule.id, set())),
-            )
-            for rule in self.plan.rules.rules
-            if isinstance(rule, ObserverRule)
-        }
-        manifest = self.plan.manifest
-        things = [*(param.name for param in manifest.params), *(m.name for m in manifest.modules)]
-        more = sorted({name for names in measured.values() for name in names} - set(things))
-        named: tuple[Module | Param, ...] = (*manifest.modules, *manifest.params)
-        aliases = {alias: thing.name for thing in named for alias in thing.aliases}
-        known = (*things, *more)
-        return Lookup(known, aliases, logged, records.series, self._due_since)
-
-    def _due_since(self, rule_id: str, name: str, step: int) -> int:
-        """Return in how many finished steps of a parameter after one a rule was due, up to some."""
-        tensors = self.context.program.names
-        if name not in tensors:
-            return 0  # a module need not run in every step
-        over = self.context.counters[tensors.index(name)].step
-        schedule = next(rule.steps for rule in self.plan.rules.rules if rule.id == rule_id)
-        last = over if schedule.to is None else min(over, schedule.to)
-        due = (one for one in range(last - 1, step, -1) if schedule.due(one))
-        return len(list(islice(due, 3)))

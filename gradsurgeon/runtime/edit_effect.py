@@ -15,7 +15,7 @@ from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import ByNorm, Edit, Rule
 from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.scaler_watch import unscaled
+from gradsurgeon.tensors.loss_scale import unscaled
 
 LEFT_ALONE = "the norm is not finite: the gradients were left alone"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.scaler_watch import unscaled
 from gradsurgeon.tensors import measure
+from gradsurgeon.tensors.loss_scale import unscaled
 from gradsurgeon.tensors.measure import Norms
 
 

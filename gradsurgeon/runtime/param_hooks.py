@@ -20,7 +20,7 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.edit_effect import NormClip, changes, check_layout
-from gradsurgeon.runtime.scaler_watch import in_true_units, unscaled
+from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
 
 
 class Hook:

@@ -49,7 +49,7 @@ class StepCounters:
         return max((counter.step for counter in self._of), default=self.common.step)
 
     def claim(self, tensors: Iterable[int], counter: StepCounter) -> None:
-        """Give tensors to a clock.
+        """Give tensors to a counter.
 
         A schedule must not begin anew because the script rebuilt its optimizer, so the counter goes
         on from the latest one that its tensors had. What the counter had besides goes by the common one

@@ -1,0 +1,34 @@
+"""Arithmetic on gradients that a `GradScaler` has multiplied by its scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def unscaled(grad: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a gradient in true units. Half precision becomes float32, which holds what is small."""
+    if scale is None:
+        return grad
+    values = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
+    return values / scale.to(grad.device)
+
+
+def in_true_units(
+    edit: Callable[[Tensor], Tensor], scale: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """Return an edit that works on scaled gradients as ``edit`` does on true ones.
+
+    Non-finite elements pass: the scaler must see its overflow, or it would never back off. The scale
+    is a power of two, so that dividing by it loses nothing.
+    """
+    if scale is None:
+        return edit
+
+    def scaled(grad: Tensor) -> Tensor:
+        out = edit(unscaled(grad, scale)) * scale.to(grad.device)
+        return torch.where(grad.isfinite(), out.to(grad.dtype), grad)
+
+    return scaled
