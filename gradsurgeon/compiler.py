@@ -28,7 +28,7 @@ class ModuleProgram:
 class Program:
     """Everything a session does, sorted by the moment at which it happens."""
 
-    # Of all parameters: those that no rule touches are there because their optimizer keeps the clock.
+    # Of all parameters: those that no rule touches are there because their optimizer counts the steps.
     names: tuple[str, ...]
     armed: tuple[int, ...] = ()  # the parameters that some rule acts on
     # Parameter to its rules at `backward`; one tensor hook each.
@@ -56,7 +56,7 @@ class Program:
 
     @property
     def site_rules(self) -> list[tuple[Rule, str]]:
-        """The rules on module tensors and tags, each with one module whose clock it goes by."""
+        """The rules on module tensors and tags, each with one module whose step counter it goes by."""
         found: dict[str, tuple[Rule, str]] = {}
         for module in self.modules:
             for rule in (*module.on_input, *module.on_output):

@@ -15,7 +15,7 @@ class Event:
     """One noteworthy moment of a run.
 
     ``rule`` and ``name`` are empty where no single rule or parameter is concerned; ``step`` is the
-    clock of the optimizer concerned, counted from 0.
+    number of the update, counted from 0 for each optimizer.
     """
 
     kind: EventKind
@@ -32,7 +32,7 @@ class RuleStatus:
 
     ``matched`` counts parameters, ``fired`` counts actions on single tensors (for a trap: its looks,
     whatever it saw), ``changed`` is the share of firings that altered at least one element (for a
-    trap: of looks at which it tripped), ``last_step`` is the clock of the last firing, ``None`` before
+    trap: of looks at which it tripped), ``last_step`` is the update of the last firing, ``None`` before
     the first.
     """
 

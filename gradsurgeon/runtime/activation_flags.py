@@ -87,7 +87,7 @@ class Flags:
     def take(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
         """Return the flags that an update has to answer for, with their counts. Reads the device once.
 
-        Modules that no optimizer owns go by the ``common`` clock: whichever update comes next answers.
+        Modules that no optimizer owns go by the ``common`` counter: whichever update comes next answers.
         """
         counted = _counted(flag for flag in self._flags if flag.counter() in (counter, common))
         self._flags = [flag for flag in self._flags if flag.counter() not in (counter, common)]

@@ -47,7 +47,7 @@ class GradientSnapshot:
 
 
 def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, GradientSnapshot]:
-    """Record what the rules at `accumulated` ask for; return what was seen, per clock."""
+    """Record what the rules at `accumulated` ask for; return what was seen, per step counter."""
     _log_contributions(context, done)
     snapshots: dict[StepCounter, GradientSnapshot] = {}
     for counter in context.counters.among(done.tensors):
@@ -148,7 +148,7 @@ class StepRules:
         self._spared: dict[int, weakref.ref[Tensor]] = {}
 
     def run(self, counter: StepCounter, gradients: Gradients, *, acting: bool) -> set[int]:
-        """Act on the gradients of one clock; return those that an edit may have made non-finite."""
+        """Act on the gradients of one counter; return those that an edit may have made non-finite."""
         context = self._context
         due_rules = context.due_rules(counter)
         spared = {i: self._spared.pop(i) for i in due_rules.edited.intersection(self._spared)}

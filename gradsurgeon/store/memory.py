@@ -1,6 +1,6 @@
 """Measurements in memory: rows of float32 values, one row per step and statistic.
 
-A *series* is what one rule measures with one statistic over one set of tensors that share a clock. A
+A *series* is what one rule measures with one statistic over one set of tensors that share a counter. A
 row holds one value per tensor; a tensor that had no gradient in that step has no value in the row,
 which is not the same as a value of NaN.
 """
