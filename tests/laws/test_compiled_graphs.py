@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import subprocess
 import sys
 import warnings
@@ -166,7 +167,7 @@ def test_a_rule_inside_one_whole_graph_is_refused(where: str) -> None:
     model = compile_whole(Net(), where)
     with (
         gradsurgeon.apply(model, only(on("outer.inner"))) as session,
-        pytest.raises(torch._dynamo.exc.Unsupported, match=r"acts here \(rules: it\)"),
+        pytest.raises(torch._dynamo.exc.Unsupported, match=r"acts here \(rules: [^)]*\bit\b"),
     ):
         model(data(0, 5, 4))
     assert session.status()["it"].fired == 0
@@ -197,7 +198,10 @@ def test_one_whole_graph_that_is_not_known_yet_is_refused_by_torch(
         whole: Any = torch.compile(called, backend="eager", fullgraph=True)
         with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
             whole(data(0, 5, 4))
-        assert f"gradsurgeon acts here (rules: {named})" in str(caught.value)
+        # Models of other tests may not have been collected yet.
+        told = re.search(r"gradsurgeon acts here \(rules: ([^)]*)\)", str(caught.value))
+        assert told is not None
+        assert set(named.split(", ")) <= set(told[1].split(", "))
         session.pause()
 
 
