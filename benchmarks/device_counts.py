@@ -6,22 +6,16 @@ Where there is a CUDA device, the kernels that are really launched are counted a
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import rule_sets
+from benchmarks import rule_sets, workers
 from benchmarks.cases import Attached, Case, step_of
-from benchmarks.machine import ROOT
 from benchmarks.nets import DeepMlp
 from benchmarks.overhead import Row
 from benchmarks.workloads import Task
@@ -139,22 +133,7 @@ def counted(sizes: Sequence[Size], names: Sequence[str]) -> list[Row]:
         names: of the cases.
     """
     request = json.dumps([[sizes, names]])
-    with tempfile.TemporaryDirectory(prefix="gradsurgeon-benchmark-") as folder:
-        out = Path(folder) / "counts.json"
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.device_worker", str(out), request],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise RuntimeError(f"counting did not end well:\n{done.stderr[-4000:]}")
-        found: list[Row] = json.loads(out.read_text(encoding="utf-8"))
-    return found
+    return workers.rows(("-m", "benchmarks.device_worker"), request, timeout=_TIMEOUT)
 
 
 def launches(sizes: Iterable[Size]) -> dict[tuple[int, str, str], int]:
