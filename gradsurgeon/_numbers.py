@@ -260,7 +260,7 @@ def multiply_(parts: Sequence[Tensor], factor: Tensor) -> None:
 def nonfinite(grad: Tensor) -> Tensor | int:
     """Return how many elements are not finite: on the host as a number, else as a 0-dim tensor, unread."""
     elements = values(grad)
-    if elements.is_cpu:
+    if _torch.is_host(elements):
         # Nearly always all are finite, and their sum says so in one pass.
         if cmath.isfinite(elements.sum().item()):
             return 0

@@ -6,7 +6,6 @@ imports torch before it measures, because linting a rule file must not need it.
 
 from __future__ import annotations
 
-import cmath
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,13 +81,12 @@ def _std(elements: Tensor, missing: int) -> Tensor:
 
 
 def _nonfinite(elements: Tensor, _missing: int) -> Tensor:
-    from gradsurgeon import _torch  # noqa: PLC0415 # needs torch
+    import torch  # noqa: PLC0415 # linting must not need it
 
-    total = elements.sum()
-    # Nearly always all are finite, and where reading is free their sum says so in one pass.
-    if _torch.is_host(total) and cmath.isfinite(total.item()):
-        return total.abs().new_zeros(())
-    return elements.isfinite().logical_not_().sum()
+    from gradsurgeon import _numbers  # noqa: PLC0415 # the same
+
+    count = _numbers.nonfinite(elements)
+    return count if isinstance(count, torch.Tensor) else torch.tensor(count, device="cpu")
 
 
 def _stds(segments: Segments) -> Tensor:
