@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from gradsurgeon import _dist
 from gradsurgeon.errors import printable
 from gradsurgeon.events import EventKind
-from gradsurgeon.planning import Plan, bind, from_model, named_modules, slots
-from gradsurgeon.planning.matching import NameIndex, examples
+from gradsurgeon.planning import Plan, bind, from_model, name_indexes, named_modules, slots
+from gradsurgeon.planning.matching import examples
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import shorten_names
@@ -207,11 +207,7 @@ class ModelChanges:
         new = {kind: names - self._known[kind] for kind, names in now.items()}
         if not any(new.values()):
             return
-        manifest = from_model(model)
-        indexes = {
-            "params": NameIndex("parameter", manifest.params),
-            "modules": NameIndex("module", manifest.modules),
-        }
+        indexes = name_indexes(from_model(model))
         step = self._context.counters.latest
         for rule in self._plan.rules.rules:
             if rule.target not in indexes or not self._plan.of(rule.id):
