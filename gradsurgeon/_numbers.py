@@ -97,7 +97,7 @@ def is_small(tensor: Tensor) -> bool:
 
 
 def small(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor] | None:
-    """Return small tensors on the host, alike in dtype, as one, and their lengths; else ``None``.
+    """Return small tensors on the host as one, of the widest of their dtypes, and their lengths; else ``None``.
 
     Asking each of them what it is takes as long as measuring it. So they are copied together first,
     and what came of it is asked.

@@ -36,15 +36,14 @@ def changed(edit: Edit, grads: Sequence[Tensor]) -> list[bool | Tensor]:
     """Tell the same of several gradients, in fewer calls."""
     # That which is decided by a range works on each element by itself, and so on all of them in one tensor.
     # What changes a large gradient at all mostly changes one of its first elements.
-    if edit.decided is None or not all(map(_torch.is_host, grads)):
-        return [changes(edit, grad) for grad in grads]
-    first = _numbers.first_elements(grads)
-    if (joined := _numbers.small(first)) is None:
+    together = edit.decided is not None and all(map(_torch.is_host, grads))
+    # What changes in the widest dtype need not do so in another one.
+    together = together and len({grad.dtype for grad in grads}) == 1
+    first = _numbers.first_elements(grads) if together else grads
+    joined = _numbers.small(first) if together else None
+    if joined is None:
         return [changes(edit, grad) for grad in grads]
     flat, lengths = joined
-    if any(part.dtype is not flat.dtype for part in first):
-        # What changes in the widest dtype need not do so in another one.
-        return [changes(edit, grad) for grad in grads]
     edited = edit.apply(flat)
     differs = edited.ne(flat)
     if edited.isnan().any():
