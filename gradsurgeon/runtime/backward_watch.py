@@ -21,7 +21,6 @@ from torch import Tensor
 from gradsurgeon import _dist, _torch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
-from gradsurgeon.runtime.gradient_rules import act_on_contributions
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 
@@ -242,22 +241,23 @@ class BackwardWatch:
         came = [tensor for tensor in seen.calls if tensor in seen.waiting]
         having = set(self._context.parameters.grads(sorted(came))[0])
         seen.waiting -= having
-        if running is not None and seen.waiting.intersection(came):
-            self._note_taken(sorted(seen.waiting.intersection(came)))
+        taken = seen.waiting.intersection(came)
+        if running is not None and taken:
+            self._note_taken(min(taken))
         if having:
             self._context.refuse_graph_capture()
             in_order = [tensor for tensor in came if tensor in having]
-            act_on_contributions(self._context, in_order, seen.logged)
+            self._events.contributed(in_order, seen.logged)
 
-    def _note_taken(self, tensors: Sequence[int]) -> None:
+    def _note_taken(self, tensor: int) -> None:
         """Let rules act in their hooks from now on where something takes gradients away within the pass."""
         self._is_waited_for = False
-        name = self._context.program.names[tensors[0]]
+        name = self._context.program.names[tensor]
         text = (
             f"something took the gradient of {name} away before the backward pass was over (a hook on a node "
             "of its graph): rules at `backward` did not act on it in this pass; from now on they do, as it comes"
         )
-        step = self._context.counters[tensors[0]].step
+        step = self._context.counters[tensor].step
         self._context.event_log.notice_once("taken", text, step=step, warn=True)
 
     def end(self, running: RunningPass, before: _Before) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.gradient_rules import StepRules, after_pass
+from gradsurgeon.runtime.gradient_rules import StepRules, act_on_contributions, after_pass
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
@@ -34,7 +34,7 @@ from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
-from gradsurgeon.runtime.training_events import BackwardPass, Step, StepDecision
+from gradsurgeon.runtime.training_events import BackwardPass, Logged, Step, StepDecision
 
 # By then the optimizers of most scripts have stepped; others are looked for.
 _SETTLED = 3
@@ -101,6 +101,9 @@ class Controller:
     def backward_started(self) -> None:
         """Let gradients be seen that a step has hidden which has raised."""
         self.steps.end_failed()
+
+    def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
+        act_on_contributions(self.context, tensors, logged)
 
     def backward_finished(self, done: BackwardPass) -> None:
         context = self.context

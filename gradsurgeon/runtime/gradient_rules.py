@@ -17,7 +17,7 @@ from gradsurgeon.runtime.gradient_edits import edit_gradients
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.training_events import BackwardPass
+from gradsurgeon.runtime.training_events import BackwardPass, Logged
 from gradsurgeon.tensors.measure import Norms
 
 
@@ -87,9 +87,7 @@ def _keep(
         context.captures.keep(rule, context.program.names[tensor], step, _dist.whole(true))
 
 
-def act_on_contributions(
-    context: Context, tensors: Sequence[int], logged: dict[str, dict[int, dict[str, Tensor]]]
-) -> None:
+def act_on_contributions(context: Context, tensors: Sequence[int], logged: Logged) -> None:
     """Run the rules at `backward` on gradients that hold nothing but what the running pass has contributed.
 
     Args:

@@ -7,7 +7,7 @@ knows the order in which rules act.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +17,9 @@ from gradsurgeon.distributed.ranks import Cause
 from gradsurgeon.errors import NonFiniteGradientError
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.tensors.backward_graph import BackwardGraph
+
+# By rule and by tensor, the statistics of what a pass has contributed.
+Logged = dict[str, dict[int, dict[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,9 +40,7 @@ class BackwardPass:
     tensors: tuple[int, ...]
     graph: BackwardGraph | None = None
     calls: Counter[int] = field(default_factory=Counter)
-    logged: dict[str, dict[int, dict[str, Tensor]]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )
+    logged: Logged = field(default_factory=lambda: defaultdict(dict))
     contributed: dict[int, Tensor] = field(default_factory=dict)
     scale: Tensor | None = None
     averaged: bool = False
@@ -75,6 +76,9 @@ class TrainingEvents(Protocol):
 
     def backward_started(self) -> None:
         """Take notice of a backward pass, which may be one through another model."""
+
+    def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
+        """Act on gradients that hold what the running pass has contributed, in the order in which they came."""
 
     def backward_finished(self, done: BackwardPass) -> None:
         """Act on the gradients of a backward pass, what follows its last gradient (DDP) included."""
