@@ -18,6 +18,9 @@ def run(arguments: argparse.Namespace) -> int:
 # A path that is neither absolute nor a pack that does not exist.
 _RELATIVE = r"^(?!gradsurgeon:|/|[A-Za-z]:|.*\\).+$"
 
+# What an editor shows in the place of the pattern; validators have no such word and pass it over.
+_ID = "An id is small letters and digits, joined by single hyphens, such as `no-bias`."
+
 _TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
 
 
@@ -72,6 +75,7 @@ def rule_schema(rule: type[Rule]) -> dict[str, Any]:
         for name, value in schema["properties"].items()
         if name not in unknown
     }
+    properties["id"]["patternErrorMessage"] = _ID
     properties["action"] = {
         "const": rule.name(),
         "description": (rule.__doc__ or "").partition("\n")[0],
