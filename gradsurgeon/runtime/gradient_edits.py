@@ -60,8 +60,8 @@ def _by_norm(
     event_log, rule = context.event_log, bound_rule.rule
     if edit.over_rule:
         # What is hidden from the optimizer in this step is not consumed.
-        frozen = context.due_rules(bound_rule.counter).frozen
-        tensors = [tensor for tensor in tensors if tensor not in frozen]
+        if frozen := context.due_rules(bound_rule.counter).frozen:
+            tensors = [tensor for tensor in tensors if tensor not in frozen]
         if not tensors:
             return
     norms = gradients.norms(tensors, edit.order)
@@ -81,12 +81,12 @@ def _by_norm(
     if not _torch.is_host(factors):
         _shorten(gradients.writable(tensors), factors)
         return
-    factor_of = zip(tensors, factors.expand(len(tensors)).tolist(), strict=True)
-    biting = {tensor: factor for tensor, factor in factor_of if factor < 1.0}
+    numbers = factors.tolist() * (len(tensors) if edit.over_rule else 1)
+    biting = [i for i, factor in zip(tensors, numbers, strict=True) if factor < 1.0]
     event_log.count_changed(rule.id, len(biting))
     if biting:
-        parts = _dist.parts(gradients.writable(biting))
-        _numbers.scale_(parts, [*biting.values()])
+        shortening = [factor for factor in numbers if factor < 1.0]
+        _numbers.scale_(_dist.parts(gradients.writable(biting)), shortening)
 
 
 def _shorten(grads: Sequence[Tensor], factors: Tensor) -> None:

@@ -110,7 +110,7 @@ class Gradients:
         grads, twice = self.of(fresh), self._held_twice() if fresh else ()
         observing, sharded = self._context.mode == "observe", _dist.any_sharded(grads)
         # The memory of the part of a shard is always that of another tensor.
-        shared = [False] * len(grads) if sharded else map(_torch.shares_storage, grads)
+        shared = [False] * len(grads) if sharded else _torch.share_storage(grads)
         for tensor, grad, is_shared in zip(fresh, grads, shared, strict=True):
             editable = grad
             # A gradient with a graph (`create_graph=True`) is a value that the graph still needs.

@@ -98,7 +98,8 @@ class Run:
 def _a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_torch, "is_host", lambda _: False)
     # Norms are taken as on a device: one call over the list.
-    monkeypatch.setattr(_numbers, "_FEW", -1)
+    for few in ("_FEW", "_FEW_FOR_NORM"):
+        monkeypatch.setattr(_numbers, few, -1)
     monkeypatch.setattr(_numbers, "_DOTTED", set())
 
 
