@@ -82,6 +82,11 @@ class Context:
     def due_rules(self, counter: StepCounter) -> DueRules:
         return NOTHING_DUE if self.paused else self.by_counter.due(counter)
 
+    def rests(self, step: int) -> bool:
+        """Tell whether no rule can act at a step, so that what belongs to whom need not be asked anew."""
+        program = self.program
+        return not (program.modules or program.tags or self.by_counter.any_due(step))
+
     def silent(self) -> Self:
         """Return the same without a memory: other ranks wait for what is measured, nobody here reads it."""
         silent = copy.copy(self)

@@ -278,7 +278,6 @@ class Controller:
             return
         early, self._early = self._early, set()
         having, _ = self.context.parameters.grads(counter.tensors)
-        self.model.rearm()
         if not early.isdisjoint(having):
             # A fused optimizer gets them with the scale, any other without.
             done = BackwardPass(tuple(having), scale=step.scale)

@@ -87,6 +87,7 @@ class RulesByCounter:
         stages = [stage for stages in self._moments for stage in stages]
         # Most rules act in every step, and need not be asked.
         self._schedules = [s.rule.steps for s in stages if not s.rule.steps.always]
+        self._any_always = len(self._schedules) < len(stages)
         self._bound: dict[StepCounter, list[list[BoundRule]]] = {}
         self._due: dict[tuple[StepCounter, tuple[bool, ...]], DueRules] = {}
         self._division = -1  # as of which division among counters
@@ -99,6 +100,10 @@ class RulesByCounter:
                 *([bound for bound in rules if bound.rule.steps.due(step)] for rules in moments)
             )
         return self._due[key]
+
+    def any_due(self, step: int) -> bool:
+        """Tell whether a rule is due at a step, on whatever tensors."""
+        return self._any_always or any(schedule.due(step) for schedule in self._schedules)
 
     def bound_rule(self, rule: str, counter: StepCounter) -> BoundRule:
         bound_rules = [bound for rules in self._of(counter) for bound in rules]

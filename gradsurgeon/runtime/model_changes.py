@@ -109,8 +109,12 @@ class ModelChanges:
         if self._steps >= self._next:
             self._next = 2 * self._steps
             self.compare()
-        self.rearm()
         self._arrived.difference_update(counter.tensors)
+        if self._context.rests(counter.step + 1):
+            return
+        # An optimizer that is about to step asks by itself, unless its rules rest.
+        if counter is self._context.counters.common or self._context.rests(counter.step):
+            self.rearm()
         taken_off = [t for t in self._param_hooks.taken_off() if self._param_hooks.rearm(t)]
         self._tell_params("hook-rearmed", taken_off, _TAKEN_OFF)
 

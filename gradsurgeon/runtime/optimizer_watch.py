@@ -74,6 +74,11 @@ class OptimizerWatch:
             self.meet(optimizer)
         return bool(owning)
 
+    def about_to_step(self, optimizer: Optimizer) -> None:
+        owner = self._owners.get(optimizer)
+        if owner is None or not self._context.rests(owner.counter.step):
+            self.meet(optimizer)
+
     def meet(self, optimizer: Optimizer) -> Owner | None:
         owner = self._owners.get(optimizer)
         if owner is None:
@@ -85,6 +90,7 @@ class OptimizerWatch:
         held = list(map(id, params))
         if self._known.get(optimizer) == (held, self._context.parameters.ids()):
             return owner
+        self._model.rearm()
         tensors = self._held(params)
         if owner is None and tensors:
             if self._is_inner(tensors):

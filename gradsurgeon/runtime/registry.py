@@ -142,7 +142,7 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     del args, kwargs
     for controller in _controllers():
         controller.backward.act_on_waiting()
-        controller.steps.meet(optimizer)
+        controller.steps.about_to_step(optimizer)
     if _beside and _sessions:
         with _changing:
             others = [other.controller.steps for other in _sessions.values()]

@@ -454,3 +454,27 @@ def test_modules_that_come_later_are_said_not_to_be_under_the_rules() -> None:
                 step(model, optimizer)
         assert told(session, warned) == [("notice", "it", "")]
     assert len(session.events) == 1
+
+
+@POINT
+@pytest.mark.parametrize("change", ["replaced", "added"])
+@pytest.mark.filterwarnings("ignore:2.weight was replaced")
+def test_what_changes_while_rules_rest_is_known_when_they_are_due(point: str, change: str) -> None:
+    model = make()
+    owned = model[0].parameters() if change == "added" else model.parameters()
+    optimizer = torch.optim.SGD(owned, lr=0.1)
+    document = rules(point, "2.weight", steps={"from": 6})
+    with gradsurgeon.apply(model, document, optimizer=optimizer) as session:
+        for number in range(8):
+            if number == 4 and change == "replaced":
+                # Past the module, which would tell of it.
+                model[2]._parameters["weight"] = nn.Parameter(model[2].weight.detach().clone())
+                optimizer.param_groups[0]["params"][2] = model[2].weight
+            elif number == 4:
+                optimizer.add_param_group({"params": [model[2].weight]})
+            before = model[2].weight.detach().clone()
+            step(model, optimizer)
+            if point.startswith(("zero", "freeze")) and number >= 4:
+                assert torch.equal(model[2].weight, before) == (number >= 6)
+        status = session.status()["it"]
+        assert (status.fired, status.last_step) == (2, 7)
