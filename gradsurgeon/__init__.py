@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from gradsurgeon.actions.sanitize import Sanitize
     from gradsurgeon.actions.scale import Scale
     from gradsurgeon.actions.zero import Zero
-    from gradsurgeon.api import apply, load, open_run, plan, remove, tag
+    from gradsurgeon.api import apply, load, open_run, plan, remove, replay, tag
+    from gradsurgeon.diagnosis import Diagnosis
     from gradsurgeon.errors import (
         BindError,
         GradSurgeonError,
@@ -59,6 +60,7 @@ __all__ = [
     "Clamp",
     "ClipNorm",
     "Decision",
+    "Diagnosis",
     "Edit",
     "EditRule",
     "Event",
@@ -94,6 +96,7 @@ __all__ = [
     "open_run",
     "plan",
     "remove",
+    "replay",
     "report",
     "tag",
 ]
@@ -110,7 +113,8 @@ _NAMES = {
     "actions.sanitize": "Sanitize",
     "actions.scale": "Scale",
     "actions.zero": "Zero",
-    "api": "apply load open_run plan remove tag",
+    "diagnosis": "Diagnosis",
+    "api": "apply load open_run plan remove replay tag",
     "errors": "BindError GradSurgeonError GradSurgeonWarning ManifestError ModelError "
     "NonFiniteGradientError RecordError RuleFileError",
     "events": "Event RuleStatus",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from gradsurgeon import _live, planning, schema, source
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from gradsurgeon.runtime import Attachment, Options
+    from gradsurgeon.diagnosis import Diagnosis
+    from gradsurgeon.runtime import Attachment, FailedStep, Options
     from gradsurgeon.session import Session
     from gradsurgeon.store.run import Run
     from gradsurgeon.store.writer import RunWriter
@@ -147,7 +149,7 @@ def _bound(model: nn.Module, rules: Rules) -> Plan:
     errors, elsewhere = session_discovery.lacking(found, {bound.subject: bound}, alone=True)
     if errors:
         raise BindError(errors)
-    return replace(bound, elsewhere=elsewhere)
+    return dataclasses.replace(bound, elsewhere=elsewhere)
 
 
 @_live.uncollected()
@@ -167,6 +169,7 @@ def attach(
             "replace=True"
         )
     writer = None if record is None else _writer(record, bound, options)
+    options = options._replace(diagnose=_diagnose)
     try:
         attachment = runtime.Attachment(model, bound, options, writer)
         runtime.enter(model, attachment)
@@ -212,6 +215,48 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     """
     registry = sys.modules.get("gradsurgeon.runtime.registry")
     return tensor if registry is None else cast("Tensor", registry.tag(tensor, name))
+
+
+def replay(
+    bundle: str | os.PathLike[str], model: nn.Module, *, debugger: bool = False
+) -> Diagnosis:
+    """Run a step again that a trap has stopped, from what it has left, and tell where it went wrong.
+
+    Args:
+        bundle: the directory that the report of the trap names.
+        model: the same model, built anew; weights and buffers are taken from the bundle, and the model is left
+            as it is. It may be on another device.
+        debugger: stand in `pdb` where what is not finite was born, with the tensors in scope.
+
+    Returns:
+        What the replay has shown, as in the report of the trap.
+
+    Raises:
+        GradSurgeonError: the directory is no bundle, or not one of this model; or the library safetensors is
+            missing.
+    """
+    _runtime()
+    from gradsurgeon import forensics  # noqa: PLC0415 # needs torch
+
+    failed, doubts = forensics.read(bundle, model)
+    return forensics.diagnose(failed, doubts, debugger=debugger)
+
+
+def _diagnose(failed: FailedStep, folder: Path | None) -> Diagnosis:
+    from gradsurgeon import forensics  # noqa: PLC0415 # only where something went wrong
+
+    diagnosis = forensics.diagnose(failed)
+    if folder is None or not failed.calls:
+        return diagnosis
+    try:
+        return dataclasses.replace(
+            diagnosis, bundle=str(forensics.write(failed, diagnosis, folder))
+        )
+    except ModuleNotFoundError:
+        why = "the library safetensors is missing: pip install 'gradsurgeon[bundle]'"
+    except OSError as error:
+        why = str(error)
+    return dataclasses.replace(diagnosis, no_bundle=why)
 
 
 def _runtime() -> Any:

@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 # A note is a fact to know about rules that may be just as they should.
 Severity = Literal["error", "warning", "note"]
@@ -191,6 +191,7 @@ class NonFiniteGradientError(GradSurgeonError):
         rank: rank of this process, 0 without torch.distributed.
         name: canonical name of the first non-finite parameter in the order of backward.
         bundle: path of the post-mortem bundle, ``None`` where none was written.
+        diagnosis: what running the step again has shown, a `Diagnosis`; ``None`` where it was not run again.
     """
 
     def __init__(
@@ -202,6 +203,7 @@ class NonFiniteGradientError(GradSurgeonError):
         rank: int = 0,
         name: str | None = None,
         bundle: str | None = None,
+        diagnosis: object = None,
     ) -> None:
         super().__init__(message)
         self.rule = rule
@@ -209,6 +211,7 @@ class NonFiniteGradientError(GradSurgeonError):
         self.rank = rank
         self.name = name
         self.bundle = bundle
+        self.diagnosis: Any = diagnosis
 
 
 class RecordError(GradSurgeonError):

@@ -11,7 +11,7 @@ import gradsurgeon
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.store.lookup import RecordQueries
 
-FUNCTIONS = ("apply", "load", "plan", "remove", "tag", "open_run", "report.summary")
+FUNCTIONS = ("apply", "load", "plan", "remove", "tag", "open_run", "replay", "report.summary")
 CLASSES = (
     "Session",
     "Plan",
@@ -22,6 +22,7 @@ CLASSES = (
     "Run",
     "RuleSet",
     "Manifest",
+    "Diagnosis",
 )
 # For actions and statistics of a user's own.
 KINDS = ("EditRule", "ObserverRule", "TrapRule", "CaptureRule", "FreezeRule")

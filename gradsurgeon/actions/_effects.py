@@ -75,12 +75,16 @@ class Decision:
             shape: which of them must not reach a weight. It never waits for the device.
         then: what happens to the update where one trips.
         give_up_after: raise after so many trips in a row, whatever ``then`` says.
+        forensics: whether the step is run again at the first trip, to find where it went wrong.
+        bundle: whether what it takes for that is written where there is no run directory.
     """
 
     statistic: str
     trips: Callable[[Tensor], Tensor]
     then: Then
     give_up_after: int
+    forensics: bool = False
+    bundle: bool = False
 
     def __post_init__(self) -> None:
         _check_statistic(self.statistic)

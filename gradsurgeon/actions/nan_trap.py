@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
 
 from gradsurgeon.actions._base import Example
 from gradsurgeon.actions._effects import Decision
@@ -19,13 +21,31 @@ class NanTrap(TrapRule):
     names the border: which parameters are non-finite and which are not, in the order in which
     backward produced them. After `give_up_after` trips in a row it raises whatever `then` says.
 
+    ## Where it was born
+    At its first trip it runs the step again (`forensics: true`): forward from the inputs that it has
+    kept, backward from the gradients that came back to the outputs, under probes on every operation. It
+    names the module, the direction, the operation and the line of the script where what is not finite
+    was born, what went in and came out, and the magnitudes before it. By repeating that operation alone it
+    tells what kind of fault it is: `overflow`, `mathematics`, `bad input` (a weight or a batch that was not
+    finite before), `kernel` (another implementation gives finite numbers), `transient` (it does not happen
+    again) or `unknown`. An infinity that the script wrote, such as that of a mask, is nobody's fault.
+    What a replay cannot show is said: `partial` with the reason, or `not reproduced`, and then nobody is blamed.
+    A loss outside of the model cannot be run again, nor can parameters that are divided over ranks. The training
+    goes on as it would have without.
+
+    With a run directory, or with `bundle: true`, it writes what the replay takes as a directory
+    `trap-step812-rank0` of safetensors and JSON, for `gradsurgeon replay` elsewhere. That holds weights, inputs and
+    output gradients: about the size of a checkpoint without the state of the optimizer.
+
     ## Why use it
     One non-finite gradient makes every weight NaN at the next update, and `clip_grad_norm_` spreads
     it over all gradients before that.
 
     ## Cost
     One batched reduction per backward pass, shared with `norm-log`, and one device-to-host read per
-    step, whatever `then` says.
+    step, whatever `then` says. Of each call of the model it keeps the inputs and the gradients of the
+    outputs until the step ends, by reference and up to 256 MiB, and copies the state of the random
+    numbers, a sample of the outputs, and the buffers that the call changes.
     """
 
     EXAMPLES: ClassVar = (
@@ -37,6 +57,26 @@ class NanTrap(TrapRule):
     )
 
     action: Literal["nan-trap"] = "nan-trap"
+    forensics: Annotated[
+        bool,
+        Field(
+            description="Run the step again at the first trip, to find the operation that did it."
+        ),
+    ] = True
+    bundle: Annotated[
+        bool,
+        Field(
+            description="Without a run directory write what it takes to run the step again under "
+            "gradsurgeon-traps/."
+        ),
+    ] = False
 
     def compile(self) -> Decision:
-        return Decision("nonfinite", lambda counts: counts > 0, self.then, self.give_up_after)
+        return Decision(
+            "nonfinite",
+            lambda counts: counts > 0,
+            self.then,
+            self.give_up_after,
+            forensics=self.forensics,
+            bundle=self.bundle,
+        )

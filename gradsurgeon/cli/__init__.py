@@ -104,12 +104,25 @@ def _parser() -> argparse.ArgumentParser:
     _add_import(explain)
     command("schema", "Print the JSON Schema of rule files, for editors.")
     _add_run(command("report", "Show what a run looked like: norms, rules, events."))
+    _add_replay(
+        command("replay", "Run a step again that a trap has stopped, and tell what went wrong.")
+    )
     _add_export(command("export", "Write the records of a run, one value per line."))
     return parser
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory, still being written or not")
+
+
+def _add_replay(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("bundle", metavar="BUNDLE", help="the directory that the trap has named")
+    parser.add_argument(
+        "--model", required=True, metavar="MODULE:NAME",
+        help="the model, or what builds it, such as train.net:build; imports your code",
+    )  # fmt: skip
+    parser.add_argument("--device", help="where to run it, such as cpu; default: as it is built")
+    parser.add_argument("--pdb", action="store_true", help="stand in the debugger at the birth")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:

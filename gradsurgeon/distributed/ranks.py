@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist
+from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
 
 # How bad it is for a step: what all ranks agree on is the worst.
@@ -29,10 +30,17 @@ class Cause:
     rule: str
     name: str
     text: str
+    diagnosis: Diagnosis | None = None
 
     def error(self, step: int) -> NonFiniteGradientError:
         return NonFiniteGradientError(
-            self.text, rule=self.rule, step=step, rank=self.rank, name=self.name
+            self.text,
+            rule=self.rule,
+            step=step,
+            rank=self.rank,
+            name=self.name,
+            bundle=self.diagnosis.bundle or None if self.diagnosis else None,
+            diagnosis=self.diagnosis,
         )
 
 

@@ -11,11 +11,21 @@ from typing import Any
 from gradsurgeon.errors import ModelError, printable
 
 
-def load_model(spec: str) -> Any:
+def load_model(spec: str, *, with_values: bool = False) -> Any:
+    """Return the model that a spec names.
+
+    Args:
+        spec: ``MODULE:NAME`` of the model, or of what builds it.
+        with_values: build it for real; names alone are read from one on the meta device.
+    """
     with _stdout_to_stderr():
         torch = _torch()
         target = _target(spec)
-        model = target if isinstance(target, torch.nn.Module) else _build(torch, spec, target)
+        model = (
+            target
+            if isinstance(target, torch.nn.Module)
+            else _build(torch, spec, target, with_values=with_values)
+        )
     if not isinstance(model, torch.nn.Module):
         message = f"`{printable(spec)}` must give a torch.nn.Module, it gives"
         raise ModelError(f"{message} a value of the type {type(model).__name__}")
@@ -77,12 +87,14 @@ def _imported(name: str) -> Any:
         raise ModelError(_failure(what, error)) from None
 
 
-def _build(torch: Any, spec: str, build: Any) -> Any:
+def _build(torch: Any, spec: str, build: Any, *, with_values: bool) -> Any:
     if not callable(build):
         kind = type(build).__name__
         message = f"`{printable(spec)}` is neither a module nor something that builds one"
         raise ModelError(f"{message}, but a value of the type {kind}")
     try:
+        if with_values:
+            return build()
         try:
             with torch.device("meta"):
                 return build()

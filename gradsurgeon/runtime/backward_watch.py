@@ -101,7 +101,9 @@ def _act_on_waiting(watches: Sequence[BackwardWatch], running: RunningPass | Non
 
 
 def _begin(outputs: Sequence[Any], *, makes_graph: bool) -> RunningPass:
-    running = RunningPass(BackwardGraph(roots_of(outputs)), makes_graph)
+    alone = outputs[0] if len(outputs) == 1 else None
+    loss = alone.detach() if isinstance(alone, Tensor) and not alone.dim() else None
+    running = RunningPass(BackwardGraph(roots_of(outputs), loss=loss), makes_graph)
     with _lock:
         _running.append(running)
         _threads.add(threading.get_ident())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from gradsurgeon import _torch
 from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
 from gradsurgeon.compiler import Program
+from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.recording.event_log import EventLog
@@ -23,6 +25,9 @@ from gradsurgeon.runtime.parameters import Parameters
 from gradsurgeon.runtime.scaler_watch import Scaling
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 from gradsurgeon.store import Records
+
+if TYPE_CHECKING:
+    from gradsurgeon.runtime.kept_calls import FailedStep
 
 Mode = Literal["act", "observe"]
 
@@ -38,6 +43,7 @@ class Options(NamedTuple):
     start_step: int = 0
     # The launcher has put the rules on: the script has no session, or one that acts before.
     beside: bool = False
+    diagnose: Callable[[FailedStep, Path | None], Diagnosis] | None = None
 
 
 @dataclass(eq=False)
@@ -57,6 +63,8 @@ class Context:
     paused: bool = False
     # What the model is called, where there are several.
     title: str = ""
+    # Runs a failed step again, and tells what went wrong.
+    diagnose: Callable[[FailedStep, Path | None], Diagnosis] | None = None
 
     def __post_init__(self) -> None:
         self.edits = {rule.id: rule.compile() for rule in self.rules if isinstance(rule, EditRule)}

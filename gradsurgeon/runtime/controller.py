@@ -17,6 +17,7 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.gradient_rules import StepRules, act_on_contributions, after_pass
 from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.kept_calls import KeptCalls
 from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
@@ -49,7 +50,8 @@ class Controller:
         self._model = weakref.ref(model)
         self.context = context
         self._agreement = RankAgreement(context)
-        self._traps = NanTraps(context, self._agreement)
+        self._kept = KeptCalls(context)
+        self._traps = NanTraps(context, self._agreement, self._kept)
         self._edits = StepRules(context)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
@@ -76,6 +78,8 @@ class Controller:
         self._early = set(self.context.parameters.grads()[0])
         self._param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
+        if self._traps.diagnosing and (model := self._model()) is not None:
+            self._kept.attach(model)
         # From here on they are held weakly.
         while self._given:
             optimizer = self._given.pop(0)
@@ -94,6 +98,7 @@ class Controller:
         self.model.let_go()
         self.steps.close()
         self._module_hooks.detach()
+        self._kept.detach()
         self._param_hooks.disarm()
         self.context.parameters.forget()
         self.context.paused = True
@@ -126,6 +131,7 @@ class Controller:
             for counter, snapshot in after_pass(context, done).items():
                 self._traps.add_snapshot(counter, snapshot)
         count_passes(context, done)
+        self._kept.passes += 1
         if by_hand:
             try:
                 self.manual.after(accumulated=accumulated)
@@ -171,6 +177,7 @@ class Controller:
             if not step.inside:  # the hooks on this very gradient may still be running
                 self.model.after_step(counter)
         self._traps.done(counter)
+        self._kept.forget()
         self.tensor_hooks.missed(counter)
         counter.tick()
         self._unstepped = False
@@ -258,7 +265,7 @@ class Controller:
         if self._agreement.is_needed_by_others(counter.tensors, update=True):
             silent = self.context.silent()
             gradients = Gradients(silent, silent.due_rules(counter).final, step.scale)
-            NanTraps(silent, self._agreement).measure(counter, gradients)
+            NanTraps(silent, self._agreement, self._kept).measure(counter, gradients)
             StepRules(silent).run(counter, gradients, acting=False)
         return self._traps.rest(counter)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from threading import RLock
 
 from torch import Tensor, nn
 
@@ -78,8 +77,7 @@ class ModelChanges:
         self._modules = set(map(id, model.modules()))
         self._arrived: set[int] = set()
         self._swapped: set[int] = set()
-        # An optimizer that steps in another thread is shown to this session, too, be it about to end.
-        self._lock = RLock()
+        self._lock = context.parameters.lock
         self._over = False
 
     def let_go(self) -> None:

@@ -7,12 +7,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Decision
+from gradsurgeon.actions import Decision, EditRule
+from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import FINE, OVERFLOWED, RAISE, SKIP, Cause
 from gradsurgeon.events import EventKind
 from gradsurgeon.runtime.activation_flags import Flag
@@ -20,6 +22,7 @@ from gradsurgeon.runtime.context import Context, Mode
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.gradient_rules import GradientSnapshot
 from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.kept_calls import FailedStep, KeptCalls
 from gradsurgeon.runtime.nonfinite_report import (
     GradientEvidence,
     TrapReport,
@@ -83,8 +86,15 @@ class Trip:
 
 
 class NanTraps:
-    def __init__(self, context: Context, agreement: RankAgreement) -> None:
+    def __init__(self, context: Context, agreement: RankAgreement, kept: KeptCalls) -> None:
         self._context = context
+        self._kept = kept
+        # The rules whose next trip is diagnosed: the first one of each.
+        self.diagnosing = (
+            set()
+            if context.diagnose is None
+            else {rule for rule, decision in context.decisions.items() if decision.forensics}
+        )
         self._agreement = agreement
         # How often in a row traps have tripped, and scalers have skipped a step.
         self._in_a_row: Counter[tuple[StepCounter, str]] = Counter()
@@ -282,7 +292,9 @@ class NanTraps:
         """Say what a trap has found; ``ranks`` contributed what is not finite to an average."""
         context, report = self._context, trip.report.caused_by(ranks)
         head = f"{context.place(step, trip.rule)}: {report.head}"
-        text = "\n".join([head, trip.outcome(context.mode), *report.lines])
+        diagnosis = self._diagnosis(trip, step, ranks)
+        told = () if diagnosis is None else diagnosis.text()
+        text = "\n".join([head, trip.outcome(context.mode), *report.lines, *told])
         where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
         then = trip.then if context.mode == "act" else ""
         context.event_log.count_changed(trip.rule, 1)
@@ -291,7 +303,54 @@ class NanTraps:
             message = f"step {step} skipped: no weight and no optimizer state was touched"
             context.event_log.emit("skipped-step", message, **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
-        return Cause(rank, trip.rule, report.name, text)
+        return Cause(rank, trip.rule, report.name, text, diagnosis)
+
+    def _folder(self, decision: Decision) -> Path | None:
+        """Return where the bundle of a step goes, if there is to be one."""
+        writer = self._context.recorder.writer
+        if writer is not None and not writer.closed:
+            return writer.path
+        return Path("gradsurgeon-traps") if decision.bundle else None
+
+    def _diagnosis(self, trip: Trip, step: int, ranks: tuple[int, ...]) -> Diagnosis | None:
+        """Run the step again at the first trip of a rule; return what that has shown."""
+        context, rule = self._context, trip.rule
+        if rule not in self.diagnosing or context.diagnose is None:
+            return None
+        if ranks and _dist.rank() not in ranks:
+            why = (
+                f"{_dist.named(ranks)} contributed what is not finite: see what is diagnosed there"
+            )
+            return Diagnosis("not reproduced", (why,), step, _dist.rank())
+        self.diagnosing.discard(rule)
+        edits = {rule.id for rule, _ in context.program.site_rules if isinstance(rule, EditRule)}
+        passes = [s.done for several in self._snapshots.values() for s in several]
+        graph = next((done.graph for done in reversed(passes) if done.graph is not None), None)
+        last = max((call.last_node for call in self._kept.calls), default=0)
+        failed = FailedStep(
+            tuple(self._kept.calls),
+            self._kept.dropped,
+            self._kept.passes,
+            step,
+            _dist.rank(),
+            next((done.scale for done in passes if done.scale is not None), None),
+            trip.report.modules,
+            tuple(sorted(edits)),
+            None if graph is None or graph.loss is None else float(graph.loss),
+            () if graph is None or not last else tuple(graph.nodes_after(last)),
+        )
+        paused, context.paused = context.paused, True
+        try:
+            with context.parameters.lock:
+                return context.diagnose(failed, self._folder(trip.decision))
+        except Exception as error:  # noqa: BLE001 # the decision stands
+            text = f"the step could not be diagnosed: {type(error).__name__}: {error}"
+            context.event_log.emit("notice", text, rule=rule, step=step)
+            return None
+        finally:
+            context.paused = paused
+            if not self.diagnosing:
+                self._kept.detach()
 
 
 def _decided(severity: int, cause: Cause, step: int) -> StepDecision:

@@ -32,6 +32,8 @@ class TrapReport:
     reduced: bool = True
     # Whether this rank contributed what is not finite to an average.
     guilty: bool = False
+    # The modules of which a tensor is not finite, where those are watched.
+    modules: tuple[str, ...] = ()
 
     def caused_by(self, ranks: tuple[int, ...]) -> TrapReport:
         """Return the same with the ranks that contributed what is not finite, if they are known."""
@@ -198,7 +200,8 @@ def activation_report(flags: Sequence[tuple[Flag, int]]) -> TrapReport:
     head = f"{len(bad)} of {len(flags)} tensors are not finite"
     last = f"the first that is not finite is {labels[first]}"
     lines = ["in the order in which they came:", *_window(rows, first), last]
-    return TrapReport(flags[first][0].name, head, lines, reduced=False)
+    modules = tuple(flag.name for flag, count in flags if count)
+    return TrapReport(flags[first][0].name, head, lines, reduced=False, modules=modules)
 
 
 def _window(rows: list[str], first: int) -> list[str]:

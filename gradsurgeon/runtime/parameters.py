@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ class Parameters:
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        # Held by who compares them with the model, and while others stand in their place: optimizers of
+        # other threads are shown to this session, too.
+        self.lock = RLock()
         by_name: dict[str, Place] = {}
         for slot in slots(model):
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001

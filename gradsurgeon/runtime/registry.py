@@ -43,6 +43,7 @@ _watching_steps: list[RemovableHandle] = []
 _before_forward: list[RemovableHandle] = []
 # The rules on tags of all sessions, by their ids.
 _on_tags: list[str] = []
+_shown_to: list[Callable[[str, Tensor], None]] = []
 
 
 def find(model: nn.Module) -> Attachment | None:
@@ -108,9 +109,21 @@ _torch.compile_within_caller(tag)
 
 @uncompiled
 def _show(tensor: Tensor, name: str) -> Tensor:
+    for show in _shown_to:
+        show(name, tensor)
     for controller in _controllers():
         tensor = controller.tensor_hooks.tag(tensor, name)
     return tensor
+
+
+@contextmanager
+def tags_shown_to(show: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call a function with the name of each tag that rules act on, and with the tensor."""
+    _shown_to.append(show)
+    try:
+        yield
+    finally:
+        _shown_to.remove(show)
 
 
 def _count_tags() -> None:

@@ -34,10 +34,24 @@ class BackwardGraph:
         roots: where the pass began.
         inner: the roots of passes that ran inside of it, by the node that ran them: reentrant checkpointing
             runs one for each of its regions.
+        loss: where it began, without its graph, if that is one number.
     """
 
     roots: Sequence[Root]
     inner: dict[Any, list[Sequence[Root]]] = field(default_factory=dict)
+    loss: Tensor | None = None
+
+    def nodes_after(self, number: int) -> list[str]:
+        """Return the names of the nodes that were made after the one with a number, the first made first."""
+        pending, met = list(map(_torch.node_of, self.roots)), {}
+        while pending:
+            node: Any = pending.pop()
+            made = node._sequence_nr()  # noqa: SLF001 # no public name
+            if node in met or made <= number or _is_leaf(node):
+                continue
+            met[node] = made
+            pending += [following for following, _ in node.next_functions if following is not None]
+        return [node.name() for node in sorted(met, key=met.__getitem__)]
 
     def leaves(self) -> Iterator[Tensor]:
         """Yield the leaves in the order in which their gradients were accumulated.

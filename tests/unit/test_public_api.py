@@ -21,6 +21,7 @@ NAMES = [
     "Clamp",
     "ClipNorm",
     "Decision",
+    "Diagnosis",
     "Edit",
     "EditRule",
     "Event",
@@ -56,6 +57,7 @@ NAMES = [
     "open_run",
     "plan",
     "remove",
+    "replay",
     "report",
     "tag",
 ]

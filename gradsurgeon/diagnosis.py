@@ -1,0 +1,208 @@
+"""What a replay has found out about a step that went wrong, and how sure it is. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from gradsurgeon.errors import printable
+
+Certainty = Literal["reproduced", "partial", "not reproduced"]
+Fault = Literal["overflow", "mathematics", "bad input", "kernel", "transient", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of Python, as a traceback shows it."""
+
+    file: str
+    line: int
+    function: str
+    text: str
+
+    def __str__(self) -> str:
+        return printable(f"{self.file}:{self.line}, in {self.function}: {self.text}")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """What is said of one tensor.
+
+    Attributes:
+        name: what it is, as the schema of the operation calls it, or where it comes from.
+        shape: of the tensor; of a sharded one of the whole.
+        dtype: without the ``torch.``.
+        low: the smallest element that is finite, ``None`` where there is none.
+        high: the largest.
+        nan: how many elements are NaN.
+        inf: how many are infinite.
+        numel: how many there are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    low: float | None
+    high: float | None
+    nan: int
+    inf: int
+    numel: int
+
+    @property
+    def finite(self) -> bool:
+        """Whether all elements are finite."""
+        return not (self.nan or self.inf)
+
+    def __str__(self) -> str:
+        head = printable(f"{self.name} {list(self.shape)} {self.dtype}".lstrip())
+        parts = [
+            f"{count:,} of {self.numel:,} {kind}"
+            for kind, count in (("NaN", self.nan), ("Inf", self.inf))
+            if count
+        ]
+        if self.low is not None and self.high is not None:
+            same = self.low == self.high
+            span = f"{self.low:.4g}" if same else f"{self.low:.4g} to {self.high:.4g}"
+            parts.append(span if self.finite else f"else {span}")
+        return f"{head}: {', '.join(parts) or 'empty'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The kind of a fault, and the evidence for it.
+
+    Attributes:
+        fault: its kind.
+        evidence: what repeating the operation alone has shown.
+        advice: what to try next.
+    """
+
+    fault: Fault
+    evidence: tuple[str, ...]
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """Where what is not finite was born, why, and how sure that is.
+
+    Attributes:
+        certainty: ``reproduced``, ``partial`` or ``not reproduced``: then nobody is blamed.
+        reasons: why it is no more certain than that.
+        step: the update that was about to happen, counted from 0.
+        rank: rank of this process.
+        what: what was born or came in: ``NaN``, ``Inf``, or nothing where nobody is blamed.
+        where: ``forward``, ``backward``, or what was not finite before: ``weight``, ``buffer``, ``input``,
+            ``output gradient``, ``literal``, ``unknown``.
+        micro_batch: which backward pass of the step, from 1.
+        micro_batches: how many there were.
+        module: canonical name of the module that ran the operation, or had built it; ``"."`` is the root.
+        module_type: its class.
+        name: of the weight, buffer, input or output that was not finite before, else of the operation's result.
+        operation: as the dispatcher calls it.
+        node: the node of the graph of autograd, in a backward pass.
+        lines: the script's line that called the operation, and the innermost one outside of torch.
+        inputs: what went in.
+        output: what came out; or the tensor that was not finite before.
+        history: the largest magnitudes that came out of the last operations before, oldest first.
+        verdict: what kind of fault it is.
+        scale: what a `GradScaler` had multiplied the loss by, ``None`` without one.
+        loss: the loss, where it was computed outside of the model and that is where to look.
+        loss_nodes: the nodes of its graph, from the outputs of the model to the loss.
+        bundle: the directory from which the step can be run again, empty where there is none.
+        no_bundle: why it could not be written.
+    """
+
+    certainty: Certainty
+    reasons: tuple[str, ...]
+    step: int
+    rank: int
+    what: str = ""
+    where: str = ""
+    micro_batch: int = 0
+    micro_batches: int = 0
+    module: str = ""
+    module_type: str = ""
+    name: str = ""
+    operation: str = ""
+    node: str = ""
+    lines: tuple[Line, ...] = ()
+    inputs: tuple[TensorFacts, ...] = ()
+    output: TensorFacts | None = None
+    history: tuple[tuple[str, float], ...] = ()
+    verdict: Verdict | None = None
+    scale: float | None = None
+    loss: float | None = None
+    loss_nodes: tuple[str, ...] = ()
+    bundle: str = ""
+    no_bundle: str = ""
+
+    def __str__(self) -> str:
+        return "\n".join(self.text())
+
+    def text(self) -> Iterator[str]:
+        """Yield the lines of the report."""
+        if self.certainty == "not reproduced" or not self.where:
+            yield "diagnosis: not reproduced, and nobody is blamed"
+            yield from (f"  because {printable(reason)}" for reason in self.reasons)
+        else:
+            yield f"diagnosis ({self.certainty}): {self.headline}"
+            yield from (
+                f"  no more certain, because {printable(reason)}" for reason in self.reasons
+            )
+            yield from self._evidence()
+        if self.bundle:
+            yield f"  to run the step again: gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
+        if self.no_bundle:
+            yield f"  no bundle was written: {printable(self.no_bundle)}"
+
+    def _evidence(self) -> Iterator[str]:
+        for number, line in enumerate(reversed(self.lines)):
+            yield f"  {'called at' if number else 'at'} {line}"
+        yield from (f"  in   {facts}" for facts in self.inputs)
+        if self.output is not None:
+            yield f"  {'out' if self.operation else 'is'}  {self.output}"
+        if self.loss_nodes:
+            yield f"  the loss is made of: {', '.join(map(printable, self.loss_nodes))}"
+        if self.loss is not None:
+            moment = "backward" if math.isfinite(self.loss) else "forward"
+            yield f"  the loss is {self.loss:.4g}: look at the {moment} pass of these operations"
+        if self.scale is not None:
+            yield f"  the loss was scaled by {self.scale:g}"
+        if self.verdict is not None:
+            yield f"  verdict: {self.verdict.fault}"
+            yield from (f"    {printable(evidence)}" for evidence in self.verdict.evidence)
+            yield f"  to try: {self.verdict.advice}"
+        if self.history:
+            yield "  largest magnitudes before it, the last one last:"
+            shown = [(printable(label), value) for label, value in self.history]
+            width = max(len(label) for label, _ in shown)
+            yield from (f"    {label.ljust(width)}  {value:.3g}" for label, value in shown)
+
+    @property
+    def headline(self) -> str:
+        """Where it was born, in one line."""
+        batch = (
+            f", micro-batch {self.micro_batch} of {self.micro_batches}"
+            if self.micro_batches > 1
+            else ""
+        )
+        if self.operation:
+            module = f" of {self.place}" if self.module else " outside of every module"
+            node = f" ({self.node})" if self.node else ""
+            return (
+                f"{self.what} born in the {self.where} pass{module}: {self.operation}{node}{batch}"
+            )
+        named = f" {printable(self.name)}" if self.name else ""
+        if self.where == "output gradient":
+            return f"{self.what} came back to the output{named} of the model: born outside of it, in the loss{batch}"
+        return f"the {self.where}{named} was not finite before the step began ({self.what}){batch}"
+
+    @property
+    def place(self) -> str:
+        """The module with its class."""
+        name = "the root" if self.module == "." else printable(self.module)
+        return f"{name} ({self.module_type})" if self.module_type else name

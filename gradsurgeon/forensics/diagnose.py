@@ -1,0 +1,168 @@
+"""From the kept calls of a step to a diagnosis: all are replayed, the earliest source is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from gradsurgeon import _dist
+from gradsurgeon.diagnosis import Diagnosis
+from gradsurgeon.forensics.provenance import Birth, Origin, Source
+from gradsurgeon.forensics.replay import Replayed, replay
+from gradsurgeon.forensics.verdict import judge
+from gradsurgeon.planning import ROOT
+from gradsurgeon.runtime.kept_calls import MAX_BYTES, FailedStep, KeptCall
+from gradsurgeon.tensors.structure import tensors_in
+
+_NO_CALL = (
+    "no call of the model was kept: the script drives it through its parts, or it is compiled: then apply the rules "
+    "to what torch.compile has returned"
+)
+_TOO_LARGE = f"{{}} of the calls of this step were not kept, whose tensors are beyond {MAX_BYTES // 2**20} MiB"
+_DIFFERENT = (
+    "what came out of the replay is not what had come out of the call: its state in Python has moved on, an "
+    "input was written to, or it takes random numbers from elsewhere"
+)
+_CLOSE = (
+    "the replay differs from the call in its last digits (an operation in it is not deterministic), or the "
+    "script has written into what came out, so that it cannot be compared"
+)
+_FINITE = (
+    "all gradients are finite in the replay: a fault of the machine, random numbers from elsewhere, or "
+    "gradients that the script made without the forward pass of the model"
+)
+_FINITE_NOW = (
+    "what came out of the call was not finite, and in the replay it is: a fault of the machine, a race, or state "
+    "in Python that has moved on"
+)
+_DIVIDED = "the parameters are divided over ranks, which would all have to run the step again"
+_OUTSIDE = "the loss is computed outside of the model, and cannot be run again"
+_COMPILED = "the model was compiled, and has been run again without that"
+_WRITTEN = "an input was written to after the call"
+
+
+def diagnose(
+    failed: FailedStep, doubts: Sequence[str] = (), *, debugger: bool = False
+) -> Diagnosis:
+    """Replay the calls of a step and tell where what is not finite was born. Waits for the device.
+
+    Args:
+        failed: the step.
+        doubts: what makes any result less certain.
+        debugger: stand in `pdb` at the birth.
+    """
+    blank = Diagnosis("not reproduced", (), failed.step, failed.rank)
+    cut = (_TOO_LARGE.format(failed.dropped),) if failed.dropped else ()
+    if not failed.calls:
+        return replace(blank, reasons=cut or (_NO_CALL,))
+    if any(map(_is_divided, failed.calls)):
+        return replace(blank, reasons=(_DIVIDED,))
+    reasons = [*cut, *doubts]
+    for call in failed.calls:
+        replayed = replay(call)
+        if (problem := _problem(replayed)) is not None:
+            reasons.append(problem)
+        elif (source := _earliest(replayed, failed)) is not None:
+            if debugger and isinstance(source, Birth):
+                replay(call, stop_at=source.when)
+            reasons += _doubts(replayed, source, failed)
+            return _told(replayed, source, replace(blank, reasons=tuple(reasons)), failed)
+    return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (_FINITE,))
+
+
+def _is_divided(call: KeptCall) -> bool:
+    module = call.module()
+    return module is not None and any(map(_dist.is_divided, module.parameters()))
+
+
+def _problem(replayed: Replayed) -> str | None:
+    """Return why a replay says nothing of the call, ``None`` where it does."""
+    error = replayed.error
+    if error is not None:
+        return f"the replay raised {type(error).__name__}: {error}"
+    if all(replayed.differs.values()):
+        return None
+    for path, close in replayed.differs.items():
+        if not close and path not in replayed.outputs:
+            sample = replayed.call.outputs[path].sample
+            if sample.is_floating_point() and not bool(sample.isfinite().all()):
+                return _FINITE_NOW
+    return _DIFFERENT
+
+
+def _earliest(replayed: Replayed, failed: FailedStep) -> Source | None:
+    """Return what is to blame: what led to the gradients of parameters, or to what the trap watched."""
+    blamed = [source for source in replayed.sources.values() if _is_to_blame(source)]
+    # A loss that is not finite because the output was not has come back as a gradient.
+    blamed += [
+        source
+        for path, source in replayed.outputs.items()
+        if path in replayed.grads and _is_to_blame(source)
+    ]
+    if not blamed:
+        # A trap on modules need not have spoiled a gradient.
+        blamed = [s for name, s in replayed.modules.items() if name in failed.modules]
+    return min(blamed, key=lambda source: source.when, default=None)
+
+
+def _is_to_blame(source: Source) -> bool:
+    return not (isinstance(source, Origin) and source.intended)
+
+
+def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[str]:
+    call = replayed.call
+    if replayed.differs:
+        yield _CLOSE
+    written = {p: t._version for p, t in tensors_in([call.args, call.kwargs])}  # noqa: SLF001 # counts writes
+    if call.written and written != call.written:
+        yield _WRITTEN
+    if isinstance(source, Origin) and source.what == "output gradient":
+        yield _OUTSIDE
+    if call.compiled:
+        yield _COMPILED
+    if failed.rested:
+        yield f"rules that edit what passes through modules rested in the replay: {', '.join(failed.rested)}"
+
+
+def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedStep) -> Diagnosis:
+    call = replayed.call
+    diagnosis = replace(
+        blank,
+        certainty="partial" if blank.reasons else "reproduced",
+        micro_batch=call.number,
+        micro_batches=failed.passes,
+        scale=None if failed.scale is None else float(failed.scale),
+        verdict=judge(source),
+    )
+    prefix = "" if call.name == ROOT else f"{call.name}."
+    if isinstance(source, Birth):
+        return replace(
+            diagnosis,
+            what=source.kind,
+            where=source.direction,
+            module=_inside(prefix, source.module),
+            module_type=source.module_type,
+            operation=source.operation,
+            node=source.node,
+            lines=source.lines,
+            inputs=source.inputs,
+            output=source.output,
+            history=source.history,
+        )
+    facts = source.facts
+    outside = source.what == "output gradient"
+    return replace(
+        diagnosis,
+        what="" if facts is None else "NaN" if facts.nan else "Inf",
+        where=source.what,
+        name=prefix + source.name if source.what in ("weight", "buffer") else source.name,
+        output=facts,
+        loss=failed.loss if outside else None,
+        loss_nodes=failed.loss_nodes if outside else (),
+    )
+
+
+def _inside(prefix: str, module: str) -> str:
+    if not module or not prefix:
+        return module
+    return prefix.removesuffix(".") if module == "." else prefix + module

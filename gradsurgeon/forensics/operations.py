@@ -1,0 +1,133 @@
+"""One operation of a replay, as a report tells it: what went in, what came out, and where it was called."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from gradsurgeon import _dist
+from gradsurgeon.diagnosis import Line, TensorFacts
+
+_HERE = Path(__file__).resolve().parent
+_OURS = f"{_HERE.parent}{os.sep}"
+_REPLAY = str(_HERE / "replay.py")
+_TORCH = f"{Path(torch.__file__).resolve().parent}{os.sep}"
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+_FRAME = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)\n')
+
+
+def facts(tensor: Tensor, name: str = "") -> TensorFacts:
+    """Measure a tensor. Waits for its device."""
+    values = elements(tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape, numel = tuple(tensor.shape), values.numel()
+    if not is_real(values):
+        low, high = ends(values) if numel else (None, None)
+        return TensorFacts(name, shape, dtype, low, high, 0, 0, numel)
+    nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
+    finite = values[values.isfinite()] if nan or inf else values
+    low, high = ends(finite) if finite.numel() else (None, None)
+    return TensorFacts(name, shape, dtype, low, high, nan, inf, numel)
+
+
+def elements(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor of any layout as real numbers; of a sharded one this rank's."""
+    part = _dist.local(tensor.detach())
+    if part.layout != torch.strided:
+        part = part.coalesce().values() if part.layout == torch.sparse_coo else part.values()
+    return torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+
+
+def is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def ends(values: Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest element: NaN where one is."""
+    if values.dtype == torch.bool:
+        return float(values.all()), float(values.any())
+    low, high = torch.aminmax(values)
+    return float(low), float(high)
+
+
+def nonfinite_kind(tensor: Tensor) -> str:
+    """Return ``NaN``, ``Inf`` or nothing, and NaN where there are both. Waits for the device."""
+    if not is_real(tensor) or tensor.is_meta:
+        return ""
+    values = elements(tensor)
+    if not values.numel():
+        return ""
+    low, high = ends(values)
+    if low != low or high != high:  # noqa: PLR0124 # NaN
+        return "NaN"
+    return "Inf" if low == -torch.inf or high == torch.inf else ""
+
+
+def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves((list(args), dict(kwargs))) if isinstance(leaf, Tensor)]
+
+
+def named_tensors(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that an operation was given, by the names of its schema."""
+    arguments = getattr(func, "_schema", None)
+    names = [argument.name for argument in arguments.arguments] if arguments is not None else []
+    given = [*zip(names, args, strict=False), *kwargs.items()]
+    for name, value in given:
+        if isinstance(value, Tensor):
+            yield name, value
+        elif isinstance(value, list | tuple):
+            for number, item in enumerate(value):
+                if isinstance(item, Tensor):
+                    yield f"{name}[{number}]", item
+
+
+def lines_here() -> tuple[Line, ...]:
+    """Return the lines of the script that led here, innermost last: see `of_script`."""
+    frames = traceback.extract_stack(sys._getframe(1))  # noqa: SLF001 # as `traceback` does it
+    return of_script(
+        Line(frame.filename, frame.lineno or 0, frame.name, frame.line or "") for frame in frames
+    )
+
+
+def lines_of_node(node: Any) -> tuple[Line, ...]:
+    """Return the lines that built a node of the graph, which anomaly mode keeps with it."""
+    written = () if node is None else node.metadata.get("traceback_") or ()
+    found = []
+    for text in written:
+        if match := _FRAME.match(text):
+            line = int(match["line"])
+            source = linecache.getline(match["file"], line).strip()
+            found.append(Line(match["file"], line, match["function"], source))
+    return of_script(found)
+
+
+def of_script(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Return the innermost line outside of torch and of this package, and before it the script's own.
+
+    They are one where no library stands between. What led to the replay does not count.
+    """
+    inner: list[Line] = []
+    for line in lines:
+        if line.file == _REPLAY:
+            inner.clear()
+        inner.append(line)
+    foreign = [
+        line for line in inner if not line.file.startswith((_OURS, _TORCH, "<frozen", "<string"))
+    ]
+    if not foreign:
+        return ()
+    own = [line for line in foreign if not _INSTALLED.search(line.file)]
+    last = foreign[-1]
+    return (last,) if not own or own[-1] == last else (own[-1], last)

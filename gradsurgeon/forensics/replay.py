@@ -1,0 +1,311 @@
+"""Runs the calls of a failed step again, under probes, and leaves the run as it was."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from gradsurgeon.forensics.provenance import ModuleCalls, Origin, Provenance, Source
+from gradsurgeon.planning import named_modules
+from gradsurgeon.runtime.kept_calls import Fingerprint, KeptCall
+from gradsurgeon.runtime.registry import tags_shown_to
+from gradsurgeon.tensors.structure import Path, tensors_in, with_tensors
+
+# Anomaly mode, hooks on all modules, random numbers: what a replay changes belongs to the whole process.
+_one_at_a_time = threading.Lock()
+# What a module may keep of itself that a forward pass changes, as a counter in Python.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What running one call again has shown.
+
+    Attributes:
+        call: which one.
+        sources: what made the gradients of parameters non-finite, by name of the parameter.
+        outputs: the same of what came out of the call, by path.
+        modules: the same of what came out of each module, by its name; of the first call of it.
+        differs: the outputs whose sample is not that of the original call, by path, with whether it is close.
+        error: what the replay raised.
+    """
+
+    call: KeptCall
+    sources: dict[str, Source] = field(default_factory=dict)
+    outputs: dict[Path, Source] = field(default_factory=dict)
+    modules: dict[str, Source] = field(default_factory=dict)
+    grads: dict[Path, Source] = field(default_factory=dict)
+    differs: dict[Path, bool] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
+    """Run a call and its backward pass again.
+
+    Args:
+        call: which one.
+        stop_at: the moment of the birth at which to stand in `pdb`.
+    """
+    module = call.module()
+    found = Replayed(call)
+    if module is None:
+        return found
+    try:
+        with _one_at_a_time, _undisturbed(module, call), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _run(module, call, found, stop_at)
+    except Exception as error:  # noqa: BLE001 # whatever the code of the script raises: the decision of the trap stands
+        found.error = error
+    return found
+
+
+def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> None:
+    params = {
+        name: call.weights.get(name, param).detach().requires_grad_(param.requires_grad)
+        for name, param in module.named_parameters(remove_duplicate=True)
+    }
+    buffers = {
+        name: call.weights.get(name, buffer).detach().clone()
+        for name, buffer in module.named_buffers()
+    }
+    for name, inner in module.named_modules():
+        inner.training = call.training.get(name, inner.training)
+    buffers.update({name: copy.clone() for name, copy in call.buffers.items()})
+    modules = ModuleCalls()
+    provenance = Provenance(modules, stop_at)
+    for name, param in params.items():
+        provenance.seed("weight", name, param)
+    for name, buffer in buffers.items():
+        provenance.seed("buffer", name, buffer)
+    args, kwargs = _copied((call.args, call.kwargs))
+    for path, tensor in tensors_in([args, kwargs]):
+        provenance.seed("input", _spelled(path), tensor)
+
+    def came_out(name: str, output: Any) -> None:
+        for _, tensor in tensors_in(output):
+            source = provenance.source_of(tensor)
+            if source is not None and not (isinstance(source, Origin) and source.intended):
+                found.modules.setdefault(name, source)
+
+    with ExitStack() as stack:
+        stack.enter_context(_module_calls(module, modules, came_out))
+        stack.enter_context(_autocast(call.autocast))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
+        if "torch._dynamo" in sys.modules:
+            # Nothing is compiled otherwise, and importing the compiler takes seconds.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # In the backward pass, too: checkpoints run parts of the forward pass there.
+        stack.enter_context(_exchanged(module, params, buffers))
+        stack.enter_context(tags_shown_to(came_out))
+        with provenance:
+            output = module(*args, **kwargs)
+        _compare(call, dict(tensors_in(output)), provenance, found)
+        _go_back(call, dict(tensors_in(output)), params, provenance, found)
+
+
+def _compare(
+    call: KeptCall, outputs: Mapping[Path, Tensor], provenance: Provenance, found: Replayed
+) -> None:
+    for path, kept in call.outputs.items():
+        tensor = outputs.get(path)
+        if tensor is None or tuple(tensor.shape) != kept.shape:
+            found.differs[path] = False
+            continue
+        sample = Fingerprint.of(tensor).sample
+        if kept.is_overwritten:
+            found.differs[path] = True
+        elif not torch.equal(sample.nan_to_num(7.0), kept.sample.nan_to_num(7.0)):
+            found.differs[path] = bool(
+                torch.allclose(sample, kept.sample, rtol=1e-3, atol=1e-5, equal_nan=True)
+            )
+    for path, tensor in outputs.items():
+        if (source := provenance.source_of(tensor)) is not None:
+            found.outputs[path] = source
+
+
+def _go_back(
+    call: KeptCall,
+    outputs: Mapping[Path, Tensor],
+    params: Mapping[str, Tensor],
+    provenance: Provenance,
+    found: Replayed,
+) -> None:
+    """Run the backward pass from the gradients that have reached the outputs."""
+    driven = {
+        path: grad
+        for path, grad in call.grads.items()
+        if path in outputs and outputs[path].grad_fn is not None
+    }
+    driven = _outermost(driven, outputs)
+    leaves = [param for param in params.values() if param.requires_grad]
+    if not (driven and leaves):
+        return
+    for path, grad in driven.items():
+        origin = provenance.seed("output gradient", _spelled(path), grad)
+        if origin is not None:
+            found.grads[path] = origin
+    with provenance:
+        # Past the watch over backward passes, and into the copies alone.
+        torch.autograd.Variable._execution_engine.run_backward(  # noqa: SLF001 # what `backward` calls
+            tuple(outputs[path] for path in driven),
+            tuple(driven.values()),
+            False,
+            False,
+            # Reentrant checkpoints refuse to be told which leaves are wanted.
+            () if _has_reentrant_checkpoint(driven, outputs) else tuple(leaves),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    for name, param in params.items():
+        if param.grad is not None and (source := provenance.source_of(param.grad)) is not None:
+            found.sources[name] = source
+
+
+def _outermost(grads: Mapping[Path, Tensor], outputs: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
+    """Leave out outputs that another one was made of: their gradient contains what comes through that one."""
+    inner: set[Any] = set()
+    for path in grads:
+        inner |= _nodes_below(outputs[path])
+    return {path: grad for path, grad in grads.items() if outputs[path].grad_fn not in inner}
+
+
+def _has_reentrant_checkpoint(paths: Iterable[Path], outputs: Mapping[Path, Tensor]) -> bool:
+    nodes = {outputs[path].grad_fn for path in paths}
+    for path in paths:
+        nodes |= _nodes_below(outputs[path])
+    return any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes)
+
+
+def _nodes_below(tensor: Tensor) -> set[Any]:
+    """Return the nodes of the graph that a tensor was made through, without its own."""
+    start: Any = tensor.grad_fn
+    pending, met = [node for node, _ in start.next_functions if node is not None], set()
+    while pending:
+        node = pending.pop()
+        if node not in met:
+            met.add(node)
+            pending += [following for following, _ in node.next_functions if following is not None]
+    return met
+
+
+@contextmanager
+def _exchanged(
+    root: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """Let a model work on other parameters and buffers, without hooks and with gradients of their own.
+
+    They are exchanged where modules keep them: no hook tells of that, and tied ones stay tied.
+    """
+    new = {id(param): params[name] for name, param in root.named_parameters()}
+    new |= {id(buffer): buffers[name] for name, buffer in root.named_buffers()}
+    kept: list[tuple[Any, Any, Any]] = []
+    for module in root.modules():
+        tables: list[Any] = [module._parameters, module._buffers]  # noqa: SLF001 # where modules keep them
+        # Recurrent layers have a list of their own.
+        flat = vars(module).get("_flat_weights")
+        tables += [flat] if isinstance(flat, list) else []
+        for table in tables:
+            for key, value in enumerate(table) if isinstance(table, list) else table.items():
+                if value is not None and id(value) in new:
+                    kept.append((table, key, value))
+    for table, key, value in kept:
+        table[key] = new[id(value)]
+    try:
+        yield
+    finally:
+        for table, key, value in kept:
+            table[key] = value
+
+
+@contextmanager
+def _undisturbed(module: nn.Module, call: KeptCall) -> Iterator[None]:
+    """Have random numbers as they were before a call, and put back afterwards what a replay changes."""
+    devices = [torch.device(name) for name in call.random if name != "cpu"]
+    before = {"cpu": torch.get_rng_state()}
+    for device in devices:
+        before[str(device)] = torch.get_device_module(device).get_rng_state(device)
+    plain = [
+        (vars(inner), {k: v for k, v in vars(inner).items() if isinstance(v, _PLAIN)})
+        for inner in module.modules()
+    ]
+    _set_random(call.random)
+    try:
+        yield
+    finally:
+        _set_random(before)
+        for attributes, kept in plain:
+            attributes.update(kept)
+
+
+def _set_random(states: Mapping[str, Tensor]) -> None:
+    for name, state in states.items():
+        if name == "cpu":
+            torch.set_rng_state(state)
+        else:
+            device = torch.device(name)
+            torch.get_device_module(device).set_rng_state(state, device)
+
+
+@contextmanager
+def _module_calls(
+    root: nn.Module, calls: ModuleCalls, came_out: Callable[[str, Any], None]
+) -> Iterator[None]:
+    names: dict[int, str] = {}
+    for name, module in named_modules(root).items():
+        names.setdefault(id(module), name)
+
+    def before(module: nn.Module, args: Any) -> None:
+        del args
+        if id(module) in names:
+            calls.enter(names[id(module)], type(module).__name__)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        del args
+        if id(module) in names:
+            calls.leave()
+            came_out(names[id(module)], output)
+
+    handles = (
+        register_module_forward_pre_hook(before),
+        register_module_forward_hook(after, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _autocast(states: Mapping[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind, (enabled, dtype) in states.items():
+            stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype))
+        yield
+
+
+def _copied(value: Any) -> Any:
+    """Return arguments without the graph of the script, to which a forward pass may write."""
+    return with_tensors(
+        value,
+        {
+            path: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            for path, tensor in tensors_in(value)
+        },
+    )
+
+
+def _spelled(path: Sequence[int | str]) -> str:
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(
+        "."
+    )

@@ -1,0 +1,356 @@
+"""What it takes to run the calls of a model again, should the step that they feed go wrong.
+
+Everything is kept by reference, or is small: what went in, the gradients that came back to what came out,
+the state of the random numbers, and those buffers that the forward pass changes. Nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradsurgeon import _torch
+from gradsurgeon.planning import ROOT, named_modules
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.parameters import Place
+from gradsurgeon.tensors.structure import Path, tensors_in
+
+# What is kept of one step; beyond it the oldest calls go first.
+MAX_BYTES = 256 * 2**20
+_MOST_CALLS = 256
+# So many elements tell whether a replay has made the same.
+_SAMPLE, _SMALL = 256, 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fingerprint:
+    """A fixed sample of a tensor, by which it is known again. It stays on its device, unread.
+
+    A small tensor is its own sample, without a copy.
+    """
+
+    shape: tuple[int, ...]
+    sample: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Fingerprint:
+        part, shape = tensor.detach(), tuple(tensor.shape)
+        if part.layout != torch.strided:
+            part = part.coalesce().values()
+        if part.numel() > _SMALL:
+            if not part.is_contiguous():
+                # A copy of all of it would cost too much: the last row stands for it.
+                while part.dim() > 1:
+                    part = part[-1]
+            part = part.reshape(-1)[:: max(1, part.numel() // _SAMPLE)].clone()
+        return cls(shape, part, part._version)  # noqa: SLF001 # counts writes
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether the script has written into it since."""
+        return self.sample._version != self.version  # noqa: SLF001 # as above
+
+
+class Buffers:
+    """Copies of buffers, those alike in one tensor: a forward pass may change hundreds of small ones."""
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self._kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Size]]] = {}
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for name, buffer in buffers.items():
+            kind = buffer.device, buffer.dtype
+            self._kinds.setdefault(kind, []).append((name, buffer.shape))
+            groups.setdefault(kind, []).append(buffer.detach())
+        self._flat = {
+            # Those of a lone one would stay where they are.
+            kind: _torch.flattened(group) if len(group) > 1 else group[0].clone().view(-1)
+            for kind, group in groups.items()
+        }
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        for kind, named in self._kinds.items():
+            parts = torch.split(self._flat[kind], [shape.numel() for _, shape in named])
+            for (name, shape), part in zip(named, parts, strict=True):
+                yield name, part.view(shape)
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class KeptCall:
+    """One call of a model in training.
+
+    Attributes:
+        module: what was called, reached weakly.
+        name: its name in the model of the session.
+        args: positional arguments, by reference.
+        kwargs: arguments by keyword, by reference.
+        written: how often each tensor among the arguments had been written to.
+        random: state of the random numbers of the host, and by device.
+        buffers: copies from before the call of those that it changes, by name in ``module``.
+        autocast: by kind of device, whether autocast was on and its dtype.
+        outputs: what came out, by path.
+        grads: the gradients that came back, by path; those of a `GradScaler` are scaled.
+        last_node: the number of the last node of the graph that led to an output.
+        number: which backward pass of the step has come back to it first, from 1; 0 before one has.
+        bytes: of what is kept by reference.
+        weights: those of the time, by name in ``module``, where it may have others by now.
+        training: by name, whether each module was in training, where that may have changed.
+        compiled: whether compiled code was run.
+    """
+
+    module: Callable[[], nn.Module | None]
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    written: dict[Path, int]
+    random: dict[str, Tensor]
+    buffers: Buffers
+    autocast: dict[str, tuple[bool, torch.dtype]]
+    outputs: dict[Path, Fingerprint] = field(default_factory=dict)
+    grads: dict[Path, Tensor] = field(default_factory=dict)
+    last_node: int = 0
+    number: int = 0
+    bytes: int = 0
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    training: Mapping[str, bool] = field(default_factory=dict)
+    compiled: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FailedStep:
+    """A step that a trap has stopped, and what it takes to find out why.
+
+    Attributes:
+        calls: those of the model that fed it, as far as they were kept.
+        dropped: how many were not.
+        passes: backward passes that it had.
+        step: its number.
+        rank: of this process.
+        scale: what a `GradScaler` had multiplied the loss by.
+        modules: those whose tensors a trap found non-finite, where it watches modules.
+        rested: rules that edit what passes through modules, and rest in a replay.
+        loss: of the last backward pass, if it is one number.
+        loss_nodes: the nodes of its graph, from the outputs of the model to the loss.
+    """
+
+    calls: Sequence[KeptCall]
+    dropped: int
+    passes: int
+    step: int
+    rank: int
+    scale: Tensor | None = None
+    modules: tuple[str, ...] = ()
+    rested: tuple[str, ...] = ()
+    loss: float | None = None
+    loss_nodes: tuple[str, ...] = ()
+
+
+class _Open(threading.local):
+    """The calls that a thread is in the middle of, outermost first: only that one is kept."""
+
+    def __init__(self) -> None:
+        self.calls: list[KeptCall | None] = []
+        # Of a first call, the buffers before it, with the number of writes to each.
+        self.buffers: dict[str, tuple[Tensor, int]] = {}
+
+
+class KeptCalls:
+    """Keeps the calls of one model until the step ends that they feed.
+
+    Where the root of the model has no forward pass of its own, the modules in it are what is called.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.calls: list[KeptCall] = []
+        # How many calls of this step were dropped, because they were too large.
+        self.dropped = 0
+        # Backward passes of this step.
+        self.passes = 0
+        self._handles: list[RemovableHandle] = []
+        # The buffers that the forward pass of each called module changes, where modules keep them, in training
+        # and in evaluation; none is known before the first call has ended.
+        self._changing: dict[tuple[str, bool], dict[str, Place]] = {}
+        self._devices: tuple[torch.device, ...] = ()
+        self._open = _Open()
+
+    def attach(self, model: nn.Module) -> None:
+        self.detach()
+        self._changing.clear()
+        devices = {param.device for param in model.parameters()}
+        self._devices = tuple(
+            device
+            for device in devices
+            if device.type not in ("cpu", "meta")
+            and hasattr(torch.get_device_module(device), "get_rng_state")
+        )
+        for name, module in _called(model):
+            # Compiled code runs no hooks of ours; around it they see its calls, which are replayed without it.
+            compiled = name == ROOT and type(model).__name__ == "OptimizedModule"
+            hooked = model if compiled else module
+            before, after = _Before(self, name, module), _After(self, module)
+            handles = [
+                # Before hooks of the script, which run in a replay as well.
+                hooked.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                hooked.register_forward_hook(after, always_call=True),
+            ]
+            for handle in handles:
+                _torch.leave_behind(handle)
+            self._handles += handles
+
+    def detach(self) -> None:
+        while self._handles:
+            _torch.take_off(self._handles.pop())
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of all that was kept for a step."""
+        self.calls, self.dropped, self.passes = [], 0, 0
+
+    def begin(
+        self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
+    ) -> None:
+        if self._open.calls or not torch.is_grad_enabled() or self._context.paused:
+            self._open.calls.append(None)
+            return
+        key = name, module.training
+        if key not in self._changing:
+            self._open.buffers = {name: (b, b._version) for name, b in module.named_buffers()}  # noqa: SLF001 # counts writes
+        tensors = list(tensors_in([args, kwargs]))
+        call = KeptCall(
+            weakref.ref(module),
+            name,
+            args,
+            kwargs,
+            {path: tensor._version for path, tensor in tensors},  # noqa: SLF001 # counts writes
+            self._random(),
+            self._buffers(module, key),
+            _autocast(self._devices),
+            compiled=compiled,
+            bytes=sum(tensor.numel() * tensor.element_size() for _, tensor in tensors),
+        )
+        self._open.calls.append(call)
+
+    def end(self, module: nn.Module, output: Any) -> None:
+        call = self._open.calls.pop() if self._open.calls else None
+        if call is None:
+            return
+        if (call.name, module.training) not in self._changing:
+            before, self._open.buffers = self._open.buffers, {}
+            self._changing[call.name, module.training] = {
+                name: (table, key)
+                for name, table, key in _buffer_places(module)
+                if name not in before
+                or before[name][0] is not table[key]
+                or before[name][1] != table[key]._version  # noqa: SLF001 # counts writes
+            }
+        if output is None:
+            return  # It has raised, or gives nothing that could have a gradient.
+        for path, tensor in tensors_in(output):
+            if not (tensor.requires_grad or tensor.is_floating_point()):
+                continue
+            call.outputs[path] = Fingerprint.of(tensor)
+            if (node := tensor.grad_fn) is not None:
+                keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)
+                node.register_prehook(keep)
+                call.last_node = max(call.last_node, node._sequence_nr())  # noqa: SLF001 # no public name
+        self.calls.append(call)
+        self._shorten()
+
+    def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
+        kept, grad = call(), grads[number]
+        if kept is not None and grad is not None:
+            kept.grads[path] = grad
+            kept.number = kept.number or self.passes + 1
+            kept.bytes += grad.numel() * grad.element_size()
+            self._shorten()
+
+    def _shorten(self) -> None:
+        while self.calls and (
+            len(self.calls) > _MOST_CALLS or sum(call.bytes for call in self.calls) > MAX_BYTES
+        ):
+            self.calls.pop(0)
+            self.dropped += 1
+
+    def _random(self) -> dict[str, Tensor]:
+        states = {"cpu": torch.get_rng_state()}
+        for device in self._devices:
+            states[str(device)] = torch.get_device_module(device).get_rng_state(device)
+        return states
+
+    def _buffers(self, module: nn.Module, key: tuple[str, bool]) -> Buffers:
+        changing = self._changing.get(key)
+        if changing is None:
+            return Buffers(dict(module.named_buffers()))
+        there = {name: table.get(key) for name, (table, key) in changing.items()}
+        return Buffers({name: buffer for name, buffer in there.items() if buffer is not None})
+
+
+class _Before:
+    """Forward pre-hook that reaches what keeps the calls weakly."""
+
+    def __init__(self, kept: KeptCalls, name: str, module: nn.Module) -> None:
+        self._kept, self._name, self._module = weakref.ref(kept), name, weakref.ref(module)
+
+    def __call__(self, hooked: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Compiled code passes it over: a graph must not break here.
+        if torch.compiler.is_compiling():
+            return
+        kept, module = self._kept(), self._module()
+        if kept is not None and module is not None:
+            kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
+
+
+class _After:
+    """Forward hook, called whether the call has ended or raised."""
+
+    def __init__(self, kept: KeptCalls, module: nn.Module) -> None:
+        self._kept, self._module = weakref.ref(kept), weakref.ref(module)
+
+    def __call__(self, hooked: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        del hooked, args
+        if torch.compiler.is_compiling():
+            return
+        kept, module = self._kept(), self._module()
+        if kept is not None and module is not None:
+            kept.end(module, output)
+
+
+def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield what a script calls, with its name: the root, or what it holds where it has no forward pass."""
+    modules: Mapping[str, nn.Module] = named_modules(model)
+    pending = [ROOT]
+    while pending:
+        name = pending.pop(0)
+        module = modules[name]
+        if type(module).forward is not nn.Module.forward:
+            yield name, module
+            continue
+        prefix = "" if name == ROOT else f"{name}."
+        pending += [
+            inner
+            for inner in (f"{prefix}{key}" for key, _ in module.named_children())
+            if inner in modules
+        ]
+
+
+def _buffer_places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    for prefix, inner in module.named_modules():
+        for key, buffer in inner._buffers.items():  # noqa: SLF001 # where modules keep them
+            if buffer is not None:
+                yield f"{prefix}.{key}" if prefix else key, inner._buffers, key  # noqa: SLF001 # as above
+
+
+def _autocast(devices: tuple[torch.device, ...]) -> dict[str, tuple[bool, torch.dtype]]:
+    kinds = {"cpu", *(device.type for device in devices)}
+    return {
+        kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds
+    }

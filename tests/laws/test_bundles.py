@@ -1,0 +1,240 @@
+"""A failed step as a directory: whole or not there, read without running anything, and diagnosed alike elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurgeon
+from gradsurgeon import Diagnosis, GradSurgeonError, NonFiniteGradientError
+
+TRAP = {"id": "trap", "action": "nan-trap", "params": "*"}
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(width, 2)
+
+    def forward(self, x, *, scale=1.0, more=()):
+        hidden = self.drop(self.norm(self.first(x)))
+        return {"out": self.last((hidden * scale).log() if hidden.min() < -1 else hidden)}
+
+def build():
+    torch.manual_seed(7)
+    return Net()
+
+def wider():
+    return Net(5)
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundles")
+    (folder / "net.py").write_text(textwrap.dedent(MODEL))
+    return folder
+
+
+@pytest.fixture
+def net(home: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(home))
+    import net  # type: ignore[import-not-found] # of this test
+
+    return net
+
+
+def fail(model: nn.Module, *, more: Any = (), **options: Any) -> NonFiniteGradientError:
+    """Return the error of a step that fails; what is random in it must be kept."""
+    rule = {**TRAP, **options.pop("rule", {})}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    given = torch.randn(8, 4)
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, optimizer=optimizer, **options):
+        for _ in range(20):
+            optimizer.zero_grad()
+            model(given, scale=2.0, more=more)["out"].square().mean().backward()
+            try:
+                optimizer.step()
+            except NonFiniteGradientError as error:
+                return error
+    raise AssertionError("no step has failed")
+
+
+@pytest.fixture
+def made(net: Any, tmp_path: Path) -> tuple[NonFiniteGradientError, Path]:
+    error = fail(
+        net.build(), record=tmp_path / "run", more=[(1, "text", None, {"x": torch.ones(2)})]
+    )
+    assert error.bundle is not None
+    return error, Path(error.bundle)
+
+
+def test_it_lies_in_the_run_and_is_diagnosed_alike(
+    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path
+) -> None:
+    error, place = made
+    assert place == tmp_path / "run" / f"trap-step{error.step}-rank0"
+    assert sorted(file.name for file in place.iterdir()) == ["bundle.json", "tensors.safetensors"]
+    assert f"gradsurgeon replay {place} --model MODULE:BUILD" in str(error)
+    model = net.build()
+    model.eval()
+    before = [tensor.clone() for tensor in model.state_dict().values()]
+    again = gradsurgeon.replay(place, model)
+    assert isinstance(error.diagnosis, Diagnosis)
+    first = error.diagnosis
+    assert (first.certainty, first.operation, first.module) == ("reproduced", "aten.log", ".")
+    for name in ("certainty", "reasons", "what", "where", "operation", "module", "lines", "step"):
+        assert getattr(again, name) == getattr(first, name), name
+    assert again.inputs == first.inputs
+    assert again.verdict == first.verdict
+    after = model.state_dict().values()
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert not model.training
+
+
+def test_without_a_run_it_is_written_where_the_rule_asks_for_it(
+    net: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert fail(net.build()).bundle is None
+    assert not list(tmp_path.iterdir())
+    first, second = (fail(net.build(), rule={"bundle": True}) for _ in range(2))
+    name = f"trap-step{first.step}-rank0"
+    assert [first.bundle, second.bundle] == [
+        f"gradsurgeon-traps/{name}",
+        f"gradsurgeon-traps/{name}-2",
+    ]
+
+
+def test_the_command_says_the_same(home: Path, made: tuple[NonFiniteGradientError, Path]) -> None:
+    error, place = made
+    command = [sys.executable, "-m", "gradsurgeon", "replay", str(place), "--model", "net:build"]
+    done = subprocess.run(
+        [*command, "--device", "cpu"], cwd=home, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    told = str(error)[str(error).index("diagnosis (") : str(error).index("  to run the step again")]
+    assert done.stdout.strip() == told.strip()
+
+
+def test_the_debugger_stands_where_it_was_born(
+    home: Path, made: tuple[NonFiniteGradientError, Path]
+) -> None:
+    _, place = made
+    command = [sys.executable, "-m", "gradsurgeon", "replay", str(place), "--model", "net:build"]
+    done = subprocess.run(
+        [*command, "--pdb"],
+        cwd=home,
+        input="p operation, float(inputs['self'].min()) < 0, bool(output.isnan().any())\nc\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "('aten.log', True, True)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        ("wider", "first.weight has the shape [5, 4], and [4, 4] in the bundle"),
+        (None, "first.weight is not in the model"),
+    ],
+)
+def test_another_model_is_refused(
+    net: Any, made: tuple[NonFiniteGradientError, Path], build: str | None, text: str
+) -> None:
+    model = nn.Linear(2, 2) if build is None else getattr(net, build)()
+    with pytest.raises(GradSurgeonError, match="this is not the model of the bundle") as caught:
+        gradsurgeon.replay(made[1], model)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["bundle.json", "tensors.safetensors"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "noise", "empty"])
+def test_what_is_damaged_is_refused(
+    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path, file: str, damage: str
+) -> None:
+    place = shutil.copytree(made[1], tmp_path / "copy")
+    whole = (place / file).read_bytes()
+    if damage == "gone":
+        (place / file).unlink()
+    else:
+        spoilt = {"cut": whole[: len(whole) // 2], "noise": b"\x00\xff" * 50, "empty": b"{}"}
+        (place / file).write_bytes(spoilt[damage])
+    with pytest.raises(GradSurgeonError, match="no bundle, or it is damaged"):
+        gradsurgeon.replay(place, net.build())
+
+
+@pytest.mark.parametrize(
+    "key", ["calls", "torch", "step", "weights", "passes", "scale", "loss", "modules"]
+)
+@pytest.mark.parametrize("value", [{"a": 1}, [[]], "x", -1, None])
+def test_hostile_entries_end_in_an_error_or_a_diagnosis(
+    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path, key: str, value: Any
+) -> None:
+    place = shutil.copytree(made[1], tmp_path / "copy")
+    document = json.loads((place / "bundle.json").read_text())
+    document[key] = value
+    (place / "bundle.json").write_text(json.dumps(document))
+    # Whatever it says: it is one of ours.
+    with suppress(GradSurgeonError):
+        assert str(gradsurgeon.replay(place, net.build()))
+
+
+def test_what_json_cannot_hold_is_said(net: Any, tmp_path: Path) -> None:
+    error = fail(net.build(), record=tmp_path / "run", more=object())
+    assert error.bundle is not None
+    with pytest.raises(GradSurgeonError, match="given a object, which a bundle cannot hold"):
+        gradsurgeon.replay(error.bundle, net.build())
+
+
+def test_a_disk_that_refuses_is_no_crash(
+    net: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gradsurgeon-traps").write_text("a file is in the way")
+    error = fail(net.build(), rule={"bundle": True})
+    assert error.bundle is None
+    assert "no bundle was written: " in str(error)
+    assert isinstance(error.diagnosis, Diagnosis)
+    assert error.diagnosis.certainty == "reproduced"
+
+
+def test_weights_that_are_too_large_are_left_out(
+    net: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gradsurgeon.forensics import bundle
+
+    monkeypatch.setattr(bundle, "MAX_BYTES", 10)
+    error = fail(net.build(), record=tmp_path / "run")
+    assert error.bundle is not None
+    torch.manual_seed(0)
+    again = gradsurgeon.replay(error.bundle, net.build())
+    assert again.certainty != "reproduced"
+    assert "the bundle has no weights" in " ".join(again.reasons)
+
+
+def test_tensors_that_share_memory_are_written(net: Any, tmp_path: Path) -> None:
+    whole = torch.arange(6.0)
+    shared: list[Tensor] = [whole, whole[2:4], whole.view(2, 3).t()]
+    error = fail(net.build(), record=tmp_path / "run", more=shared)
+    assert error.bundle is not None
+    again = gradsurgeon.replay(error.bundle, net.build())
+    assert again.certainty == "reproduced"

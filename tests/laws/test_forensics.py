@@ -1,0 +1,730 @@
+"""The trap names where a NaN was born and why: the right culprit, operation, verdict and certainty."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 # as everybody calls it
+from torch import Tensor, nn
+from torch.library import custom_op
+from torch.utils.checkpoint import checkpoint
+
+import gradsurgeon
+from gradsurgeon import Diagnosis, NonFiniteGradientError
+
+INF = float("inf")
+TRAP = {"version": 1, "rules": [{"id": "trap", "action": "nan-trap", "params": "*"}]}
+
+
+class Body(nn.Module):
+    """What stands between two layers, and can go wrong."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(x)
+        return out
+
+
+class Net(nn.Module):
+    def __init__(self, act: Callable[[Tensor], Tensor] = torch.tanh) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.body = Body(act)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.body(self.first(x)))
+        return out
+
+
+def batch(number: int = 0) -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(number))
+
+
+def mean(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def diagnosed(
+    model: nn.Module,
+    *inputs: Any,
+    loss: Callable[[Any], Tensor] = mean,
+    rules: Any = TRAP,
+    around: Callable[[], Any] = nullcontext,
+    optimizer: torch.optim.Optimizer | None = None,
+    before_step: Callable[[], object] = lambda: None,
+) -> Diagnosis:
+    """Return the diagnosis of one step that a trap has stopped; each input is one micro-batch."""
+    owner = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules, optimizer=owner) as session:
+        for given in inputs:
+            with around():
+                out = model(**given) if isinstance(given, dict) else model(given)
+                value = loss(out)
+            value.backward()
+        before_step()
+        with pytest.raises(NonFiniteGradientError) as caught:
+            owner.step()
+        diagnosis = caught.value.diagnosis
+    assert isinstance(diagnosis, Diagnosis)
+    assert str(diagnosis) in str(caught.value)
+    assert any(str(diagnosis) in event.message for event in session.events)
+    return diagnosis
+
+
+def fault(diagnosis: Diagnosis) -> str:
+    assert diagnosis.verdict is not None
+    return diagnosis.verdict.fault
+
+
+def brief(diagnosis: Diagnosis) -> tuple[str, ...]:
+    return (
+        diagnosis.certainty,
+        diagnosis.what,
+        diagnosis.where,
+        diagnosis.module,
+        diagnosis.operation,
+        fault(diagnosis),
+    )
+
+
+class BadBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        nothing = grad * 0
+        return nothing / nothing
+
+
+def masked(x: Tensor) -> Tensor:
+    """Attend with a mask: a healthy minus infinity."""
+    mask = torch.zeros_like(x, dtype=torch.bool)
+    mask[:, 0] = True
+    return x.masked_fill(mask, -INF).softmax(-1)
+
+
+def attended(x: Tensor) -> Tensor:
+    q = x.unsqueeze(0)
+    mask = torch.triu(torch.full((len(x), len(x)), -INF), diagonal=1)
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).squeeze(0)
+
+
+BODY: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...], str]] = {
+    "log of a negative": (
+        torch.log,
+        ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics"),
+        "",
+    ),
+    "sqrt at 0": (
+        lambda x: (x * 0).sqrt(),
+        ("reproduced", "Inf", "backward", "body", "aten.div", "mathematics"),
+        "SqrtBackward0",
+    ),
+    "a norm of 0": (
+        lambda x: (x * 0) / (x * 0).norm(dim=-1, keepdim=True),
+        ("reproduced", "NaN", "forward", "body", "aten.div", "mathematics"),
+        "",
+    ),
+    "exp of large numbers": (
+        lambda x: (x * 1e4).exp(),
+        ("reproduced", "Inf", "forward", "body", "aten.exp", "overflow"),
+        "",
+    ),
+    "fully masked row": (
+        lambda x: x.masked_fill(torch.ones_like(x, dtype=torch.bool), -INF).softmax(-1),
+        ("reproduced", "NaN", "forward", "body", "aten._softmax", "mathematics"),
+        "",
+    ),
+    "healthy masked softmax beside a NaN": (
+        lambda x: masked(x) + x.log(),
+        ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics"),
+        "",
+    ),
+    "healthy masked attention beside a NaN": (
+        lambda x: attended(x) + x.log(),
+        ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics"),
+        "",
+    ),
+    "masked by where, back in backward": (
+        lambda x: torch.where(x > 0, x.sqrt(), torch.zeros_like(x)),
+        ("reproduced", "NaN", "forward", "body", "aten.sqrt", "mathematics"),
+        "",
+    ),
+    "finite forward, where and log at 0": (
+        lambda x: torch.where(x > 9, (x * 0).log(), torch.zeros_like(x)),
+        ("reproduced", "NaN", "backward", "body", "aten.div", "mathematics"),
+        "LogBackward0",
+    ),
+    "a function of the script's": (
+        BadBackward.apply,
+        ("reproduced", "NaN", "backward", "body", "aten.div", "mathematics"),
+        "BadBackwardBackward",
+    ),
+    "checkpoint": (
+        lambda x: checkpoint(torch.log, x, use_reentrant=False),
+        ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics"),
+        "",
+    ),
+    "reentrant checkpoint": (
+        lambda x: checkpoint(torch.log, x, use_reentrant=True),
+        ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics"),
+        "",
+    ),
+    "in place": (
+        lambda x: (x * 1).sqrt_(),
+        ("reproduced", "NaN", "forward", "body", "aten.sqrt_", "mathematics"),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BODY)
+def test_the_operation_that_did_it_is_named(case: str) -> None:
+    act, expected, node = BODY[case]
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Net(act), batch())
+    assert brief(diagnosis) == expected
+    assert diagnosis.node == node
+    assert diagnosis.module_type == "Body"
+    (line, *_) = diagnosis.lines
+    assert line.file == __file__
+    if "function" not in case:
+        assert "x" in line.text
+    assert diagnosis.output is not None
+    assert not diagnosis.output.finite
+
+
+def test_the_numbers_are_those_of_the_operation() -> None:
+    torch.manual_seed(0)
+    model = Net(torch.log)
+    with torch.no_grad():
+        went_in = model.first(batch())
+    diagnosis = diagnosed(model, batch())
+    (facts,) = diagnosis.inputs
+    assert (facts.name, facts.shape, facts.dtype) == ("self", (6, 4), "float32")
+    assert (facts.low, facts.high) == (float(went_in.min()), float(went_in.max()))
+    assert diagnosis.output is not None
+    assert diagnosis.output.nan == int((went_in < 0).sum())
+    # The last number before it is that of the layer in front.
+    assert diagnosis.history[-1] == ("first: aten.addmm", float(went_in.abs().max()))
+
+
+def test_attention_with_a_mask_that_stays_finite_is_not_blamed() -> None:
+    torch.manual_seed(0)
+    model = Net(attended)
+    diagnosis = diagnosed(model, batch(), loss=lambda out: (out - out).sum() / (out - out).sum())
+    assert diagnosis.where == "output gradient"
+    assert diagnosis.operation == ""
+
+
+def test_a_loss_outside_of_the_model_is_told_as_such() -> None:
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Net(), batch(), loss=lambda out: (out - out).sum() / (out - out).sum())
+    assert (diagnosis.certainty, diagnosis.where) == ("partial", "output gradient")
+    assert diagnosis.reasons == (
+        "the loss is computed outside of the model, and cannot be run again",
+    )
+    assert diagnosis.loss_nodes[-1] == "DivBackward0"
+    assert diagnosis.loss is not None
+    assert math.isnan(diagnosis.loss)
+
+
+def test_a_loss_of_a_model_that_gave_nan_is_not_blamed() -> None:
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Net(torch.log), batch(), loss=lambda out: F.mse_loss(out, out * 0))
+    assert brief(diagnosis)[2:5] == ("forward", "body", "aten.log")
+
+
+def test_the_input_was_bad() -> None:
+    torch.manual_seed(0)
+    bad = batch()
+    bad[2, 1] = float("nan")
+    diagnosis = diagnosed(Net(), bad)
+    assert (diagnosis.certainty, diagnosis.where, diagnosis.name) == (
+        "reproduced",
+        "input",
+        "[0][0]",
+    )
+    assert fault(diagnosis) == "bad input"
+    assert diagnosis.output is not None
+    assert (diagnosis.output.nan, diagnosis.output.numel) == (1, 24)
+
+
+def test_one_row_of_an_embedding_was_bad() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        next(model.parameters())[7] = float("nan")
+    diagnosis = diagnosed(model, torch.tensor([1, 7, 3]))
+    assert (diagnosis.where, diagnosis.name, fault(diagnosis)) == (
+        "weight",
+        "0.weight",
+        "bad input",
+    )
+    assert diagnosis.output is not None
+    assert diagnosis.output.nan == 4
+
+
+def test_weights_have_exploded() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda x: x)
+    with torch.no_grad():
+        model.first.weight.mul_(1e30)
+        model.last.weight.mul_(1e20)
+    diagnosis = diagnosed(model, batch())
+    assert brief(diagnosis)[2:] == ("forward", "last", "aten.addmm", "overflow")
+    weight = next(facts for facts in diagnosis.inputs if facts.name == "mat2")
+    assert weight.high is not None
+    assert weight.high > 1e19
+
+
+def test_exp_in_half_precision() -> None:
+    torch.manual_seed(0)
+    act = lambda x: (x.half() * 20).exp().float()  # noqa: E731
+    diagnosis = diagnosed(Net(act), batch())
+    assert brief(diagnosis) == ("reproduced", "Inf", "forward", "body", "aten.exp", "overflow")
+    assert diagnosis.verdict is not None
+    assert "6.55e+04" in diagnosis.verdict.evidence[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_autocast_is_as_it_was(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Net(torch.log), batch(), around=lambda: torch.autocast("cpu", dtype))
+    assert brief(diagnosis) == ("reproduced", "NaN", "forward", "body", "aten.log", "mathematics")
+    assert diagnosis.inputs[0].dtype == "bfloat16"
+
+
+@pytest.mark.filterwarnings("ignore:std")
+def test_a_batch_norm_of_one_sample() -> None:
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Net(lambda x: (x - x.mean(0)) / x.std(0)), batch()[:1])
+    assert brief(diagnosis) == ("reproduced", "NaN", "forward", "body", "aten.std", "mathematics")
+
+
+def test_random_numbers_are_those_of_the_step() -> None:
+    torch.manual_seed(0)
+    # NaN only where dropout has left nothing in a row.
+    act = lambda x: F.dropout(x.abs() + 1, 0.6).sum(-1, keepdim=True).log() * x  # noqa: E731
+    model, given = Net(act), batch()
+    for number in range(40):
+        torch.manual_seed(number)
+        if not bool(model(given).isfinite().all()):
+            break
+    torch.manual_seed(number)
+    diagnosis = diagnosed(model, given)
+    assert brief(diagnosis)[:5] == ("reproduced", "Inf", "forward", "body", "aten.log")
+
+
+class Structured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, *, batch: Any, scale: float = 1.0) -> Any:
+        tensor = batch["x"] if isinstance(batch, dict) else batch.x
+        return {"logits": self.layer(tensor * scale).log(), "extra": [tensor]}
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+
+
+@pytest.mark.parametrize("wrap", [lambda x: {"x": x}, Batch])
+def test_structures_of_inputs_and_outputs(wrap: Callable[[Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    given = {"batch": wrap(batch()), "scale": 2.0}
+    diagnosis = diagnosed(Structured(), given, loss=lambda out: mean(out["logits"]))
+    assert brief(diagnosis) == ("reproduced", "NaN", "forward", ".", "aten.log", "mathematics")
+
+
+class LossInside(nn.Module):
+    """As models of transformers: the loss and what it is made of come out together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(x)
+        return {"loss": (logits * 0).sqrt().sum(), "logits": logits}
+
+
+def test_a_loss_that_the_model_returns_is_run_back_once() -> None:
+    torch.manual_seed(0)
+    diagnosis = diagnosed(LossInside(), batch(), loss=lambda out: out["loss"])
+    assert brief(diagnosis) == ("reproduced", "Inf", "backward", ".", "aten.div", "mathematics")
+
+
+def test_a_module_that_is_called_twice() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    seen: list[Tensor] = []
+
+    def act(x: Tensor) -> Tensor:
+        return torch.tanh(x)
+
+    class Twice(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.last(self.body(self.body(self.first(x)).abs() - 0.4).abs())
+            return out
+
+    def once(x: Tensor) -> Tensor:
+        seen.append(x)
+        return x.log() if bool((x < 0).any()) and bool((x > -0.4).all()) else act(x)
+
+    model = Twice(once)
+    diagnosis = diagnosed(model, batch())
+    assert brief(diagnosis)[:5] == ("reproduced", "NaN", "forward", "body", "aten.log")
+    assert diagnosis.inputs[0].low is not None
+    assert diagnosis.inputs[0].low >= -0.4
+
+
+def test_the_third_of_four_micro_batches() -> None:
+    torch.manual_seed(0)
+    act = lambda x: torch.where(x.detach().max() > 50, x.log(), x)  # noqa: E731
+    batches = [batch(number) for number in range(4)]
+    batches[2] *= 100
+    diagnosis = diagnosed(Net(act), *batches)
+    assert (diagnosis.micro_batch, diagnosis.micro_batches) == (3, 4)
+    assert brief(diagnosis)[:5] == ("reproduced", "NaN", "forward", "body", "aten.log")
+
+
+def test_the_script_has_clipped_before_the_step() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda x: (x * 0).sqrt())
+    diagnosis = diagnosed(
+        model,
+        batch(),
+        before_step=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    )
+    assert brief(diagnosis)[:5] == ("reproduced", "Inf", "backward", "body", "aten.div")
+
+
+def test_a_scaled_loss() -> None:
+    torch.manual_seed(0)
+    model = Net(torch.log)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    rules = {"version": 1, "rules": [{**TRAP["rules"][0], "give_up_after": 1}]}  # type: ignore[index]
+    with gradsurgeon.apply(model, rules, optimizer=optimizer, scaler=scaler):
+        scaler.scale(mean(model(batch()))).backward()
+        with pytest.raises(NonFiniteGradientError) as caught:
+            scaler.step(optimizer)
+    diagnosis = caught.value.diagnosis
+    assert diagnosis is not None
+    assert (diagnosis.scale, diagnosis.operation) == (8.0, "aten.log")
+
+
+def test_a_closure() -> None:
+    torch.manual_seed(0)
+    model, given = Net(torch.log), batch()
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = mean(model(given))
+        loss.backward()
+        return loss
+
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=optimizer),
+        pytest.raises(NonFiniteGradientError) as caught,
+    ):
+        optimizer.step(closure)
+    assert caught.value.diagnosis is not None
+    assert brief(caught.value.diagnosis)[:5] == ("reproduced", "NaN", "forward", "body", "aten.log")
+
+
+def test_updates_by_hand() -> None:
+    torch.manual_seed(0)
+    model = Net(torch.log)
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=[]) as session,
+        pytest.raises(NonFiniteGradientError) as caught,
+    ):
+        mean(model(batch())).backward()
+        session.tick()
+    assert caught.value.diagnosis is not None
+    assert brief(caught.value.diagnosis)[:5] == ("reproduced", "NaN", "forward", "body", "aten.log")
+
+
+def test_two_models_that_train_against_each_other() -> None:
+    torch.manual_seed(0)
+    maker, judge = Net(), nn.Sequential(nn.Linear(2, 4), Body(torch.log), nn.Linear(4, 1))
+    model = nn.ModuleDict({"maker": maker, "judge": judge})
+    making = torch.optim.SGD(maker.parameters(), lr=0.1)
+    judging = torch.optim.SGD(judge.parameters(), lr=0.1)
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=[making, judging]),
+        pytest.raises(NonFiniteGradientError) as caught,
+    ):
+        mean(judge(maker(batch()).detach())).backward()
+        judging.step()
+    assert caught.value.diagnosis is not None
+    assert brief(caught.value.diagnosis)[:5] == (
+        "reproduced",
+        "NaN",
+        "forward",
+        "judge.1",
+        "aten.log",
+    )
+
+
+@pytest.mark.parametrize("what", ["output", "tag"])
+def test_a_trap_on_modules_and_tags_gets_the_same(what: str) -> None:
+    torch.manual_seed(0)
+
+    def act(x: Tensor) -> Tensor:
+        return gradsurgeon.tag(x.log(), "hidden").nan_to_num(0.0)
+
+    rule = {"id": "trap", "action": "nan-trap"}
+    rule |= (
+        {"modules": "body", "tensor": "output"}
+        if what == "output"
+        else {"tensors": "hidden", "tensor": "value"}
+    )
+    model = Net(torch.log if what == "output" else act)
+    diagnosis = diagnosed(model, batch(), rules={"version": 1, "rules": [rule]})
+    assert brief(diagnosis)[1:5] == ("NaN", "forward", "body", "aten.log")
+
+
+def test_a_state_that_has_moved_on_blames_nobody() -> None:
+    torch.manual_seed(0)
+    bad = [True]
+
+    def act(x: Tensor) -> Tensor:
+        return x.log() if bad[0] else x
+
+    diagnosis = diagnosed(Net(act), batch(), before_step=lambda: bad.__setitem__(0, False))
+    assert diagnosis.certainty == "not reproduced"
+    assert (diagnosis.operation, diagnosis.where, diagnosis.verdict) == ("", "", None)
+    assert "finite" in diagnosis.reasons[0]
+
+
+def test_a_fault_of_the_original_run_alone_blames_nobody() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    # Between the passes of autograd and the update.
+    diagnosis = diagnosed(
+        model,
+        batch(),
+        before_step=lambda: model.first.weight.grad.fill_(float("nan")),  # type: ignore[union-attr]
+    )
+    assert diagnosis.certainty == "not reproduced"
+    assert diagnosis.where == ""
+
+
+@custom_op("gradsurgeon_tests::flaky", mutates_args=())
+def flaky(x: Tensor, which: Tensor) -> Tensor:
+    # Wrong in the run and in the replay, and right when it is repeated.
+    which += 1
+    return x * float("nan") if int(which) <= 2 else x * 1
+
+
+def test_a_fault_that_repeating_does_not_show_is_transient() -> None:
+    class Flaky(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            out: Tensor = flaky(x, calls)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    calls = torch.zeros((), dtype=torch.int64)
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Net(Flaky.apply), batch())
+    assert brief(diagnosis) == (
+        "reproduced",
+        "NaN",
+        "forward",
+        "body",
+        "gradsurgeon_tests.flaky",
+        "transient",
+    )
+
+
+@pytest.fixture
+def wrong_kernel() -> Iterator[None]:
+    """Have a kernel that is wrong in float32 alone."""
+
+    def hardswish(x: Tensor) -> Tensor:
+        right = x * (x + 3).clamp(0, 6) / 6
+        return right.log() * 0 if x.dtype == torch.float32 else right
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one already
+            library.impl("hardswish", hardswish, "CPU")
+        yield
+
+
+@pytest.mark.usefixtures("wrong_kernel")
+def test_a_kernel_that_is_wrong_in_one_implementation() -> None:
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Net(F.hardswish), batch())
+    assert brief(diagnosis) == ("reproduced", "NaN", "forward", "body", "aten.hardswish", "kernel")
+
+
+def test_calls_beyond_the_bytes_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gradsurgeon.runtime import kept_calls
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(kept_calls, "MAX_BYTES", 2 * 6 * 4 * 4)
+    diagnosis = diagnosed(Net(torch.log), *map(batch, range(4)))
+    assert diagnosis.certainty == "partial"
+    assert "3 of the calls of this step were not kept" in diagnosis.reasons[0]
+    assert (diagnosis.micro_batch, diagnosis.micro_batches) == (4, 4)
+
+
+def test_a_replay_that_raises_is_said_and_the_step_is_stopped_all_the_same() -> None:
+    torch.manual_seed(0)
+    times = [0]
+
+    def act(x: Tensor) -> Tensor:
+        times[0] += 1
+        if times[0] > 1:
+            raise RuntimeError("only once")
+        return x.log()
+
+    diagnosis = diagnosed(Net(act), batch())
+    assert diagnosis.certainty == "not reproduced"
+    assert diagnosis.reasons == ("the replay raised RuntimeError: only once",)
+
+
+def test_only_the_first_trip_of_a_rule_is_diagnosed() -> None:
+    torch.manual_seed(0)
+    model = Net(torch.log)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rules = {"version": 1, "rules": [{**TRAP["rules"][0], "then": "skip-step"}]}  # type: ignore[index]
+    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+        for _ in range(3):
+            optimizer.zero_grad()
+            mean(model(batch())).backward()
+            optimizer.step()
+        traps = [event.message for event in session.events if event.kind == "trap"]
+        assert ["diagnosis" in text for text in traps] == [True, False, False]
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+
+
+def test_without_forensics_nothing_is_kept() -> None:
+    model = Net(torch.log)
+    rules = {"version": 1, "rules": [{**TRAP["rules"][0], "forensics": False}]}  # type: ignore[index]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules, optimizer=optimizer):
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+        mean(model(batch())).backward()
+        with pytest.raises(NonFiniteGradientError) as caught:
+            optimizer.step()
+    assert caught.value.diagnosis is None
+    assert "diagnosis" not in str(caught.value)
+
+
+class Everything(nn.Module):
+    """Buffers, random numbers, a counter in Python, and a NaN at one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1)
+        )
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.layers(x)
+        return out.log() if self.calls == 3 else out
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_diagnosis_does_not_disturb_the_run(momentum: float) -> None:
+    def train(*, forensics: bool) -> list[Any]:
+        torch.manual_seed(0)
+        model = Everything()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        rule = {**TRAP["rules"][0], "then": "skip-step", "forensics": forensics}  # type: ignore[index]
+        seen: list[Any] = []
+        hooked = model.layers[0].register_forward_hook(lambda *_: None)
+        with gradsurgeon.apply(
+            model, {"version": 1, "rules": [rule]}, optimizer=optimizer
+        ) as session:
+            for number in range(6):
+                optimizer.zero_grad()
+                mean(model(batch(number))).backward()
+                before = [param.grad for param in model.parameters()]
+                optimizer.step()
+                assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
+                seen += [tensor.clone() for tensor in model.state_dict().values()]
+                seen += [torch.rand(1), torch.tensor(model.calls), torch.tensor(model.training)]
+            assert [event.kind for event in session.events] == ["trap", "skipped-step"]
+        assert list(model.layers[0]._forward_hooks) == [hooked.id]
+        return seen
+
+    plain, replayed = train(forensics=False), train(forensics=True)
+    assert all(torch.equal(one, other) for one, other in zip(plain, replayed, strict=True))
+
+
+def test_a_compiled_model_is_diagnosed_without_the_compiler() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = torch.compile(Net(torch.log), backend="eager", fullgraph=True)
+    diagnosis = diagnosed(model, batch())
+    assert brief(diagnosis) == ("partial", "NaN", "forward", "body", "aten.log", "mathematics")
+    assert diagnosis.reasons == ("the model was compiled, and has been run again without that",)
+
+
+@pytest.mark.parametrize("how", ["by torch.compile", "in place"])
+def test_no_graph_breaks_at_what_keeps_calls(how: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model: Any = Net(torch.log)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, TRAP, optimizer=optimizer):
+        if how == "in place":
+            model.compile(backend="eager", fullgraph=True)
+        called = (
+            model if how == "in place" else torch.compile(model, backend="eager", fullgraph=True)
+        )
+        mean(called(batch())).backward()
+        with pytest.raises(NonFiniteGradientError) as caught:
+            optimizer.step()
+    assert caught.value.diagnosis is not None
+    assert caught.value.diagnosis.certainty == "not reproduced"
+    assert "apply the rules to what torch.compile has returned" in caught.value.diagnosis.reasons[0]
+
+
+def test_hooks_of_the_script_run_once_more_and_on_the_same() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda x: x)
+    seen: list[float] = []
+    model.register_forward_pre_hook(lambda _m, args: (args[0] * 2,))
+
+    def note(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+        seen.append(float(out.detach().sum()))
+        return out.log()
+
+    model.body.register_forward_hook(note)
+    diagnosis = diagnosed(model, batch())
+    # A hook runs after the module that it is on.
+    assert brief(diagnosis)[:5] == ("reproduced", "NaN", "forward", ".", "aten.log")
+    assert diagnosis.lines[-1].function == "note"
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
