@@ -1,9 +1,10 @@
 """The main job from end to end: ``python -m gradsurgeon.demo``.
 
 Trains a small convolutional network on scikit-learn's handwritten digits with the rules of
-``rules/quickstart.yaml``. At one step a fault is injected: the data are fine, but the backward of one
-layer produces a NaN. The trap must name the step and the layer and keep the NaN out of every weight
-and every moment of the optimizer. The exit code is 0 if it did and the network learnt to read.
+``rules/quickstart.yaml``. At one step a fault is injected: the data and the loss are fine, but a square
+root of negative numbers, which the forward pass masks, comes back as NaN in the backward pass. The trap
+must name the step, the layers and the line, and keep the NaN out of every weight and every moment of the
+optimizer. The exit code is 0 if it did and the network learnt to read.
 """
 
 from __future__ import annotations
@@ -36,15 +37,11 @@ LAST_FINITE = "fc1.weight"
 FIRST_NONFINITE = "conv2.weight"
 
 
-def poison(grad: Tensor) -> Tensor:
-    """Make one element of a gradient NaN."""
-    poisoned = grad.clone()
-    poisoned[0, 0, 0, 0] = float("nan")
-    return poisoned
+FAULT = "hidden.sqrt()"
 
 
 class DigitsNet(nn.Module):
-    """Two convolutions, two linear layers, and the fault: a backward that is poisoned while it is armed."""
+    """Two convolutions, two linear layers, and the fault, while it is armed."""
 
     armed = False
 
@@ -59,8 +56,8 @@ class DigitsNet(nn.Module):
         hidden = self.conv1(images).relu()
         hidden = self.conv2(hidden)
         if self.armed:
-            # Before the ReLU: behind it, the NaN could fall on an element that ReLU blocks.
-            hidden.register_hook(poison)
+            # All that comes out is finite. The gradient of what was masked is 0 x NaN.
+            hidden = torch.where(hidden > 0, hidden.sqrt(), hidden)
         hidden = functional.max_pool2d(hidden.relu(), 2).flatten(1)
         return cast("Tensor", self.fc2(self.fc1(hidden).relu()))
 
@@ -140,6 +137,12 @@ class Trainer:
     def traps(self) -> list[gradsurgeon.Event]:
         return [event for event in self.session.events if event.kind == "trap"]
 
+    def diagnosis(self) -> str:
+        """Return what the first trap says of where the NaN was born, which is the end of its report."""
+        text = self.traps()[0].message if self.traps() else ""
+        start = text.find("diagnosis")
+        return text[start:] if start >= 0 else "no diagnosis"
+
     def _snapshot(self) -> list[bytes]:
         """Copy every weight and the optimizer's state of it: exp_avg, exp_avg_sq, step."""
         # As bytes, because a NaN that stayed what it was is not equal to itself.
@@ -156,6 +159,8 @@ class Trainer:
             yield f"one trap was to trip, on {FIRST_NONFINITE} at step {FAULT_STEP}: {seen}"
         if self.moved_at_fault:
             yield f"{self.moved_at_fault} weights or moments moved at step {FAULT_STEP}"
+        if not self.moved_at_fault and traps and FAULT not in self.diagnosis():
+            yield f"the line with {FAULT} was to be named"
         if self.accuracy < GOAL:
             yield f"test accuracy {100 * self.accuracy:.1f} % is below {100 * GOAL:.0f} %"
 
@@ -176,6 +181,10 @@ def demonstrate(rules: Path, epochs: int) -> int:
         warnings.simplefilter("always")
         with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
             trainer = Trainer(model, optimizer, session)
+            say(
+                f"This trains a small network to read digits, and breaks it at step {FAULT_STEP}: a square root of "
+                "negative numbers, masked in\nthe forward pass, comes back as NaN in the backward pass.\n"
+            )
             say(f"{session.plan}\n")
             try:
                 trainer.run(epochs)
@@ -184,6 +193,7 @@ def demonstrate(rules: Path, epochs: int) -> int:
     say(f"\n{report.summary(session)}\n")
     for warning in warned:
         say(f"warning: {warning.message}")
+    say(f"What was broken, as the trap has found it:\n{trainer.diagnosis()}\n")
     failures += trainer.failures()
     for failure in failures:
         say(f"FAILED: {failure}")

@@ -19,7 +19,7 @@ from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Line, TensorFacts
 
 _HERE = Path(__file__).resolve().parent
-_OURS = f"{_HERE.parent}{os.sep}"
+_OURS = tuple(str(_HERE.parent / name) for name in ("forensics", "runtime", "_patching.py"))
 _REPLAY = str(_HERE / "replay.py")
 _TORCH = f"{Path(torch.__file__).resolve().parent}{os.sep}"
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
@@ -124,7 +124,7 @@ def of_script(lines: Iterable[Line]) -> tuple[Line, ...]:
             inner.clear()
         inner.append(line)
     foreign = [
-        line for line in inner if not line.file.startswith((_OURS, _TORCH, "<frozen", "<string"))
+        line for line in inner if not line.file.startswith((*_OURS, _TORCH, "<frozen", "<string"))
     ]
     if not foreign:
         return ()

@@ -73,6 +73,20 @@ def test_the_trap_names_step_rule_and_border(quickstart: subprocess.CompletedPro
     assert sorted(bad) == ["conv1.bias", "conv1.weight", "conv2.bias", "conv2.weight"]
 
 
+def test_it_ends_in_the_diagnosis(quickstart: subprocess.CompletedProcess[str]) -> None:
+    first, *_ = quickstart.stdout.splitlines()
+    assert f"breaks it at step {demo.FAULT_STEP}: a square root of negative numbers" in first
+    end = quickstart.stdout.partition("What was broken, as the trap has found it:\n")[2]
+    head, at, *_ = end.splitlines()
+    assert head == (
+        "diagnosis (reproduced): NaN born in the forward pass of the root (DigitsNet): aten.sqrt"
+    )
+    assert at.startswith(f"  at {demo.__file__}:")
+    assert at.endswith(", in forward: hidden = torch.where(hidden > 0, hidden.sqrt(), hidden)")
+    assert "  verdict: mathematics\n" in end
+    assert len(end.splitlines()) < 35
+
+
 def test_nothing_moved_at_the_fault_and_everything_after(
     quickstart: subprocess.CompletedProcess[str],
 ) -> None:
@@ -85,7 +99,7 @@ def test_nothing_moved_at_the_fault_and_everything_after(
 def test_the_output_tells_the_story_in_order(quickstart: subprocess.CompletedProcess[str]) -> None:
     out = quickstart.stdout
     marks = ["plan: ", "TRAP ", "no weight or moment moved", "summary: ", "norms (l2)", "rules (4)"]
-    places = [out.index(mark) for mark in [*marks, "events (2)", "done: "]]
+    places = [out.index(mark) for mark in [*marks, "events (2)", "What was broken", "done: "]]
     assert places == sorted(places)
     assert "to know" not in out
     assert "NEVER FIRED" not in out

@@ -262,6 +262,16 @@ def test_no_cell_of_the_table_of_set_ups_is_without_a_test() -> None:
     assert "not tested" not in rows
 
 
+def test_the_diagnosis_of_the_guide_is_what_the_script_gets(tmp_path: Path) -> None:
+    part = GUIDE.partition("<!-- worked example: begin")[2].partition("<!-- worked example: end")[0]
+    code, said = re.findall(r"```(?:python)?\n(.*?)```", part, re.DOTALL)
+    (tmp_path / "train.py").write_text(code, encoding="utf-8")
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    error = done.stderr.partition("NonFiniteGradientError: ")[2].replace(f"{tmp_path}/", "")
+    assert error.strip() == said.strip()
+
+
 if __name__ == "__main__":
     sys.path.append(str(Path(__file__).parents[1]))
     for path, text in generated().items():
