@@ -186,7 +186,8 @@ def test_schedules() -> None:
 
 @pytest.mark.slow
 def test_an_action_of_your_own(tmp_path: Path) -> None:
-    (module,) = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.DOTALL | re.MULTILINE)
+    part = GUIDE.partition("## Actions of your own")[2]
+    (module,) = re.findall(r"^```python\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
     (tmp_path / "my_actions.py").write_text(module, encoding="utf-8")
     (rule,) = re.findall(r"`(\{id: \w+, action: my_actions:[^`]*)`", GUIDE)
     (tmp_path / "rules.yaml").write_text(f"version: 1\nrules:\n  - {rule}\n", encoding="utf-8")
