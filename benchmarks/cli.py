@@ -14,6 +14,7 @@ import torch
 from benchmarks import (
     check,
     device_counts,
+    diagnosis,
     like_for_like,
     overhead,
     plot,
@@ -39,6 +40,7 @@ GROUPS: dict[str, Group] = {
     like_for_like.GROUP: like_for_like.measured,
     scaling.GROUP: scaling.measured,
     device_counts.GROUP: device_counts.measured,
+    diagnosis.GROUP: diagnosis.measured,
     ranks.GROUP: ranks.measured,
     records.GROUP: records.measured,
     startup.GROUP: startup.measured,
@@ -230,6 +232,8 @@ def _told(rows: Iterator[Row]) -> Iterator[Row]:
             "wrapper",
             "steps",
             "what",
+            "fault",
+            "way",
         )
         words = " | ".join(str(row[key]) for key in keys if key in row)
         print(f"{time.monotonic() - begin:7.1f} s  {words}", file=sys.stderr, flush=True)

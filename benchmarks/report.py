@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import (
     device_counts,
+    diagnosis,
     like_for_like,
     overhead,
     peers,
@@ -316,12 +317,27 @@ def commands(result: Result) -> str:
     ) for row in _of(result, startup.GROUP)))  # fmt: skip
 
 
+def when_it_happens(result: Result) -> str:
+    """Return what each way against a NaN costs, and word for word what it says of each fault."""
+    rows = _of(result, diagnosis.GROUP)
+    costs = table(("nothing wrong", "x step"), (
+        (row["way"], _spread(row["ratio"])) for row in rows if row["fault"] == diagnosis.HEALTHY
+    ))  # fmt: skip
+    parts = [costs]
+    for fault in diagnosis.FAULTS:
+        told = [row for row in rows if row["fault"] == fault]
+        parts += [f"**{fault}**\n"] if told else []
+        parts += [f"{row['way']}:\n\n```\n{row['says']}\n```\n" for row in told]
+    return "\n".join(parts)
+
+
 _SECTIONS = (
     ("Targets", "", targets),
     ("Cost of a step", overhead.GROUP, costs),
     ("The update alone", step_alone.GROUP, updates),
     ("Like for like", like_for_like.GROUP, jobs),
     ("Growth", scaling.GROUP, growth),
+    ("When it happens", diagnosis.GROUP, when_it_happens),
     ("On a device", device_counts.GROUP, device_work),
     ("Between ranks", ranks.GROUP, between_ranks),
     ("Long runs", records.GROUP, long_runs),

@@ -40,6 +40,7 @@ Direction = Literal["forward", "backward"]
 
 # What they return has not been written yet.
 _UNWRITTEN = ("empty", "new_empty", "_efficientzerotensor", "resize")
+_COPIES = ("clone", "_to_copy", "copy_", "detach", "contiguous")
 _COLLECTIVE = ("c10d", "_c10d_functional")
 # The last magnitudes before a birth.
 _HISTORY = 20
@@ -189,24 +190,29 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         call = _as_given(func, args, named, before)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         outputs += [t for t in written if not any(t is output for output in outputs)]
-        for number, output in enumerate(outputs):
-            if is_real(output) and not output.is_meta:
-                self._judge(call, output, number)
+        measured = [
+            self._judge(call, output, number)
+            for number, output in enumerate(outputs)
+            if is_real(output) and not output.is_meta
+        ]
+        finite = [largest for largest in measured if largest is not None]
+        if finite and not _only_moves(func, name):
+            module = self._place()[0]
+            label = name if module in ("", ROOT) else f"{module}: {name}"
+            self._history.append((label, max(finite)))
         return out
 
-    def _judge(self, call: Call, output: Tensor, number: int) -> None:
+    def _judge(self, call: Call, output: Tensor, number: int) -> float | None:
+        """Return the largest magnitude of what an operation gave; note what made it non-finite, if it is."""
         values = elements(output)
         if not values.numel():
-            return
+            return None
         low, high = ends(values)
         if math.isfinite(low) and math.isfinite(high):
-            if not _is_view(call.func):
-                module = self._place()[0]
-                label = call.name if module in ("", ROOT) else f"{module}: {call.name}"
-                self._history.append((label, max(abs(low), abs(high))))
-            return
+            return max(abs(low), abs(high))
         kind: Kind = "NaN" if math.isnan(low) or math.isnan(high) else "Inf"
         self._remember(output, self._source(call, kind, output, number))
+        return None
 
     def _source(self, call: Call, kind: Kind, output: Tensor, number: int) -> Source:
         tensors = tensors_of(call.args, call.kwargs)
@@ -286,12 +292,11 @@ def _name_of(func: Any) -> str:
     return str(name).replace("::", ".")
 
 
-def _is_view(func: Any) -> bool:
+def _only_moves(func: Any, name: str) -> bool:
+    """Tell whether an operation computes nothing: it shows other elements, or copies them."""
     schema = getattr(func, "_schema", None)
-    if schema is None:
-        return False
-    if "view" in schema.name:
-        return True
+    if schema is None or "view" in name or name.removeprefix("aten.") in _COPIES:
+        return schema is not None
     return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
 
 

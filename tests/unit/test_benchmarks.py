@@ -14,6 +14,7 @@ from benchmarks import (
     check,
     cli,
     device_counts,
+    diagnosis,
     measure,
     overhead,
     peers,
@@ -318,7 +319,7 @@ def test_targets_are_judged_by_their_medians() -> None:
     assert found["observe everything, 12 M parameters"] == "met"
     assert found["observe everything, 200 tiny tensors"] == "missed"
     assert found["reading 1,000 rules"] == "not measured"
-    assert found["forensics armed, never tripped"] == "not there yet"
+    assert found["forensics armed, never tripped"] == "not measured"
     assert found["waits for the device outside flush and trap"] == "not run: no CUDA device"
 
 
@@ -400,9 +401,28 @@ def test_every_target_names_rows_that_are_measured() -> None:
     ]
     rows.append({"group": "like for like", "of_peer": 0.5})
     rows += [{"group": "scaling", "axis": "rules", "at": at, "seconds": at} for at in (1, 10)]
+    ours = {"fault": diagnosis.HEALTHY, "way": diagnosis.OURS}
+    rows.append({"group": "diagnosis", **ours, "forensics": rows[0]["step_ratio"]})
     for device in ("cpu", "cuda"):
         found = targets.judged(rows, device)
-        assert {one.verdict for one in found if not one.why} == {"met", "missed", "not there yet"}
+        assert {one.verdict for one in found if not one.why} == {"met", "missed"}
+
+
+def test_what_ways_say_of_a_fault_is_what_they_raise() -> None:
+    rows = {
+        row["way"]: row["says"]
+        for way in diagnosis.ways()[2:5]
+        for row in [
+            {"way": way.name, "says": diagnosis._said(way, diagnosis.FAULTS[fault], "cpu")}
+            for fault in ("root of 0: infinite in the backward pass",)
+        ]
+    }
+    assert (
+        "diagnosis (reproduced): Inf born in the backward pass of layers.2 (Faulty)"
+        in rows[diagnosis.OURS]
+    )
+    assert rows["isnan in a hook of every parameter"].startswith("the gradient of layers.")
+    assert "returned nan values" in rows["detect_anomaly"]
 
 
 # Files and pictures.
