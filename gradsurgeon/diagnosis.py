@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from gradsurgeon.errors import printable
+
+# What has a pole, or a domain that is not all numbers, in the forward or in the backward pass.
+_SINGULAR = re.compile(
+    r"(Div|Reciprocal|Log|Sqrt|Rsqrt|Pow|Exp|Acos|Asin|Atanh|Acosh|Erfinv|Lgamma|Digamma|Tan|Cosh|Sinh|Norm|"
+    r"LinalgVectorNorm|Std|Var|Softmax|LogSoftmax|Logit|BinaryCrossEntropy|Cumprod|Prod|Xlogy|Fmod|Remainder|"
+    r"CtcLoss|KlDiv|Linalg|Cholesky|Inverse)[A-Za-z]*Backward\d*$"
+)
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
 Fault = Literal["overflow", "mathematics", "bad input", "kernel", "transient", "unknown"]
@@ -167,7 +175,10 @@ class Diagnosis:
             yield f"  {'out' if self.operation else 'is'}  {self.output}"
         if self.loss_nodes:
             yield f"  the loss is made of: {', '.join(map(printable, self.loss_nodes))}"
-        if self.loss is not None:
+        if self.loss_nodes and not self.operation:
+            suspects = ", ".join(self._suspects()) or "none that is known"
+            yield f"  of these can make it of finite numbers: {suspects}"
+        if self.loss is not None and not self.operation:
             moment = "backward" if math.isfinite(self.loss) else "forward"
             yield f"  the loss is {self.loss:.4g}: look at the {moment} pass of these operations"
         if self.scale is not None:
@@ -181,6 +192,10 @@ class Diagnosis:
             shown = [(printable(label), value) for label, value in self.history]
             width = max(len(label) for label, _ in shown)
             yield from (f"    {label.ljust(width)}  {value:.3g}" for label, value in shown)
+
+    def _suspects(self) -> list[str]:
+        """Return the nodes of the loss that can make what is not finite out of small finite numbers."""
+        return [name for name in dict.fromkeys(self.loss_nodes) if _SINGULAR.match(name)]
 
     @property
     def headline(self) -> str:

@@ -24,6 +24,7 @@ from benchmarks.operations import counting
 from benchmarks.toy_device import DEVICE, Factories, Toy, aten, move
 from gradsurgeon import _numbers
 from gradsurgeon.runtime.controller import Controller
+from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 warnings.simplefilter("ignore")
 ALL: list[dict[str, Any]] = [
@@ -119,9 +120,9 @@ def two_threads() -> dict[str, Any]:
     sys.setswitchinterval(1e-6)
     begins = Controller.backward_started
 
-    def slowly(self: Controller) -> None:
+    def slowly(self: Controller, graph: BackwardGraph) -> None:
         time.sleep(0.002)  # so that both threads come before the pass is known
-        begins(self)
+        begins(self, graph)
 
     Controller.backward_started = slowly  # type: ignore[method-assign]
     found: dict[str, Any] = {"events": [], "steps": [], "rows": []}

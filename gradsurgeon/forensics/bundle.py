@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.planning import named_modules
-from gradsurgeon.runtime.kept_calls import Buffers, FailedStep, Fingerprint, KeptCall
+from gradsurgeon.runtime.kept_calls import Buffers, FailedStep, Fingerprint, KeptCall, KeptLoss
 from gradsurgeon.schema import VERSION
+from gradsurgeon.tensors.backward_graph import LossNode
 from gradsurgeon.tensors.structure import Path as TensorPath
 
 FORMAT = 1
@@ -65,8 +66,7 @@ def write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
         "step": failed.step,
         "rank": failed.rank,
         "scale": None if failed.scale is None else float(failed.scale),
-        "loss": failed.loss if failed.loss is None else repr(failed.loss),
-        "loss_nodes": failed.loss_nodes,
+        "losses": {str(number): _loss(loss, tensors) for number, loss in failed.losses.items()},
         "modules": failed.modules,
         "rested": failed.rested,
         "passes": failed.passes,
@@ -124,6 +124,15 @@ def _call(call: KeptCall, tensors: _Tensors) -> dict[str, Any]:
         "training": {}
         if (module := call.module()) is None
         else {name: inner.training for name, inner in module.named_modules()},
+    }
+
+
+def _loss(loss: KeptLoss, tensors: _Tensors) -> dict[str, Any]:
+    return {
+        "value": None if loss.value is None else tensors.add(loss.value),
+        "nodes": [
+            [node.name, _structure(node.saved, tensors), node.made_of] for node in loss.nodes
+        ],
     }
 
 
@@ -226,7 +235,7 @@ class _Reader:
             self._doubts.append(
                 "the bundle has no weights: those of the model as it was built were taken"
             )
-        scale, loss = document["scale"], document["loss"]
+        scale = document["scale"]
         failed = FailedStep(
             [self._call(entry, weights or {}) for entry in document["calls"]],
             int(document["dropped"]),
@@ -236,8 +245,7 @@ class _Reader:
             None if scale is None else torch.tensor(float(scale)),
             tuple(map(str, document["modules"])),
             tuple(map(str, document["rested"])),
-            None if loss is None else float(loss),
-            tuple(map(str, document["loss_nodes"])),
+            {int(number): self._loss(entry) for number, entry in document["losses"].items()},
         )
         return failed, tuple(dict.fromkeys(self._doubts))
 
@@ -276,6 +284,16 @@ class _Reader:
             compiled=bool(entry["compiled"]),
             weights=there,
             training={str(key): bool(value) for key, value in entry["training"].items()},
+        )
+
+    def _loss(self, entry: Mapping[str, Any]) -> KeptLoss:
+        value = entry["value"]
+        return KeptLoss(
+            None if value is None else self._tensor(value),
+            [
+                LossNode(str(name), self._structure(saved), [int(maker) for maker in made_of])
+                for name, saved, made_of in entry["nodes"]
+            ],
         )
 
     def _tensor(self, entry: Mapping[str, Any]) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Diagnosis
+from gradsurgeon.forensics.loss import birth_in
 from gradsurgeon.forensics.provenance import Birth, Origin, Source
 from gradsurgeon.forensics.replay import Replayed, replay
 from gradsurgeon.forensics.verdict import judge
@@ -36,7 +37,7 @@ _FINITE_NOW = (
     "in Python that has moved on"
 )
 _DIVIDED = "the parameters are divided over ranks, which would all have to run the step again"
-_OUTSIDE = "the loss is computed outside of the model, and cannot be run again"
+_OUTSIDE = "the loss is computed outside of the model, and cannot be run again: only what its graph has kept is known"
 _COMPILED = "the model was compiled, and has been run again without that"
 _WRITTEN = "an input was written to after the call"
 
@@ -126,6 +127,10 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
 
 def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedStep) -> Diagnosis:
     call = replayed.call
+    outside = isinstance(source, Origin) and source.what == "output gradient"
+    loss = failed.losses.get(call.number) if outside else None
+    if loss is not None and (birth := birth_in(loss)) is not None:
+        source = birth
     diagnosis = replace(
         blank,
         certainty="partial" if blank.reasons else "reproduced",
@@ -133,6 +138,8 @@ def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedSt
         micro_batches=failed.passes,
         scale=None if failed.scale is None else float(failed.scale),
         verdict=judge(source),
+        loss=None if loss is None or loss.value is None else float(loss.value),
+        loss_nodes=() if loss is None else tuple(node.name for node in loss.nodes),
     )
     prefix = "" if call.name == ROOT else f"{call.name}."
     if isinstance(source, Birth):
@@ -150,15 +157,12 @@ def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedSt
             history=source.history,
         )
     facts = source.facts
-    outside = source.what == "output gradient"
     return replace(
         diagnosis,
         what="" if facts is None else "NaN" if facts.nan else "Inf",
         where=source.what,
         name=prefix + source.name if source.what in ("weight", "buffer") else source.name,
         output=facts,
-        loss=failed.loss if outside else None,
-        loss_nodes=failed.loss_nodes if outside else (),
     )
 
 

@@ -179,7 +179,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         del types
-        named, name = kwargs or {}, _name_of(func)
+        named, name = kwargs or {}, name_of(func)
         if name.startswith(_COLLECTIVE):
             raise RuntimeError(f"{name} talks to other ranks, which do not take part in the replay")
         if name.removeprefix("aten.").startswith(_UNWRITTEN):
@@ -286,7 +286,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return self._sources.get(storage._cdata, (None, None))[1]  # noqa: SLF001 # as above
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
     schema = getattr(func, "_schema", None)
     name = str(func) if schema is None else schema.name
     return str(name).replace("::", ".")
@@ -325,7 +325,7 @@ def _as_given(
 ) -> Call:
     """Return a call with what was written over as it was before."""
     if not before:
-        return Call(func, _name_of(func), args, kwargs)
+        return Call(func, name_of(func), args, kwargs)
     written: list[Tensor] = []
 
     def earlier(value: Any) -> Any:
@@ -335,7 +335,7 @@ def _as_given(
         return before[id(value)]
 
     return Call(
-        func, _name_of(func), tree_map(earlier, args), tree_map(earlier, kwargs), tuple(written)
+        func, name_of(func), tree_map(earlier, args), tree_map(earlier, kwargs), tuple(written)
     )
 
 

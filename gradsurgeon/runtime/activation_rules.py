@@ -106,17 +106,17 @@ class ModuleCounters:
 
     def __init__(self, counters: StepCounters, param_names: Sequence[str]) -> None:
         self.all = counters
-        self._names = param_names
         self._first_params: dict[str, int] = {}
+        for number, name in enumerate(param_names):
+            while name:
+                name = name.rpartition(".")[0]  # noqa: PLW2901 # that of the module around it
+                self._first_params.setdefault(name, number)
 
     def of(self, module: str) -> StepCounter:
-        if not self._names:
+        if not self._first_params:
             return self.all.common
-        if module not in self._first_params:
-            inside = (i for i, name in enumerate(self._names) if name.startswith(f"{module}."))
-            # A module without parameters goes by the first one of the model.
-            self._first_params[module] = next(inside, 0)
-        return self.all[self._first_params[module]]
+        # A module without parameters goes by the first one of the model.
+        return self.all[self._first_params.get(module, 0)]
 
 
 @dataclass(eq=False)

@@ -191,7 +191,7 @@ class BackwardWatch:
         return self._training[1]
 
     def begin(self, running: RunningPass) -> _Before:
-        self._events.backward_started()
+        self._events.backward_started(running.graph)
         with _lock:
             if len(_running) == 1:
                 # What is left is of a pass that was not watched, as where the session began inside of it.

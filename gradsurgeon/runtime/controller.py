@@ -36,6 +36,7 @@ from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
 from gradsurgeon.runtime.training_events import BackwardPass, Logged, Step, StepDecision
+from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 # By then the optimizers of most scripts have stepped; others are looked for.
 _SETTLED = 3
@@ -103,9 +104,10 @@ class Controller:
         self.context.parameters.forget()
         self.context.paused = True
 
-    def backward_started(self) -> None:
+    def backward_started(self, graph: BackwardGraph) -> None:
         """Let gradients be seen that a step has hidden which has raised."""
         self.steps.end_failed()
+        self._kept.keep_loss(graph)
 
     def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
         act_on_contributions(self.context, tensors, logged)

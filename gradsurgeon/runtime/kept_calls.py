@@ -21,11 +21,14 @@ from gradsurgeon import _torch
 from gradsurgeon.planning import ROOT, named_modules
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.parameters import Place
+from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
 from gradsurgeon.tensors.structure import Path, tensors_in
 
 # What is kept of one step; beyond it the oldest calls go first.
 MAX_BYTES = 256 * 2**20
 _MOST_CALLS = 256
+# A loss has few nodes.
+_MOST_NODES = 64
 # So many elements tell whether a replay has made the same.
 _SAMPLE, _SMALL = 256, 1024
 
@@ -125,6 +128,24 @@ class KeptCall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeptLoss:
+    """How a loss was made of what came out of a model, by reference.
+
+    Attributes:
+        value: of the loss, if it is one number.
+        nodes: of its graph, the first made first.
+    """
+
+    value: Tensor | None
+    nodes: Sequence[LossNode]
+
+    @property
+    def bytes(self) -> int:
+        saved = [kept for node in self.nodes for kept in node.saved.values()]
+        return sum(t.numel() * t.element_size() for t in saved if isinstance(t, Tensor))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FailedStep:
     """A step that a trap has stopped, and what it takes to find out why.
 
@@ -137,8 +158,7 @@ class FailedStep:
         scale: what a `GradScaler` had multiplied the loss by.
         modules: those whose tensors a trap found non-finite, where it watches modules.
         rested: rules that edit what passes through modules, and rest in a replay.
-        loss: of the last backward pass, if it is one number.
-        loss_nodes: the nodes of its graph, from the outputs of the model to the loss.
+        losses: by backward pass, from 1, what its loss was made of outside of the model.
     """
 
     calls: Sequence[KeptCall]
@@ -149,8 +169,7 @@ class FailedStep:
     scale: Tensor | None = None
     modules: tuple[str, ...] = ()
     rested: tuple[str, ...] = ()
-    loss: float | None = None
-    loss_nodes: tuple[str, ...] = ()
+    losses: Mapping[int, KeptLoss] = field(default_factory=dict)
 
 
 class _Open(threading.local):
@@ -175,6 +194,7 @@ class KeptCalls:
         self.dropped = 0
         # Backward passes of this step.
         self.passes = 0
+        self.losses: dict[int, KeptLoss] = {}
         self._handles: list[RemovableHandle] = []
         # The buffers that the forward pass of each called module changes, where modules keep them, in training
         # and in evaluation; none is known before the first call has ended.
@@ -213,7 +233,7 @@ class KeptCalls:
 
     def forget(self) -> None:
         """Let go of all that was kept for a step."""
-        self.calls, self.dropped, self.passes = [], 0, 0
+        self.calls, self.dropped, self.passes, self.losses = [], 0, 0, {}
 
     def begin(
         self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
@@ -264,6 +284,14 @@ class KeptCalls:
                 call.last_node = max(call.last_node, node._sequence_nr())  # noqa: SLF001 # no public name
         self.calls.append(call)
         self._shorten()
+
+    def keep_loss(self, graph: BackwardGraph) -> None:
+        """Keep how the loss of a pass that begins was made of what came out of the calls."""
+        if self.calls and not self._context.paused:
+            last = max(call.last_node for call in self.calls)
+            loss = KeptLoss(graph.loss, graph.nodes_after(last, _MOST_NODES))
+            if loss.bytes <= MAX_BYTES:
+                self.losses[self.passes + 1] = loss
 
     def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
         kept, grad = call(), grads[number]

@@ -325,8 +325,6 @@ class NanTraps:
         self.diagnosing.discard(rule)
         edits = {rule.id for rule, _ in context.program.site_rules if isinstance(rule, EditRule)}
         passes = [s.done for several in self._snapshots.values() for s in several]
-        graph = next((done.graph for done in reversed(passes) if done.graph is not None), None)
-        last = max((call.last_node for call in self._kept.calls), default=0)
         failed = FailedStep(
             tuple(self._kept.calls),
             self._kept.dropped,
@@ -336,8 +334,7 @@ class NanTraps:
             next((done.scale for done in passes if done.scale is not None), None),
             trip.report.modules,
             tuple(sorted(edits)),
-            None if graph is None or graph.loss is None else float(graph.loss),
-            () if graph is None or not last else tuple(graph.nodes_after(last)),
+            dict(self._kept.losses),
         )
         paused, context.paused = context.paused, True
         try:

@@ -74,8 +74,8 @@ class StepDecision:
 class TrainingEvents(Protocol):
     """What a controller is told, in the order in which it happens."""
 
-    def backward_started(self) -> None:
-        """Take notice of a backward pass, which may be one through another model."""
+    def backward_started(self, graph: BackwardGraph) -> None:
+        """Take notice of a backward pass, which may be one through another model, before it runs."""
 
     def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
         """Act on gradients that hold what the running pass has contributed, in the order in which they came."""

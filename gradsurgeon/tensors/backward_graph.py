@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -24,6 +25,38 @@ Root = Node | Tensor
 
 # Autograd accumulates a gradient as soon as it is there.
 _AT_ONCE = 2**64
+_SAVED = "_saved_"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossNode:
+    """A node between the outputs of a model and its loss.
+
+    Attributes:
+        name: of the node.
+        saved: what it keeps for the backward pass, which releases it there: tensors and numbers, by name.
+        made_of: the places of the nodes that its inputs came from, -1 for an output of the model, or a leaf.
+    """
+
+    name: str
+    saved: dict[str, Any]
+    made_of: list[int]
+
+
+# By type of node. To ask a node for its attributes takes longer than to read them.
+_saved_names: dict[type, list[str]] = {}
+
+
+def _saved(node: Any) -> dict[str, Any]:
+    kind = type(node)
+    if kind not in _saved_names:
+        _saved_names[kind] = [name for name in dir(node) if name.startswith(_SAVED)]
+    found = {}
+    for name in _saved_names[kind]:
+        # One that the script has written into since is refused, as the backward pass will be.
+        with suppress(RuntimeError):
+            found[name.removeprefix(_SAVED)] = getattr(node, name)
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -41,17 +74,32 @@ class BackwardGraph:
     inner: dict[Any, list[Sequence[Root]]] = field(default_factory=dict)
     loss: Tensor | None = None
 
-    def nodes_after(self, number: int) -> list[str]:
-        """Return the names of the nodes that were made after the one with a number, the first made first."""
-        pending, met = list(map(_torch.node_of, self.roots)), {}
+    def nodes_after(self, number: int, most: int) -> list[LossNode]:
+        """Return the nodes that were made after the one with a number, the first made first.
+
+        None where there are more than ``most``: that is no loss, but another part of the model.
+        """
+        pending: list[Any] = [root for root in self.roots if not isinstance(root, Tensor)]
+        met: dict[Any, int] = {}
         while pending:
-            node: Any = pending.pop()
+            node = pending.pop()
             made = node._sequence_nr()  # noqa: SLF001 # no public name
             if node in met or made <= number or _is_leaf(node):
                 continue
             met[node] = made
+            if len(met) > most:
+                return []
             pending += [following for following, _ in node.next_functions if following is not None]
-        return [node.name() for node in sorted(met, key=met.__getitem__)]
+        order = sorted(met, key=met.__getitem__)
+        place = {node: position for position, node in enumerate(order)}
+        return [
+            LossNode(
+                node.name(),
+                _saved(node),
+                [place.get(other, -1) for other, _ in node.next_functions],
+            )
+            for node in order
+        ]
 
     def leaves(self) -> Iterator[Tensor]:
         """Yield the leaves in the order in which their gradients were accumulated.

@@ -222,24 +222,60 @@ def test_the_numbers_are_those_of_the_operation() -> None:
     assert diagnosis.history[-1] == ("first: aten.addmm", float(went_in.abs().max()))
 
 
+def nothing_by_nothing(out: Tensor) -> Tensor:
+    return (out - out).sum() / (out - out).sum()
+
+
 def test_attention_with_a_mask_that_stays_finite_is_not_blamed() -> None:
     torch.manual_seed(0)
-    model = Net(attended)
-    diagnosis = diagnosed(model, batch(), loss=lambda out: (out - out).sum() / (out - out).sum())
-    assert diagnosis.where == "output gradient"
-    assert diagnosis.operation == ""
+    diagnosis = diagnosed(Net(attended), batch(), loss=nothing_by_nothing)
+    assert diagnosis.node == "DivBackward0"
 
 
-def test_a_loss_outside_of_the_model_is_told_as_such() -> None:
+LOSSES: dict[str, tuple[Callable[[Tensor], Tensor], tuple[str, ...]]] = {
+    "0 / 0": (
+        nothing_by_nothing,
+        ("partial", "NaN", "forward", "", "aten.div", "mathematics"),
+    ),
+    "log of a negative": (
+        lambda out: (out - 100).log().square().mean(),
+        ("partial", "NaN", "forward", "", "aten.log", "mathematics"),
+    ),
+    "division in the middle": (
+        lambda out: (out / (out - out)).abs().log().sum(),
+        ("partial", "Inf", "forward", "", "aten.div", "mathematics"),
+    ),
+    "root of a negative": (
+        lambda out: (out - 100).sqrt().mean(),
+        ("partial", "NaN", "forward", "", "SqrtBackward0", "unknown"),
+    ),
+    "too large for the format": (
+        lambda out: (out.abs() + 1e30).square().square().mean(),
+        ("partial", "Inf", "forward", "", "aten.pow", "overflow"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_the_operation_of_a_loss_outside_of_the_model_is_named(case: str) -> None:
+    loss, expected = LOSSES[case]
     torch.manual_seed(0)
-    diagnosis = diagnosed(Net(), batch(), loss=lambda out: (out - out).sum() / (out - out).sum())
-    assert (diagnosis.certainty, diagnosis.where) == ("partial", "output gradient")
-    assert diagnosis.reasons == (
-        "the loss is computed outside of the model, and cannot be run again",
-    )
-    assert diagnosis.loss_nodes[-1] == "DivBackward0"
+    diagnosis = diagnosed(Net(), batch(), loss=loss)
+    assert brief(diagnosis) == expected
+    assert diagnosis.reasons[0].startswith("the loss is computed outside of the model")
+    assert diagnosis.lines == ()
     assert diagnosis.loss is not None
-    assert math.isnan(diagnosis.loss)
+    assert not math.isfinite(diagnosis.loss)
+
+
+def test_a_loss_that_is_finite_and_goes_wrong_in_backward() -> None:
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Net(), batch(), loss=lambda out: (out - out).sqrt().sum())
+    assert (diagnosis.certainty, diagnosis.where) == ("partial", "output gradient")
+    assert diagnosis.loss == 0.0
+    assert diagnosis.loss_nodes == ("SubBackward0", "SqrtBackward0", "SumBackward0")
+    assert "of these can make it of finite numbers: SqrtBackward0\n" in str(diagnosis)
+    assert "look at the backward pass" in str(diagnosis)
 
 
 def test_a_loss_of_a_model_that_gave_nan_is_not_blamed() -> None:

@@ -1,0 +1,95 @@
+"""The part of a step that cannot be run again: from the outputs of the model to a loss outside of it.
+
+The nodes of its graph keep what the backward pass needs. That tells where what is not finite appears first,
+and which operation made it; the line is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradsurgeon.forensics.operations import facts, nonfinite_kind
+from gradsurgeon.forensics.provenance import Birth, Call, name_of
+from gradsurgeon.runtime.kept_calls import KeptLoss
+from gradsurgeon.tensors.backward_graph import LossNode
+
+# What a node did, as far as what it keeps is all that it was given.
+_AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "DivBackward0": (torch.ops.aten.div.Tensor, ("self", "other")),
+    "LogBackward0": (torch.ops.aten.log.default, ("self",)),
+    "Log2Backward0": (torch.ops.aten.log2.default, ("self",)),
+    "Log10Backward0": (torch.ops.aten.log10.default, ("self",)),
+    "Log1PBackward0": (torch.ops.aten.log1p.default, ("self",)),
+    "PowBackward0": (torch.ops.aten.pow.Tensor_Scalar, ("self", "exponent")),
+    "PowBackward1": (torch.ops.aten.pow.Tensor_Tensor, ("self", "exponent")),
+    "AcosBackward0": (torch.ops.aten.acos.default, ("self",)),
+    "AsinBackward0": (torch.ops.aten.asin.default, ("self",)),
+    "MulBackward0": (torch.ops.aten.mul.Tensor, ("self", "other")),
+}
+
+
+def birth_in(loss: KeptLoss) -> Birth | None:
+    """Return the operation of a loss that made what is not finite, ``None`` where what is kept does not tell."""
+    spoilt = [_spoilt(node) for node in loss.nodes]
+    for place, node in enumerate(loss.nodes):
+        if not spoilt[place] and (birth := _again(node)) is not None:
+            return birth
+        if not spoilt[place]:
+            continue
+        result = node.saved.get("result")
+        if isinstance(result, Tensor) and nonfinite_kind(result):
+            return _birth(node, result, None)
+        # It was given what is not finite: the node before it made that, if it was given none.
+        makers = [loss.nodes[maker] for maker in node.made_of if maker >= 0]
+        if len(makers) == 1 and not _spoilt(makers[0]):
+            bad = next(t for t in _tensors(node).values() if nonfinite_kind(t))
+            return _birth(makers[0], bad, None)
+        return None
+    return None
+
+
+def _tensors(node: LossNode) -> dict[str, Tensor]:
+    return {name: value for name, value in node.saved.items() if isinstance(value, Tensor)}
+
+
+def _spoilt(node: LossNode) -> bool:
+    return any(nonfinite_kind(tensor) for tensor in _tensors(node).values())
+
+
+def _again(node: LossNode) -> Birth | None:
+    func, names = _AGAIN.get(node.name, (None, ()))
+    if func is None or not all(name in node.saved for name in names):
+        return None
+    args = tuple(node.saved[name] for name in names)
+    if any(argument is None for argument in args):
+        return None  # A number, or a tensor without a gradient, is not kept.
+    with torch.no_grad():
+        result = func(*args)
+    if not nonfinite_kind(result):
+        return None
+    return _birth(node, result, Call(func, name_of(func), args, {}))
+
+
+def _birth(node: LossNode, result: Tensor, call: Call | None) -> Birth:
+    kind = nonfinite_kind(result)
+    return Birth(
+        when=0,
+        kind="NaN" if kind == "NaN" else "Inf",
+        operation=node.name if call is None else call.name,
+        direction="forward",
+        module="",
+        module_type="",
+        node=node.name,
+        lines=(),
+        inputs=tuple(
+            facts(tensor, name) for name, tensor in _tensors(node).items() if name != "result"
+        ),
+        output=facts(result),
+        output_number=0,
+        history=(),
+        call=call,
+    )
