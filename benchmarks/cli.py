@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure what gradsurgeon costs on this machine, beside what people use without it.",
         allow_abbrev=False,
     )
-    parser.add_argument("--quick", action="store_true", help="less of everything: a minute or two")
+    parser.add_argument("--quick", action="store_true", help="less of everything: three to five minutes")
     parser.add_argument(
         "--only", action="append", choices=_NAMES, metavar="NAME",
         help="a group or a workload, as --list shows them; may be repeated",
@@ -135,7 +135,7 @@ def _render() -> int:
 def _run(arguments: argparse.Namespace) -> int:
     chosen = [arguments.device] if arguments.device else devices()
     used, date = versions(), datetime.now(tz=UTC).date().isoformat()
-    # Half an hour later would be too late to find that nothing can be drawn or written.
+    # An hour later would be too late to find that nothing can be drawn or written.
     places = [_place(arguments, device, date, several=len(chosen) > 1) for device in chosen]
     for device, path in zip(chosen, places, strict=True):
         begin = time.monotonic()
