@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Measure what gradsurgeon costs on this machine, beside what people use without it.",
         allow_abbrev=False,
     )
-    parser.add_argument("--quick", action="store_true", help="less of everything: three to five minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="less of everything: three to five minutes"
+    )
     parser.add_argument(
         "--only", action="append", choices=_NAMES, metavar="NAME",
         help="a group or a workload, as --list shows them; may be repeated",

@@ -138,11 +138,14 @@ class KeptLoss:
 
     value: Tensor | None
     nodes: Sequence[LossNode]
+    bytes: int = 0
 
-    @property
-    def bytes(self) -> int:
-        saved = [kept for node in self.nodes for kept in node.saved.values()]
-        return sum(t.numel() * t.element_size() for t in saved if isinstance(t, Tensor))
+    @classmethod
+    def of(cls, graph: BackwardGraph, after: int) -> KeptLoss:
+        """Return that of a graph, from the nodes on that were made after the one with a number."""
+        nodes = graph.nodes_after(after, _MOST_NODES)
+        saved = [tensor for node in nodes for _, tensor in tensors_in(node.saved)]
+        return cls(graph.loss, nodes, sum(t.numel() * t.element_size() for t in saved))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -289,8 +292,9 @@ class KeptCalls:
         """Keep how the loss of a pass that begins was made of what came out of the calls."""
         if self.calls and not self._context.paused:
             last = max(call.last_node for call in self.calls)
-            loss = KeptLoss(graph.loss, graph.nodes_after(last, _MOST_NODES))
-            if loss.bytes <= MAX_BYTES:
+            loss = KeptLoss.of(graph, last)
+            # Without it a diagnosis says less; without a call it says nothing.
+            if self._bytes() + loss.bytes <= MAX_BYTES:
                 self.losses[self.passes + 1] = loss
 
     def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
@@ -302,11 +306,15 @@ class KeptCalls:
             self._shorten()
 
     def _shorten(self) -> None:
-        while self.calls and (
-            len(self.calls) > _MOST_CALLS or sum(call.bytes for call in self.calls) > MAX_BYTES
-        ):
+        if self.losses and self._bytes() > MAX_BYTES:
+            self.losses.clear()
+        while len(self.calls) > _MOST_CALLS or (self.calls and self._bytes() > MAX_BYTES):
             self.calls.pop(0)
             self.dropped += 1
+
+    def _bytes(self) -> int:
+        losses = sum(loss.bytes for loss in self.losses.values())
+        return sum(call.bytes for call in self.calls) + losses
 
     def _random(self) -> dict[str, Tensor]:
         states = {"cpu": torch.get_rng_state()}
