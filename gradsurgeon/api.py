@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -235,11 +236,15 @@ def replay(
         GradSurgeonError: the directory is no bundle, or not one of this model; or the library safetensors is
             missing.
     """
-    _runtime()
+    runtime = _runtime()
     from gradsurgeon import forensics  # noqa: PLC0415 # needs torch
 
+    _manifest_of(model)  # what is no module is told as such
     failed, doubts = forensics.read(bundle, model)
-    return forensics.diagnose(failed, doubts, debugger=debugger)
+    session = runtime.find(model)
+    with nullcontext() if session is None else session.resting():
+        diagnosis = forensics.diagnose(failed, doubts, debugger=debugger)
+    return diagnosis
 
 
 def _diagnose(failed: FailedStep, folder: Path | None) -> Diagnosis:
@@ -254,8 +259,8 @@ def _diagnose(failed: FailedStep, folder: Path | None) -> Diagnosis:
         )
     except ModuleNotFoundError:
         why = "the library safetensors is missing: pip install 'gradsurgeon[bundle]'"
-    except OSError as error:
-        why = str(error)
+    except Exception as error:  # noqa: BLE001 # whatever a disk or a tensor brings about: the diagnosis stands
+        why = str(error).partition("\n")[0] or type(error).__name__
     return dataclasses.replace(diagnosis, no_bundle=why)
 
 

@@ -163,7 +163,7 @@ class Diagnosis:
             )
             yield from self._evidence()
         if self.bundle:
-            yield f"  to run the step again: gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
+            yield f"  to run the step again: gradsurgeon replay {printable(shlex.quote(self.bundle))} --model MODULE:BUILD"
         if self.no_bundle:
             yield f"  no bundle was written: {printable(self.no_bundle)}"
 
@@ -207,13 +207,17 @@ class Diagnosis:
         )
         if self.operation:
             module = f" of {self.place}" if self.module else " outside of every module"
-            node = f" ({self.node})" if self.node else ""
+            node = f" ({self.node})" if self.node not in ("", self.operation) else ""
             return (
                 f"{self.what} born in the {self.where} pass{module}: {self.operation}{node}{batch}"
             )
         named = f" {printable(self.name)}" if self.name else ""
         if self.where == "output gradient":
             return f"{self.what} came back to the output{named} of the model: born outside of it, in the loss{batch}"
+        if self.where == "literal":
+            return f"{self.what} was written by the script itself{batch}"
+        if self.where == "unknown":
+            return f"{self.what} appeared in what{named} was given, from where no operation shows{batch}"
         return f"the {self.where}{named} was not finite before the step began ({self.what}){batch}"
 
     @property

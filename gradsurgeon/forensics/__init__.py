@@ -1,6 +1,6 @@
 """Finds out where what is not finite was born: a failed step is run again under probes."""
 
-from gradsurgeon.forensics.bundle import read, write
+from gradsurgeon.forensics.bundle import check, read, write
 from gradsurgeon.forensics.diagnose import diagnose
 
-__all__ = ["diagnose", "read", "write"]
+__all__ = ["check", "diagnose", "read", "write"]

@@ -9,10 +9,10 @@ from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.forensics.loss import birth_in
 from gradsurgeon.forensics.provenance import Birth, Origin, Source
-from gradsurgeon.forensics.replay import Replayed, replay
+from gradsurgeon.forensics.replay import INPUT, Replayed, replay
 from gradsurgeon.forensics.verdict import judge
 from gradsurgeon.planning import ROOT
-from gradsurgeon.runtime.kept_calls import MAX_BYTES, FailedStep, KeptCall
+from gradsurgeon.runtime.kept_calls import MAX_BYTES, FailedStep, KeptCall, writes
 from gradsurgeon.tensors.structure import tensors_in
 
 _NO_CALL = (
@@ -36,8 +36,18 @@ _FINITE_NOW = (
     "what came out of the call was not finite, and in the replay it is: a fault of the machine, a race, or state "
     "in Python that has moved on"
 )
+_LONGEST = 300
 _DIVIDED = "the parameters are divided over ranks, which would all have to run the step again"
 _OUTSIDE = "the loss is computed outside of the model, and cannot be run again: only what its graph has kept is known"
+_OTHERS = (
+    "in the replay the gradients of other parameters are not finite than at the update: the script, or a hook of it, "
+    "has changed gradients by itself"
+)
+_UNSEEN = "no operation that PyTorch shows has made it"
+_INFINITE = (
+    "what came out of the model is infinite there, not NaN, and can be meant so: the loss, which is computed "
+    "outside, cannot be run again"
+)
 _COMPILED = "the model was compiled, and has been run again without that"
 _WRITTEN = "an input was written to after the call"
 
@@ -53,22 +63,42 @@ def diagnose(
         debugger: stand in `pdb` at the birth.
     """
     blank = Diagnosis("not reproduced", (), failed.step, failed.rank)
-    cut = (_TOO_LARGE.format(failed.dropped),) if failed.dropped else ()
+    cut: tuple[str, ...] = ()
+    if failed.problem:
+        cut = (f"a call of the model could not be kept: {failed.problem}",)
+    elif failed.dropped:
+        cut = (_TOO_LARGE.format(failed.dropped),)
     if not failed.calls:
         return replace(blank, reasons=cut or (_NO_CALL,))
     if any(map(_is_divided, failed.calls)):
         return replace(blank, reasons=(_DIVIDED,))
     reasons = [*cut, *doubts]
+    blamed = _search(failed, reasons)
+    if blamed is None:
+        return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (_FINITE,))
+    replayed, source = blamed
+    if debugger and isinstance(source, Birth):
+        replay(replayed.call, stop_at=source.when)
+    reasons += _doubts(replayed, source, failed)
+    return _told(replayed, source, replace(blank, reasons=tuple(reasons)), failed)
+
+
+def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] | None:
+    """Replay the calls until one is to blame; note why others say nothing."""
+    outside: tuple[Replayed, Source] | None = None
     for call in failed.calls:
         replayed = replay(call)
         if (problem := _problem(replayed)) is not None:
             reasons.append(problem)
-        elif (source := _earliest(replayed, failed)) is not None:
-            if debugger and isinstance(source, Birth):
-                replay(call, stop_at=source.when)
-            reasons += _doubts(replayed, source, failed)
-            return _told(replayed, source, replace(blank, reasons=tuple(reasons)), failed)
-    return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (_FINITE,))
+        elif (source := _to_blame(replayed, failed)) is None:
+            if replayed.sources and failed.bad:
+                reasons.append(_OTHERS)
+        elif not _is_from_outside(source):
+            return replayed, source
+        elif outside is None:
+            # Another call may have sent it back.
+            outside = replayed, source
+    return outside
 
 
 def _is_divided(call: KeptCall) -> bool:
@@ -80,7 +110,7 @@ def _problem(replayed: Replayed) -> str | None:
     """Return why a replay says nothing of the call, ``None`` where it does."""
     error = replayed.error
     if error is not None:
-        return f"the replay raised {type(error).__name__}: {error}"
+        return f"the replay raised {type(error).__name__}: {_short(error)}"
     if all(replayed.differs.values()):
         return None
     for path, close in replayed.differs.items():
@@ -91,34 +121,64 @@ def _problem(replayed: Replayed) -> str | None:
     return _DIFFERENT
 
 
-def _earliest(replayed: Replayed, failed: FailedStep) -> Source | None:
-    """Return what is to blame: what led to the gradients of parameters, or to what the trap watched."""
-    blamed = [source for source in replayed.sources.values() if _is_to_blame(source)]
-    # A loss that is not finite because the output was not has come back as a gradient.
-    blamed += [
-        source
-        for path, source in replayed.outputs.items()
-        if path in replayed.grads and _is_to_blame(source)
-    ]
+def _short(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:
+    """Return what is to blame: what led to the gradients that are not finite, or to what the trap watched."""
+    bad = {
+        name: source
+        for name, source in replayed.sources.items()
+        # The gradient of an input goes back to another call.
+        if not failed.bad or name in failed.bad or name.startswith(INPUT)
+    }
+    blamed = [source for source in bad.values() if not _is_intended(source)]
+    if any(map(_is_from_outside, blamed)):
+        # A loss that is not finite because the output was not has come back as a gradient.
+        blamed += [
+            source
+            for path, (kind, source) in replayed.outputs.items()
+            if path in replayed.grads
+            and not _is_intended(source)
+            and (kind == "NaN" or not _made_by_loss(replayed, failed))
+        ]
     if not blamed:
         # A trap on modules need not have spoiled a gradient.
         blamed = [s for name, s in replayed.modules.items() if name in failed.modules]
     return min(blamed, key=lambda source: source.when, default=None)
 
 
-def _is_to_blame(source: Source) -> bool:
-    return not (isinstance(source, Origin) and source.intended)
+def _is_intended(source: Source) -> bool:
+    return isinstance(source, Origin) and source.intended
+
+
+def _is_from_outside(source: Source) -> bool:
+    return isinstance(source, Origin) and source.what == "output gradient"
+
+
+def _made_by_loss(replayed: Replayed, failed: FailedStep) -> bool:
+    """Tell whether a loss outside of the model has made a NaN of what may be infinite on purpose."""
+    loss = failed.losses.get(replayed.call.number)
+    birth = None if loss is None else birth_in(loss)
+    return birth is not None and birth.call is not None
 
 
 def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[str]:
     call = replayed.call
     if replayed.differs:
         yield _CLOSE
-    written = {p: t._version for p, t in tensors_in([call.args, call.kwargs])}  # noqa: SLF001 # counts writes
+    written = {path: writes(tensor) for path, tensor in tensors_in([call.args, call.kwargs])}
     if call.written and written != call.written:
         yield _WRITTEN
-    if isinstance(source, Origin) and source.what == "output gradient":
+    if _is_from_outside(source):
         yield _OUTSIDE
+    if isinstance(source, Origin) and source.what == "unknown":
+        yield _UNSEEN
+    if replayed.grads and ("Inf", source) in replayed.outputs.values():
+        # What is too large for its format is never meant.
+        yield from (_INFINITE for fault in (judge(source).fault,) if fault != "overflow")
     if call.compiled:
         yield _COMPILED
     if failed.rested:
@@ -127,8 +187,7 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
 
 def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedStep) -> Diagnosis:
     call = replayed.call
-    outside = isinstance(source, Origin) and source.what == "output gradient"
-    loss = failed.losses.get(call.number) if outside else None
+    loss = failed.losses.get(call.number) if _is_from_outside(source) else None
     if loss is not None and (birth := birth_in(loss)) is not None:
         source = birth
     diagnosis = replace(
@@ -163,6 +222,7 @@ def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedSt
         where=source.what,
         name=prefix + source.name if source.what in ("weight", "buffer") else source.name,
         output=facts,
+        lines=source.lines,
     )
 
 

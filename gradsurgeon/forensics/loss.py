@@ -34,20 +34,28 @@ _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 def birth_in(loss: KeptLoss) -> Birth | None:
     """Return the operation of a loss that made what is not finite, ``None`` where what is kept does not tell."""
-    spoilt = [_spoilt(node) for node in loss.nodes]
-    for place, node in enumerate(loss.nodes):
-        if not spoilt[place] and (birth := _again(node)) is not None:
+    try:
+        return _birth_in(loss)
+    except Exception:  # noqa: BLE001 # a bundle may hold anything
+        return None
+
+
+def _birth_in(loss: KeptLoss) -> Birth | None:
+    # An infinity can be meant, as that of a mask; a loss that is NaN was made so by somebody.
+    is_nan = loss.value is not None and nonfinite_kind(loss.value) == "NaN"
+    spoilt = [_spoilt(node, nan=is_nan) for node in loss.nodes]
+    for node, bad in zip(loss.nodes, spoilt, strict=True):
+        if not _spoilt(node, nan=False) and (birth := _again(node)) is not None:
             return birth
-        if not spoilt[place]:
+        if not bad:
             continue
         result = node.saved.get("result")
         if isinstance(result, Tensor) and nonfinite_kind(result):
             return _birth(node, result, None)
         # It was given what is not finite: the node before it made that, if it was given none.
         makers = [loss.nodes[maker] for maker in node.made_of if maker >= 0]
-        if len(makers) == 1 and not _spoilt(makers[0]):
-            bad = next(t for t in _tensors(node).values() if nonfinite_kind(t))
-            return _birth(makers[0], bad, None)
+        if len(makers) == 1 and not _spoilt(makers[0], nan=False):
+            return _birth(makers[0], bad[0], None)
         return None
     return None
 
@@ -56,8 +64,10 @@ def _tensors(node: LossNode) -> dict[str, Tensor]:
     return {name: value for name, value in node.saved.items() if isinstance(value, Tensor)}
 
 
-def _spoilt(node: LossNode) -> bool:
-    return any(nonfinite_kind(tensor) for tensor in _tensors(node).values())
+def _spoilt(node: LossNode, *, nan: bool) -> list[Tensor]:
+    """Return what a node keeps that is not finite, or that is NaN."""
+    tensors = [(tensor, nonfinite_kind(tensor)) for tensor in _tensors(node).values()]
+    return [tensor for tensor, kind in tensors if kind == "NaN" or (kind and not nan)]
 
 
 def _again(node: LossNode) -> Birth | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import pdb  # noqa: T100 # for `replay --pdb`
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradsurgeon import _torch
+from gradsurgeon import _dist, _torch
 from gradsurgeon.diagnosis import Line, TensorFacts
 from gradsurgeon.forensics.operations import (
     elements,
@@ -80,6 +80,7 @@ class Origin:
     what: Literal["weight", "buffer", "input", "output gradient", "literal", "unknown"]
     name: str
     facts: TensorFacts | None = None
+    lines: tuple[Line, ...] = ()
     intended: bool = False
 
 
@@ -143,7 +144,11 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._when = 0
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         # By storage; the storage is kept, so that no other one gets its address.
-        self._sources: dict[int, tuple[Any, Source]] = {}
+        self._sources: dict[int, tuple[Any, list[_Entry]]] = {}
+        # Memory that the replay has made, that it has not written to yet, and what it has written over.
+        self._made: dict[int, Any] = {}
+        self._unwritten: set[int] = set()
+        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
         self._kept = 0
 
     def seed(
@@ -160,16 +165,25 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             return None
         # An infinity in an input or a buffer can be a mask.
         intended = kind == "Inf" and what in ("input", "buffer")
-        origin = Origin(self._moment(), what, name, measured, intended)
-        self._remember(tensor, origin)
+        origin = Origin(self._moment(), what, name, measured, intended=intended)
+        self._remember(tensor, kind, origin)
         return origin
+
+    def made(self, tensors: Iterable[Tensor]) -> None:
+        """Note memory that belongs to the replay."""
+        for tensor in tensors:
+            storage = _place_of(tensor)[0]
+            self._made[storage._cdata] = storage  # noqa: SLF001 # what two tensors share
 
     def source_of(self, tensor: Tensor) -> Source | None:
         """Return what made a tensor non-finite, ``None`` where it is finite."""
         with _disable_current_modes():
-            if not nonfinite_kind(tensor):
+            kind = nonfinite_kind(tensor)
+            if not kind:
                 return None
-            return self._known(tensor) or Origin(self._when, "unknown", "", facts(tensor))
+            return _first_to_blame(self._known(tensor, kind)) or Origin(
+                self._when, "unknown", "", facts(tensor)
+            )
 
     def __torch_dispatch__(
         self,
@@ -183,20 +197,31 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if name.startswith(_COLLECTIVE):
             raise RuntimeError(f"{name} talks to other ranks, which do not take part in the replay")
         if name.removeprefix("aten.").startswith(_UNWRITTEN):
-            return func(*args, **named)
+            out = func(*args, **named)
+            fresh = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            self.made(fresh)
+            self._unwritten.update(_place_of(tensor)[0]._cdata for tensor in fresh)  # noqa: SLF001 # as above
+            return out
         written = _written(func, args, named)
-        before = {id(tensor): copy for tensor in written if (copy := _copy(tensor)) is not None}
+        for tensor in written:
+            self._protect(tensor)
+        before = {id(tensor): self._before(tensor) for tensor in written}
         out = func(*args, **named)
+        if _is_view(func):
+            return out
         call = _as_given(func, args, named, before)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.made(outputs)
         outputs += [t for t in written if not any(t is output for output in outputs)]
         measured = [
             self._judge(call, output, number)
             for number, output in enumerate(outputs)
             if is_real(output) and not output.is_meta
         ]
+        # From here on it holds what was written.
+        self._unwritten.difference_update(_place_of(t)[0]._cdata for t in written)  # noqa: SLF001 # as above
         finite = [largest for largest in measured if largest is not None]
-        if finite and not _only_moves(func, name):
+        if finite and name.removeprefix("aten.") not in _COPIES:
             module = self._place()[0]
             label = name if module in ("", ROOT) else f"{module}: {name}"
             self._history.append((label, max(finite)))
@@ -209,32 +234,47 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             return None
         low, high = ends(values)
         if math.isfinite(low) and math.isfinite(high):
+            self._forget(output)
             return max(abs(low), abs(high))
         kind: Kind = "NaN" if math.isnan(low) or math.isnan(high) else "Inf"
-        self._remember(output, self._source(call, kind, output, number))
+        self._remember(output, kind, self._source(call, kind, output, number))
         return None
+
+    def _before(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor as it is before an operation writes into it; memory that holds nothing yet as zeros."""
+        part = elements(tensor)
+        if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
+            return None
+        copy = tensor.detach().clone()
+        unwritten = _place_of(tensor)[0]._cdata in self._unwritten  # noqa: SLF001 # as above
+        return torch.zeros_like(copy) if unwritten else copy
 
     def _source(self, call: Call, kind: Kind, output: Tensor, number: int) -> Source:
         tensors = tensors_of(call.args, call.kwargs)
         bad = [(found, tensor) for tensor in tensors if (found := nonfinite_kind(tensor))]
-        has_nan = any(found == "NaN" for found, _ in bad)
+        worst = "NaN" if any(found == "NaN" for found, _ in bad) else "Inf"
         # What was written over is known by the tensor that was given.
-        known = [self._known(tensor) for tensor in (*(t for _, t in bad), *call.written)]
-        sources = sorted({s for s in known if s and bad}, key=lambda source: source.when)
-        blamed = [s for s in sources if not (isinstance(s, Origin) and s.intended)]
-        if has_nan or (bad and kind == "Inf"):
-            first = next(t for found, t in bad if found == "NaN" or not has_nan)
-            return next(
-                iter(blamed or sources), Origin(self._moment(), "unknown", call.name, facts(first))
-            )
-        if blamed:
+        given = [tensor for found, tensor in bad if found == worst]
+        given += [tensor for tensor in call.written if bad]
+        first = _first_to_blame([s for tensor in given for s in self._known(tensor, worst)])
+        if bad and (worst == "NaN" or kind == "Inf"):
+            where = facts(given[0])
+            return first or Origin(self._moment(), "unknown", call.name, where)
+        if first is not None and not (isinstance(first, Origin) and first.intended):
             # The NaN follows from an infinity that was made, or came in, before.
-            return blamed[0]
+            return first
         literals = [n for n in tree_leaves((call.args, call.kwargs)) if _is_nonfinite(n)]
         if kind == "Inf" and (literals or not tensors):
-            return Origin(self._moment(), "literal", call.name, facts(output), intended=True)
+            return Origin(
+                self._moment(),
+                "literal",
+                call.name,
+                facts(output),
+                lines=lines_here(),
+                intended=True,
+            )
         if kind == "NaN" and not bad and (any(map(math.isnan, literals)) or not tensors):
-            return Origin(self._moment(), "literal", call.name, facts(output))
+            return Origin(self._moment(), "literal", call.name, facts(output), lines=lines_here())
         return self._birth(call, kind, output, number)
 
     def _birth(self, call: Call, kind: Kind, output: Tensor, number: int) -> Birth:
@@ -277,13 +317,61 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._when += 1
         return self._when
 
-    def _remember(self, tensor: Tensor, source: Source) -> None:
-        storage = elements(tensor).untyped_storage()
-        self._sources[storage._cdata] = storage, source  # noqa: SLF001 # what two tensors share
+    def _remember(self, tensor: Tensor, kind: str, source: Source) -> None:
+        storage, first, end = _place_of(tensor)
+        self._forget(tensor)
+        entry = _Entry(first, end, kind, source)
+        self._sources.setdefault(storage._cdata, (storage, []))[1].append(entry)  # noqa: SLF001 # what two tensors share
 
-    def _known(self, tensor: Tensor) -> Source | None:
-        storage = elements(tensor).untyped_storage()
-        return self._sources.get(storage._cdata, (None, None))[1]  # noqa: SLF001 # as above
+    def _forget(self, tensor: Tensor) -> None:
+        """Forget what was not finite where an operation has written something else."""
+        storage, first, end = _place_of(tensor)
+        known = self._sources.get(storage._cdata)  # noqa: SLF001 # as above
+        if known is not None and tensor.is_contiguous():
+            known[1][:] = [e for e in known[1] if not (first <= e.first and e.end <= end)]
+
+    def _known(self, tensor: Tensor, kind: str) -> list[Source]:
+        """Return what has made a tensor NaN, or infinite, as far as that is known."""
+        storage, first, end = _place_of(tensor)
+        known = self._sources.get(storage._cdata, (None, []))[1]  # noqa: SLF001 # as above
+        there = [e for e in known if e.first < end and first < e.end]
+        return [e.source for e in there if e.kind == kind] or [e.source for e in there]
+
+    def _protect(self, tensor: Tensor) -> None:
+        """Copy what an operation is about to write into, unless the replay itself has made it."""
+        storage = _place_of(tensor)[0]
+        if storage._cdata not in self._made and storage._cdata not in self._saved:  # noqa: SLF001 # as above
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._saved[storage._cdata] = whole, whole.clone()  # noqa: SLF001 # as above
+
+    def restore(self) -> None:
+        """Put back what the replay has written over that it had not made itself."""
+        with torch.no_grad():
+            for whole, before in self._saved.values():
+                whole.copy_(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where in a storage something is not finite, as element numbers, and what made it so."""
+
+    first: int
+    end: int
+    kind: str
+    source: Source
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, int, int]:
+    """Return the storage of a tensor, and between which of its bytes it lies."""
+    part = _dist.local(tensor.detach())
+    if part.layout == torch.sparse_coo:
+        part = part._values()  # noqa: SLF001 # no copy
+    elif part.layout != torch.strided:
+        part = part.values()
+    size = part.element_size()
+    first = int(part.storage_offset()) * size
+    reach = sum((int(n) - 1) * int(by) for n, by in zip(part.shape, part.stride(), strict=True))
+    return part.untyped_storage(), first, first + (reach + 1) * size if part.numel() else first
 
 
 def name_of(func: Any) -> str:
@@ -292,12 +380,19 @@ def name_of(func: Any) -> str:
     return str(name).replace("::", ".")
 
 
-def _only_moves(func: Any, name: str) -> bool:
-    """Tell whether an operation computes nothing: it shows other elements, or copies them."""
+def _is_view(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
-    if schema is None or "view" in name or name.removeprefix("aten.") in _COPIES:
-        return schema is not None
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    if schema is None:
+        return False
+    shown = [r for r in schema.returns if r.alias_info is not None and not r.alias_info.is_write]
+    return len(shown) > 0
+
+
+def _first_to_blame(sources: Iterable[Source]) -> Source | None:
+    """Return the earliest source; what the script meant to be infinite only if there is nothing else."""
+    in_order = sorted(set(sources), key=lambda source: source.when)
+    blamed = [s for s in in_order if not (isinstance(s, Origin) and s.intended)]
+    return next(iter(blamed or in_order), None)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -314,14 +409,8 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     return found
 
 
-def _copy(tensor: Tensor) -> Tensor | None:
-    part = elements(tensor)
-    fits = part.numel() * part.element_size() <= _LARGEST_COPY
-    return tensor.detach().clone() if fits and not tensor.is_meta else None
-
-
 def _as_given(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Mapping[int, Tensor]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Mapping[int, Tensor | None]
 ) -> Call:
     """Return a call with what was written over as it was before."""
     if not before:
@@ -332,7 +421,8 @@ def _as_given(
         if not (isinstance(value, Tensor) and id(value) in before):
             return value
         written.append(value)
-        return before[id(value)]
+        copy = before[id(value)]
+        return value if copy is None else copy
 
     return Call(
         func, name_of(func), tree_map(earlier, args), tree_map(earlier, kwargs), tuple(written)

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import gc
+import random
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from gradsurgeon.forensics.operations import nonfinite_kind
 from gradsurgeon.forensics.provenance import ModuleCalls, Origin, Provenance, Source
-from gradsurgeon.planning import named_modules
+from gradsurgeon.planning import ROOT, named_modules, slots
 from gradsurgeon.runtime.kept_calls import Fingerprint, KeptCall
 from gradsurgeon.runtime.registry import tags_shown_to
 from gradsurgeon.tensors.structure import Path, tensors_in, with_tensors
 
+# How inputs are called among what has gradients.
+INPUT = "input "
 # Anomaly mode, hooks on all modules, random numbers: what a replay changes belongs to the whole process.
 _one_at_a_time = threading.Lock()
-# What a module may keep of itself that a forward pass changes, as a counter in Python.
-_PLAIN = (bool, int, float, str, type(None))
+
+
+class _Thread(threading.local):
+    replays = False
+
+
+_this_thread = _Thread()
+# The tables of a module, which are exchanged by themselves or hold hooks.
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 @dataclass(slots=True)
@@ -33,7 +46,7 @@ class Replayed:
     Attributes:
         call: which one.
         sources: what made the gradients of parameters non-finite, by name of the parameter.
-        outputs: the same of what came out of the call, by path.
+        outputs: the same of what came out of the call, by path, and whether it is NaN or Inf.
         modules: the same of what came out of each module, by its name; of the first call of it.
         differs: the outputs whose sample is not that of the original call, by path, with whether it is close.
         error: what the replay raised.
@@ -41,7 +54,7 @@ class Replayed:
 
     call: KeptCall
     sources: dict[str, Source] = field(default_factory=dict)
-    outputs: dict[Path, Source] = field(default_factory=dict)
+    outputs: dict[Path, tuple[str, Source]] = field(default_factory=dict)
     modules: dict[str, Source] = field(default_factory=dict)
     grads: dict[Path, Source] = field(default_factory=dict)
     differs: dict[Path, bool] = field(default_factory=dict)
@@ -59,18 +72,26 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
     found = Replayed(call)
     if module is None:
         return found
+    if _this_thread.replays:
+        found.error = RuntimeError("a replay inside of a replay")
+        return found
     try:
+        _this_thread.replays = True
         with _one_at_a_time, _undisturbed(module, call), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _run(module, call, found, stop_at)
     except Exception as error:  # noqa: BLE001 # whatever the code of the script raises: the decision of the trap stands
         found.error = error
+    finally:
+        _this_thread.replays = False
     return found
 
 
 def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> None:
     params = {
-        name: call.weights.get(name, param).detach().requires_grad_(param.requires_grad)
+        name: call.weights.get(name, param)
+        .detach()
+        .requires_grad_(call.weights.get(name, param).requires_grad)
         for name, param in module.named_parameters(remove_duplicate=True)
     }
     buffers = {
@@ -87,8 +108,17 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
     for name, buffer in buffers.items():
         provenance.seed("buffer", name, buffer)
     args, kwargs = _copied((call.args, call.kwargs))
-    for path, tensor in tensors_in([args, kwargs]):
+    inputs = dict(tensors_in([args, kwargs]))
+    provenance.made((*buffers.values(), *inputs.values()))
+    for path, tensor in inputs.items():
         provenance.seed("input", _spelled(path), tensor)
+    canonical = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
+    prefix = "" if call.name == ROOT else f"{call.name}."
+    names = {
+        name: prefix + canonical.get(id(param), name) for name, param in module.named_parameters()
+    }
+    leaves = {names[name]: param for name, param in params.items()}
+    leaves |= {f"{INPUT}{_spelled(path)}": tensor for path, tensor in inputs.items()}
 
     def came_out(name: str, output: Any) -> None:
         for _, tensor in tensors_in(output):
@@ -107,10 +137,11 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
         # In the backward pass, too: checkpoints run parts of the forward pass there.
         stack.enter_context(_exchanged(module, params, buffers))
         stack.enter_context(tags_shown_to(came_out))
+        stack.callback(provenance.restore)
         with provenance:
             output = module(*args, **kwargs)
         _compare(call, dict(tensors_in(output)), provenance, found)
-        _go_back(call, dict(tensors_in(output)), params, provenance, found)
+        _go_back(call, dict(tensors_in(output)), leaves, provenance, found)
 
 
 def _compare(
@@ -124,19 +155,21 @@ def _compare(
         sample = Fingerprint.of(tensor).sample
         if kept.is_overwritten:
             found.differs[path] = True
+        elif sample.dtype != kept.sample.dtype:
+            found.differs[path] = False
         elif not torch.equal(sample.nan_to_num(7.0), kept.sample.nan_to_num(7.0)):
             found.differs[path] = bool(
                 torch.allclose(sample, kept.sample, rtol=1e-3, atol=1e-5, equal_nan=True)
             )
     for path, tensor in outputs.items():
         if (source := provenance.source_of(tensor)) is not None:
-            found.outputs[path] = source
+            found.outputs[path] = nonfinite_kind(tensor), source
 
 
 def _go_back(
     call: KeptCall,
     outputs: Mapping[Path, Tensor],
-    params: Mapping[str, Tensor],
+    named: Mapping[str, Tensor],
     provenance: Provenance,
     found: Replayed,
 ) -> None:
@@ -147,28 +180,52 @@ def _go_back(
         if path in outputs and outputs[path].grad_fn is not None
     }
     driven = _outermost(driven, outputs)
-    leaves = [param for param in params.values() if param.requires_grad]
+    leaves = {name: leaf for name, leaf in named.items() if leaf.requires_grad}
     if not (driven and leaves):
         return
     for path, grad in driven.items():
         origin = provenance.seed("output gradient", _spelled(path), grad)
         if origin is not None:
             found.grads[path] = origin
-    with provenance:
+    # Reentrant checkpoints refuse to be told which leaves are wanted, and so reach any.
+    reaches_any = _has_reentrant_checkpoint(driven, outputs)
+    with _grads_kept(leaves.values()) if reaches_any else nullcontext(), provenance:
         # Past the watch over backward passes, and into the copies alone.
         torch.autograd.Variable._execution_engine.run_backward(  # noqa: SLF001 # what `backward` calls
             tuple(outputs[path] for path in driven),
             tuple(driven.values()),
             False,
             False,
-            # Reentrant checkpoints refuse to be told which leaves are wanted.
-            () if _has_reentrant_checkpoint(driven, outputs) else tuple(leaves),
+            () if reaches_any else tuple(leaves.values()),
             allow_unreachable=True,
             accumulate_grad=True,
         )
-    for name, param in params.items():
-        if param.grad is not None and (source := provenance.source_of(param.grad)) is not None:
+    for name, leaf in leaves.items():
+        if leaf.grad is not None and (source := provenance.source_of(leaf.grad)) is not None:
             found.sources[name] = source
+
+
+@contextmanager
+def _grads_kept(ours: Iterable[Tensor]) -> Iterator[None]:
+    """Put back the gradients of all other leaves there are: nobody knows which of them a pass reaches."""
+    apart = set(map(id, ours))
+    leaves = [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), Tensor) and one.is_leaf and one.requires_grad
+    ]
+    kept = [
+        (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone())
+        for leaf in leaves
+        if id(leaf) not in apart
+    ]
+    try:
+        yield
+    finally:
+        for leaf, grad, before in kept:
+            leaf.grad = grad
+            if grad is not None and before is not None:
+                grad.detach().copy_(before)
 
 
 def _outermost(grads: Mapping[Path, Tensor], outputs: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
@@ -234,17 +291,51 @@ def _undisturbed(module: nn.Module, call: KeptCall) -> Iterator[None]:
     before = {"cpu": torch.get_rng_state()}
     for device in devices:
         before[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    plain = [
-        (vars(inner), {k: v for k, v in vars(inner).items() if isinstance(v, _PLAIN)})
-        for inner in module.modules()
-    ]
+    attributes = [_Attributes(inner) for inner in module.modules()]
+    elsewhere = _random_elsewhere()
     _set_random(call.random)
     try:
         yield
     finally:
         _set_random(before)
-        for attributes, kept in plain:
-            attributes.update(kept)
+        for put_back in elsewhere:
+            put_back()
+        for kept in attributes:
+            kept.put_back()
+
+
+class _Attributes:
+    """The attributes of a module that a forward pass may change: which objects, and what lists and dicts hold."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._table = vars(module)
+        self._before = {k: v for k, v in self._table.items() if k not in _OF_TORCH}
+        containers = [v for v in self._before.values() if type(v) in (list, dict, set)]
+        self._contents = [(container, container.copy()) for container in containers]
+        generators = [v for v in self._before.values() if isinstance(v, torch.Generator)]
+        self._generators = [(generator, generator.get_state()) for generator in generators]
+
+    def put_back(self) -> None:
+        for name in [k for k in self._table if k not in _OF_TORCH and k not in self._before]:
+            del self._table[name]
+        self._table.update(self._before)
+        for container, content in self._contents:
+            container.clear()
+            if isinstance(container, list):
+                container.extend(content)
+            else:
+                container.update(content)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+def _random_elsewhere() -> list[Callable[[], object]]:
+    """Return what puts the random numbers of Python and numpy back as they are now."""
+    put_back: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        put_back.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    return put_back
 
 
 def _set_random(states: Mapping[str, Tensor]) -> None:

@@ -15,6 +15,8 @@ from gradsurgeon.forensics.provenance import Birth, Call, Origin, Source
 
 # A fault of a machine need not show in each repetition.
 _REPEATS = 3
+# Numbers below it are no sign of a result that is too large for float64.
+_HUGE = 1e150
 _LESSER = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -51,7 +53,9 @@ def judge(source: Source) -> Verdict:
             return Verdict("unknown", (text,), _LOOK_AT_LOSS)
         return _verdict("unknown" if source.what == "unknown" else "bad input", text)
     if source.call is None:
-        return _verdict("unknown", "too many operations made infinities for each to be repeated")
+        return _verdict(
+            "unknown", "what went into the operation was not kept, so that it cannot be repeated"
+        )
     with torch.no_grad():
         try:
             return _of_call(source, source.call)
@@ -70,7 +74,9 @@ def _of_call(birth: Birth, call: Call) -> Verdict:
     state = torch.get_rng_state()
     try:
         again = [nonfinite_kind(_repeated(call, number)) for _ in range(_REPEATS)]
-        wide, smaller = (_attempt(call, number, torch.float64, factor=f) for f in (1.0, 1e-3))
+        wide, beside, smaller = (
+            _attempt(call, number, torch.float64, factor=f) for f in (1.0, 1 - 1e-6, 1e-3)
+        )
         other = _by_another_kernel(call, number)
     finally:
         torch.set_rng_state(state)
@@ -81,8 +87,10 @@ def _of_call(birth: Birth, call: Call) -> Verdict:
         return _verdict("unknown", "the operation is not there in float64")
     if kind := nonfinite_kind(wide):
         text = f"in float64 the result is {kind} as well"
-        if kind == "Inf" and smaller is not None and not nonfinite_kind(smaller):
-            # A pole at zero stays where it is, however small the numbers are.
+        # A pole at zero stays where it is, however small the numbers are; right beside another one they are
+        # of a moderate size.
+        pole = beside is not None and not nonfinite_kind(beside) and _largest(beside) < _HUGE
+        if kind == "Inf" and not pole and smaller is not None and not nonfinite_kind(smaller):
             return _verdict("overflow", f"{text}, and finite for numbers a thousand times smaller")
         return _verdict("mathematics", text)
     return _of_format(dtype, _largest(wide), other)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -68,6 +69,16 @@ class Attachment:
             self.controller.detach()
             raise
         self._when_removed = removed
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Let no rule act, and nobody look for exchanged parameters, while a step is run again."""
+        paused, self.context.paused = self.context.paused, True
+        try:
+            with self.context.parameters.lock:
+                yield
+        finally:
+            self.context.paused = paused
 
     @_live.uncollected()
     def remove(self) -> None:

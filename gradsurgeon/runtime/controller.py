@@ -107,7 +107,8 @@ class Controller:
     def backward_started(self, graph: BackwardGraph) -> None:
         """Let gradients be seen that a step has hidden which has raised."""
         self.steps.end_failed()
-        self._kept.keep_loss(graph)
+        with self._kept.spared():
+            self._kept.keep_loss(graph)
 
     def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
         act_on_contributions(self.context, tensors, logged)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,6 +34,11 @@ _MOST_NODES = 64
 _SAMPLE, _SMALL = 256, 1024
 
 
+def writes(tensor: Tensor) -> int:
+    """Return how often a tensor has been written to; what was made for inference counts none."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 # no public name
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
     """A fixed sample of a tensor, by which it is known again. It stays on its device, unread.
@@ -47,7 +53,7 @@ class Fingerprint:
     @classmethod
     def of(cls, tensor: Tensor) -> Fingerprint:
         part, shape = tensor.detach(), tuple(tensor.shape)
-        if part.layout != torch.strided:
+        if part.layout == torch.sparse_coo:
             part = part.coalesce().values()
         if part.numel() > _SMALL:
             if not part.is_contiguous():
@@ -55,33 +61,41 @@ class Fingerprint:
                 while part.dim() > 1:
                     part = part[-1]
             part = part.reshape(-1)[:: max(1, part.numel() // _SAMPLE)].clone()
-        return cls(shape, part, part._version)  # noqa: SLF001 # counts writes
+        return cls(shape, part, writes(part))
 
     @property
     def is_overwritten(self) -> bool:
         """Whether the script has written into it since."""
-        return self.sample._version != self.version  # noqa: SLF001 # as above
+        return writes(self.sample) != self.version
 
 
 class Buffers:
     """Copies of buffers, those alike in one tensor: a forward pass may change hundreds of small ones."""
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
-        self._kinds: dict[tuple[torch.device, torch.dtype], list[tuple[str, torch.Size]]] = {}
-        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        self._alone: dict[str, Tensor] = {}
+        kinds: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         for name, buffer in buffers.items():
-            kind = buffer.device, buffer.dtype
-            self._kinds.setdefault(kind, []).append((name, buffer.shape))
-            groups.setdefault(kind, []).append(buffer.detach())
-        self._flat = {
-            # Those of a lone one would stay where they are.
-            kind: _torch.flattened(group) if len(group) > 1 else group[0].clone().view(-1)
-            for kind, group in groups.items()
-        }
+            part = buffer.detach()
+            if part.layout == torch.strided and part.is_contiguous() and not part.is_quantized:
+                kinds.setdefault((part.device, part.dtype), {})[name] = part
+            else:
+                self._alone[name] = part.clone()
+        self._together = [
+            (
+                [(name, part.shape) for name, part in named.items()],
+                # That of a lone one would stay where it is.
+                _torch.flattened(list(named.values()))
+                if len(named) > 1
+                else next(iter(named.values())).clone().view(-1),
+            )
+            for named in kinds.values()
+        ]
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        for kind, named in self._kinds.items():
-            parts = torch.split(self._flat[kind], [shape.numel() for _, shape in named])
+        yield from self._alone.items()
+        for named, flat in self._together:
+            parts = torch.split(flat, [shape.numel() for _, shape in named])
             for (name, shape), part in zip(named, parts, strict=True):
                 yield name, part.view(shape)
 
@@ -155,6 +169,8 @@ class FailedStep:
     Attributes:
         calls: those of the model that fed it, as far as they were kept.
         dropped: how many were not.
+        problem: why not, if that was not for their size.
+        bad: the parameters whose gradients are not finite at the update, as far as a trap watches them.
         passes: backward passes that it had.
         step: its number.
         rank: of this process.
@@ -173,6 +189,8 @@ class FailedStep:
     modules: tuple[str, ...] = ()
     rested: tuple[str, ...] = ()
     losses: Mapping[int, KeptLoss] = field(default_factory=dict)
+    problem: str = ""
+    bad: tuple[str, ...] = ()
 
 
 class _Open(threading.local):
@@ -195,6 +213,8 @@ class KeptCalls:
         self.calls: list[KeptCall] = []
         # How many calls of this step were dropped, because they were too large.
         self.dropped = 0
+        # Why one could not be kept at all.
+        self.problem = ""
         # Backward passes of this step.
         self.passes = 0
         self.losses: dict[int, KeptLoss] = {}
@@ -237,30 +257,33 @@ class KeptCalls:
     def forget(self) -> None:
         """Let go of all that was kept for a step."""
         self.calls, self.dropped, self.passes, self.losses = [], 0, 0, {}
+        self.problem = ""
 
     def begin(
         self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
     ) -> None:
-        if self._open.calls or not torch.is_grad_enabled() or self._context.paused:
-            self._open.calls.append(None)
+        self._open.calls.append(None)
+        outermost = len(self._open.calls) == 1
+        tracing = torch._C._get_tracing_state() is not None  # noqa: SLF001 # the public name has no types
+        if not outermost or not torch.is_grad_enabled() or self._context.paused or tracing:
             return
         key = name, module.training
         if key not in self._changing:
-            self._open.buffers = {name: (b, b._version) for name, b in module.named_buffers()}  # noqa: SLF001 # counts writes
+            self._open.buffers = {name: (b, writes(b)) for name, b in module.named_buffers()}
         tensors = list(tensors_in([args, kwargs]))
         call = KeptCall(
             weakref.ref(module),
             name,
             args,
             kwargs,
-            {path: tensor._version for path, tensor in tensors},  # noqa: SLF001 # counts writes
+            {path: writes(tensor) for path, tensor in tensors},
             self._random(),
             self._buffers(module, key),
             _autocast(self._devices),
             compiled=compiled,
             bytes=sum(tensor.numel() * tensor.element_size() for _, tensor in tensors),
         )
-        self._open.calls.append(call)
+        self._open.calls[-1] = call
 
     def end(self, module: nn.Module, output: Any) -> None:
         call = self._open.calls.pop() if self._open.calls else None
@@ -273,7 +296,7 @@ class KeptCalls:
                 for name, table, key in _buffer_places(module)
                 if name not in before
                 or before[name][0] is not table[key]
-                or before[name][1] != table[key]._version  # noqa: SLF001 # counts writes
+                or before[name][1] != writes(table[key])
             }
         if output is None:
             return  # It has raised, or gives nothing that could have a gradient.
@@ -288,8 +311,21 @@ class KeptCalls:
         self.calls.append(call)
         self._shorten()
 
+    @contextmanager
+    def spared(self) -> Iterator[None]:
+        """Spare the script what goes wrong while something is kept: then it is not kept."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 # of whatever kind of tensor comes along
+            self.dropped += 1
+            self.problem = f"{type(error).__name__}: {error}"
+
     def keep_loss(self, graph: BackwardGraph) -> None:
         """Keep how the loss of a pass that begins was made of what came out of the calls."""
+        if self.passes and not self._context.parameters.grads()[0]:
+            # The script has cleared what earlier passes of this step have left.
+            self.calls = [call for call in self.calls if not call.number]
+            self.losses.clear()
         if self.calls and not self._context.paused:
             last = max(call.last_node for call in self.calls)
             loss = KeptLoss.of(graph, last)
@@ -299,8 +335,11 @@ class KeptCalls:
 
     def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
         kept, grad = call(), grads[number]
-        if kept is not None and grad is not None:
-            kept.grads[path] = grad
+        if kept is None or grad is None:
+            return
+        with self.spared():
+            # Of several passes through one output the sum, as it reaches the parameters.
+            kept.grads[path] = kept.grads[path] + grad if path in kept.grads else grad
             kept.number = kept.number or self.passes + 1
             kept.bytes += grad.numel() * grad.element_size()
             self._shorten()
@@ -342,7 +381,8 @@ class _Before:
             return
         kept, module = self._kept(), self._module()
         if kept is not None and module is not None:
-            kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
+            with kept.spared():
+                kept.begin(module, self._name, args, kwargs, compiled=hooked is not module)
 
 
 class _After:
@@ -357,7 +397,8 @@ class _After:
             return
         kept, module = self._kept(), self._module()
         if kept is not None and module is not None:
-            kept.end(module, output)
+            with kept.spared():
+                kept.end(module, output)
 
 
 def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

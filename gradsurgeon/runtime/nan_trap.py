@@ -335,6 +335,8 @@ class NanTraps:
             trip.report.modules,
             tuple(sorted(edits)),
             dict(self._kept.losses),
+            self._kept.problem,
+            trip.report.bad,
         )
         paused, context.paused = context.paused, True
         try:

@@ -34,6 +34,8 @@ class TrapReport:
     guilty: bool = False
     # The modules of which a tensor is not finite, where those are watched.
     modules: tuple[str, ...] = ()
+    # The parameters whose gradients are not finite at the update.
+    bad: tuple[str, ...] = ()
 
     def caused_by(self, ranks: tuple[int, ...]) -> TrapReport:
         """Return the same with the ranks that contributed what is not finite, if they are known."""
@@ -102,7 +104,8 @@ class GradientEvidence:
                 moment += ", and finite after backward: something in between did it"
                 order = (*self.snapshots[-1].order, *order)
         report = gradient_report(names, moment, order, bad, as_dict(norms))
-        return replace(report, head=why + report.head, guilty=self._guilty)
+        bad_now = tuple(names[tensor] for tensor in self.now)
+        return replace(report, head=why + report.head, guilty=self._guilty, bad=bad_now)
 
     def _nonfinite(self, snapshot: GradientSnapshot) -> dict[int, NonfiniteCount]:
         # What was seen then can be counted only where the script has not clipped since.

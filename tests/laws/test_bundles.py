@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -178,7 +179,7 @@ def test_what_is_damaged_is_refused(
     else:
         spoilt = {"cut": whole[: len(whole) // 2], "noise": b"\x00\xff" * 50, "empty": b"{}"}
         (place / file).write_bytes(spoilt[damage])
-    with pytest.raises(GradSurgeonError, match="no bundle, or it is damaged"):
+    with pytest.raises(GradSurgeonError, match=r"is no bundle|of another: written by"):
         gradsurgeon.replay(place, net.build())
 
 
@@ -198,11 +199,37 @@ def test_hostile_entries_end_in_an_error_or_a_diagnosis(
         assert str(gradsurgeon.replay(place, net.build()))
 
 
-def test_what_json_cannot_hold_is_said(net: Any, tmp_path: Path) -> None:
-    error = fail(net.build(), record=tmp_path / "run", more=object())
-    assert error.bundle is not None
-    with pytest.raises(GradSurgeonError, match="given a object, which a bundle cannot hold"):
-        gradsurgeon.replay(error.bundle, net.build())
+class Kind(dict[str, int]):
+    """A dict of the script's."""
+
+
+def without_end() -> list[Any]:
+    inner: list[Any] = []
+    inner += [inner, inner]
+    return inner
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (object(), "a value of the type builtins.object"),
+        (Kind(), "a value of the type"),
+        ({1: 2}, "a dict whose keys are not texts"),
+        (torch.Size([1]), "a value of the type torch.Size"),
+        (torch.eye(3).to_sparse(), "a tensor of the kind sparse_coo"),
+        (without_end(), "a structure without end"),
+    ],
+)
+def test_what_json_cannot_hold_is_said_when_it_is_not_written(
+    net: Any, tmp_path: Path, more: Any, said: str
+) -> None:
+    error = fail(net.build(), record=tmp_path / "run", more=more)
+    assert error.bundle is None
+    assert f"no bundle was written: the model was given {said}" in str(error)
+    assert "which a bundle cannot hold" in str(error)
+    assert [file.name for file in (tmp_path / "run").iterdir() if "trap" in file.name] == []
+    assert isinstance(error.diagnosis, Diagnosis)
+    assert error.diagnosis.certainty == "reproduced"
 
 
 def test_a_disk_that_refuses_is_no_crash(
@@ -238,3 +265,62 @@ def test_tensors_that_share_memory_are_written(net: Any, tmp_path: Path) -> None
     assert error.bundle is not None
     again = gradsurgeon.replay(error.bundle, net.build())
     assert again.certainty == "reproduced"
+
+
+def test_a_session_of_the_model_rests(net: Any, made: tuple[NonFiniteGradientError, Path]) -> None:
+    model = net.build()
+    rule = {"id": "zero", "action": "zero", "modules": "first", "tensor": "output"}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}) as session:
+        assert gradsurgeon.replay(made[1], model).certainty == "reproduced"
+        assert session.status()["zero"].fired == 0
+
+
+def test_what_was_frozen_then_is_frozen_in_the_replay(net: Any, tmp_path: Path) -> None:
+    model = net.build()
+    model.first.requires_grad_(False)
+    error = fail(model, record=tmp_path / "run")
+    assert error.bundle is not None
+    again = gradsurgeon.replay(error.bundle, net.build())
+    assert isinstance(error.diagnosis, Diagnosis)
+    assert (again.certainty, again.lines) == (error.diagnosis.certainty, error.diagnosis.lines)
+
+
+def test_layouts_of_inputs_are_kept(net: Any, tmp_path: Path) -> None:
+    lying = torch.randn(4, 6).t()
+    error = fail(net.build(), record=tmp_path / "run", more=[lying, torch.ones(1, 3).expand(5, 3)])
+    assert error.bundle is not None
+    from gradsurgeon import forensics
+
+    failed, _ = forensics.read(error.bundle, net.build())
+    kept = failed.calls[0].kwargs["more"]
+    assert kept[0].stride() == lying.stride()
+    assert torch.equal(kept[0], lying)
+    assert torch.equal(kept[1], torch.ones(5, 3))
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "folder of a run"])
+def test_what_is_no_bundle(
+    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path, what: str
+) -> None:
+    place = shutil.copytree(made[1], tmp_path / "copy")
+    if what == "folder of a run":
+        place = made[1].parent
+    else:
+        (place / "bundle.json").unlink()
+    if what == "link":
+        (place / "bundle.json").symlink_to(made[1] / "bundle.json")
+    elif what == "pipe":
+        os.mkfifo(place / "bundle.json")
+    with pytest.raises(GradSurgeonError, match="is no bundle: ") as caught:
+        gradsurgeon.replay(place, net.build())
+    assert (made[1].name in str(caught.value)) == (what == "folder of a run")
+
+
+def test_a_device_that_is_not_there(home: Path, made: tuple[NonFiniteGradientError, Path]) -> None:
+    command = [sys.executable, "-m", "gradsurgeon", "replay", str(made[1]), "--model", "net:build"]
+    done = subprocess.run(
+        [*command, "--device", "nowhere\x1b"], cwd=home, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("gradsurgeon: --device nowhere\\x1b: ")
+    assert len(done.stderr.splitlines()) == 1
