@@ -243,8 +243,7 @@ def replay(
     failed, doubts = forensics.read(bundle, model)
     session = runtime.find(model)
     with nullcontext() if session is None else session.resting():
-        diagnosis = forensics.diagnose(failed, doubts, debugger=debugger)
-    return diagnosis
+        return forensics.diagnose(failed, doubts, debugger=debugger)
 
 
 def _diagnose(failed: FailedStep, folder: Path | None) -> Diagnosis:

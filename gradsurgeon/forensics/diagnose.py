@@ -8,11 +8,12 @@ from dataclasses import replace
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.forensics.loss import birth_in
-from gradsurgeon.forensics.provenance import Birth, Origin, Source
 from gradsurgeon.forensics.replay import INPUT, Replayed, replay
+from gradsurgeon.forensics.sources import Birth, Origin, Source
 from gradsurgeon.forensics.verdict import judge
 from gradsurgeon.planning import ROOT
-from gradsurgeon.runtime.kept_calls import MAX_BYTES, FailedStep, KeptCall, writes
+from gradsurgeon.runtime.kept_calls import MAX_BYTES
+from gradsurgeon.runtime.kept_step import FailedStep, KeptCall, writes
 from gradsurgeon.tensors.structure import tensors_in
 
 _NO_CALL = (

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from gradsurgeon.forensics.operations import facts, nonfinite_kind
-from gradsurgeon.forensics.provenance import Birth, Call, name_of
-from gradsurgeon.runtime.kept_calls import KeptLoss
+from gradsurgeon.forensics.provenance import name_of
+from gradsurgeon.forensics.sources import Birth, Call
+from gradsurgeon.runtime.kept_step import KeptLoss
 from gradsurgeon.tensors.backward_graph import LossNode
 
 # What a node did, as far as what it keeps is all that it was given.

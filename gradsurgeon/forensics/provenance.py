@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import pdb  # noqa: T100 # for `replay --pdb`
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradsurgeon import _dist, _torch
-from gradsurgeon.diagnosis import Line, TensorFacts
+from gradsurgeon import _torch
+from gradsurgeon.diagnosis import Line
+from gradsurgeon.forensics.memory import Memory
 from gradsurgeon.forensics.operations import (
     elements,
     ends,
@@ -33,10 +34,8 @@ from gradsurgeon.forensics.operations import (
     nonfinite_kind,
     tensors_of,
 )
+from gradsurgeon.forensics.sources import Birth, Call, Kind, Origin, Source, first_to_blame
 from gradsurgeon.planning.manifest import ROOT
-
-Kind = Literal["NaN", "Inf"]
-Direction = Literal["forward", "backward"]
 
 # What they return has not been written yet.
 _UNWRITTEN = ("empty", "new_empty", "_efficientzerotensor", "resize")
@@ -48,62 +47,6 @@ _HISTORY = 20
 _REPEATABLE = 64
 # A tensor that is larger is not kept from before an operation that writes into it.
 _LARGEST_COPY = 2**28
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """An operation and what it was given, to be repeated.
-
-    Attributes:
-        func: as the dispatcher has it.
-        name: of the operation.
-        args: as they were before it, where it has written over them.
-        kwargs: the same.
-        written: the tensors that it has written over.
-    """
-
-    func: Any
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    written: tuple[Tensor, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Origin:
-    """What was not finite before any operation: a weight, an input, a gradient from outside, a number.
-
-    ``intended`` of infinities that the script wrote: nobody is to blame for them.
-    """
-
-    when: int
-    what: Literal["weight", "buffer", "input", "output gradient", "literal", "unknown"]
-    name: str
-    facts: TensorFacts | None = None
-    lines: tuple[Line, ...] = ()
-    intended: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Birth:
-    """An operation that made what is not finite out of finite tensors."""
-
-    when: int
-    kind: Kind
-    operation: str
-    direction: Direction
-    module: str
-    module_type: str
-    node: str
-    lines: tuple[Line, ...]
-    inputs: tuple[TensorFacts, ...]
-    output: TensorFacts
-    output_number: int
-    history: tuple[tuple[str, float], ...]
-    call: Call | None
-
-
-Source = Origin | Birth
 
 
 @dataclass(slots=True, eq=False)
@@ -143,12 +86,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._stop_at = stop_at
         self._when = 0
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
-        # By storage; the storage is kept, so that no other one gets its address.
-        self._sources: dict[int, tuple[Any, list[_Entry]]] = {}
-        # Memory that the replay has made, that it has not written to yet, and what it has written over.
-        self._made: dict[int, Any] = {}
-        self._unwritten: set[int] = set()
-        self._saved: dict[int, tuple[Tensor, Tensor]] = {}
+        self.memory = Memory()
         self._kept = 0
 
     def seed(
@@ -166,14 +104,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         # An infinity in an input or a buffer can be a mask.
         intended = kind == "Inf" and what in ("input", "buffer")
         origin = Origin(self._moment(), what, name, measured, intended=intended)
-        self._remember(tensor, kind, origin)
+        self.memory.remember(tensor, kind, origin)
         return origin
-
-    def made(self, tensors: Iterable[Tensor]) -> None:
-        """Note memory that belongs to the replay."""
-        for tensor in tensors:
-            storage = _place_of(tensor)[0]
-            self._made[storage._cdata] = storage  # noqa: SLF001 # what two tensors share
 
     def source_of(self, tensor: Tensor) -> Source | None:
         """Return what made a tensor non-finite, ``None`` where it is finite."""
@@ -181,7 +113,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             kind = nonfinite_kind(tensor)
             if not kind:
                 return None
-            return _first_to_blame(self._known(tensor, kind)) or Origin(
+            return first_to_blame(self.memory.known(tensor, kind)) or Origin(
                 self._when, "unknown", "", facts(tensor)
             )
 
@@ -199,19 +131,18 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if name.removeprefix("aten.").startswith(_UNWRITTEN):
             out = func(*args, **named)
             fresh = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-            self.made(fresh)
-            self._unwritten.update(_place_of(tensor)[0]._cdata for tensor in fresh)  # noqa: SLF001 # as above
+            self.memory.made(fresh, empty=True)
             return out
         written = _written(func, args, named)
         for tensor in written:
-            self._protect(tensor)
+            self.memory.protect(tensor)
         before = {id(tensor): self._before(tensor) for tensor in written}
         out = func(*args, **named)
         if _is_view(func):
             return out
         call = _as_given(func, args, named, before)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        self.made(outputs)
+        self.memory.made(outputs)
         outputs += [t for t in written if not any(t is output for output in outputs)]
         measured = [
             self._judge(call, output, number)
@@ -219,7 +150,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             if is_real(output) and not output.is_meta
         ]
         # From here on it holds what was written.
-        self._unwritten.difference_update(_place_of(t)[0]._cdata for t in written)  # noqa: SLF001 # as above
+        self.memory.written(written)
         finite = [largest for largest in measured if largest is not None]
         if finite and name.removeprefix("aten.") not in _COPIES:
             module = self._place()[0]
@@ -234,10 +165,10 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             return None
         low, high = ends(values)
         if math.isfinite(low) and math.isfinite(high):
-            self._forget(output)
+            self.memory.forget(output)
             return max(abs(low), abs(high))
         kind: Kind = "NaN" if math.isnan(low) or math.isnan(high) else "Inf"
-        self._remember(output, kind, self._source(call, kind, output, number))
+        self.memory.remember(output, kind, self._source(call, kind, output, number))
         return None
 
     def _before(self, tensor: Tensor) -> Tensor | None:
@@ -246,17 +177,16 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if tensor.is_meta or part.numel() * part.element_size() > _LARGEST_COPY:
             return None
         copy = tensor.detach().clone()
-        unwritten = _place_of(tensor)[0]._cdata in self._unwritten  # noqa: SLF001 # as above
-        return torch.zeros_like(copy) if unwritten else copy
+        return torch.zeros_like(copy) if self.memory.is_unwritten(tensor) else copy
 
     def _source(self, call: Call, kind: Kind, output: Tensor, number: int) -> Source:
-        tensors = tensors_of(call.args, call.kwargs)
+        tensors = _chosen(call) or tensors_of(call.args, call.kwargs)
         bad = [(found, tensor) for tensor in tensors if (found := nonfinite_kind(tensor))]
         worst = "NaN" if any(found == "NaN" for found, _ in bad) else "Inf"
         # What was written over is known by the tensor that was given.
         given = [tensor for found, tensor in bad if found == worst]
         given += [tensor for tensor in call.written if bad]
-        first = _first_to_blame([s for tensor in given for s in self._known(tensor, worst)])
+        first = first_to_blame([s for tensor in given for s in self.memory.known(tensor, worst)])
         if bad and (worst == "NaN" or kind == "Inf"):
             where = facts(given[0])
             return first or Origin(self._moment(), "unknown", call.name, where)
@@ -317,62 +247,6 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._when += 1
         return self._when
 
-    def _remember(self, tensor: Tensor, kind: str, source: Source) -> None:
-        storage, first, end = _place_of(tensor)
-        self._forget(tensor)
-        entry = _Entry(first, end, kind, source)
-        self._sources.setdefault(storage._cdata, (storage, []))[1].append(entry)  # noqa: SLF001 # what two tensors share
-
-    def _forget(self, tensor: Tensor) -> None:
-        """Forget what was not finite where an operation has written something else."""
-        storage, first, end = _place_of(tensor)
-        known = self._sources.get(storage._cdata)  # noqa: SLF001 # as above
-        if known is not None and tensor.is_contiguous():
-            known[1][:] = [e for e in known[1] if not (first <= e.first and e.end <= end)]
-
-    def _known(self, tensor: Tensor, kind: str) -> list[Source]:
-        """Return what has made a tensor NaN, or infinite, as far as that is known."""
-        storage, first, end = _place_of(tensor)
-        known = self._sources.get(storage._cdata, (None, []))[1]  # noqa: SLF001 # as above
-        there = [e for e in known if e.first < end and first < e.end]
-        return [e.source for e in there if e.kind == kind] or [e.source for e in there]
-
-    def _protect(self, tensor: Tensor) -> None:
-        """Copy what an operation is about to write into, unless the replay itself has made it."""
-        storage = _place_of(tensor)[0]
-        if storage._cdata not in self._made and storage._cdata not in self._saved:  # noqa: SLF001 # as above
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            self._saved[storage._cdata] = whole, whole.clone()  # noqa: SLF001 # as above
-
-    def restore(self) -> None:
-        """Put back what the replay has written over that it had not made itself."""
-        with torch.no_grad():
-            for whole, before in self._saved.values():
-                whole.copy_(before)
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Where in a storage something is not finite, as element numbers, and what made it so."""
-
-    first: int
-    end: int
-    kind: str
-    source: Source
-
-
-def _place_of(tensor: Tensor) -> tuple[Any, int, int]:
-    """Return the storage of a tensor, and between which of its bytes it lies."""
-    part = _dist.local(tensor.detach())
-    if part.layout == torch.sparse_coo:
-        part = part._values()  # noqa: SLF001 # no copy
-    elif part.layout != torch.strided:
-        part = part.values()
-    size = part.element_size()
-    first = int(part.storage_offset()) * size
-    reach = sum((int(n) - 1) * int(by) for n, by in zip(part.shape, part.stride(), strict=True))
-    return part.untyped_storage(), first, first + (reach + 1) * size if part.numel() else first
-
 
 def name_of(func: Any) -> str:
     schema = getattr(func, "_schema", None)
@@ -388,11 +262,13 @@ def _is_view(func: Any) -> bool:
     return len(shown) > 0
 
 
-def _first_to_blame(sources: Iterable[Source]) -> Source | None:
-    """Return the earliest source; what the script meant to be infinite only if there is nothing else."""
-    in_order = sorted(set(sources), key=lambda source: source.when)
-    blamed = [s for s in in_order if not (isinstance(s, Origin) and s.intended)]
-    return next(iter(blamed or in_order), None)
+def _chosen(call: Call) -> list[Tensor]:
+    """Return what `where` has taken something from that is not finite; nothing of other operations."""
+    if call.name != "aten.where" or len(call.args) != 3:  # noqa: PLR2004 # condition, one, other
+        return []
+    condition, one, other = call.args
+    sides = ((one, condition), (other, condition.logical_not()))
+    return [side for side, taken in sides if bool((side.isfinite().logical_not() & taken).any())]
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:

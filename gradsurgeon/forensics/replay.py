@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import random
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradsurgeon.forensics.operations import nonfinite_kind
-from gradsurgeon.forensics.provenance import ModuleCalls, Origin, Provenance, Source
+from gradsurgeon.forensics.provenance import ModuleCalls, Provenance
+from gradsurgeon.forensics.sources import Origin, Source
+from gradsurgeon.forensics.undisturbed import exchanged, grads_kept, undisturbed
 from gradsurgeon.planning import ROOT, named_modules, slots
-from gradsurgeon.runtime.kept_calls import Fingerprint, KeptCall
+from gradsurgeon.runtime.kept_step import Fingerprint, KeptCall
 from gradsurgeon.runtime.registry import tags_shown_to
 from gradsurgeon.tensors.structure import Path, tensors_in, with_tensors
 
@@ -35,8 +34,6 @@ class _Thread(threading.local):
 
 
 _this_thread = _Thread()
-# The tables of a module, which are exchanged by themselves or hold hooks.
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 @dataclass(slots=True)
@@ -77,7 +74,7 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
         return found
     try:
         _this_thread.replays = True
-        with _one_at_a_time, _undisturbed(module, call), warnings.catch_warnings():
+        with _one_at_a_time, undisturbed(module, call), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             _run(module, call, found, stop_at)
     except Exception as error:  # noqa: BLE001 # whatever the code of the script raises: the decision of the trap stands
@@ -109,7 +106,7 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
         provenance.seed("buffer", name, buffer)
     args, kwargs = _copied((call.args, call.kwargs))
     inputs = dict(tensors_in([args, kwargs]))
-    provenance.made((*buffers.values(), *inputs.values()))
+    provenance.memory.made((*buffers.values(), *inputs.values()))
     for path, tensor in inputs.items():
         provenance.seed("input", _spelled(path), tensor)
     canonical = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
@@ -135,9 +132,9 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
             # Nothing is compiled otherwise, and importing the compiler takes seconds.
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         # In the backward pass, too: checkpoints run parts of the forward pass there.
-        stack.enter_context(_exchanged(module, params, buffers))
+        stack.enter_context(exchanged(module, params, buffers))
         stack.enter_context(tags_shown_to(came_out))
-        stack.callback(provenance.restore)
+        stack.callback(provenance.memory.restore)
         with provenance:
             output = module(*args, **kwargs)
         _compare(call, dict(tensors_in(output)), provenance, found)
@@ -189,7 +186,7 @@ def _go_back(
             found.grads[path] = origin
     # Reentrant checkpoints refuse to be told which leaves are wanted, and so reach any.
     reaches_any = _has_reentrant_checkpoint(driven, outputs)
-    with _grads_kept(leaves.values()) if reaches_any else nullcontext(), provenance:
+    with grads_kept(leaves.values()) if reaches_any else nullcontext(), provenance:
         # Past the watch over backward passes, and into the copies alone.
         torch.autograd.Variable._execution_engine.run_backward(  # noqa: SLF001 # what `backward` calls
             tuple(outputs[path] for path in driven),
@@ -203,29 +200,6 @@ def _go_back(
     for name, leaf in leaves.items():
         if leaf.grad is not None and (source := provenance.source_of(leaf.grad)) is not None:
             found.sources[name] = source
-
-
-@contextmanager
-def _grads_kept(ours: Iterable[Tensor]) -> Iterator[None]:
-    """Put back the gradients of all other leaves there are: nobody knows which of them a pass reaches."""
-    apart = set(map(id, ours))
-    leaves = [
-        one
-        for one in gc.get_objects()
-        if issubclass(type(one), Tensor) and one.is_leaf and one.requires_grad
-    ]
-    kept = [
-        (leaf, leaf.grad, None if leaf.grad is None else leaf.grad.detach().clone())
-        for leaf in leaves
-        if id(leaf) not in apart
-    ]
-    try:
-        yield
-    finally:
-        for leaf, grad, before in kept:
-            leaf.grad = grad
-            if grad is not None and before is not None:
-                grad.detach().copy_(before)
 
 
 def _outermost(grads: Mapping[Path, Tensor], outputs: Mapping[Path, Tensor]) -> dict[Path, Tensor]:
@@ -253,98 +227,6 @@ def _nodes_below(tensor: Tensor) -> set[Any]:
             met.add(node)
             pending += [following for following, _ in node.next_functions if following is not None]
     return met
-
-
-@contextmanager
-def _exchanged(
-    root: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
-) -> Iterator[None]:
-    """Let a model work on other parameters and buffers, without hooks and with gradients of their own.
-
-    They are exchanged where modules keep them: no hook tells of that, and tied ones stay tied.
-    """
-    new = {id(param): params[name] for name, param in root.named_parameters()}
-    new |= {id(buffer): buffers[name] for name, buffer in root.named_buffers()}
-    kept: list[tuple[Any, Any, Any]] = []
-    for module in root.modules():
-        tables: list[Any] = [module._parameters, module._buffers]  # noqa: SLF001 # where modules keep them
-        # Recurrent layers have a list of their own.
-        flat = vars(module).get("_flat_weights")
-        tables += [flat] if isinstance(flat, list) else []
-        for table in tables:
-            for key, value in enumerate(table) if isinstance(table, list) else table.items():
-                if value is not None and id(value) in new:
-                    kept.append((table, key, value))
-    for table, key, value in kept:
-        table[key] = new[id(value)]
-    try:
-        yield
-    finally:
-        for table, key, value in kept:
-            table[key] = value
-
-
-@contextmanager
-def _undisturbed(module: nn.Module, call: KeptCall) -> Iterator[None]:
-    """Have random numbers as they were before a call, and put back afterwards what a replay changes."""
-    devices = [torch.device(name) for name in call.random if name != "cpu"]
-    before = {"cpu": torch.get_rng_state()}
-    for device in devices:
-        before[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    attributes = [_Attributes(inner) for inner in module.modules()]
-    elsewhere = _random_elsewhere()
-    _set_random(call.random)
-    try:
-        yield
-    finally:
-        _set_random(before)
-        for put_back in elsewhere:
-            put_back()
-        for kept in attributes:
-            kept.put_back()
-
-
-class _Attributes:
-    """The attributes of a module that a forward pass may change: which objects, and what lists and dicts hold."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._table = vars(module)
-        self._before = {k: v for k, v in self._table.items() if k not in _OF_TORCH}
-        containers = [v for v in self._before.values() if type(v) in (list, dict, set)]
-        self._contents = [(container, container.copy()) for container in containers]
-        generators = [v for v in self._before.values() if isinstance(v, torch.Generator)]
-        self._generators = [(generator, generator.get_state()) for generator in generators]
-
-    def put_back(self) -> None:
-        for name in [k for k in self._table if k not in _OF_TORCH and k not in self._before]:
-            del self._table[name]
-        self._table.update(self._before)
-        for container, content in self._contents:
-            container.clear()
-            if isinstance(container, list):
-                container.extend(content)
-            else:
-                container.update(content)
-        for generator, state in self._generators:
-            generator.set_state(state)
-
-
-def _random_elsewhere() -> list[Callable[[], object]]:
-    """Return what puts the random numbers of Python and numpy back as they are now."""
-    put_back: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        put_back.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    return put_back
-
-
-def _set_random(states: Mapping[str, Tensor]) -> None:
-    for name, state in states.items():
-        if name == "cpu":
-            torch.set_rng_state(state)
-        else:
-            device = torch.device(name)
-            torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Fault, Verdict
 from gradsurgeon.forensics.operations import elements, is_real, nonfinite_kind
-from gradsurgeon.forensics.provenance import Birth, Call, Origin, Source
+from gradsurgeon.forensics.sources import Birth, Call, Origin, Source
 
 # A fault of a machine need not show in each repetition.
 _REPEATS = 3

@@ -3,7 +3,7 @@
 from gradsurgeon._oldest_torch import OLDEST
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.context import Mode, Options
-from gradsurgeon.runtime.kept_calls import FailedStep
+from gradsurgeon.runtime.kept_step import FailedStep
 from gradsurgeon.runtime.registry import enter, find, tag
 
 __all__ = ["OLDEST", "Attachment", "FailedStep", "Mode", "Options", "enter", "find", "tag"]

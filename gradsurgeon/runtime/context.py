@@ -27,7 +27,7 @@ from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 from gradsurgeon.store import Records
 
 if TYPE_CHECKING:
-    from gradsurgeon.runtime.kept_calls import FailedStep
+    from gradsurgeon.runtime.kept_step import FailedStep
 
 Mode = Literal["act", "observe"]
 

@@ -22,7 +22,8 @@ from gradsurgeon.runtime.context import Context, Mode
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.gradient_rules import GradientSnapshot
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.kept_calls import FailedStep, KeptCalls
+from gradsurgeon.runtime.kept_calls import KeptCalls
+from gradsurgeon.runtime.kept_step import FailedStep
 from gradsurgeon.runtime.nonfinite_report import (
     GradientEvidence,
     TrapReport,

@@ -184,7 +184,8 @@ def test_what_is_damaged_is_refused(
 
 
 @pytest.mark.parametrize(
-    "key", ["calls", "torch", "step", "weights", "passes", "scale", "loss", "modules"]
+    "key",
+    ["calls", "torch", "step", "weights", "passes", "scale", "losses", "modules", "bad", "device"],
 )
 @pytest.mark.parametrize("value", [{"a": 1}, [[]], "x", -1, None])
 def test_hostile_entries_end_in_an_error_or_a_diagnosis(
@@ -247,9 +248,9 @@ def test_a_disk_that_refuses_is_no_crash(
 def test_weights_that_are_too_large_are_left_out(
     net: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gradsurgeon.forensics import bundle
+    from gradsurgeon.forensics import bundle_writing
 
-    monkeypatch.setattr(bundle, "MAX_BYTES", 10)
+    monkeypatch.setattr(bundle_writing, "MAX_BYTES", 10)
     error = fail(net.build(), record=tmp_path / "run")
     assert error.bundle is not None
     torch.manual_seed(0)

@@ -1,226 +1,32 @@
-"""A failed step as a directory that can be run again elsewhere: safetensors and JSON, nothing that runs code."""
+"""Reads a failed step from a directory that may come from anywhere: safetensors and JSON, nothing that runs code."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import shutil
 import stat
-import tempfile
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.planning import named_modules
-from gradsurgeon.runtime.kept_calls import (
+from gradsurgeon.runtime.kept_step import (
     Buffers,
     FailedStep,
     Fingerprint,
     KeptCall,
     KeptLoss,
-    writes,
 )
-from gradsurgeon.schema import VERSION
 from gradsurgeon.tensors.backward_graph import LossNode
 from gradsurgeon.tensors.structure import Path as TensorPath
-from gradsurgeon.tensors.structure import tensors_in
 
 FORMAT = 1
-_JSON, _TENSORS = "bundle.json", "tensors.safetensors"
-# Weights beyond it are left out; a replay takes those of the model that it is given.
-MAX_BYTES = 4 * 2**30
-_DEEPEST = 64
-_PLAIN = (str, int, bool, type(None))
-_LARGEST_JSON, _LONGEST = 2**28, 300
-_HOLDS = "which a bundle cannot hold: it can hold tensors, numbers, texts, lists, tuples and dicts"
-
-
-@dataclass(slots=True)
-class _Tensors:
-    """Tensors on their way into a file, each once."""
-
-    by_key: dict[str, Tensor] = field(default_factory=dict)
-    # With the tensor itself, so that no other one gets its number.
-    _keys: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
-    # What cannot be written.
-    lost: list[str] = field(default_factory=list)
-    # How many things structures may still hold: one that contains itself has no end.
-    left: int = 100_000
-
-    def add(self, tensor: Tensor) -> dict[str, Any]:
-        if id(tensor) not in self._keys:
-            key = f"t{len(self._keys)}"
-            self._keys[id(tensor)] = key, tensor
-            # A file holds no two tensors that share memory.
-            self.by_key[key] = (
-                tensor.detach().resolve_conj().resolve_neg().cpu().clone().contiguous()
-            )
-        entry: dict[str, Any] = {"tensor": self._keys[id(tensor)][0], "grad": tensor.requires_grad}
-        if not tensor.is_contiguous():
-            entry["stride"] = list(tensor.stride())
-        return entry
-
-    def lose(self, what: str) -> dict[str, str]:
-        self.lost.append(what)
-        return {"lost": what}
-
-
-class NotWrittenError(Exception):
-    """The step holds what a bundle cannot hold."""
-
-
-def write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
-    """Write a bundle into a folder, under a name that nothing has yet; it is there as a whole or not at all.
-
-    Raises:
-        NotWrittenError: the model was given something that cannot be written.
-        OSError: the folder cannot be written, or is full.
-        ModuleNotFoundError: the library safetensors is missing.
-    """
-    from safetensors.torch import save_file  # noqa: PLC0415 # an extra
-
-    tensors = _Tensors()
-    first = next(iter(failed.calls)).module()
-    param = None if first is None else next(first.parameters(), None)
-    document = {
-        "format": FORMAT,
-        "gradsurgeon": VERSION,
-        "torch": str(torch.__version__),
-        "device": "cpu" if param is None else param.device.type,
-        "step": failed.step,
-        "rank": failed.rank,
-        "scale": None if failed.scale is None else float(failed.scale),
-        "losses": {str(number): _loss(loss, tensors) for number, loss in failed.losses.items()},
-        "modules": failed.modules,
-        "rested": failed.rested,
-        "bad": failed.bad,
-        "passes": failed.passes,
-        "dropped": failed.dropped,
-        "diagnosis": str(diagnosis),
-        "calls": [_call(call, tensors) for call in failed.calls],
-        "weights": _weights(failed, tensors),
-    }
-    if tensors.lost:
-        raise NotWrittenError(f"the model was given {tensors.lost[0]}, {_HOLDS}")
-    folder.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".trap-", dir=folder))
-    try:
-        save_file(tensors.by_key, made / _TENSORS)
-        (made / _JSON).write_text(json.dumps(document, indent=1), encoding="utf-8")
-        # As the folder of the run may be read, and not as files for the time being.
-        (made / _TENSORS).chmod((made / _JSON).stat().st_mode & 0o777)
-        made.chmod(folder.stat().st_mode & 0o777)
-        return _named(made, folder, f"trap-step{failed.step}-rank{failed.rank}")
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        raise
-
-
-def _named(made: Path, folder: Path, name: str) -> Path:
-    """Give a directory its name, or the next one that is free: a bundle is never overwritten."""
-    for number in range(1, 1000):
-        place = folder / (name if number == 1 else f"{name}-{number}")
-        if place.exists():
-            continue
-        try:
-            made.rename(place)
-        except OSError:
-            if place.exists():
-                continue
-            raise
-        return place
-    raise OSError(f"{folder} holds a thousand bundles of this step already")
-
-
-def _call(call: KeptCall, tensors: _Tensors) -> dict[str, Any]:
-    return {
-        "name": call.name,
-        "args": _structure(list(call.args), tensors),
-        "kwargs": _structure(call.kwargs, tensors),
-        "random": {device: tensors.add(state) for device, state in call.random.items()},
-        "buffers": {name: tensors.add(buffer) for name, buffer in call.buffers.items()},
-        "autocast": {
-            kind: [enabled, str(dtype).removeprefix("torch.")]
-            for kind, (enabled, dtype) in call.autocast.items()
-        },
-        "outputs": [
-            [list(path), list(kept.shape), tensors.add(kept.sample), kept.is_overwritten]
-            for path, kept in call.outputs.items()
-        ],
-        "grads": [[list(path), tensors.add(grad)] for path, grad in call.grads.items()],
-        "written": call.written != {p: writes(t) for p, t in tensors_in([call.args, call.kwargs])},
-        "number": call.number,
-        "compiled": call.compiled,
-        "training": {}
-        if (module := call.module()) is None
-        else {name: inner.training for name, inner in module.named_modules()},
-    }
-
-
-def _loss(loss: KeptLoss, tensors: _Tensors) -> dict[str, Any]:
-    return {
-        "value": None if loss.value is None else tensors.add(loss.value),
-        "nodes": [
-            [node.name, _structure(node.saved, tensors), node.made_of] for node in loss.nodes
-        ],
-    }
-
-
-def _weights(failed: FailedStep, tensors: _Tensors) -> dict[str, Any] | None:
-    """Return where the weights are, by called module and name; ``None`` where they are too large."""
-    modules = {call.name: call.module() for call in failed.calls}
-    named = {
-        (called, name): tensor
-        for called, module in modules.items()
-        if module is not None
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-    }
-    if sum(t.numel() * t.element_size() for t in named.values()) > MAX_BYTES:
-        return None
-    found: dict[str, dict[str, Any]] = {}
-    for (called, name), tensor in named.items():
-        found.setdefault(called, {})[name] = tensors.add(tensor)
-    return found
-
-
-def _structure(value: Any, tensors: _Tensors, depth: int = 0) -> Any:
-    """Return a structure as JSON holds it; what it cannot hold is named in its place."""
-    tensors.left -= 1
-    if tensors.left < 0 or depth > _DEEPEST:
-        return tensors.lose("a structure without end") if not tensors.lost else None
-    if isinstance(value, Tensor):
-        plain = value.layout == torch.strided and type(value) in (Tensor, nn.Parameter)
-        return tensors.add(value) if plain else tensors.lose(f"a tensor of the kind {_kind(value)}")
-    if type(value) in (list, tuple, dict, OrderedDict):
-        return _container(value, tensors, depth)
-    if type(value) is float:
-        return {"float": repr(value)}
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    return value if type(value) in _PLAIN else tensors.lose(f"a value of the type {_kind(value)}")
-
-
-def _container(value: Any, tensors: _Tensors, depth: int) -> Any:
-    inner = functools.partial(_structure, tensors=tensors, depth=depth + 1)
-    if isinstance(value, list | tuple):
-        return {type(value).__name__: list(map(inner, value))}
-    if all(type(key) is str for key in value):
-        return {"dict": {key: inner(item) for key, item in value.items()}}
-    return tensors.lose("a dict whose keys are not texts")
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, Tensor) and type(value) is Tensor:
-        return str(value.layout).removeprefix("torch.")
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+JSON, TENSORS = "bundle.json", "tensors.safetensors"
+_LARGEST, _LONGEST = 2**28, 300
 
 
 def read(place: str | os.PathLike[str], model: nn.Module) -> tuple[FailedStep, tuple[str, ...]]:
@@ -247,7 +53,7 @@ def check(folder: Path) -> None:
     Raises:
         GradSurgeonError: it is none.
     """
-    for name in (_JSON, _TENSORS):
+    for name in (JSON, TENSORS):
         try:
             mode = (folder / name).lstat().st_mode
         except OSError as error:
@@ -257,8 +63,8 @@ def check(folder: Path) -> None:
             raise GradSurgeonError(f"{printable(str(folder))} is no bundle: {why}") from error
         if not stat.S_ISREG(mode):
             raise GradSurgeonError(f"{printable(str(folder))} is no bundle: its {name} is no file")
-    if (folder / _JSON).stat().st_size > _LARGEST_JSON:
-        raise _damaged(folder, f"its {_JSON} is larger than any that was written")
+    if (folder / JSON).stat().st_size > _LARGEST:
+        raise _damaged(folder, f"its {JSON} is larger than any that was written")
 
 
 def _damaged(folder: Path, why: str) -> GradSurgeonError:
@@ -267,7 +73,7 @@ def _damaged(folder: Path, why: str) -> GradSurgeonError:
 
 
 def _document(folder: Path) -> dict[str, Any]:
-    document = json.loads((folder / _JSON).read_text(encoding="utf-8"))
+    document = json.loads((folder / JSON).read_text(encoding="utf-8"))
     if not isinstance(document, dict):
         raise ValueError("it holds no object")  # noqa: TRY004 # a file that is wrong
     if document.get("format") != FORMAT:
@@ -285,7 +91,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         raise GradSurgeonError(
             "bundles need the library safetensors: pip install 'gradsurgeon[bundle]'"
         ) from error
-    return dict(load_file(folder / _TENSORS))
+    return dict(load_file(folder / TENSORS))
 
 
 class _Reader:

@@ -1,0 +1,358 @@
+"""Models as people write them: kept calls never disturb healthy training, a replay disturbs nothing, and blames what did it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from laws.test_forensics import TRAP, Net, batch, brief, diagnosed, mean
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import gradsurgeon
+
+INF, NAN = float("inf"), float("nan")
+
+
+def linear(x: Tensor) -> Tensor:
+    """Return numbers of both signs that have a gradient."""
+    weight = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4))
+    return x @ weight
+
+
+# Healthy training.
+
+
+def with_buffer(buffer: Tensor) -> nn.Module:
+    model = Net()
+    model.register_buffer("extra", buffer)
+    return model
+
+
+def inference(shape: tuple[int, ...]) -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(shape)
+
+
+HEALTHY: dict[str, Callable[[], nn.Module]] = {
+    "a sparse buffer": lambda: with_buffer(torch.eye(4).to_sparse()),
+    "a buffer in rows": lambda: with_buffer(torch.eye(4).to_sparse_csr()),
+    "a buffer that is a view": lambda: with_buffer(torch.ones(4, 6).t()),
+    "a buffer made for inference": lambda: with_buffer(inference((3,))),
+    "a quantized buffer": lambda: with_buffer(
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    ),
+    "orthogonal": lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(4, 4))),
+}
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:.*quantize")
+def test_healthy_training_goes_on(case: str) -> None:
+    torch.manual_seed(0)
+    model = HEALTHY[case]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, TRAP, optimizer=optimizer):
+        for number in range(3):
+            optimizer.zero_grad()
+            mean(model(batch(number))).backward()
+            optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_pass() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight.sum()
+
+    model = Nested()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    with gradsurgeon.apply(model, TRAP, optimizer=optimizer):
+        out = model(nested)
+        sum(part.sum() for part in out.unbind()).backward()
+        optimizer.step()
+
+
+# The right culprit.
+
+
+def repaired(x: Tensor) -> Tensor:
+    first = x.log()
+    first.nan_to_num_()
+    return first.detach().add_(linear(x).sqrt())
+
+
+def with_a_healthy_mask(x: Tensor) -> Tensor:
+    mask = torch.ones(4, 4).tril().log()
+    return linear(x)[:4].sqrt() + mask
+
+
+def two_slices(x: Tensor) -> Tensor:
+    both = torch.zeros(2, *x.shape)
+    both[0] = linear(x).sqrt()
+    both[1].masked_fill_(torch.ones_like(x, dtype=torch.bool), -INF)
+    return both[0]
+
+
+def dropped_row(x: Tensor) -> Tensor:
+    rows = torch.zeros(2, *x.shape)
+    rows[0] = x.detach().log()
+    rows[1] = linear(x).sqrt()
+    return rows[1]
+
+
+def filled_later(x: Tensor) -> Tensor:
+    out = torch.empty(2, *x.shape).fill_(NAN)
+    out = torch.empty_like(out)
+    out[0] = x
+    out[1] = linear(x).sqrt()
+    return out[1]
+
+
+def complex_numbers(x: Tensor) -> Tensor:
+    out: Tensor = torch.fft.fft(linear(x).sqrt()).conj().abs()
+    return out
+
+
+def masked(x: Tensor) -> Tensor:
+    left = x.detach().log()
+    return torch.where(left.isfinite(), left.nan_to_num() * 0 + linear(x).sqrt(), linear(x).sqrt())
+
+
+CULPRITS = (
+    repaired,
+    masked,
+    with_a_healthy_mask,
+    two_slices,
+    dropped_row,
+    filled_later,
+    complex_numbers,
+)
+
+
+@pytest.mark.parametrize("act", CULPRITS, ids=lambda act: act.__name__)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_memory_that_is_shared_or_written_again_does_not_mislead(
+    act: Callable[[Tensor], Tensor], deterministic: bool
+) -> None:
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        diagnosis = diagnosed(Net(act), batch())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert brief(diagnosis)[0::4][:2] == ("reproduced", diagnosis.operation)
+    assert diagnosis.operation in ("aten.sqrt", "aten.sqrt_")
+
+
+def test_a_sparse_gradient_is_followed() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8, 4, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.table(x).sqrt()
+            return out
+
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Sparse(), torch.tensor([1, 2, 3]))
+    assert brief(diagnosis) == ("reproduced", "NaN", "forward", ".", "aten.sqrt", "mathematics")
+
+
+@pytest.mark.parametrize(
+    "act", [lambda x: torch.atanh(x * 0 + 1), lambda x: torch.log1p(x * 0 - 1), torch.logit]
+)
+def test_a_pole_is_no_overflow(act: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Net(lambda x: act(x * 0 + 1) if act is torch.logit else act(x)), batch())
+    assert brief(diagnosis)[5] == "mathematics"
+
+
+def test_parts_of_a_model_are_told_apart() -> None:
+    torch.manual_seed(0)
+    parts = nn.ModuleDict({"encoder": nn.Linear(4, 4), "decoder": Net(torch.sqrt)})
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.1)
+    with (
+        gradsurgeon.apply(parts, TRAP, optimizer=optimizer),
+        pytest.raises(gradsurgeon.NonFiniteGradientError) as caught,
+    ):
+        mean(parts["decoder"](parts["encoder"](batch()))).backward()
+        optimizer.step()
+    assert caught.value.diagnosis is not None
+    assert brief(caught.value.diagnosis)[2:5] == ("forward", "decoder.body", "aten.sqrt")
+
+
+def test_gradients_that_the_script_has_changed_are_not_laid_on_the_model() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda x: torch.where(x > 0, x.sqrt(), x))
+
+    def repair_and_spoil() -> None:
+        for param in model.parameters():
+            if param.grad is not None:
+                param.grad.nan_to_num_()
+        bias = model.last.bias.grad
+        assert bias is not None
+        bias.div_(0)
+
+    diagnosis = diagnosed(model, batch(), before_step=repair_and_spoil)
+    assert diagnosis.certainty == "not reproduced"
+    assert "the gradients of other parameters" in diagnosis.reasons[0]
+
+
+def test_a_micro_batch_whose_gradients_were_cleared_is_not_to_blame() -> None:
+    torch.manual_seed(0)
+    bad = batch(1)
+    bad[0, 0] = 1e3
+    act = lambda x: x.log() if bool(x.detach().abs().max() > 50) else (x * 0) / (x * 0)  # noqa: E731
+    model = Net(act)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=optimizer),
+        pytest.raises(gradsurgeon.NonFiniteGradientError) as caught,
+    ):
+        mean(model(bad)).backward()
+        optimizer.zero_grad()
+        mean(model(batch())).backward()
+        optimizer.step()
+    assert caught.value.diagnosis is not None
+    assert caught.value.diagnosis.operation == "aten.div"
+    assert caught.value.diagnosis.micro_batch == 2
+
+
+def test_two_passes_through_one_output() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=optimizer),
+        pytest.raises(gradsurgeon.NonFiniteGradientError) as caught,
+    ):
+        out = model(batch())
+        (out - out).sqrt().sum().backward(retain_graph=True)
+        out.sum().backward()
+        optimizer.step()
+    assert caught.value.diagnosis is not None
+    assert caught.value.diagnosis.where == "output gradient"
+
+
+def test_an_infinity_that_may_be_meant_leaves_a_doubt() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    model.last = nn.Sequential(model.last, nn.ReLU())  # type: ignore[assignment]
+
+    class Logs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.net(x).log()
+            return out
+
+    diagnosis = diagnosed(Logs(), batch(), loss=lambda out: (out.exp() * 0).sum() / (out * 0).sum())
+    assert diagnosis.certainty == "partial"
+
+
+# The run is undisturbed.
+
+
+class Stateful(nn.Module):
+    """Keeps tensors, lists and random numbers of its own, and fails at one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.average = torch.zeros(4)
+        self.last: Tensor | None = None
+        self.seen: list[float] = []
+        self.chance = torch.Generator().manual_seed(1)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.layer(
+            x + torch.rand(4, generator=self.chance) + random.random()
+        )  # as scripts do
+        self.average.mul_(0.9).add_(out.detach().mean(0))
+        with torch.no_grad():
+            self.layer.weight.mul_(0.99)
+        previous, self.last = self.last, out.detach()
+        self.seen.append(float(out.detach().sum()))
+        out = out + self.average if previous is None else out + previous
+        return out.log() if self.calls == 3 else out
+
+
+def test_what_a_module_keeps_of_itself_is_put_back() -> None:
+    def train(*, forensics: bool) -> list[Any]:
+        torch.manual_seed(0)
+        random.seed(0)
+        model = Stateful()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rule = {**TRAP["rules"][0], "then": "skip-step", "forensics": forensics}  # type: ignore[index]
+        seen: list[Any] = []
+        with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}, optimizer=optimizer):
+            for number in range(6):
+                optimizer.zero_grad()
+                mean(model(batch(number))).backward()
+                optimizer.step()
+                seen += [p.detach().clone() for p in model.parameters()]
+                seen += [model.average.clone(), torch.tensor(model.seen)]
+        return seen
+
+    plain, replayed = train(forensics=False), train(forensics=True)
+    assert all(
+        torch.equal(a, b) or (a.isnan() == b.isnan()).all()
+        for a, b in zip(plain, replayed, strict=True)
+    )
+    assert [len(one) for one in plain if one.dim()] == [len(one) for one in replayed if one.dim()]
+
+
+def test_gradients_beside_the_model_are_as_they_were() -> None:
+    torch.manual_seed(0)
+    beside = nn.Parameter(torch.ones(4))
+    beside.grad = torch.full((4,), 5.0)
+    model = Net(lambda x: checkpoint(lambda y: (y * beside).log(), x, use_reentrant=True))
+    wanted: list[Tensor] = []
+
+    def note() -> None:
+        assert beside.grad is not None
+        wanted.append(beside.grad.clone())
+
+    diagnosis = diagnosed(model, batch(), before_step=note)
+    assert diagnosis.operation == "aten.log"
+    assert beside.grad is not None
+    assert torch.equal(beside.grad, wanted[0]) or bool(
+        (beside.grad.isnan() == wanted[0].isnan()).all()
+    )
+
+
+def test_a_model_that_trains_another_one_inside_does_not_hang() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            inner = nn.Linear(4, 4)
+            optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+            rules = {"version": 1, "rules": [{**TRAP["rules"][0], "then": "warn"}]}  # type: ignore[index]
+            with torch.enable_grad(), gradsurgeon.apply(inner, rules, optimizer=optimizer):
+                (inner(x.detach()) - 1e9).sqrt().sum().backward()
+                optimizer.step()
+            out: Tensor = self.layer(x)
+            return out.log()
+
+    torch.manual_seed(0)
+    with pytest.warns(gradsurgeon.GradSurgeonWarning):
+        diagnosis = diagnosed(Outer(), batch())
+    assert diagnosis.operation in ("aten.log", "")
