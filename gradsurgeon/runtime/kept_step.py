@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradsurgeon import _torch
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
-from gradsurgeon.tensors.structure import Path, tensors_in
+from gradsurgeon.tensors.structure import Path
 
 # A loss has few nodes.
 _MOST_NODES = 64
@@ -143,8 +143,13 @@ class KeptLoss:
     def of(cls, graph: BackwardGraph, after: int) -> KeptLoss:
         """Return that of a graph, from the nodes on that were made after the one with a number."""
         nodes = graph.nodes_after(after, _MOST_NODES)
-        saved = [tensor for node in nodes for _, tensor in tensors_in(node.saved)]
-        return cls(graph.loss, nodes, sum(t.numel() * t.element_size() for t in saved))
+        size = 0
+        for node in nodes:
+            for kept in node.saved.values():
+                # Some keep several in a tuple.
+                for tensor in kept if isinstance(kept, tuple) else (kept,):
+                    size += tensor.nbytes if isinstance(tensor, Tensor) else 0
+        return cls(graph.loss, nodes, size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
