@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from gradsurgeon import _live, planning, schema, source
 from gradsurgeon.actions import Rule
-from gradsurgeon.errors import BindError, GradSurgeonError
+from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.planning import Manifest, Plan
 from gradsurgeon.report import describe
 from gradsurgeon.schema import RuleSet
@@ -243,7 +243,13 @@ def replay(
     failed, doubts = forensics.read(bundle, model)
     session = runtime.find(model)
     with nullcontext() if session is None else session.resting():
-        return forensics.diagnose(failed, doubts, debugger=debugger)
+        try:
+            return forensics.diagnose(failed, doubts, debugger=debugger)
+        except Exception as error:
+            # A bundle from elsewhere may hold anything.
+            why = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+            place = printable(str(bundle))
+            raise GradSurgeonError(f"{place} cannot be diagnosed: {printable(why)}") from error
 
 
 def _diagnose(failed: FailedStep, folder: Path | None) -> Diagnosis:

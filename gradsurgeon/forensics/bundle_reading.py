@@ -173,9 +173,11 @@ class _Reader:
         )
 
     def _loss(self, entry: Mapping[str, Any]) -> KeptLoss:
-        value = entry["value"]
+        value = None if entry["value"] is None else self._tensor(entry["value"])
+        if value is not None and value.dim():
+            raise ValueError("a loss is one number")
         return KeptLoss(
-            None if value is None else self._tensor(value),
+            value,
             [
                 LossNode(
                     str(name)[:_LONGEST],
