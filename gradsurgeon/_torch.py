@@ -177,6 +177,11 @@ def flattened(tensors: Sequence[Tensor]) -> Tensor:
     return torch._C._nn.flatten_dense_tensors(list(tensors))  # noqa: SLF001
 
 
+def writes(tensor: Tensor) -> int:
+    """Return how often a tensor has been written to; what was made for inference counts none."""
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 # no public name
+
+
 def share_storage(grads: Sequence[Tensor]) -> list[bool]:
     """Tell of each gradient that has a storage of its own whether another live tensor uses it, too."""
     # A tensor that the script gave as `backward(gradient=...)` can become ``.grad`` itself.

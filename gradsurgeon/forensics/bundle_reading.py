@@ -202,9 +202,9 @@ class _Reader:
         real = tensor.is_floating_point() or tensor.is_complex()
         return tensor.requires_grad_(bool(entry["grad"]) and real)
 
-    def _structure(self, entry: Any, wanted: type | None = None) -> Any:
+    def _structure(self, entry: Any, wanted: type) -> Any:
         value = self._built(entry)
-        if wanted is not None and not isinstance(value, wanted):
+        if not isinstance(value, wanted):
             raise TypeError(f"a {wanted.__name__} was to stand there")
         return value
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradsurgeon import _torch
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.forensics.bundle_reading import FORMAT, JSON, TENSORS
 from gradsurgeon.runtime.kept_step import (
     FailedStep,
     KeptCall,
     KeptLoss,
-    writes,
 )
 from gradsurgeon.schema import VERSION
 from gradsurgeon.tensors.structure import tensors_in
@@ -145,7 +145,8 @@ def _call(call: KeptCall, tensors: _Tensors) -> dict[str, Any]:
             for path, kept in call.outputs.items()
         ],
         "grads": [[list(path), tensors.add(grad)] for path, grad in call.grads.items()],
-        "written": call.written != {p: writes(t) for p, t in tensors_in([call.args, call.kwargs])},
+        "written": call.written
+        != {p: _torch.writes(t) for p, t in tensors_in([call.args, call.kwargs])},
         "number": call.number,
         "compiled": call.compiled,
         "training": {}

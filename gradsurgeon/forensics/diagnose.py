@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gradsurgeon import _dist
+from gradsurgeon import _dist, _torch
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.forensics.loss import birth_in
 from gradsurgeon.forensics.replay import INPUT, Replayed, replay
-from gradsurgeon.forensics.sources import Birth, Origin, Source
+from gradsurgeon.forensics.sources import Birth, Origin, Source, is_intended
 from gradsurgeon.forensics.verdict import judge
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.kept_calls import MAX_BYTES
-from gradsurgeon.runtime.kept_step import FailedStep, KeptCall, writes
+from gradsurgeon.runtime.kept_step import FailedStep, KeptCall
 from gradsurgeon.tensors.structure import tensors_in
 
 _NO_CALL = (
@@ -135,24 +135,20 @@ def _to_blame(replayed: Replayed, failed: FailedStep) -> Source | None:
         # The gradient of an input goes back to another call.
         if not failed.bad or name in failed.bad or name.startswith(INPUT)
     }
-    blamed = [source for source in bad.values() if not _is_intended(source)]
+    blamed = [source for source in bad.values() if not is_intended(source)]
     if any(map(_is_from_outside, blamed)):
         # A loss that is not finite because the output was not has come back as a gradient.
         blamed += [
             source
             for path, (kind, source) in replayed.outputs.items()
             if path in replayed.grads
-            and not _is_intended(source)
+            and not is_intended(source)
             and (kind == "NaN" or not _made_by_loss(replayed, failed))
         ]
     if not blamed:
         # A trap on modules need not have spoiled a gradient.
         blamed = [s for name, s in replayed.modules.items() if name in failed.modules]
     return min(blamed, key=lambda source: source.when, default=None)
-
-
-def _is_intended(source: Source) -> bool:
-    return isinstance(source, Origin) and source.intended
 
 
 def _is_from_outside(source: Source) -> bool:
@@ -170,7 +166,7 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
     call = replayed.call
     if replayed.differs:
         yield _CLOSE
-    written = {path: writes(tensor) for path, tensor in tensors_in([call.args, call.kwargs])}
+    written = {path: _torch.writes(tensor) for path, tensor in tensors_in([call.args, call.kwargs])}
     if call.written and written != call.written:
         yield _WRITTEN
     if _is_from_outside(source):

@@ -73,8 +73,9 @@ def nonfinite_kind(tensor: Tensor) -> str:
     return "Inf" if low == -torch.inf or high == torch.inf else ""
 
 
-def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves((list(args), dict(kwargs))) if isinstance(leaf, Tensor)]
+def tensors_of(*values: Any) -> list[Tensor]:
+    """Return the tensors in what an operation takes or gives."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def named_tensors(

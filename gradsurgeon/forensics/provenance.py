@@ -34,7 +34,15 @@ from gradsurgeon.forensics.operations import (
     nonfinite_kind,
     tensors_of,
 )
-from gradsurgeon.forensics.sources import Birth, Call, Kind, Origin, Source, first_to_blame
+from gradsurgeon.forensics.sources import (
+    Birth,
+    Call,
+    Kind,
+    Origin,
+    Source,
+    first_to_blame,
+    is_intended,
+)
 from gradsurgeon.planning.manifest import ROOT
 
 # What they return has not been written yet.
@@ -130,7 +138,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             raise RuntimeError(f"{name} talks to other ranks, which do not take part in the replay")
         if name.removeprefix("aten.").startswith(_UNWRITTEN):
             out = func(*args, **named)
-            fresh = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            fresh = tensors_of(out)
             self.memory.made(fresh, empty=True)
             return out
         written = _written(func, args, named)
@@ -141,7 +149,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if _is_view(func):
             return out
         call = _as_given(func, args, named, before)
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        outputs = tensors_of(out)
         self.memory.made(outputs)
         outputs += [t for t in written if not any(t is output for output in outputs)]
         measured = [
@@ -190,7 +198,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if bad and (worst == "NaN" or kind == "Inf"):
             where = facts(given[0])
             return first or Origin(self._moment(), "unknown", call.name, where)
-        if first is not None and not (isinstance(first, Origin) and first.intended):
+        if first is not None and not is_intended(first):
             # The NaN follows from an infinity that was made, or came in, before.
             return first
         literals = [n for n in tree_leaves((call.args, call.kwargs)) if _is_nonfinite(n)]
@@ -281,7 +289,7 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[position] if position < len(args) else kwargs.get(argument.name)
-        found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+        found += tensors_of(value)
     return found
 
 

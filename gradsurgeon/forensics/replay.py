@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from gradsurgeon.forensics.operations import nonfinite_kind
 from gradsurgeon.forensics.provenance import ModuleCalls, Provenance
-from gradsurgeon.forensics.sources import Origin, Source
+from gradsurgeon.forensics.sources import Source, is_intended
 from gradsurgeon.forensics.undisturbed import exchanged, grads_kept, undisturbed
 from gradsurgeon.planning import ROOT, named_modules, slots
 from gradsurgeon.runtime.kept_step import Fingerprint, KeptCall
@@ -120,7 +120,7 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
     def came_out(name: str, output: Any) -> None:
         for _, tensor in tensors_in(output):
             source = provenance.source_of(tensor)
-            if source is not None and not (isinstance(source, Origin) and source.intended):
+            if source is not None and not is_intended(source):
                 found.modules.setdefault(name, source)
 
     with ExitStack() as stack:

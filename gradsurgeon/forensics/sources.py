@@ -70,8 +70,12 @@ class Birth:
 Source = Origin | Birth
 
 
+def is_intended(source: Source) -> bool:
+    return isinstance(source, Origin) and source.intended
+
+
 def first_to_blame(sources: Iterable[Source]) -> Source | None:
     """Return the earliest source; what the script meant to be infinite only if there is nothing else."""
     in_order = sorted(set(sources), key=lambda source: source.when)
-    blamed = [s for s in in_order if not (isinstance(s, Origin) and s.intended)]
+    blamed = [s for s in in_order if not is_intended(s)]
     return next(iter(blamed or in_order), None)

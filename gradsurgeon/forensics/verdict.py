@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Fault, Verdict
-from gradsurgeon.forensics.operations import elements, is_real, nonfinite_kind
+from gradsurgeon.forensics.operations import elements, is_real, nonfinite_kind, tensors_of
 from gradsurgeon.forensics.sources import Birth, Call, Origin, Source
 
 # A fault of a machine need not show in each repetition.
@@ -124,20 +124,18 @@ def _largest(tensor: Tensor) -> float:
 
 def _repeated(call: Call, number: int) -> Tensor:
     args, kwargs = _fresh(call, None)
-    outputs = [leaf for leaf in tree_leaves(call.func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+    outputs = tensors_of(call.func(*args, **kwargs))
     return outputs[number]
 
 
 def _attempt(call: Call, number: int, dtype: torch.dtype, *, factor: float = 1.0) -> Tensor | None:
     args, kwargs = _fresh(call, dtype)
     if factor != 1.0:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and is_real(leaf):
-                leaf.mul_(factor)
+        for tensor in tensors_of(args, kwargs):
+            if is_real(tensor):
+                tensor.mul_(factor)
     try:
-        outputs = [
-            leaf for leaf in tree_leaves(call.func(*args, **kwargs)) if isinstance(leaf, Tensor)
-        ]
+        outputs = tensors_of(call.func(*args, **kwargs))
     except (RuntimeError, NotImplementedError, TypeError):
         return None
     return outputs[number] if outputs[number].dtype == dtype else None
@@ -167,12 +165,10 @@ def _by_another_kernel(call: Call, number: int) -> Tensor | None:
 
     written = decomposition_table.get(call.func)
     args, kwargs = _fresh(call, None)
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = tensors_of(args, kwargs)
     if written is not None:
         try:
-            outputs = [
-                leaf for leaf in tree_leaves(written(*args, **kwargs)) if isinstance(leaf, Tensor)
-            ]
+            outputs = tensors_of(written(*args, **kwargs))
         except Exception:  # noqa: BLE001 # it is not for these arguments
             outputs = []
         if number < len(outputs) and is_real(outputs[number]):
@@ -186,5 +182,5 @@ def _by_another_kernel(call: Call, number: int) -> Tensor | None:
             result = call.func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
         except Exception:  # noqa: BLE001 # there is none for the host
             return None
-        return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)][number]
+        return tensors_of(result)[number]
     return None

@@ -343,9 +343,8 @@ class BackwardWatch:
 
 def _writes(grad: Tensor) -> int:
     """Return how often autograd has written to a gradient. Only compared across one backward pass."""
-    part = _dist.local(grad)
-    # What was made for inference counts no writes, and autograd puts another tensor in its place.
-    return 0 if part.is_inference() else part._version  # noqa: SLF001 # counts writes
+    # Autograd puts another tensor in the place of one that was made for inference.
+    return _torch.writes(_dist.local(grad))
 
 
 def _holds_something(grad: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from gradsurgeon.runtime.kept_step import (
     Fingerprint,
     KeptCall,
     KeptLoss,
-    writes,
 )
 from gradsurgeon.runtime.parameters import Place
 from gradsurgeon.tensors.backward_graph import BackwardGraph
@@ -112,14 +111,14 @@ class KeptCalls:
             return
         key = name, module.training
         if key not in self._changing:
-            self._open.buffers = {name: (b, writes(b)) for name, b in module.named_buffers()}
+            self._open.buffers = {name: (b, _torch.writes(b)) for name, b in module.named_buffers()}
         tensors = list(tensors_in([args, kwargs]))
         call = KeptCall(
             weakref.ref(module),
             name,
             args,
             kwargs,
-            {path: writes(tensor) for path, tensor in tensors},
+            {path: _torch.writes(tensor) for path, tensor in tensors},
             self._random(),
             self._buffers(module, key),
             _autocast(self._devices),
@@ -139,7 +138,7 @@ class KeptCalls:
                 for name, table, key in _buffer_places(module)
                 if name not in before
                 or before[name][0] is not table[key]
-                or before[name][1] != writes(table[key])
+                or before[name][1] != _torch.writes(table[key])
             }
         if output is None:
             return  # It has raised, or gives nothing that could have a gradient.

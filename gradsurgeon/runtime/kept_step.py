@@ -19,11 +19,6 @@ _MOST_NODES = 64
 _SAMPLE, _SMALL = 256, 1024
 
 
-def writes(tensor: Tensor) -> int:
-    """Return how often a tensor has been written to; what was made for inference counts none."""
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 # no public name
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Fingerprint:
     """A fixed sample of a tensor, by which it is known again. It stays on its device, unread.
@@ -46,12 +41,12 @@ class Fingerprint:
                 while part.dim() > 1:
                     part = part[-1]
             part = part.reshape(-1)[:: max(1, part.numel() // _SAMPLE)].clone()
-        return cls(shape, part, writes(part))
+        return cls(shape, part, _torch.writes(part))
 
     @property
     def is_overwritten(self) -> bool:
         """Whether the script has written into it since."""
-        return writes(self.sample) != self.version
+        return _torch.writes(self.sample) != self.version
 
 
 class Buffers:
