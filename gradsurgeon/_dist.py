@@ -8,7 +8,7 @@ parts and puts the results together with `reduce`.
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -202,13 +202,18 @@ def store() -> Any:
 
 def broadcast(value: object, source: int, groups: Groups) -> Any:
     """Return the value of rank ``source`` on every rank of the groups. A collective per group."""
-    known = value if rank() == source else None
+    return gather({source: value} if rank() == source else {}, groups).get(source)
+
+
+def gather(known: Mapping[int, Any], groups: Groups) -> dict[int, Any]:
+    """Return what the ranks of the groups know, by rank. A collective per group."""
+    merged = dict(known)
     for group in groups:
-        values: list[Any] = [None] * torch.distributed.get_world_size(group)
-        torch.distributed.all_gather_object(values, known, group=group)
-        # On a mesh, those who know it pass it on along the next dimension.
-        known = next((value for value in values if value is not None), None)
-    return known
+        parts: list[Any] = [None] * torch.distributed.get_world_size(group)
+        # On a mesh, those who know something pass it on along the next dimension.
+        torch.distributed.all_gather_object(parts, merged, group=group)
+        merged = {rank: value for part in parts for rank, value in part.items()}
+    return merged
 
 
 def data_parallel(params: Iterable[Tensor]) -> list[Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.planning import named_modules
 from gradsurgeon.runtime.kept_step import (
@@ -168,6 +169,7 @@ class _Reader:
             grads={_path(path): self._tensor(grad) for path, grad in entry["grads"]},
             number=int(entry["number"]),
             compiled=bool(entry["compiled"]),
+            casts=dict(_casts(module, entry.get("casts", {}))),
             weights=there,
             training={str(key): bool(value) for key, value in entry["training"].items()},
         )
@@ -244,6 +246,17 @@ def _check(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     ]
     shown = "\n  ".join(sorted(problems)[:8])
     raise GradSurgeonError(f"this is not the model of the bundle:\n  {shown}")
+
+
+def _casts(module: nn.Module, entries: Mapping[str, Any]) -> Iterator[tuple[str, Cast]]:
+    there = named_modules(module)
+    for name, (inputs, outputs, moves) in entries.items():
+        if name not in there:
+            raise GradSurgeonError(
+                f"the model has no module {printable(name)}, whose dtype the bundle tells"
+            )
+        given, gives = (None if dtype is None else _dtype(dtype) for dtype in (inputs, outputs))
+        yield name, Cast(given, gives, bool(moves))
 
 
 def _path(steps: Any) -> TensorPath:

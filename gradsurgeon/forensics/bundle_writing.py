@@ -149,10 +149,18 @@ def _call(call: KeptCall, tensors: _Tensors) -> dict[str, Any]:
         != {p: _torch.writes(t) for p, t in tensors_in([call.args, call.kwargs])},
         "number": call.number,
         "compiled": call.compiled,
+        "casts": {
+            name: [*map(_dtype, (cast.inputs, cast.outputs)), cast.moves]
+            for name, cast in call.casts.items()
+        },
         "training": {}
         if (module := call.module()) is None
         else {name: inner.training for name, inner in module.named_modules()},
     }
+
+
+def _dtype(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _loss(loss: KeptLoss, tensors: _Tensors) -> dict[str, Any]:

@@ -38,7 +38,11 @@ _FINITE_NOW = (
     "in Python that has moved on"
 )
 _LONGEST = 300
-_DIVIDED = "the parameters are divided over ranks, which would all have to run the step again"
+_DIVIDED = (
+    "the parameters are divided over ranks, which would have to run the step again together: they do so where a "
+    "model is divided by `fully_shard`, and the rule stops or skips the step (`then: raise` or `skip-step`)"
+)
+_FINITE_HERE = "all gradients that this rank contributes are finite in the replay"
 _OUTSIDE = "the loss is computed outside of the model, and cannot be run again: only what its graph has kept is known"
 _OTHERS = (
     "in the replay the gradients of other parameters are not finite than at the update: the script, or a hook of it, "
@@ -76,7 +80,8 @@ def diagnose(
     reasons = [*cut, *doubts]
     blamed = _search(failed, reasons)
     if blamed is None:
-        return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (_FINITE,))
+        finite = _FINITE_HERE if failed.together else _FINITE
+        return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (finite,))
     replayed, source = blamed
     if debugger and isinstance(source, Birth):
         replay(replayed.call, stop_at=source.when)

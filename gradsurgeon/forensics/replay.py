@@ -8,12 +8,14 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.forensics.operations import nonfinite_kind
 from gradsurgeon.forensics.provenance import ModuleCalls, Provenance
 from gradsurgeon.forensics.sources import Source, is_intended
@@ -125,6 +127,7 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
 
     with ExitStack() as stack:
         stack.enter_context(_module_calls(module, modules, came_out))
+        stack.enter_context(_cast(module, call.casts))
         stack.enter_context(_autocast(call.autocast))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
@@ -257,6 +260,42 @@ def _module_calls(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _cast(root: nn.Module, casts: Mapping[str, Cast]) -> Iterator[None]:
+    """Do around modules what `fully_shard` would do, whose hooks are off."""
+    named = named_modules(root)
+
+    def before(cast: Cast, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        param = next(module.parameters(), None)
+        device = param.device if cast.moves and param is not None else None
+        return _converted((args, kwargs), cast.inputs, device)
+
+    def after(cast: Cast, module: nn.Module, args: Any, output: Any) -> Any:
+        del module, args
+        return _converted(output, cast.outputs)
+
+    with ExitStack() as stack:
+        for name, cast in casts.items():
+            handles = (
+                named[name].register_forward_pre_hook(
+                    partial(before, cast), prepend=True, with_kwargs=True
+                ),
+                named[name].register_forward_hook(partial(after, cast)),
+            )
+            for handle in handles:
+                stack.callback(handle.remove)
+        yield
+
+
+def _converted(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
+    """Return a structure with floating point tensors of a dtype, and all tensors on a device."""
+    new = {
+        path: tensor.to(device, dtype if tensor.is_floating_point() else None)
+        for path, tensor in tensors_in(value)
+    }
+    return with_tensors(value, new) if new else value
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class Controller:
         self._early = set(self.context.parameters.grads()[0])
         self._param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
-        if self._traps.diagnosing and (model := self._model()) is not None:
+        if self._traps.keeps_calls and (model := self._model()) is not None:
             self._kept.attach(model)
         # From here on they are held weakly.
         while self._given:
@@ -134,7 +134,7 @@ class Controller:
             for counter, snapshot in after_pass(context, done).items():
                 self._traps.add_snapshot(counter, snapshot)
         count_passes(context, done)
-        self._kept.passes += 1
+        self._kept.reaching += 1
         if by_hand:
             try:
                 self.manual.after(accumulated=accumulated)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -52,13 +52,16 @@ class KeptCalls:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self.model: Callable[[], nn.Module | None] = lambda: None
         self.calls: list[KeptCall] = []
         # How many calls of this step were dropped, because they were too large.
         self.dropped = 0
         # Why one could not be kept at all.
         self.problem = ""
-        # Backward passes of this step.
-        self.passes = 0
+        # Backward passes of this step through what was called, and how many of all have reached parameters: those
+        # that `no_sync` keeps from that are fewer.
+        self.passes = self.reaching = 0
+        self._begins = False
         self.losses: dict[int, KeptLoss] = {}
         self._handles: list[RemovableHandle] = []
         # The buffers that the forward pass of each called module changes, where modules keep them, in training
@@ -69,6 +72,7 @@ class KeptCalls:
 
     def attach(self, model: nn.Module) -> None:
         self.detach()
+        self.model = weakref.ref(model)
         self._changing.clear()
         devices = {param.device for param in model.parameters()}
         self._devices = tuple(
@@ -98,7 +102,8 @@ class KeptCalls:
 
     def forget(self) -> None:
         """Let go of all that was kept for a step."""
-        self.calls, self.dropped, self.passes, self.losses = [], 0, 0, {}
+        self.calls, self.dropped, self.losses = [], 0, {}
+        self.passes = self.reaching = 0
         self.problem = ""
 
     def begin(
@@ -164,7 +169,8 @@ class KeptCalls:
 
     def keep_loss(self, graph: BackwardGraph) -> None:
         """Keep how the loss of a pass that begins was made of what came out of the calls."""
-        if self.passes and not self._context.parameters.grads()[0]:
+        self._begins = True
+        if self.reaching and not self._context.parameters.grads()[0]:
             # The script has cleared what earlier passes of this step have left.
             self.calls = [call for call in self.calls if not call.number]
             self.losses.clear()
@@ -176,13 +182,16 @@ class KeptCalls:
                 self.losses[self.passes + 1] = loss
 
     def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
+        if self._begins:
+            self._begins = False
+            self.passes += 1
         kept, grad = call(), grads[number]
         if kept is None or grad is None:
             return
         with self.spared():
             # Of several passes through one output the sum, as it reaches the parameters.
             kept.grads[path] = kept.grads[path] + grad if path in kept.grads else grad
-            kept.number = kept.number or self.passes + 1
+            kept.number = kept.number or self.passes
             kept.bytes += grad.numel() * grad.element_size()
             self._shorten()
 

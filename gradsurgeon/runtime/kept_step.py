@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradsurgeon import _torch
+from gradsurgeon.distributed.fully_shard import Cast
 from gradsurgeon.tensors.backward_graph import BackwardGraph, LossNode
 from gradsurgeon.tensors.structure import Path
 
@@ -101,6 +102,7 @@ class KeptCall:
         weights: those of the time, by name in ``module``, where it may have others by now.
         training: by name, whether each module was in training, where that may have changed.
         compiled: whether compiled code was run.
+        casts: by name of a module, what `fully_shard` does around its forward pass, where its hooks are off.
     """
 
     module: Callable[[], nn.Module | None]
@@ -119,6 +121,7 @@ class KeptCall:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     training: Mapping[str, bool] = field(default_factory=dict)
     compiled: bool = False
+    casts: Mapping[str, Cast] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +166,7 @@ class FailedStep:
         modules: those whose tensors a trap found non-finite, where it watches modules.
         rested: rules that edit what passes through modules, and rest in a replay.
         losses: by backward pass, from 1, what its loss was made of outside of the model.
+        together: whether all ranks run it again at the same time, each its part, with whole parameters.
     """
 
     calls: Sequence[KeptCall]
@@ -176,3 +180,4 @@ class FailedStep:
     losses: Mapping[int, KeptLoss] = field(default_factory=dict)
     problem: str = ""
     bad: tuple[str, ...] = ()
+    together: bool = False

@@ -7,13 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Decision, EditRule
+from gradsurgeon.actions import Decision
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import FINE, OVERFLOWED, RAISE, SKIP, Cause
 from gradsurgeon.events import EventKind
@@ -23,7 +22,6 @@ from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.gradient_rules import GradientSnapshot
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.kept_calls import KeptCalls
-from gradsurgeon.runtime.kept_step import FailedStep
 from gradsurgeon.runtime.nonfinite_report import (
     GradientEvidence,
     TrapReport,
@@ -35,6 +33,7 @@ from gradsurgeon.runtime.nonfinite_report import (
 from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
 from gradsurgeon.runtime.training_events import StepDecision
 from gradsurgeon.tensors import measure
 
@@ -89,19 +88,18 @@ class Trip:
 class NanTraps:
     def __init__(self, context: Context, agreement: RankAgreement, kept: KeptCalls) -> None:
         self._context = context
-        self._kept = kept
-        # The rules whose next trip is diagnosed: the first one of each.
-        self.diagnosing = (
-            set()
-            if context.diagnose is None
-            else {rule for rule, decision in context.decisions.items() if decision.forensics}
-        )
+        self._diagnosis = StepDiagnosis(context, kept)
         self._agreement = agreement
         # How often in a row traps have tripped, and scalers have skipped a step.
         self._in_a_row: Counter[tuple[StepCounter, str]] = Counter()
         self._scaler_skips: Counter[StepCounter] = Counter()
         # What was seen after each backward pass of the current step.
         self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
+
+    @property
+    def keeps_calls(self) -> bool:
+        """Whether the next trip of some rule is diagnosed."""
+        return bool(self._diagnosis.pending)
 
     def add_snapshot(self, counter: StepCounter, snapshot: GradientSnapshot) -> None:
         if self._context.program.traps:
@@ -251,7 +249,12 @@ class NanTraps:
         severity = max([floor, *(trip.severity for trip in trips)])
         guilty = any(trip.report.guilty for trip in trips)
         meeting = self._agreement.meet(counter, severity, guilty=guilty)
-        told = [(trip.severity, self._tell(trip, step, meeting.guilty)) for trip in trips]
+        reports = {trip.rule: trip.report for trip in trips}
+        diagnoses = self._diagnosis.of(reports, step, self._scale(counter), meeting)
+        told = [
+            (trip.severity, self._tell(trip, step, meeting.guilty, diagnoses.get(trip.rule)))
+            for trip in trips
+        ]
         # What stops a step is what the other ranks have to hear of.
         worst, cause = max(told, key=itemgetter(0), default=(FINE, None))
         decision = StepDecision()
@@ -289,12 +292,19 @@ class NanTraps:
         self._context.event_log.emit(kind, text, **where, raised=raised)
         return _decided(severity, replace(cause, text=text), step)
 
-    def _tell(self, trip: Trip, step: int, ranks: tuple[int, ...]) -> Cause:
+    def _scale(self, counter: StepCounter) -> Tensor | None:
+        passes = [snapshot.done for snapshot in self._snapshots[counter]]
+        return next((done.scale for done in passes if done.scale is not None), None)
+
+    def _tell(
+        self, trip: Trip, step: int, ranks: tuple[int, ...], diagnosis: Diagnosis | None
+    ) -> Cause:
         """Say what a trap has found; ``ranks`` contributed what is not finite to an average."""
         context, report = self._context, trip.report.caused_by(ranks)
         head = f"{context.place(step, trip.rule)}: {report.head}"
-        diagnosis = self._diagnosis(trip, step, ranks)
-        told = () if diagnosis is None else diagnosis.text()
+        told: list[str] = [] if diagnosis is None else list(diagnosis.text())
+        if diagnosis is not None and diagnosis.rank != _dist.rank():
+            told[:0] = [f"found by rank {diagnosis.rank}, in its part of the batch:"]
         text = "\n".join([head, trip.outcome(context.mode), *report.lines, *told])
         where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
         then = trip.then if context.mode == "act" else ""
@@ -305,52 +315,6 @@ class NanTraps:
             context.event_log.emit("skipped-step", message, **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
         return Cause(rank, trip.rule, report.name, text, diagnosis)
-
-    def _folder(self, decision: Decision) -> Path | None:
-        """Return where the bundle of a step goes, if there is to be one."""
-        writer = self._context.recorder.writer
-        if writer is not None and not writer.closed:
-            return writer.path
-        return Path("gradsurgeon-traps") if decision.bundle else None
-
-    def _diagnosis(self, trip: Trip, step: int, ranks: tuple[int, ...]) -> Diagnosis | None:
-        """Run the step again at the first trip of a rule; return what that has shown."""
-        context, rule = self._context, trip.rule
-        if rule not in self.diagnosing or context.diagnose is None:
-            return None
-        if ranks and _dist.rank() not in ranks:
-            why = (
-                f"{_dist.named(ranks)} contributed what is not finite: see what is diagnosed there"
-            )
-            return Diagnosis("not reproduced", (why,), step, _dist.rank())
-        self.diagnosing.discard(rule)
-        edits = {rule.id for rule, _ in context.program.site_rules if isinstance(rule, EditRule)}
-        passes = [s.done for several in self._snapshots.values() for s in several]
-        failed = FailedStep(
-            tuple(self._kept.calls),
-            self._kept.dropped,
-            self._kept.passes,
-            step,
-            _dist.rank(),
-            next((done.scale for done in passes if done.scale is not None), None),
-            trip.report.modules,
-            tuple(sorted(edits)),
-            dict(self._kept.losses),
-            self._kept.problem,
-            trip.report.bad,
-        )
-        paused, context.paused = context.paused, True
-        try:
-            with context.parameters.lock:
-                return context.diagnose(failed, self._folder(trip.decision))
-        except Exception as error:  # noqa: BLE001 # the decision stands
-            text = f"the step could not be diagnosed: {type(error).__name__}: {error}"
-            context.event_log.emit("notice", text, rule=rule, step=step)
-            return None
-        finally:
-            context.paused = paused
-            if not self.diagnosing:
-                self._kept.detach()
 
 
 def _decided(severity: int, cause: Cause, step: int) -> StepDecision:

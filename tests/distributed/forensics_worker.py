@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from worker import work
 
 import gradsurgeon
 
-FAULT, STEPS = 2, 4
+FAULT, STEPS, MICRO_BATCHES = 2, 4, 3
+# How large the numbers are of a batch that is spoilt.
+SPOILT = 1000
 
 
 class Body(nn.Module):
@@ -24,18 +29,42 @@ class Body(nn.Module):
         self.spoilt = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.log() if self.spoilt else x.tanh()
+        return x.log() if self.spoilt and x.abs().max() > SPOILT / 10 else x.tanh()
+
+
+class Row(Body):
+    """Has an infinite gradient in its first column alone, which is one row of the weight before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.spoilt:
+            return x.tanh()
+        first = (x[:, :1] * 0).sqrt()
+        return torch.cat([first, x[:, 1:]], 1)
 
 
 class Net(nn.Module):
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, body: Body | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.norm, self.body = nn.Linear(4, 4), norm, Body()
+        self.first, self.norm, self.body = nn.Linear(4, 4), norm, body or Body()
         self.last = nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(self.body(self.norm(self.first(x))))
+        return out
+
+
+class Checkpointed(nn.Module):
+    """Runs again in the backward pass, with the same random numbers, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
         return out
 
 
@@ -48,37 +77,91 @@ class Gathered(nn.Module):
         return x - mean / dist.get_world_size()
 
 
-def train(kind: str, then: str) -> dict[str, Any]:
-    model = Net(Gathered() if kind == "gathered" else nn.Identity())
-    called: Any = model
-    if kind == "FSDP2":
+def halves() -> Net:
+    return Net(Checkpointed())
+
+
+MODELS = {
+    "gathered": lambda: Net(Gathered()),
+    "FSDP2 halves": halves,
+    "FSDP2 row": lambda: Net(nn.Identity(), Row()),
+}
+
+
+def shard(model: Net, kind: str) -> None:
+    if kind != "FSDP2 halves":
         fully_shard(model)
+        return
+    fully_shard(model.norm.inner, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    fully_shard(model, mp_policy=policy)
+
+
+def train(
+    kind: str,
+    then: str,
+    micro_batches: int = 1,
+    pauses: int | None = None,
+    folder: Path | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = MODELS.get(kind, lambda: Net(nn.Identity()))()
+    called: Any = model
+    if kind.startswith("FSDP2"):
+        shard(model, kind)
     else:
         called = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": then}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rule = {"id": "trap", "action": "nan-trap", "params": "*", "then": then, **options}
     told, error = [], None
-    with gradsurgeon.apply(called, {"version": 1, "rules": [rule]}, optimizer=optimizer) as session:
+    torch.manual_seed(1)
+    with gradsurgeon.apply(
+        called,
+        {"version": 1, "rules": [rule]},
+        optimizer=optimizer,
+        record=None if folder is None else folder / str(dist.get_rank()),
+    ) as session:
+        if dist.get_rank() == pauses:
+            session.pause()
         for step in range(STEPS):
-            model.body.spoilt = step == FAULT and dist.get_rank() == 1
             optimizer.zero_grad()
-            given = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-            called(given.chunk(2)[dist.get_rank()]).square().mean().backward()
+            model.body.spoilt = step == FAULT and dist.get_rank() == 1
+            for number in range(micro_batches):
+                last = number == micro_batches - 1
+                if isinstance(model, FSDPModule):
+                    model.set_requires_gradient_sync(last)
+                given = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+                if model.body.spoilt and number == micro_batches // 2:
+                    given *= SPOILT
+                called(given.chunk(2)[dist.get_rank()]).square().mean().backward()
             try:
                 optimizer.step()
             except gradsurgeon.NonFiniteGradientError as caught:
                 error = str(caught)
                 break
         told = [event.message for event in session.events if event.kind == "trap"]
-    return {"told": told, "error": error, "step": step}
+        notices = [event.message for event in session.events if event.kind == "notice"]
+    state = {name: _whole(tensor).tolist() for name, tensor in model.state_dict().items()}
+    return {"told": told, "error": error, "step": step, "state": state, "notices": notices}
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
 
 
 def main() -> dict[str, Any]:
-    return {
-        f"{kind} {then}": train(kind, then)
-        for kind in ("DDP", "FSDP2", "gathered")
-        for then in ("raise", "skip-step")
+    kinds = ("DDP", "FSDP2", "FSDP2 halves", "FSDP2 row", "gathered")
+    seen = {
+        f"{kind} {then}": train(kind, then) for kind in kinds for then in ("raise", "skip-step")
     }
+    seen["FSDP2 warn"] = train("FSDP2", "warn")
+    seen["FSDP2 accumulated"] = train("FSDP2", "raise", MICRO_BATCHES)
+    seen["FSDP2 paused"] = train("FSDP2", "raise", pauses=0)
+    seen["FSDP2 halves bare"] = train("FSDP2 halves", "skip-step", forensics=False)
+    seen["FSDP2 halves bundle"] = train("FSDP2 halves", "raise", folder=Path(sys.argv[1]).parent)
+    return seen
 
 
 if __name__ == "__main__":

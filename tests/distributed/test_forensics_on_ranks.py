@@ -1,23 +1,34 @@
-"""A fault of one rank is diagnosed there, and told everywhere; a replay never waits for another rank."""
+"""A fault of one rank is diagnosed, and told everywhere; a rank waits for others where all replay together."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+import gradsurgeon
 import pytest
-from distributed.forensics_worker import FAULT, STEPS
+from distributed.forensics_worker import FAULT, STEPS, halves
 from ranks import run_ranks
 
 pytestmark = pytest.mark.cover_children
 BORN = "diagnosis (reproduced): NaN born in the forward pass of body (Body): aten.log"
 NOBODY = "diagnosis: not reproduced, and nobody is blamed"
+BY_OTHER = "found by rank 1, in its part of the batch:"
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    worker = Path(__file__).with_name("forensics_worker.py")
-    return run_ranks(worker, tmp_path_factory.mktemp("forensics") / "seen")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("forensics")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(Path(__file__).with_name("forensics_worker.py"), folder / "seen")
+
+
+def _stopped_at(seen: dict[str, Any], then: str) -> bool:
+    return bool(seen["step"] == (FAULT if then == "raise" else STEPS - 1))
 
 
 @pytest.mark.parametrize("then", ["raise", "skip-step"])
@@ -26,24 +37,91 @@ def test_the_rank_that_did_it_names_the_operation(ranks: list[dict[str, Any]], t
     assert BORN in guilty["told"][0]
     # Its own calls were finite: the average was not.
     assert f"{NOBODY}\n  because rank 1 contributed what is not finite" in innocent["told"][0]
-    assert guilty["step"] == innocent["step"] == (FAULT if then == "raise" else STEPS - 1)
+    assert _stopped_at(guilty, then)
+    assert _stopped_at(innocent, then)
     if then == "raise":
         assert BORN in guilty["error"]
 
 
 @pytest.mark.parametrize("then", ["raise", "skip-step"])
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("FSDP2", "the parameters are divided over ranks"),
-        ("gathered", "talks to other ranks, which do not take part in the replay"),
-    ],
-)
-def test_what_needs_all_ranks_is_not_run_again(
-    ranks: list[dict[str, Any]], kind: str, reason: str, then: str
+@pytest.mark.parametrize(("kind", "dtype"), [("FSDP2", "float32"), ("FSDP2 halves", "bfloat16")])
+def test_a_model_that_fully_shard_divides_is_run_again_by_all_ranks(
+    ranks: list[dict[str, Any]], kind: str, dtype: str, then: str
+) -> None:
+    innocent, guilty = (rank[f"{kind} {then}"] for rank in ranks)
+    for seen in (innocent, guilty):
+        assert _stopped_at(seen, then)
+        # The first trip alone: what comes after it is finite.
+        assert [message.count(BORN) for message in seen["told"]] == [1]
+        # The dtype of the mixed precision, and the part of the batch of one rank.
+        assert f"  in   self [4, 4] {dtype}: " in seen["told"][0]
+        assert "  verdict: mathematics\n" in seen["told"][0]
+        assert seen["notices"] == []
+    assert f"{BY_OTHER}\n{BORN}" in innocent["told"][0]
+    assert BY_OTHER not in guilty["told"][0]
+
+
+def test_what_lands_in_the_part_of_another_rank_is_found_where_it_was_born(
+    ranks: list[dict[str, Any]],
+) -> None:
+    innocent, guilty = (rank["FSDP2 row raise"] for rank in ranks)
+    # One row of a weight is not finite, which the first rank keeps, and the second has made.
+    assert "first.weight  4 elements, in the part of rank 0\n" in innocent["told"][0]
+    born = "diagnosis (reproduced): Inf born in the backward pass of body (Row): aten.div (SqrtBackward0)"
+    assert f"{BY_OTHER}\n{born}" in innocent["error"]
+    assert f"\n{born}" in guilty["error"]
+
+
+def test_the_micro_batch_is_named_that_ranks_did_not_reduce(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert f"{BORN}, micro-batch 2 of 3" in rank["FSDP2 accumulated"]["told"][0]
+
+
+def test_a_paused_rank_takes_part_though_it_has_kept_nothing(ranks: list[dict[str, Any]]) -> None:
+    paused, guilty = (rank["FSDP2 paused"] for rank in ranks)
+    assert BORN in guilty["told"][0]
+    assert BORN in paused["error"]
+
+
+def test_ranks_that_do_not_meet_run_nothing_again(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        told = rank["FSDP2 warn"]["told"][0]
+        assert f"{NOBODY}\n  because the parameters are divided over ranks" in told
+        assert "(`then: raise` or `skip-step`)" in told
+
+
+@pytest.mark.parametrize("then", ["raise", "skip-step"])
+def test_a_forward_pass_that_talks_to_other_ranks_is_not_run_again(
+    ranks: list[dict[str, Any]], then: str
 ) -> None:
     for rank in ranks:
-        seen = rank[f"{kind} {then}"]
-        assert seen["step"] == (FAULT if then == "raise" else STEPS - 1)
+        seen = rank[f"gathered {then}"]
+        assert _stopped_at(seen, then)
         assert NOBODY in seen["told"][0]
-    assert reason in ranks[1][f"{kind} {then}"]["told"][0]
+    reason = "talks to other ranks, which do not take part in the replay"
+    assert reason in ranks[1][f"gathered {then}"]["told"][0]
+
+
+def test_a_replay_of_all_ranks_leaves_the_run_as_it_was(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        with_replay, bare = rank["FSDP2 halves skip-step"], rank["FSDP2 halves bare"]
+        assert BORN in with_replay["told"][0]
+        assert BORN not in bare["told"][0]
+        # Weights after the steps that follow, with their dropout; and a buffer that counts calls.
+        assert with_replay["state"] == bare["state"]
+        assert with_replay["state"]["norm.calls"] == STEPS
+        assert math.isfinite(with_replay["state"]["last.bias"][0])
+
+
+def test_a_bundle_of_a_divided_model_is_run_again_in_one_process(
+    ranks: list[dict[str, Any]], folder: Path
+) -> None:
+    told = ranks[1]["FSDP2 halves bundle"]["told"][0]
+    (bundle,) = (folder / "1").glob("*trap-step*")
+    assert str(bundle) in told
+    model = halves()
+    model.body.spoilt = True
+    diagnosis = gradsurgeon.replay(bundle, model)
+    assert str(diagnosis).splitlines()[0] == BORN
+    assert diagnosis.rank == 1
+    assert diagnosis.inputs[0].dtype == "bfloat16"

@@ -1,0 +1,171 @@
+"""Has a failed step run again, at the first trip of each trap that asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from gradsurgeon import _dist
+from gradsurgeon.actions import EditRule
+from gradsurgeon.diagnosis import Diagnosis
+from gradsurgeon.distributed import fully_shard
+from gradsurgeon.distributed.ranks import OVERFLOWED
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.kept_calls import KeptCalls
+from gradsurgeon.runtime.kept_step import FailedStep
+from gradsurgeon.runtime.nonfinite_report import TrapReport
+from gradsurgeon.runtime.rank_agreement import Meeting
+
+_NO_MEMORY = (
+    "{ranks} cannot hold the whole parameters of the model and their gradients beside what is there, "
+    "and the step is run again with them, on all ranks at once"
+)
+
+
+class StepDiagnosis:
+    def __init__(self, context: Context, kept: KeptCalls) -> None:
+        self._context = context
+        self._kept = kept
+        # The rules whose next trip is diagnosed.
+        self.pending = (
+            set()
+            if context.diagnose is None
+            else {rule for rule, decision in context.decisions.items() if decision.forensics}
+        )
+
+    def of(
+        self, reports: Mapping[str, TrapReport], step: int, scale: Tensor | None, meeting: Meeting
+    ) -> dict[str, Diagnosis]:
+        """Run a step again at the first trip of a rule. A collective where ranks that meet divide the model.
+
+        Args:
+            reports: what the rules that have tripped on this rank report, by rule.
+            step: its number.
+            scale: what a `GradScaler` had multiplied the loss by.
+            meeting: what the ranks have come to.
+
+        Returns:
+            By rule what that has shown.
+        """
+        first = {rule: report for rule, report in reports.items() if rule in self.pending}
+        if self._needs_all_ranks(meeting):
+            return self._of_all_ranks(first, step, scale, meeting)
+        diagnoses = {}
+        for rule, report in first.items():
+            guilty = meeting.guilty if report.reduced else ()
+            if guilty and _dist.rank() not in guilty:
+                why = f"{_dist.named(guilty)} contributed what is not finite: see what is diagnosed there"
+                diagnoses[rule] = Diagnosis("not reproduced", (why,), step, _dist.rank())
+                continue
+            self.pending.discard(rule)
+            failed = self._failed(step, scale, [report])
+            if (diagnosis := self._run(failed, [rule])) is not None:
+                diagnoses[rule] = diagnosis
+        return diagnoses
+
+    def _needs_all_ranks(self, meeting: Meeting) -> bool:
+        """Tell whether all ranks run a step again together. What decides is alike on all of them."""
+        if not meeting.groups or meeting.severity <= OVERFLOWED or self._context.diagnose is None:
+            return False
+        model = self._kept.model()
+        groups = () if model is None else fully_shard.groups(model)
+        return bool(groups) and set(groups) <= set(meeting.groups)
+
+    def _of_all_ranks(
+        self,
+        first: Mapping[str, TrapReport],
+        step: int,
+        scale: Tensor | None,
+        meeting: Meeting,
+    ) -> dict[str, Diagnosis]:
+        """Run a step again with whole parameters, each rank its own calls. Collectives before and after."""
+        model = self._kept.model()
+        assert model is not None  # noqa: S101 # asked right before
+        told = _dist.gather({_dist.rank(): (list(first), fully_shard.fits(model))}, meeting.groups)
+        rules = {rule for of_rank, _ in told.values() for rule in of_rank}
+        if not rules:
+            return {}
+        self.pending -= rules
+        full = [rank for rank, (_, fits) in told.items() if not fits]
+        if full:
+            why = _NO_MEMORY.format(ranks=_dist.named(full))
+            diagnosis: Diagnosis | None = Diagnosis("not reproduced", (why,), step, _dist.rank())
+        else:
+            failed = self._failed(step, scale, list(first.values()), together=True)
+            with self._context.parameters.lock, fully_shard.unsharded(model):
+                for call in failed.calls:
+                    if (module := call.module()) is not None:
+                        call.casts = fully_shard.casts(module)
+                diagnosis = self._run(failed, rules)
+            diagnosis = _most_telling(
+                diagnosis, _dist.gather({_dist.rank(): diagnosis}, meeting.groups)
+            )
+        return {} if diagnosis is None else dict.fromkeys(first, diagnosis)
+
+    def _failed(
+        self,
+        step: int,
+        scale: Tensor | None,
+        reports: Sequence[TrapReport],
+        *,
+        together: bool = False,
+    ) -> FailedStep:
+        kept, rules = self._kept, self._context.program.site_rules
+        return FailedStep(
+            tuple(kept.calls),
+            kept.dropped,
+            kept.passes,
+            step,
+            _dist.rank(),
+            scale,
+            tuple(name for report in reports for name in report.modules),
+            tuple(sorted({rule.id for rule, _ in rules if isinstance(rule, EditRule)})),
+            dict(kept.losses),
+            kept.problem,
+            tuple(name for report in reports for name in report.bad),
+            together,
+        )
+
+    def _run(self, failed: FailedStep, rules: Iterable[str]) -> Diagnosis | None:
+        context = self._context
+        assert context.diagnose is not None  # noqa: S101 # else no rule would wait for it
+        paused, context.paused = context.paused, True
+        try:
+            with context.parameters.lock:
+                return context.diagnose(failed, self._folder(rules))
+        except Exception as error:  # noqa: BLE001 # the decision stands
+            text = f"the step could not be diagnosed: {type(error).__name__}: {error}"
+            context.event_log.emit("notice", text, rule=next(iter(rules)), step=failed.step)
+            return None
+        finally:
+            context.paused = paused
+            if not self.pending:
+                self._kept.detach()
+
+    def _folder(self, rules: Iterable[str]) -> Path | None:
+        """Return where the bundle of a step goes, if there is to be one."""
+        writer = self._context.recorder.writer
+        if writer is not None and not writer.closed:
+            return writer.path
+        wanted = any(self._context.decisions[rule].bundle for rule in rules)
+        return Path("gradsurgeon-traps") if wanted else None
+
+
+def _most_telling(
+    own: Diagnosis | None, others: Mapping[int, Diagnosis | None]
+) -> Diagnosis | None:
+    """Return the diagnosis of this rank if it blames something, else that of the first rank whose does."""
+    if own is None or own.where:
+        return own
+    of_ranks = [other for _, other in sorted(others.items()) if other is not None]
+    for other in of_ranks:
+        if other.where:
+            return other
+    reasons = dict.fromkeys(own.reasons)
+    for other in of_ranks:
+        new = [reason for reason in other.reasons if reason not in reasons]
+        reasons |= dict.fromkeys(f"{reason} (rank {other.rank})" for reason in new)
+    return replace(own, reasons=tuple(reasons))
