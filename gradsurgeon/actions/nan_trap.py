@@ -30,8 +30,8 @@ class NanTrap(TrapRule):
     finite before), `kernel` (another implementation gives finite numbers), `transient` (it does not happen
     again) or `unknown`. An infinity that the script wrote, such as that of a mask, is nobody's fault.
     What a replay cannot show is said: `partial` with the reason, or `not reproduced`, and then nobody is blamed.
-    A loss outside of the model cannot be run again, nor can parameters that are divided over ranks. The training
-    goes on as it would have without.
+    A loss outside of the model cannot be run again. Ranks over which `fully_shard` divides a model run the step
+    again together, with whole parameters. The training goes on as it would have without.
 
     With a run directory, or with `bundle: true`, it writes what the replay takes as a directory
     `trap-step812-rank0` of safetensors and JSON, for `gradsurgeon replay` elsewhere. That holds weights, inputs and

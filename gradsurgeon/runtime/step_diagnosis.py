@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,11 +96,10 @@ class StepDiagnosis:
             diagnosis: Diagnosis | None = Diagnosis("not reproduced", (why,), step, _dist.rank())
         else:
             failed = self._failed(step, scale, list(first.values()), together=True)
-            with self._context.parameters.lock, fully_shard.unsharded(model):
-                for call in failed.calls:
-                    if (module := call.module()) is not None:
-                        call.casts = fully_shard.casts(module)
-                diagnosis = self._run(failed, rules)
+            for call in failed.calls:
+                if (module := call.module()) is not None:
+                    call.casts = fully_shard.casts(module)
+            diagnosis = self._run(failed, rules, fully_shard.unsharded(model))
             diagnosis = _most_telling(
                 diagnosis, _dist.gather({_dist.rank(): diagnosis}, meeting.groups)
             )
@@ -129,12 +129,17 @@ class StepDiagnosis:
             together,
         )
 
-    def _run(self, failed: FailedStep, rules: Iterable[str]) -> Diagnosis | None:
+    def _run(
+        self,
+        failed: FailedStep,
+        rules: Iterable[str],
+        around: AbstractContextManager[None] = nullcontext(),  # noqa: B008 # it holds nothing
+    ) -> Diagnosis | None:
         context = self._context
         assert context.diagnose is not None  # noqa: S101 # else no rule would wait for it
         paused, context.paused = context.paused, True
         try:
-            with context.parameters.lock:
+            with context.parameters.lock, around:
                 return context.diagnose(failed, self._folder(rules))
         except Exception as error:  # noqa: BLE001 # the decision stands
             text = f"the step could not be diagnosed: {type(error).__name__}: {error}"

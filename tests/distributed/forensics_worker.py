@@ -60,6 +60,7 @@ class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+        self.calls: Tensor
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,7 +93,10 @@ def shard(model: Net, kind: str) -> None:
     if kind != "FSDP2 halves":
         fully_shard(model)
         return
-    fully_shard(model.norm.inner, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(
+        model.norm.get_submodule("inner"),
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     fully_shard(model, mp_policy=policy)
 

@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import gradsurgeon
 import pytest
 from distributed.forensics_worker import FAULT, STEPS, halves
 from ranks import run_ranks
+
+import gradsurgeon
 
 pytestmark = pytest.mark.cover_children
 BORN = "diagnosis (reproduced): NaN born in the forward pass of body (Body): aten.log"
