@@ -256,7 +256,8 @@ def _diagnose(failed: FailedStep, folder: Path | None) -> Diagnosis:
     from gradsurgeon import forensics  # noqa: PLC0415 # only where something went wrong
 
     diagnosis = forensics.diagnose(failed)
-    if folder is None or not failed.calls:
+    innocent = failed.together and not diagnosis.where
+    if folder is None or not failed.calls or innocent:
         return diagnosis
     try:
         return dataclasses.replace(

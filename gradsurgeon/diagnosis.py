@@ -18,6 +18,13 @@ _SINGULAR = re.compile(
     r"CtcLoss|KlDiv|Linalg|Cholesky|Inverse)[A-Za-z]*Backward\d*$"
 )
 
+# When what was bad from the start was bad.
+ALREADY = {
+    "input": "when the model was called",
+    "weight": "before the step began",
+    "buffer": "before the step began",
+}
+
 Certainty = Literal["reproduced", "partial", "not reproduced"]
 Fault = Literal["overflow", "mathematics", "bad input", "kernel", "transient", "unknown"]
 
@@ -104,10 +111,11 @@ class Diagnosis:
         rank: rank of this process.
         what: what was born or came in: ``NaN``, ``Inf``, or nothing where nobody is blamed.
         where: ``forward``, ``backward``, or what was not finite before: ``weight``, ``buffer``, ``input``,
-            ``output gradient``, ``literal``, ``unknown``.
+            ``loss input``, ``output gradient``, ``literal``, ``unknown``.
         micro_batch: which backward pass of the step, from 1.
         micro_batches: how many there were.
-        module: canonical name of the module that ran the operation, or had built it; ``"."`` is the root.
+        module: canonical name of the module that ran the operation, or had built it, or was given the input;
+            ``"."`` is the root.
         module_type: its class.
         name: of the weight, buffer, input or output that was not finite before, else of the operation's result.
         operation: as the dispatcher calls it.
@@ -173,12 +181,13 @@ class Diagnosis:
         yield from (f"  in   {facts}" for facts in self.inputs)
         if self.output is not None:
             yield f"  {'out' if self.operation else 'is'}  {self.output}"
+        unknown = self.where == "output gradient"
         if self.loss_nodes:
             yield f"  the loss is made of: {', '.join(map(printable, self.loss_nodes))}"
-        if self.loss_nodes and not self.operation:
+        if self.loss_nodes and unknown:
             suspects = ", ".join(self._suspects()) or "none that is known"
             yield f"  of these can make it of finite numbers: {suspects}"
-        if self.loss is not None and not self.operation:
+        if self.loss is not None and unknown:
             moment = "backward" if math.isfinite(self.loss) else "forward"
             yield f"  the loss is {self.loss:.4g}: look at the {moment} pass of these operations"
         if self.scale is not None:
@@ -218,7 +227,12 @@ class Diagnosis:
             return f"{self.what} was written by the script itself{batch}"
         if self.where == "unknown":
             return f"{self.what} appeared in what{named} was given, from where no operation shows{batch}"
-        return f"the {self.where}{named} was not finite before the step began ({self.what}){batch}"
+        if self.where == "loss input":
+            return f"{named.strip()} was not finite when the loss was computed ({self.what}): no operation that is known has made it{batch}"
+        of = f" of {self.place}" if self.where == "input" and self.module else ""
+        return (
+            f"the {self.where}{named}{of} was not finite {ALREADY[self.where]} ({self.what}){batch}"
+        )
 
     @property
     def place(self) -> str:

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from gradsurgeon import _dist, _torch
 from gradsurgeon.diagnosis import Diagnosis
+from gradsurgeon.distributed import fully_shard
 from gradsurgeon.forensics.loss import birth_in
-from gradsurgeon.forensics.replay import INPUT, Replayed, replay
+from gradsurgeon.forensics.replay import INPUT, Replayed, replay, spelled_input
 from gradsurgeon.forensics.sources import Birth, Origin, Source, is_intended
 from gradsurgeon.forensics.verdict import judge
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.kept_calls import MAX_BYTES
-from gradsurgeon.runtime.kept_step import FailedStep, KeptCall
+from gradsurgeon.runtime.kept_step import FailedStep, Fingerprint
 from gradsurgeon.tensors.structure import tensors_in
 
 _NO_CALL = (
@@ -39,8 +40,12 @@ _FINITE_NOW = (
 )
 _LONGEST = 300
 _DIVIDED = (
-    "the parameters are divided over ranks, which would have to run the step again together: they do so where a "
-    "model is divided by `fully_shard`, and the rule stops or skips the step (`then: raise` or `skip-step`)"
+    "the parameters are divided over ranks, which would have to run the step again together: they do so where "
+    "`fully_shard` divides them, not where the older FSDP or tensor parallelism does"
+)
+_ALONE = (
+    "the parameters are divided over ranks, which run a step again together only where a rule makes them agree "
+    "on it: `then: raise` or `skip-step`, and not while they only observe"
 )
 _FINITE_HERE = "all gradients that this rank contributes are finite in the replay"
 _OUTSIDE = "the loss is computed outside of the model, and cannot be run again: only what its graph has kept is known"
@@ -75,7 +80,10 @@ def diagnose(
         cut = (_TOO_LARGE.format(failed.dropped),)
     if not failed.calls:
         return replace(blank, reasons=cut or (_NO_CALL,))
-    if any(map(_is_divided, failed.calls)):
+    modules = [module for call in failed.calls if (module := call.module()) is not None]
+    if not failed.together and any(map(fully_shard.casts, modules)):
+        return replace(blank, reasons=(_ALONE,))
+    if any(_dist.is_divided(param) for module in modules for param in module.parameters()):
         return replace(blank, reasons=(_DIVIDED,))
     reasons = [*cut, *doubts]
     blamed = _search(failed, reasons)
@@ -100,16 +108,29 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
             if replayed.sources and failed.bad:
                 reasons.append(_OTHERS)
         elif not _is_from_outside(source):
-            return replayed, source
+            return _followed(replayed, source, failed)
         elif outside is None:
             # Another call may have sent it back.
             outside = replayed, source
     return outside
 
 
-def _is_divided(call: KeptCall) -> bool:
-    module = call.module()
-    return module is not None and any(map(_dist.is_divided, module.parameters()))
+def _followed(replayed: Replayed, source: Source, failed: FailedStep) -> tuple[Replayed, Source]:
+    """Go from an input that was not finite to the earlier call of the step that it came out of, if there is one."""
+    if not (isinstance(source, Origin) and source.what == "input"):
+        return replayed, source
+    given = [
+        Fingerprint.of(tensor)
+        for path, tensor in tensors_in([replayed.call.args, replayed.call.kwargs])
+        if spelled_input(replayed.call, path) == source.name
+    ]
+    for call in failed.calls[: failed.calls.index(replayed.call)]:
+        for path, kept in call.outputs.items():
+            if any(map(kept.is_like, given)) and path in (earlier := replay(call)).outputs:
+                _, before = earlier.outputs[path]
+                if not is_intended(before) and _problem(earlier) is None:
+                    return _followed(earlier, before, failed)
+    return replayed, source
 
 
 def _problem(replayed: Replayed) -> str | None:
@@ -164,7 +185,7 @@ def _made_by_loss(replayed: Replayed, failed: FailedStep) -> bool:
     """Tell whether a loss outside of the model has made a NaN of what may be infinite on purpose."""
     loss = failed.losses.get(replayed.call.number)
     birth = None if loss is None else birth_in(loss)
-    return birth is not None and birth.call is not None
+    return isinstance(birth, Birth) and birth.call is not None
 
 
 def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[str]:
@@ -190,8 +211,8 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
 def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedStep) -> Diagnosis:
     call = replayed.call
     loss = failed.losses.get(call.number) if _is_from_outside(source) else None
-    if loss is not None and (birth := birth_in(loss)) is not None:
-        source = birth
+    if loss is not None and (told := birth_in(loss)) is not None:
+        source = told
     diagnosis = replace(
         blank,
         certainty="partial" if blank.reasons else "reproduced",
@@ -218,6 +239,8 @@ def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedSt
             history=source.history,
         )
     facts = source.facts
+    if source.what == "input" and (module := call.module()) is not None:
+        diagnosis = replace(diagnosis, module=call.name, module_type=type(module).__name__)
     return replace(
         diagnosis,
         what="" if facts is None else "NaN" if facts.nan else "Inf",

@@ -6,7 +6,7 @@ and which operation made it; the line is not known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from gradsurgeon.forensics.operations import facts, nonfinite_kind
 from gradsurgeon.forensics.provenance import name_of
-from gradsurgeon.forensics.sources import Birth, Call
+from gradsurgeon.forensics.sources import Birth, Call, Origin
 from gradsurgeon.runtime.kept_step import KeptLoss
-from gradsurgeon.tensors.backward_graph import LossNode
+from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
 
 # What a node did, as far as what it keeps is all that it was given.
 _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
@@ -32,43 +32,63 @@ _AGAIN: Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "MulBackward0": (torch.ops.aten.mul.Tensor, ("self", "other")),
 }
 
+# Which of the edges of a node belongs to what it keeps: they stand in the order of its arguments.
+_PLACES = {"self": 0, "other": 1, "target": 1, "exponent": 1}
 
-def birth_in(loss: KeptLoss) -> Birth | None:
-    """Return the operation of a loss that made what is not finite, ``None`` where what is kept does not tell."""
+
+def birth_in(loss: KeptLoss) -> Birth | Origin | None:
+    """Return what in a loss made what is not finite, ``None`` where what is kept does not tell.
+
+    That is an operation, or what one was given that no operation of its graph has made: a target, a weight.
+    """
     try:
         return _birth_in(loss)
     except Exception:  # noqa: BLE001 # a bundle may hold anything
         return None
 
 
-def _birth_in(loss: KeptLoss) -> Birth | None:
+def _birth_in(loss: KeptLoss) -> Birth | Origin | None:
     # An infinity can be meant, as that of a mask; a loss that is NaN was made so by somebody.
     is_nan = loss.value is not None and nonfinite_kind(loss.value) == "NaN"
-    spoilt = [_spoilt(node, nan=is_nan) for node in loss.nodes]
-    for node, bad in zip(loss.nodes, spoilt, strict=True):
+    for node in loss.nodes:
+        bad = _spoilt(node, nan=is_nan)
         if not _spoilt(node, nan=False) and (birth := _again(node)) is not None:
             return birth
         if not bad:
             continue
-        result = node.saved.get("result")
-        if isinstance(result, Tensor) and nonfinite_kind(result):
-            return _birth(node, result, None)
-        # It was given what is not finite: the node before it made that, if it was given none.
-        makers = [loss.nodes[maker] for maker in node.made_of if maker >= 0]
-        if len(makers) == 1 and not _spoilt(makers[0], nan=False):
-            return _birth(makers[0], bad[0], None)
-        return None
+        return _source_of(node, bad, loss.nodes)
     return None
+
+
+def _source_of(
+    node: LossNode, bad: Mapping[str, Tensor], nodes: Sequence[LossNode]
+) -> Birth | Origin | None:
+    """Return what made what the first node has kept that is not finite."""
+    result = node.saved.get("result")
+    if isinstance(result, Tensor) and nonfinite_kind(result):
+        return _birth(node, result, None)
+    # It was given what is not finite: the node before it made that, if it was given none.
+    name, tensor = next(iter(bad.items()))
+    maker = dict(enumerate(node.made_of)).get(_PLACES.get(name, -1))
+    if maker == NO_GRAPH:
+        return Origin(0, "loss input", f"{name} of {node.name}", facts(tensor, name))
+    if maker is None or maker < 0 or _spoilt(nodes[maker], nan=False):
+        return None
+    return _birth(nodes[maker], tensor, None)
 
 
 def _tensors(node: LossNode) -> dict[str, Tensor]:
     return {name: value for name, value in node.saved.items() if isinstance(value, Tensor)}
 
 
-def _spoilt(node: LossNode, *, nan: bool) -> list[Tensor]:
-    """Return what a node keeps that is not finite, or that is NaN."""
-    tensors = [(tensor, nonfinite_kind(tensor)) for tensor in _tensors(node).values()]
-    return [tensor for tensor, kind in tensors if kind == "NaN" or (kind and not nan)]
+def _spoilt(node: LossNode, *, nan: bool) -> dict[str, Tensor]:
+    """Return what a node keeps that is not finite, or that is NaN, by name."""
+    kinds = {name: nonfinite_kind(tensor) for name, tensor in _tensors(node).items()}
+    return {
+        name: tensor
+        for name, tensor in _tensors(node).items()
+        if kinds[name] == "NaN" or (kinds[name] and not nan)
+    }
 
 
 def _again(node: LossNode) -> Birth | None:

@@ -116,7 +116,9 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         return origin
 
     def source_of(self, tensor: Tensor) -> Source | None:
-        """Return what made a tensor non-finite, ``None`` where it is finite."""
+        """Return what made a tensor non-finite, ``None`` where it is finite, or one of many below `vmap`."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # noqa: SLF001 # no public name
+            return None
         with _disable_current_modes():
             kind = nonfinite_kind(tensor)
             if not kind:

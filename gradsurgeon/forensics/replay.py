@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from gradsurgeon.distributed.fully_shard import Cast
+from gradsurgeon.distributed.fully_shard import Cast, casts
 from gradsurgeon.forensics.operations import nonfinite_kind
 from gradsurgeon.forensics.provenance import ModuleCalls, Provenance
 from gradsurgeon.forensics.sources import Source, is_intended
@@ -110,14 +110,14 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
     inputs = dict(tensors_in([args, kwargs]))
     provenance.memory.made((*buffers.values(), *inputs.values()))
     for path, tensor in inputs.items():
-        provenance.seed("input", _spelled(path), tensor)
+        provenance.seed("input", spelled_input(call, path), tensor)
     canonical = {id(slot.owner._parameters[slot.key]): slot.name for slot in slots(module)}  # noqa: SLF001 # where modules keep them
     prefix = "" if call.name == ROOT else f"{call.name}."
     names = {
         name: prefix + canonical.get(id(param), name) for name, param in module.named_parameters()
     }
     leaves = {names[name]: param for name, param in params.items()}
-    leaves |= {f"{INPUT}{_spelled(path)}": tensor for path, tensor in inputs.items()}
+    leaves |= {f"{INPUT}{spelled_input(call, path)}": tensor for path, tensor in inputs.items()}
 
     def came_out(name: str, output: Any) -> None:
         for _, tensor in tensors_in(output):
@@ -127,7 +127,8 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
 
     with ExitStack() as stack:
         stack.enter_context(_module_calls(module, modules, came_out))
-        stack.enter_context(_cast(module, call.casts))
+        # A model that is still divided does so by itself.
+        stack.enter_context(_cast(module, {} if casts(module) else call.casts))
         stack.enter_context(_autocast(call.autocast))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
@@ -153,6 +154,9 @@ def _compare(
             found.differs[path] = False
             continue
         sample = Fingerprint.of(tensor).sample
+        if sample.is_floating_point() and kept.sample.is_floating_point():
+            # A hook that came after ours may have cast what came out.
+            sample = sample.to(kept.sample.dtype)
         if kept.is_overwritten:
             found.differs[path] = True
         elif sample.dtype != kept.sample.dtype:
@@ -184,7 +188,7 @@ def _go_back(
     if not (driven and leaves):
         return
     for path, grad in driven.items():
-        origin = provenance.seed("output gradient", _spelled(path), grad)
+        origin = provenance.seed("output gradient", _spelled(path).lstrip("."), grad)
         if origin is not None:
             found.grads[path] = origin
     # Reentrant checkpoints refuse to be told which leaves are wanted, and so reach any.
@@ -263,39 +267,21 @@ def _module_calls(
 
 
 @contextmanager
-def _cast(root: nn.Module, casts: Mapping[str, Cast]) -> Iterator[None]:
-    """Do around modules what `fully_shard` would do, whose hooks are off."""
+def _cast(root: nn.Module, around: Mapping[str, Cast]) -> Iterator[None]:
+    """Do around modules what `fully_shard` did, in a model that it does not divide."""
     named = named_modules(root)
-
-    def before(cast: Cast, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        param = next(module.parameters(), None)
-        device = param.device if cast.moves and param is not None else None
-        return _converted((args, kwargs), cast.inputs, device)
-
-    def after(cast: Cast, module: nn.Module, args: Any, output: Any) -> Any:
-        del module, args
-        return _converted(output, cast.outputs)
-
-    with ExitStack() as stack:
-        for name, cast in casts.items():
-            handles = (
-                named[name].register_forward_pre_hook(
-                    partial(before, cast), prepend=True, with_kwargs=True
-                ),
-                named[name].register_forward_hook(partial(after, cast)),
-            )
-            for handle in handles:
-                stack.callback(handle.remove)
+    handles: list[Any] = []
+    for name, cast in around.items():
+        module = named[name]
+        handles += (
+            module.register_forward_pre_hook(cast.before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(cast.after),
+        )
+    try:
         yield
-
-
-def _converted(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
-    """Return a structure with floating point tensors of a dtype, and all tensors on a device."""
-    new = {
-        path: tensor.to(device, dtype if tensor.is_floating_point() else None)
-        for path, tensor in tensors_in(value)
-    }
-    return with_tensors(value, new) if new else value
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager
@@ -318,6 +304,20 @@ def _copied(value: Any) -> Any:
 
 
 def _spelled(path: Sequence[int | str]) -> str:
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(
-        "."
+    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+
+
+def spelled_input(call: KeptCall, path: Sequence[int | str]) -> str:
+    """Return how a script calls a tensor among the arguments: ``x``, or ``batch.image[0]``."""
+    module = call.module()
+    keyword, first, *rest = path
+    if keyword == 0 and module is not None:
+        names = list(inspect.signature(module.forward).parameters.values())
+        if isinstance(first, int) and first < len(names):
+            known = names[first]
+            first = known.name if known.kind is not known.VAR_POSITIONAL else first
+    return (
+        f"{first}{_spelled(rest)}"
+        if isinstance(first, str)
+        else f"argument {first}{_spelled(rest)}"
     )

@@ -41,7 +41,9 @@ class Origin:
     """
 
     when: int
-    what: Literal["weight", "buffer", "input", "output gradient", "literal", "unknown"]
+    what: Literal[
+        "weight", "buffer", "input", "loss input", "output gradient", "literal", "unknown"
+    ]
     name: str
     facts: TensorFacts | None = None
     lines: tuple[Line, ...] = ()

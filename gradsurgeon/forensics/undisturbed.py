@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +19,8 @@ from gradsurgeon.runtime.kept_step import KeptCall
 
 # The tables of a module, which are exchanged by themselves or hold hooks.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+# Structures of attributes are followed so far: one that contains itself has no end.
+_DEEPEST = 8
 
 
 @contextmanager
@@ -40,28 +44,60 @@ def undisturbed(module: nn.Module, call: KeptCall) -> Iterator[None]:
 
 
 class _Attributes:
-    """The attributes of a module that a forward pass may change: which objects, and what lists and dicts hold."""
+    """The attributes of a module that a forward pass may change, and what those of Python and numpy hold."""
 
     def __init__(self, module: nn.Module) -> None:
         self._table = vars(module)
         self._before = {k: v for k, v in self._table.items() if k not in _OF_TORCH}
-        containers = [v for v in self._before.values() if type(v) in (list, dict, set)]
-        self._contents = [(container, container.copy()) for container in containers]
-        generators = [v for v in self._before.values() if isinstance(v, torch.Generator)]
-        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._contents: list[Callable[[], object]] = []
+        self._keep(self._before.values(), _DEEPEST)
+
+    def _keep(self, values: Iterable[Any], deep: int) -> None:
+        for value in values:
+            if (put_back := _content(value)) is not None:
+                self._contents.append(put_back)
+            if deep and isinstance(value, Mapping):
+                self._keep(value.values(), deep - 1)
+            elif deep and isinstance(value, list | tuple | deque):
+                self._keep(value, deep - 1)
 
     def put_back(self) -> None:
         for name in [k for k in self._table if k not in _OF_TORCH and k not in self._before]:
             del self._table[name]
         self._table.update(self._before)
-        for container, content in self._contents:
-            container.clear()
-            if isinstance(container, list):
-                container.extend(content)
-            else:
-                container.update(content)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        for put_back in self._contents:
+            put_back()
+
+
+def _content(value: Any) -> Callable[[], object] | None:
+    """Return what puts back what an object holds, ``None`` where it is not known to hold anything."""
+    kinds: list[tuple[Any, Callable[[], Callable[[], object]]]] = [
+        (list, lambda: partial(value.__setitem__, slice(None), value.copy())),
+        (deque, lambda: partial(_refill, value, value.copy(), value.extend)),
+        ((MutableMapping, set), lambda: partial(_refill, value, copy.copy(value), value.update)),
+        (torch.Generator, lambda: partial(value.set_state, value.get_state())),
+        (random.Random, lambda: partial(value.setstate, value.getstate())),
+    ]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        kinds += [
+            (numpy.ndarray, lambda: partial(value.__setitem__, ..., value.copy())),
+            (numpy.random.RandomState, lambda: partial(value.set_state, value.get_state())),
+            (numpy.random.Generator, lambda: partial(_set_generator, value, _state_of(value))),
+        ]
+    return next((keep() for kind, keep in kinds if isinstance(value, kind)), None)
+
+
+def _state_of(generator: Any) -> Any:
+    return copy.deepcopy(generator.bit_generator.state)
+
+
+def _set_generator(generator: Any, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+def _refill(container: Any, content: Any, add: Callable[[Any], object]) -> None:
+    container.clear()
+    add(content)
 
 
 def _random_elsewhere() -> list[Callable[[], object]]:

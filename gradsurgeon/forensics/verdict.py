@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gradsurgeon import _dist
-from gradsurgeon.diagnosis import Fault, Verdict
+from gradsurgeon.diagnosis import ALREADY, Fault, Verdict
 from gradsurgeon.forensics.operations import elements, is_real, nonfinite_kind, tensors_of
 from gradsurgeon.forensics.sources import Birth, Call, Origin, Source
 
@@ -25,7 +25,7 @@ _ADVICE = {
     "birth), run this operation in float32 or wider, or bound what goes in",
     "mathematics": "the operation has no finite result for these numbers in any format: guard what goes in (an "
     "epsilon, a clamp, a mask applied before the operation, not after it)",
-    "bad input": "look at where these numbers come from: nothing in the step itself is to blame",
+    "bad input": "look at where these numbers come from: no operation of the model has made them",
     "kernel": "another implementation of the same operation gives finite numbers: use that one, try another "
     "version of torch, and report the inputs to its maintainers",
     "transient": "the same operation on the same numbers is finite when it is repeated: suspect the hardware "
@@ -44,10 +44,12 @@ def judge(source: Source) -> Verdict:
         where = {
             "output gradient": "the gradient that came back to the model was not finite already",
             "literal": "the script itself wrote the number",
+            "loss input": f"{source.name} was not finite when the loss was computed",
             "unknown": "no operation that PyTorch shows made it: something wrote into memory past it",
         }
         text = where.get(
-            source.what, f"{source.what} {source.name} was not finite before the step began"
+            source.what,
+            f"{source.what} {source.name} was not finite {ALREADY.get(source.what, '')}",
         )
         if source.what == "output gradient":
             return Verdict("unknown", (text,), _LOOK_AT_LOSS)

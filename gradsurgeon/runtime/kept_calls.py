@@ -112,7 +112,10 @@ class KeptCalls:
         self._open.calls.append(None)
         outermost = len(self._open.calls) == 1
         tracing = torch._C._get_tracing_state() is not None  # noqa: SLF001 # the public name has no types
-        if not outermost or not torch.is_grad_enabled() or self._context.paused or tracing:
+        if not outermost or not torch.is_grad_enabled() or tracing:
+            return
+        if self._context.paused:
+            self.problem = "the session was paused"
             return
         key = name, module.training
         if key not in self._changing:

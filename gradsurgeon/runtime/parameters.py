@@ -10,6 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from gradsurgeon import _dist
 from gradsurgeon.planning import slots
 
 # The dictionary of the owner, and the key.
@@ -32,20 +33,38 @@ class Parameters:
             by_name.setdefault(slot.name, (slot.owner._parameters, slot.key))  # noqa: SLF001
         self._places = [by_name[name] for name in names]
         self._identities: dict[int, tuple[TensorWeakRef, int]] = {}
+        # The ids of those that ranks have parts of.
+        self._divided: dict[int, int] = {}
         self.identify(range(len(names)))
 
     def param(self, tensor: int) -> Tensor | None:
         owner, key = self._places[tensor]
-        param: Tensor | None = owner.get(key)
-        return param
+        return self._as_divided(tensor, owner.get(key))
+
+    def _as_divided(self, tensor: int, param: Tensor | None) -> Tensor | None:
+        """Return the part of this rank where `fully_shard` shows the whole: between a forward pass and its backward pass.
+
+        The optimizer has the parts, also where an evaluation without a backward pass comes before its step.
+        """
+        if param is None or tensor not in self._divided or _dist.is_sharded(param):
+            return param
+        reference, _ = self._identities.get(self._divided[tensor], (None, tensor))
+        part = None if reference is None else reference()
+        return param if part is None else part
 
     def params(self, tensors: Iterable[int] | None = None) -> list[Tensor | None]:
         """Return the parameters, all or some, ``None`` where the name is gone."""
-        places = self._places if tensors is None else [self._places[i] for i in tensors]
+        wanted = None if tensors is None else list(tensors)
+        places = self._places if wanted is None else [self._places[i] for i in wanted]
+        params: list[Tensor | None]
         try:
-            return [owner[key] for owner, key in places]
+            params = [owner[key] for owner, key in places]
         except KeyError:  # some are gone
-            return [owner.get(key) for owner, key in places]
+            params = [owner.get(key) for owner, key in places]
+        if not self._divided:
+            return params
+        numbers = range(len(params)) if wanted is None else wanted
+        return list(map(self._as_divided, numbers, params))
 
     def ids(self) -> list[int]:
         return list(map(id, self.params()))
@@ -70,6 +89,8 @@ class Parameters:
         for tensor in tensors:
             if (param := self.param(tensor)) is not None:
                 self._identities[id(param)] = TensorWeakRef(param), tensor
+                if _dist.is_sharded(param):
+                    self._divided[tensor] = id(param)
 
     def tensor_of(self, param: Tensor) -> int | None:
         """Return which tensor a parameter was when it was identified."""
@@ -106,6 +127,7 @@ class Parameters:
             places.get(tensor, ({}, key)) for tensor, (_, key) in enumerate(self._places)
         ]
         self._identities.clear()
+        self._divided.clear()
         self.identify(range(len(self._places)))
 
     def forget(self) -> None:

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import EditRule
@@ -40,7 +40,7 @@ class StepDiagnosis:
     def of(
         self, reports: Mapping[str, TrapReport], step: int, scale: Tensor | None, meeting: Meeting
     ) -> dict[str, Diagnosis]:
-        """Run a step again at the first trip of a rule. A collective where ranks that meet divide the model.
+        """Run a step again at the first trip of a rule. A collective where ranks have met over it.
 
         Args:
             reports: what the rules that have tripped on this rank report, by rule.
@@ -52,58 +52,73 @@ class StepDiagnosis:
             By rule what that has shown.
         """
         first = {rule: report for rule, report in reports.items() if rule in self.pending}
-        if self._needs_all_ranks(meeting):
-            return self._of_all_ranks(first, step, scale, meeting)
+        meets = meeting.groups and meeting.severity > OVERFLOWED
+        if meets and self._context.diagnose is not None:
+            return self._among_ranks(first, step, scale, meeting)
         diagnoses = {}
         for rule, report in first.items():
-            guilty = meeting.guilty if report.reduced else ()
-            if guilty and _dist.rank() not in guilty:
-                why = f"{_dist.named(guilty)} contributed what is not finite: see what is diagnosed there"
-                diagnoses[rule] = Diagnosis("not reproduced", (why,), step, _dist.rank())
-                continue
             self.pending.discard(rule)
             failed = self._failed(step, scale, [report])
             if (diagnosis := self._run(failed, [rule])) is not None:
                 diagnoses[rule] = diagnosis
         return diagnoses
 
-    def _needs_all_ranks(self, meeting: Meeting) -> bool:
-        """Tell whether all ranks run a step again together. What decides is alike on all of them."""
-        if not meeting.groups or meeting.severity <= OVERFLOWED or self._context.diagnose is None:
-            return False
-        model = self._kept.model()
-        groups = () if model is None else fully_shard.groups(model)
-        return bool(groups) and set(groups) <= set(meeting.groups)
-
-    def _of_all_ranks(
+    def _among_ranks(
         self,
         first: Mapping[str, TrapReport],
         step: int,
         scale: Tensor | None,
         meeting: Meeting,
     ) -> dict[str, Diagnosis]:
-        """Run a step again with whole parameters, each rank its own calls. Collectives before and after."""
+        """Let each rank run its calls again, and tell the others. Collectives before and after.
+
+        What decides whether there is one is alike on all ranks.
+        """
         model = self._kept.model()
-        assert model is not None  # noqa: S101 # asked right before
-        told = _dist.gather({_dist.rank(): (list(first), fully_shard.fits(model))}, meeting.groups)
+        context = self._context
+        groups = context.ranks.shard_groups(range(len(context.program.names)))
+        managed = model is not None and bool(fully_shard.casts(model))
+        divided = model if managed and groups and set(groups) <= set(meeting.groups) else None
+        fits = divided is None or fully_shard.fits(divided)
+        told = _dist.gather({_dist.rank(): (list(first), fits)}, meeting.groups)
         rules = {rule for of_rank, _ in told.values() for rule in of_rank}
         if not rules:
             return {}
         self.pending -= rules
-        full = [rank for rank, (_, fits) in told.items() if not fits]
-        if full:
+        if full := [rank for rank, (_, fits) in told.items() if not fits]:
             why = _NO_MEMORY.format(ranks=_dist.named(full))
             diagnosis: Diagnosis | None = Diagnosis("not reproduced", (why,), step, _dist.rank())
         else:
-            failed = self._failed(step, scale, list(first.values()), together=True)
+            reports = list(first.values())
+            own = self._own(reports, step, scale, rules, meeting=meeting, divided=divided)
+            others = _dist.gather({_dist.rank(): own}, meeting.groups)
+            diagnosis = _most_telling(own, others)
+        return {} if diagnosis is None else dict.fromkeys(first, diagnosis)
+
+    def _own(
+        self,
+        reports: Sequence[TrapReport],
+        step: int,
+        scale: Tensor | None,
+        rules: Iterable[str],
+        *,
+        meeting: Meeting,
+        divided: nn.Module | None,
+    ) -> Diagnosis | None:
+        """Run the calls of this rank again, with whole parameters where the model is divided."""
+        if divided is not None:
+            failed = self._failed(step, scale, reports, together=True)
             for call in failed.calls:
                 if (module := call.module()) is not None:
                     call.casts = fully_shard.casts(module)
-            diagnosis = self._run(failed, rules, fully_shard.unsharded(model))
-            diagnosis = _most_telling(
-                diagnosis, _dist.gather({_dist.rank(): diagnosis}, meeting.groups)
-            )
-        return {} if diagnosis is None else dict.fromkeys(first, diagnosis)
+            return self._run(failed, rules, fully_shard.unsharded(divided))
+        if not reports:
+            return None
+        guilty = meeting.guilty if all(report.reduced for report in reports) else ()
+        if guilty and _dist.rank() not in guilty:
+            why = f"{_dist.named(guilty)} contributed what is not finite, and this rank did not"
+            return Diagnosis("not reproduced", (why,), step, _dist.rank())
+        return self._run(self._failed(step, scale, reports), rules)
 
     def _failed(
         self,

@@ -28,6 +28,9 @@ _AT_ONCE = 2**64
 _SAVED = "_saved_"
 
 
+NO_GRAPH = -2
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LossNode:
     """A node between the outputs of a model and its loss.
@@ -35,7 +38,8 @@ class LossNode:
     Attributes:
         name: of the node.
         saved: what it keeps for the backward pass, which releases it there: tensors and numbers, by name.
-        made_of: the places of the nodes that its inputs came from, -1 for an output of the model, or a leaf.
+        made_of: by argument the place of the node that made it, -1 for an output of the model, or a leaf, and
+            `NO_GRAPH` for what has none.
     """
 
     name: str
@@ -96,7 +100,10 @@ class BackwardGraph:
             LossNode(
                 node.name(),
                 _saved(node),
-                [place.get(other, -1) for other, _ in node.next_functions],
+                [
+                    NO_GRAPH if other is None else place.get(other, -1)
+                    for other, _ in node.next_functions
+                ],
             )
             for node in order
         ]

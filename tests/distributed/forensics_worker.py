@@ -9,7 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from worker import work
@@ -69,6 +76,28 @@ class Checkpointed(nn.Module):
         return out
 
 
+class ByMethod(Net):
+    """Enters its body by a method of its own."""
+
+    body: Any
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.body.enter(self.norm(self.first(x))))
+        return out
+
+
+class Entered(Body):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.forward(x * self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
 class Gathered(nn.Module):
     """Talks to the other ranks in its forward pass."""
 
@@ -86,19 +115,30 @@ MODELS = {
     "gathered": lambda: Net(Gathered()),
     "FSDP2 halves": halves,
     "FSDP2 row": lambda: Net(nn.Identity(), Row()),
+    "FSDP2 method": lambda: ByMethod(nn.Identity(), Entered()),
+    "FSDP2 whole": lambda: Net(nn.Linear(4, 4)),
 }
 
 
 def shard(model: Net, kind: str) -> None:
-    if kind != "FSDP2 halves":
-        fully_shard(model)
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    if kind == "FSDP2 halves":
+        inner = model.norm.get_submodule("inner")
+        fully_shard(inner, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        fully_shard(model, mp_policy=half)
         return
-    fully_shard(
-        model.norm.get_submodule("inner"),
-        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-    )
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    fully_shard(model, mp_policy=policy)
+    if kind == "FSDP2 wrapped":
+        wrapped: Any = fully_shard(checkpoint_wrapper(model.first))
+        model.first = wrapped
+    if kind == "FSDP2 hooked":
+        # What it makes would not fit into half precision.
+        half = MixedPrecisionPolicy(param_dtype=torch.float16, output_dtype=torch.float32)
+        fully_shard(model.first, mp_policy=half)
+        model.first.register_forward_hook(lambda module, args, out: out * 1e5 / 1e5)
+    if kind == "FSDP2 method":
+        fully_shard(model.body)
+        register_fsdp_forward_method(model.body, "enter")
+    fully_shard(model)
 
 
 def train(
@@ -135,10 +175,14 @@ def train(
                 last = number == micro_batches - 1
                 if isinstance(model, FSDPModule):
                     model.set_requires_gradient_sync(last)
+                    model.set_reshard_after_backward(last or kind != "FSDP2 whole")
                 given = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
                 if model.body.spoilt and number == micro_batches // 2:
                     given *= SPOILT
                 called(given.chunk(2)[dist.get_rank()]).square().mean().backward()
+            if kind == "FSDP2 evaluated":
+                with torch.no_grad():
+                    called(torch.ones(2, 4))
             try:
                 optimizer.step()
             except gradsurgeon.NonFiniteGradientError as caught:
@@ -147,7 +191,14 @@ def train(
         told = [event.message for event in session.events if event.kind == "trap"]
         notices = [event.message for event in session.events if event.kind == "notice"]
     state = {name: _whole(tensor).tolist() for name, tensor in model.state_dict().items()}
-    return {"told": told, "error": error, "step": step, "state": state, "notices": notices}
+    return {
+        "told": told,
+        "error": error,
+        "step": step,
+        "state": state,
+        "notices": notices,
+        "divided": all(isinstance(param, DTensor) for param in model.parameters()),
+    }
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -163,6 +214,11 @@ def main() -> dict[str, Any]:
     seen["FSDP2 warn"] = train("FSDP2", "warn")
     seen["FSDP2 accumulated"] = train("FSDP2", "raise", MICRO_BATCHES)
     seen["FSDP2 paused"] = train("FSDP2", "raise", pauses=0)
+    for kind in ("FSDP2 wrapped", "FSDP2 hooked", "FSDP2 evaluated"):
+        seen[kind] = train(kind, "raise")
+    seen["FSDP2 whole"] = train("FSDP2 whole", "skip-step", MICRO_BATCHES)
+    seen["FSDP2 method skip-step"] = train("FSDP2 method", "skip-step")
+    seen["FSDP2 method bare"] = train("FSDP2 method", "skip-step", forensics=False)
     seen["FSDP2 halves bare"] = train("FSDP2 halves", "skip-step", forensics=False)
     seen["FSDP2 halves bundle"] = train("FSDP2 halves", "raise", folder=Path(sys.argv[1]).parent)
     return seen

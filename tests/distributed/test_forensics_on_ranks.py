@@ -36,8 +36,9 @@ def _stopped_at(seen: dict[str, Any], then: str) -> bool:
 def test_the_rank_that_did_it_names_the_operation(ranks: list[dict[str, Any]], then: str) -> None:
     innocent, guilty = (rank[f"DDP {then}"] for rank in ranks)
     assert BORN in guilty["told"][0]
-    # Its own calls were finite: the average was not.
-    assert f"{NOBODY}\n  because rank 1 contributed what is not finite" in innocent["told"][0]
+    # Its own calls were finite, the average was not; who reads its log reads what was found elsewhere.
+    assert f"{BY_OTHER}\n{BORN}" in innocent["told"][0]
+    assert BY_OTHER not in guilty["told"][0]
     assert _stopped_at(guilty, then)
     assert _stopped_at(innocent, then)
     if then == "raise":
@@ -88,7 +89,7 @@ def test_ranks_that_do_not_meet_run_nothing_again(ranks: list[dict[str, Any]]) -
     for rank in ranks:
         told = rank["FSDP2 warn"]["told"][0]
         assert f"{NOBODY}\n  because the parameters are divided over ranks" in told
-        assert "(`then: raise` or `skip-step`)" in told
+        assert "only where a rule makes them agree on it: `then: raise` or `skip-step`" in told
 
 
 @pytest.mark.parametrize("then", ["raise", "skip-step"])
@@ -114,11 +115,49 @@ def test_a_replay_of_all_ranks_leaves_the_run_as_it_was(ranks: list[dict[str, An
         assert math.isfinite(with_replay["state"]["last.bias"][0])
 
 
+def test_a_further_way_into_a_module_leaves_it_divided(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        seen, bare = rank["FSDP2 method skip-step"], rank["FSDP2 method bare"]
+        # The method calls `forward` past the hooks of its module.
+        born = "(reproduced): NaN born in the forward pass of the root (FSDPByMethod): aten.log"
+        assert born in seen["told"][0]
+        assert seen["divided"]
+        assert seen["state"] == bare["state"]
+
+
+@pytest.mark.parametrize("kind", ["FSDP2 wrapped", "FSDP2 hooked"])
+def test_wrappers_and_hooks_stand_where_they_stood(ranks: list[dict[str, Any]], kind: str) -> None:
+    for rank in ranks:
+        assert BORN in rank[kind]["told"][0]
+
+
+def test_an_evaluation_before_the_step_does_not_blind_the_trap(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        seen = rank["FSDP2 evaluated"]
+        assert seen["step"] == FAULT
+        assert "4 of 4 gradients are not finite" in seen["error"]
+        assert all(math.isfinite(value) for value in seen["state"]["last.bias"])
+
+
+def test_ranks_agree_where_parameters_stay_whole_between_passes(
+    ranks: list[dict[str, Any]],
+) -> None:
+    states = [rank["FSDP2 whole"]["state"] for rank in ranks]
+    assert states[0] == states[1]
+    for rank in ranks:
+        assert rank["FSDP2 whole"]["notices"] == []
+        assert BORN in rank["FSDP2 whole"]["told"][0]
+
+
 def test_a_bundle_of_a_divided_model_is_run_again_in_one_process(
     ranks: list[dict[str, Any]], folder: Path
 ) -> None:
     told = ranks[1]["FSDP2 halves bundle"]["told"][0]
     (bundle,) = (folder / "1").glob("*trap-step*")
+    # A rank that has found nothing has nothing to run again.
+    assert list((folder / "0").glob("*trap-step*")) == []
     assert str(bundle) in told
     model = halves()
     model.body.spoilt = True

@@ -292,7 +292,10 @@ def test_the_input_was_bad() -> None:
     assert (diagnosis.certainty, diagnosis.where, diagnosis.name) == (
         "reproduced",
         "input",
-        "[0][0]",
+        "x",
+    )
+    assert "the input x of the root (Net) was not finite when the model was called (NaN)" in str(
+        diagnosis
     )
     assert fault(diagnosis) == "bad input"
     assert diagnosis.output is not None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from laws.test_forensics import TRAP, Net, batch, brief, diagnosed, mean
@@ -356,3 +358,116 @@ def test_a_model_that_trains_another_one_inside_does_not_hang() -> None:
     with pytest.warns(gradsurgeon.GradSurgeonWarning):
         diagnosis = diagnosed(Outer(), batch())
     assert diagnosis.operation in ("aten.log", "")
+
+
+# What one call has made and another was given.
+
+
+class Pair(nn.Module):
+    """A generator and a discriminator that a script calls one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = Net(torch.sqrt), nn.Linear(2, 1)
+
+
+def test_an_input_that_an_earlier_call_has_made_is_followed_there() -> None:
+    torch.manual_seed(0)
+    model = Pair()
+    optimizer = torch.optim.SGD(model.discriminator.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, TRAP, optimizer=optimizer) as session:
+        fake = model.generator(batch())
+        model.discriminator(fake.detach()).square().mean().backward()
+        with pytest.raises(gradsurgeon.NonFiniteGradientError):
+            optimizer.step()
+        (message,) = [event.message for event in session.events if event.kind == "trap"]
+    assert (
+        "diagnosis (reproduced): NaN born in the forward pass of generator.body (Body): aten.sqrt\n"
+    ) in message
+
+
+def test_what_the_loss_was_given_is_told_from_what_its_operations_made() -> None:
+    torch.manual_seed(0)
+    weight = torch.tensor(NAN)
+    diagnosis = diagnosed(Net(), batch(), loss=lambda out: mean(out) * weight)
+    assert (diagnosis.certainty, diagnosis.where) == ("partial", "loss input")
+    assert diagnosis.name == "other of MulBackward0"
+    assert "other of MulBackward0 was not finite when the loss was computed (NaN)" in str(diagnosis)
+    target = torch.full((6, 2), NAN)
+    diagnosis = diagnosed(Net(), batch(), loss=lambda out: nn.functional.mse_loss(out, target))
+    assert (diagnosis.where, diagnosis.name) == ("loss input", "target of MseLossBackward0")
+
+
+# What a replay puts back.
+
+
+class Moving(nn.Module):
+    """Reads and changes attributes of all kinds in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.recent: deque[int] = deque([1, 2], maxlen=2)
+        self.counts: defaultdict[str, list[int]] = defaultdict(list, seen=[0])
+        self.nested = {"inner": [{"calls": 0}]}
+        self.random, self.numpy = random.Random(0), np.random.default_rng(0)
+        self.state, self.array = np.random.RandomState(0), np.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recent.append(len(self.counts["seen"]))
+        self.counts["seen"].append(self.random.randrange(100))
+        self.counts["new"].append(1)
+        self.nested["inner"][0]["calls"] += 1
+        self.array += 1
+        noise = self.random.random() + self.numpy.random() + float(self.state.rand())
+        out: Tensor = self.linear(x) * (noise + sum(self.recent) + float(self.array.sum()))
+        return (-out.abs()).sqrt() if self.nested["inner"][0]["calls"] == 2 else out
+
+
+def _moved(*, forensics: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model = Moving()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rule = {"id": "t", "action": "nan-trap", "params": "*", "then": "skip-step"}
+    rules = {"version": 1, "rules": [{**rule, "forensics": forensics}]}
+    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(batch()).mean().backward()
+            optimizer.step()
+        (message,) = [event.message for event in session.events if event.kind == "trap"]
+    # It runs as the third call would: what it has kept of Python has moved on, which is said.
+    assert ("not reproduced" in message) is forensics
+    weights = [param.tolist() for param in model.parameters()]
+    return [
+        *weights,
+        list(model.recent),
+        dict(model.counts),
+        model.nested,
+        model.random.random(),
+        model.numpy.random(),
+        model.state.rand(),
+        model.array.tolist(),
+    ]
+
+
+def test_attributes_of_python_and_numpy_are_as_they_were() -> None:
+    assert _moved(forensics=True) == _moved(forensics=False)
+
+
+class Mapped(nn.Module):
+    """Maps a module over its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = torch.func.vmap(lambda row: self.linear(row).sum())(x)
+        return (-rows.abs()).sqrt()
+
+
+def test_modules_below_vmap_are_run_again() -> None:
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Mapped(), batch())
+    assert brief(diagnosis)[:5] == ("reproduced", "NaN", "forward", ".", "aten.sqrt")
