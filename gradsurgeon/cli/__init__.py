@@ -133,9 +133,10 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument(
         "--format",
-        choices=("csv", "jsonl"),
+        choices=("csv", "jsonl", "parquet"),
         required=True,
-        help="csv has values only; jsonl has events as well, and NaN and Infinity as texts",
+        help="csv has values only; jsonl has events as well, and NaN and Infinity as texts; parquet has values "
+        "only, with their types, and needs `-o` and pyarrow (pip install 'gradsurgeon[arrow]')",
     )
     _add_output(parser)
     parser.add_argument("--stat", metavar="STAT", help="only this statistic, such as l2")
