@@ -11,8 +11,10 @@ import sys
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
+from typing import get_args
 
 from gradsurgeon.errors import ModelError
+from gradsurgeon.events import EventKind
 
 _RULE_FILE = "a rule file, or REF:FILE of a git commit"
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
@@ -103,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_import(explain)
     command("schema", "Print the JSON Schema of rule files, for editors.")
-    _add_run(command("report", "Show what a run looked like: norms, rules, events."))
+    _add_report(command("report", "Show what a run looked like: norms, rules, events."))
     _add_replay(
         command("replay", "Run a step again that a trap has stopped, and tell what went wrong.")
     )
@@ -113,6 +115,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory, still being written or not")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "--format",
+        choices=("text", "json", "github"),
+        default="text",
+        help="json is documented and stable, with NaN and Infinity as texts; github annotates a job with the "
+        "events that `--fail-on` names; default: text",
+    )
+    parser.add_argument(
+        "--fail-on",
+        metavar="KIND,...",
+        help="exit with 1 where an event of one of these kinds is in the run, or in a run inside it: "
+        f"{', '.join(get_args(EventKind))}",
+    )
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:
@@ -133,9 +152,10 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     _add_run(parser)
     parser.add_argument(
         "--format",
-        choices=("csv", "jsonl"),
+        choices=("csv", "jsonl", "parquet"),
         required=True,
-        help="csv has values only; jsonl has events as well, and NaN and Infinity as texts",
+        help="csv has values only; jsonl has events as well, and NaN and Infinity as texts; parquet has values "
+        "only, with their types, and needs `-o` and pyarrow (pip install 'gradsurgeon[arrow]')",
     )
     _add_output(parser)
     parser.add_argument("--stat", metavar="STAT", help="only this statistic, such as l2")

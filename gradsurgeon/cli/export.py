@@ -5,52 +5,38 @@ Lines are written as rows are read, so that the size of a run does not matter.
 
 import argparse
 import csv
-import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
 from gradsurgeon._expressions import PatternError
 from gradsurgeon.cli import fail
-from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.errors import GradSurgeonError, RecordError, printable
 from gradsurgeon.events import Event
-from gradsurgeon.match import compile_pattern, select
-from gradsurgeon.store.files import replacing
-from gradsurgeon.store.rank_file import StoredSeries
+from gradsurgeon.store.files import replacing, replacing_bytes
+from gradsurgeon.store.json_text import digits, json_text, nonfinite_name
+from gradsurgeon.store.long_form import COLUMNS
+from gradsurgeon.store.parquet import is_export, parquet_library, write_parquet
 from gradsurgeon.store.run import Run, open_run
+from gradsurgeon.store.selection import Chosen, Selection, nothing_fits
 
-COLUMNS = ("step", "rank", "rule", "point", "stat", "name", "value")
 # What a spreadsheet takes for a formula, and the sign that says it is none.
 _FORMULA, _TEXT = ("=", "+", "-", "@"), "'"
 # What an export begins with: nothing else is written over.
 _FIRST = (",".join(COLUMNS).encode(), b'{"type": "value"', b'{"type": "event"')
-# JSON has no numbers for these; the spelling is that of Protocol Buffers.
-_NAMES = {math.inf: "Infinity", -math.inf: "-Infinity"}
 
 _EVENT = ("step", "rank", "rule", "kind", "name", "message")
-
-Chosen = Sequence[tuple[StoredSeries, Sequence[int]]]
 
 
 def run(arguments: argparse.Namespace) -> int:
     try:
         with open_run(arguments.run) as opened:
-            chosen = list(_chosen(opened, arguments))
-            events = list(_events(opened, arguments)) if arguments.format == "jsonl" else []
-            if not chosen and not events:
-                return fail(_why_nothing(opened))
-            if arguments.output is None:
-                _FORMATS[arguments.format](sys.stdout, chosen, events)
-                return 0
-            if reason := _why_kept(Path(arguments.output)):
-                return fail(f"{printable(arguments.output)}: {reason}")
-            with replacing(Path(arguments.output)) as out:
-                _FORMATS[arguments.format](out, chosen, events)
+            _export(opened, arguments)
     except BrokenPipeError:
         raise  # the reader has seen enough: no error
-    except (RecordError, PatternError) as error:
+    except (GradSurgeonError, PatternError) as error:
         return fail(str(error))
     except OSError as error:
         where = printable(arguments.output or "standard output")
@@ -58,46 +44,45 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(run: Run, arguments: argparse.Namespace) -> Iterator[tuple[StoredSeries, list[int]]]:
-    pattern = None if arguments.name is None else compile_pattern(arguments.name)
-    for series in run:
-        key = series.key
-        if arguments.rule in (None, key.rule) and arguments.stat in (None, key.stat):
-            columns = range(len(key.names)) if pattern is None else select([pattern], key.names)
-            if columns := list(columns):
-                yield series, columns
+def _export(opened: Run, arguments: argparse.Namespace) -> None:
+    selection = Selection(arguments.name, arguments.stat, arguments.rule)
+    chosen = selection.series(opened)
+    events = selection.events(opened) if arguments.format == "jsonl" else []
+    if not chosen and not events:
+        raise nothing_fits(opened)
+    if arguments.format == "parquet":
+        _parquet(arguments.output, chosen)
+    elif arguments.output is None:
+        _FORMATS[arguments.format](sys.stdout, chosen, events)
+    else:
+        path = Path(arguments.output)
+        _check_replaceable(path, _is_text_export)
+        with replacing(path) as out:
+            _FORMATS[arguments.format](out, chosen, events)
 
 
-def _events(run: Run, arguments: argparse.Namespace) -> Iterator[Event]:
-    pattern = None if arguments.name is None else compile_pattern(arguments.name)
-    for event in run.events:
-        named = pattern is None or (event.name and select([pattern], [event.name]))
-        if arguments.rule in (None, event.rule) and named:
-            yield event
+def _parquet(output: str | None, chosen: Chosen) -> None:
+    if output is None:
+        raise RecordError(
+            "`--format parquet` needs `-o FILE`: parquet is no text for standard output"
+        )
+    parquet_library()  # before a file is begun
+    _check_replaceable(Path(output), is_export)
+    with replacing_bytes(Path(output)) as file:
+        write_parquet(file, chosen)
 
 
-def _why_nothing(run: Run) -> str:
-    keys = [series.key for series in run]
-    if not keys:
-        return f"{printable(str(run.path))}: nothing was recorded"
-    stats = ", ".join(sorted({printable(key.stat) for key in keys}))
-    rules = ", ".join(sorted({printable(key.rule) for key in keys}))
-    example = printable(keys[0].names[0]) if keys[0].names else "none"
-    return (
-        f"nothing recorded fits `--rule`, `--stat` and `--name`; rules: {rules}; statistics: {stats}; "
-        f"names such as {example}"
-    )
+def _check_replaceable(path: Path, is_ours: Callable[[Path], bool]) -> None:
+    """Raise `RecordError` where a file must not be written over; one that is empty may be."""
+    if path.is_file() and path.stat().st_size and not is_ours(path):
+        raise RecordError(
+            f"{printable(str(path))}: is there already and is no export; name another one, or remove it first"
+        )
 
 
-def _why_kept(path: Path) -> str:
-    """Return why the file there must not be written over; empty where there is none, or it may be."""
-    if not path.is_file():
-        return ""
+def _is_text_export(path: Path) -> bool:
     with path.open("rb") as file:
-        first = file.readline(max(map(len, _FIRST)) + 1)
-    if first and not first.startswith(_FIRST):
-        return "is there already and is no export; name another one, or remove it first"
-    return ""
+        return file.readline(max(map(len, _FIRST)) + 1).startswith(_FIRST)
 
 
 def _csv(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
@@ -111,7 +96,7 @@ def _csv(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
         for row in series.rows():
             values, absent, step = row.values, row.absent, row.step
             writer.writerows(
-                (step, *fixed, name, f"{values[column]:.9g}")
+                (step, *fixed, name, digits(values[column]))
                 for column, name in names
                 if column not in absent
             )
@@ -132,8 +117,8 @@ def _jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
         key = series.key
         fixed = {"rank": series.rank, "rule": key.rule, "point": key.point, "stat": key.stat}
         # The same text in every line of a column: made once.
-        middle = _json(fixed)[1:-1]
-        tails = [(column, f', "name": {_json(key.names[column])}') for column in columns]
+        middle = json_text(fixed)[1:-1]
+        tails = [(column, f', "name": {json_text(key.names[column])}') for column in columns]
         for row in series.rows():
             head = f'{{"type": "value", "step": {row.step}, {middle}'
             values, absent = row.values, row.absent
@@ -144,18 +129,12 @@ def _jsonl(out: IO[str], chosen: Chosen, events: Sequence[Event]) -> None:
             )
     for event in events:
         out.write(
-            f"{_json({'type': 'event', **{field: getattr(event, field) for field in _EVENT}})}\n"
+            f"{json_text({'type': 'event', **{field: getattr(event, field) for field in _EVENT}})}\n"
         )
 
 
-def _json(value: object) -> str:
-    # The one control character of ASCII that JSON lets through.
-    return json.dumps(value).replace("\x7f", "\\u007f")
-
-
 def _number(value: float) -> str:
-    # Nine digits tell every float32 from the next.
-    return f"{value:.9g}" if math.isfinite(value) else f'"{_NAMES.get(value, "NaN")}"'
+    return digits(value) if math.isfinite(value) else f'"{nonfinite_name(value)}"'
 
 
 _FORMATS: dict[str, Callable[[IO[str], Chosen, Sequence[Event]], None]] = {

@@ -22,7 +22,7 @@ _NAMES = 4
 _POINTS = ("accumulated", "step", "backward", "forward")
 
 
-class _Row(NamedTuple):
+class NormRow(NamedTuple):
     name: str
     rule: str
     point: str
@@ -43,9 +43,7 @@ def norm_lines(
     columns: int,
 ) -> Iterator[str]:
     keys = measurements.keys()
-    names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
-    order = list(rules)
-    rows = [row for name in names if (row := _row(measurements, name, order)) is not None]
+    rows = norm_rows(measurements, params, list(rules))
     if not rows:
         recorded = printable(", ".join(sorted({key.stat for key in keys})))
         yield f"norms: no l2 recorded; recorded: {recorded or 'nothing'}"
@@ -70,13 +68,22 @@ def norm_lines(
         yield f"  never got a gradient: {_listed(listed)}"
 
 
+def norm_rows(
+    measurements: Measurements, params: Sequence[str], rules: Sequence[str]
+) -> list[NormRow]:
+    """Return one row for each tensor that has an l2 norm, parameters first, in the order of the model."""
+    keys = measurements.keys()
+    names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
+    return [row for name in names if (row := _row(measurements, name, rules)) is not None]
+
+
 def _named(sources: Iterable[tuple[str, str]]) -> str:
     return ", ".join(
         f"{printable(rule)} (at {printable(point)})" for rule, point in sorted(sources)
     )
 
 
-def _row(measurements: Measurements, name: str, order: Sequence[str]) -> _Row | None:
+def _row(measurements: Measurements, name: str, order: Sequence[str]) -> NormRow | None:
     def preference(key: Key) -> tuple[int, int]:
         points, rules = [*_POINTS, key.point], [*order, key.rule]
         return points.index(key.point), rules.index(key.rule)
@@ -84,10 +91,10 @@ def _row(measurements: Measurements, name: str, order: Sequence[str]) -> _Row | 
     key = min(measurements.keys_of(name), key=preference, default=None)
     if key is None:
         return None
-    return _Row(name, key.rule, key.point, measurements.history(name, key.rule, key.point))
+    return NormRow(name, key.rule, key.point, measurements.history(name, key.rule, key.point))
 
 
-def _selected(rows: Sequence[_Row]) -> list[_Row]:
+def _selected(rows: Sequence[NormRow]) -> list[NormRow]:
     by_spike = sorted(rows, key=lambda row: -row.times)
     # Of two sorts of worst: many non-finite rows must not crowd out the spike before them.
     nonfinite = [row for row in by_spike if row.history.nonfinite]
@@ -97,7 +104,7 @@ def _selected(rows: Sequence[_Row]) -> list[_Row]:
     return [row for row in rows if row.name in names]
 
 
-def _table(shown: Sequence[_Row], columns: int, *, several: bool) -> Iterator[str]:
+def _table(shown: Sequence[NormRow], columns: int, *, several: bool) -> Iterator[str]:
     head = ["parameter", "history", "first", "median", "max", "last", "non-finite", "rule"]
     table = [head if several else head[:-1]]
     for row in shown:
@@ -118,12 +125,12 @@ def _table(shown: Sequence[_Row], columns: int, *, several: bool) -> Iterator[st
         yield line + mark
 
 
-def _spikiest(rows: Sequence[_Row]) -> _Row | None:
+def _spikiest(rows: Sequence[NormRow]) -> NormRow | None:
     worst = max(rows, key=lambda row: row.times)
     return worst if worst.times else None
 
 
-def _callouts(rows: Sequence[_Row], noun: str) -> Iterator[str]:
+def _callouts(rows: Sequence[NormRow], noun: str) -> Iterator[str]:
     zero = [r.name for r in rows if r.history.largest == 0 and not r.history.nonfinite]
     if zero:
         # Of the norm, because that of a gradient below 1e-23 is 0 as well in float32.

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from gradsurgeon.errors import Problem, printable
 from gradsurgeon.review import checks
+from gradsurgeon.review.github import annotation
 from gradsurgeon.review.reading_checks import READING_CHECKS, CheckInfo
 from gradsurgeon.schema import VERSION
 
@@ -57,7 +58,6 @@ def _json(problems: Sequence[Problem], _root: Path) -> Iterator[str]:
 
 
 def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
-    """Yield workflow commands of GitHub Actions. Their arguments are escaped, so that none can end them."""
     for problem in problems:
         place = problem.place
         where: dict[str, object] = {"file": _path_from(root, place.file)}
@@ -65,17 +65,7 @@ def _github(problems: Sequence[Problem], root: Path) -> Iterator[str]:
             end = place.col + max(1, place.width)
             where |= {"line": place.line, "col": place.col, "endColumn": end}
         where["title"] = problem.check
-        given = ",".join(f"{key}={_property(str(value))}" for key, value in where.items())
-        yield f"::{_WORDS[problem.severity]} {given}::{_data(_message_and_hint(problem))}"
-
-
-def _data(text: str) -> str:
-    lines = (printable(line) for line in text.replace("\r\n", "\n").split("\n"))
-    return "%0A".join(line.replace("%", "%25").replace("\r", "%0D") for line in lines)
-
-
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+        yield annotation(_WORDS[problem.severity], where, _message_and_hint(problem))
 
 
 def _path_from(root: Path, file: str) -> str:

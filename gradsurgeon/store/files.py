@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 @contextmanager
@@ -14,12 +14,25 @@ def replacing(path: Path) -> Iterator[IO[str]]:
 
     No reader ever sees a part of it, and what was there before stays where writing fails.
     """
+    with _opened(path, "", encoding="utf-8", errors="backslashreplace", newline="") as file:
+        yield file
+
+
+@contextmanager
+def replacing_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """Do the same with a file of bytes."""
+    with _opened(path, "b") as file:
+        yield file
+
+
+@contextmanager
+def _opened(path: Path, kind: str, **options: Any) -> Iterator[IO[Any]]:
     # A pipe or a device, such as /dev/stdout, cannot be replaced, and a directory says so by itself.
     at_once = path.exists() and not path.is_file()
     target = Path(os.path.realpath(path))  # what a link leads to
     part = path if at_once else target.with_name(f".{target.name}.{os.getpid()}")
     mode = "w" if at_once else "x"
-    with part.open(mode, encoding="utf-8", errors="backslashreplace", newline="") as file:
+    with part.open(mode + kind, **options) as file:
         if at_once:
             yield file
             return

@@ -8,13 +8,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.rank_file import RankFile, StoredSeries
+from gradsurgeon.store.selection import Selection
+from gradsurgeon.store.tables import arrow_table, data_frame
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 
@@ -103,6 +109,44 @@ class Run(RecordQueries):
     def lowest(self) -> Iterator[StoredSeries]:
         """Yield every series but those of tensors that a lower rank has recorded as well."""
         return (series for series, _ in of_lowest_ranks(self))
+
+    def to_pandas(
+        self, *, name: str | None = None, stat: str | None = None, rule: str | None = None
+    ) -> pd.DataFrame:
+        """Return one line per recorded value, of all ranks, with the columns of `gradsurgeon export`.
+
+        These are `step` (int64), `rank` (int32), `rule`, `point`, `stat`, `name` (categories) and `value`
+        (float32). A tensor without a gradient has no line in that step; NaN and infinity are values. All
+        lines have to fit into memory: 60 bytes each while the table is made, 22 afterwards.
+
+        Args:
+            name: only tensors whose canonical name matches this pattern, which is one of rule files.
+            stat: only this statistic.
+            rule: only what the rule with this id recorded.
+
+        Raises:
+            GradSurgeonError: pandas is missing: `pip install 'gradsurgeon[pandas]'`.
+            RecordError: nothing recorded fits.
+            ValueError: the pattern is malformed.
+        """
+        return data_frame(Selection(name, stat, rule).recorded(self))
+
+    def to_arrow(
+        self, *, name: str | None = None, stat: str | None = None, rule: str | None = None
+    ) -> pa.Table:
+        """Return what `to_pandas` does as a table of Arrow, with 34 bytes a line; texts are dictionary-encoded.
+
+        Args:
+            name: only tensors whose canonical name matches this pattern, which is one of rule files.
+            stat: only this statistic.
+            rule: only what the rule with this id recorded.
+
+        Raises:
+            GradSurgeonError: pyarrow is missing: `pip install 'gradsurgeon[arrow]'`.
+            RecordError: nothing recorded fits.
+            ValueError: the pattern is malformed.
+        """
+        return arrow_table(Selection(name, stat, rule).recorded(self))
 
     def _lookup(self) -> Lookup:
         stats = {rule: set(planned) for rule, planned in self.stats.items()}

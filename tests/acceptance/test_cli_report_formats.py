@@ -1,0 +1,331 @@
+"""`gradsurgeon report --fail-on`, and what it prints for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from commands import WITHOUT_TORCH, call, call_here
+from runs import meta, values, write
+
+from gradsurgeon import Event, open_run
+from gradsurgeon.events import RuleStatus
+from gradsurgeon.report import from_run
+from gradsurgeon.store import Key
+from gradsurgeon.store.writer import RunWriter
+
+GUIDE = pathlib.Path(__file__).parents[2] / "rules" / "README.md"
+KINDS = "trap, skipped-step, scaler-skip, never-fired, hook-lost, hook-rearmed, notice"
+EVIL = "w\n::error::x\x1b[2J,\u202e:%0A"
+
+
+def fill(path: pathlib.Path, *events: Event, ranks: int = 1) -> None:
+    """Write a run of a spiky, a broken and a silent parameter, with the same events on each rank."""
+    histories: dict[str, Sequence[float | None]] = {
+        "w": [0.1] * 20 + [64.0] + [0.1] * 9,
+        "b": [math.nan, *[None] * 9, 3.0, math.inf, *[2.0] * 18],
+        "never": [None] * 30,
+        "lost": [-math.inf] * 30,
+    }
+    writers = [write(path, histories, rank=rank) for rank in range(ranks)]
+    for writer in writers:
+        writer.statuses({"norms": RuleStatus(4, 120, 0.25, 29, ("watch out",))})
+        for event in events:
+            writer.event(Event(event.kind, event.rule, event.step, writer.rank, *_rest(event)))
+    for writer in writers:
+        writer.close()
+
+
+def _rest(event: Event) -> tuple[str, str]:
+    return event.name, event.message
+
+
+def trap(step: int, name: str = "b", rule: str = "no-nan", message: str = "bad\nvery") -> Event:
+    return Event("trap", rule, step, 0, name, message)
+
+
+SKIP = Event("skipped-step", "", 11, 0, "", "the step was skipped")
+
+
+class TestFailOn:
+    @pytest.fixture
+    def here(self, tmp_path: pathlib.Path) -> pathlib.Path:
+        fill(tmp_path / "run", trap(11), SKIP, trap(0), trap(29, "w"))
+        return tmp_path
+
+    @pytest.mark.parametrize(
+        ("kinds", "lines"),
+        [
+            ("trap", ["3 trap events, first at step 0, rule no-nan, b"]),
+            ("skipped-step", ["1 skipped-step event, first at step 11"]),
+            (
+                " skipped-step, trap,trap",
+                [
+                    "1 skipped-step event, first at step 11",
+                    "3 trap events, first at step 0, rule no-nan, b",
+                ],
+            ),
+            ("never-fired,trap", ["3 trap events, first at step 0, rule no-nan, b"]),
+            ("never-fired,notice", []),
+        ],
+    )
+    @pytest.mark.parametrize("form", ["text", "json"])
+    def test_the_exit_code_and_a_line_for_each_kind(
+        self, here: pathlib.Path, kinds: str, lines: list[str], form: str
+    ) -> None:
+        plain = call_here("report", "run", "--format", form, cwd=here)
+        assert (plain.returncode, plain.stderr) == (0, "")
+        done = call_here("report", "run", "--format", form, "--fail-on", kinds, cwd=here)
+        assert done.returncode == int(bool(lines))
+        assert done.stderr.splitlines() == [f"gradsurgeon: {line}" for line in lines]
+        assert done.stdout == plain.stdout
+
+    @pytest.mark.parametrize(
+        ("kinds", "message"),
+        [
+            ("trip", f"`trip` is no kind of event; did you mean `trap`? kinds: {KINDS}"),
+            ("trap,never-fire", f"`never-fire` is no kind of event; did you mean `never-fired`? kinds: {KINDS}"),
+            ("spike", f"`spike` is no kind of event; kinds: {KINDS}"),
+            ("", f"`` is no kind of event; kinds: {KINDS}"),
+            ("\x1b[2J", rf"`\x1b[2J` is no kind of event; kinds: {KINDS}"),
+        ],
+    )  # fmt: skip
+    def test_an_unknown_kind(self, here: pathlib.Path, kinds: str, message: str) -> None:
+        done = call_here("report", "run", "--fail-on", kinds, cwd=here)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"gradsurgeon: --fail-on: {message}\n"
+
+    def test_what_several_ranks_note_counts_once(self, tmp_path: pathlib.Path) -> None:
+        fill(tmp_path / "run", trap(3), trap(5), ranks=3)
+        done = call_here("report", "run", "--fail-on", "trap", cwd=tmp_path)
+        assert done.stderr == "gradsurgeon: 2 trap events, first at step 3, rule no-nan, b\n"
+
+    def test_runs_inside_count_as_well(self, tmp_path: pathlib.Path) -> None:
+        fill(tmp_path / "run")
+        fill(tmp_path / "run" / "process-2" / "Net", SKIP)
+        fill(tmp_path / "run" / "Net-2", trap(7))
+        done = call_here("report", "run", "--fail-on", "trap,skipped-step", cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.splitlines() == [
+            "gradsurgeon: run/Net-2: 1 trap event, first at step 7, rule no-nan, b",
+            "gradsurgeon: run/process-2/Net: 1 skipped-step event, first at step 11",
+        ]
+        # The folder above is no run itself.
+        above = call_here("report", ".", "--fail-on", "trap", cwd=tmp_path)
+        assert above.returncode == 1
+        assert above.stderr == "gradsurgeon: run/Net-2: 1 trap event, first at step 7, rule no-nan, b\n"  # fmt: skip
+
+    def test_a_run_inside_that_cannot_be_read_is_not_taken_for_clean(
+        self, here: pathlib.Path
+    ) -> None:
+        fill(here / "run" / "broken", trap(7))
+        (here / "run" / "broken" / "rank-0.db").write_bytes(b"\x1b" * 1000)
+        done = call_here("report", "run", "--fail-on", "never-fired", cwd=here)
+        assert done.returncode == 2
+        assert "run/broken/rank-0.db: cannot be read" in done.stderr
+        assert call_here("report", "run", cwd=here).returncode == 0
+
+    @pytest.mark.parametrize("form", ["text", "json", "github"])
+    def test_no_run(self, tmp_path: pathlib.Path, form: str) -> None:
+        options = ("--format", form, "--fail-on", "trap")
+        done = call_here("report", "nowhere", *options, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("gradsurgeon: nowhere: cannot be opened as a run: No such")
+
+    def test_texts_of_the_run_are_escaped(self, tmp_path: pathlib.Path) -> None:
+        fill(tmp_path / "run", trap(1, EVIL, EVIL, EVIL))
+        done = call_here("report", "run", "--fail-on", "trap", cwd=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.count("\n") == 1
+        assert not {"\x1b", "\u202e"} & set(done.stdout + done.stderr)
+
+
+class TestJSON:
+    def read(self, folder: pathlib.Path, *more: str) -> Any:
+        def refuse(constant: str) -> None:
+            raise AssertionError(constant)
+
+        done = call_here("report", "run", "--format", "json", *more, cwd=folder)
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout, parse_constant=refuse)
+
+    def test_one_object(self, tmp_path: pathlib.Path) -> None:
+        fill(tmp_path / "run", trap(11), SKIP)
+        found = self.read(tmp_path)
+        norms = found.pop("norms")
+        assert found == {
+            "version": 1,
+            "title": "rules.yaml on Net",
+            "notes": [],
+            "params": ["w", "b", "never", "lost"],
+            "rules": [
+                {
+                    "id": "norms",
+                    "action": "norm-log",
+                    "role": "observe",
+                    "status": {
+                        "matched": 4,
+                        "fired": 120,
+                        "changed": 0.25,
+                        "last_step": 29,
+                        "warnings": ["watch out"],
+                    },
+                }
+            ],
+            "events": [
+                {"kind": "trap", "rule": "no-nan", "step": 11, "rank": 0, "name": "b", "message": "bad\nvery"},
+                {"kind": "skipped-step", "rule": "", "step": 11, "rank": 0, "name": "", "message": "the step was skipped"},
+            ],
+            "median_of_one_step_in": 1,
+            "inside": [],
+        }  # fmt: skip
+        source = {"rule": "norms", "point": "accumulated"}
+        assert norms == [
+            {
+                "name": "w", **source, "first": 0.100000001, "median": 0.100000001, "largest": 64.0,
+                "spike": {"step": 20, "value": 64.0, "times": pytest.approx(640)},
+                "last": 0.100000001, "nonfinite": 0, "nonfinite_step": None,
+            },
+            {
+                "name": "b", **source, "first": "NaN", "median": 2.0, "largest": 3.0, "spike": None,
+                "last": 2.0, "nonfinite": 2, "nonfinite_step": 0,
+            },
+            {
+                "name": "lost", **source, "first": "-Infinity", "median": "NaN", "largest": "NaN",
+                "spike": None, "last": "-Infinity", "nonfinite": 30, "nonfinite_step": 0,
+            },
+        ]  # fmt: skip
+
+    def test_a_spike_above_nothing(self, tmp_path: pathlib.Path) -> None:
+        write(tmp_path / "run", {"w": [0.0] * 20 + [1.0] + [0.0] * 9}).close()
+        (row,) = self.read(tmp_path)["norms"]
+        assert row["spike"] == {"step": 20, "value": 1.0, "times": "Infinity"}
+
+    def test_before_the_first_step_and_while_it_is_written(self, tmp_path: pathlib.Path) -> None:
+        writer = RunWriter(tmp_path / "run", meta=meta())
+        found = self.read(tmp_path, "--fail-on", "trap")
+        assert found["notes"] == ["still running"]
+        assert [(rule["id"], rule["status"]) for rule in found["rules"]] == [("norms", None)]
+        assert found["norms"] == found["events"] == []
+        writer.close()
+
+    def test_the_numbers_are_those_of_the_text(
+        self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
+        history = [1.0 + step % 7 / 8 for step in range(10_000)]
+        history[5_000], history[9_000] = 1e4, math.nan
+        write(tmp_path / "run", {"w": history}).close()
+        found = self.read(tmp_path)
+        (row,) = found["norms"]
+        with open_run(tmp_path / "run") as run:
+            text = from_run(run).text(width=120)
+        assert f"median: that of one step in {found['median_of_one_step_in']};" in text
+        assert found["median_of_one_step_in"] > 1
+        assert (row["first"], row["largest"], row["last"]) == (1.0, 1e4, history[-1])
+        assert (row["nonfinite"], row["nonfinite_step"]) == (1, 9_000)
+        assert row["spike"]["step"] == 5_000
+
+    def test_runs_inside(self, tmp_path: pathlib.Path) -> None:
+        fill(tmp_path / "run")
+        fill(tmp_path / "run" / "Net-2")
+        assert self.read(tmp_path)["inside"] == ["run/Net-2"]
+        done = call_here("report", ".", "--format", "json", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            "gradsurgeon: .: is no run itself; name one of the runs inside: run, run/Net-2\n"
+        )
+
+    def test_a_terminal_shows_it_as_it_is(self, tmp_path: pathlib.Path) -> None:
+        name = f"{EVIL}\x7f"
+        writer = RunWriter(tmp_path / "run", meta=meta((name,)))
+        writer.add(Key(EVIL, "l2", "step", (name,)), 0, values(1.0))
+        writer.event(trap(0, name, EVIL, EVIL))
+        writer.close()
+        done = call_here("report", "run", "--format", "json", cwd=tmp_path)
+        assert done.stdout.replace("\n", "").isascii()
+        assert done.stdout.replace("\n", "").isprintable()
+        found = json.loads(done.stdout)
+        assert (found["params"], found["norms"][0]["name"]) == ([name], name)
+        assert found["events"][0]["message"] == EVIL
+
+
+class TestGitHub:
+    def annotations(self, folder: pathlib.Path, *options: str) -> list[str]:
+        done = call_here("report", "run", "--format", "github", *options, cwd=folder)
+        assert done.returncode == int(bool(done.stdout))
+        return done.stdout.splitlines()
+
+    def test_an_annotation_for_each_event_that_is_named(self, tmp_path: pathlib.Path) -> None:
+        fill(tmp_path / "run", trap(11), SKIP, trap(12))
+        assert self.annotations(tmp_path, "--fail-on", "trap") == [
+            "::error title=trap at step 11%2C rule no-nan%2C b::bad%0Avery",
+            "::error title=trap at step 12%2C rule no-nan%2C b::bad%0Avery",
+        ]
+        assert self.annotations(tmp_path, "--fail-on", "skipped-step") == [
+            "::error title=skipped-step at step 11::the step was skipped"
+        ]
+        assert self.annotations(tmp_path, "--fail-on", "never-fired") == []
+
+    def test_ranks_and_runs_inside_are_named(self, tmp_path: pathlib.Path) -> None:
+        fill(tmp_path / "run", ranks=2)
+        fill(tmp_path / "run" / "Net-2", trap(7), ranks=2)
+        assert self.annotations(tmp_path, "--fail-on", "trap") == [
+            f"::error title=trap at step 7%2C rule no-nan%2C b%2C rank {rank}::run/Net-2: bad%0Avery"
+            for rank in (0, 1)
+        ]
+
+    def test_nothing_in_it_can_end_it(self, tmp_path: pathlib.Path) -> None:
+        fill(tmp_path / "run", trap(1, EVIL, EVIL, EVIL))
+        (line,) = self.annotations(tmp_path, "--fail-on", "trap")
+        shown = r"w\n%3A%3Aerror%3A%3Ax\x1b[2J%2C\u202e%3A%250A"
+        message = r"w%0A::error::x\x1b[2J,\u202e:%250A"
+        assert line == f"::error title=trap at step 1%2C rule {shown}%2C {shown}::{message}"
+
+    def test_it_needs_kinds(self, tmp_path: pathlib.Path) -> None:
+        fill(tmp_path / "run")
+        done = call_here("report", "run", "--format", "github", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            "gradsurgeon: `--format github` shows the events that `--fail-on` names: add it, "
+            "e.g. `--fail-on trap`\n"
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.cover_children
+def test_without_torch(tmp_path: pathlib.Path) -> None:
+    fill(tmp_path / "run", trap(11))
+    for form in ("text", "json", "github"):
+        options = ("--format", form, "--fail-on", "trap")
+        done = call("report", "run", *options, cwd=tmp_path, code=WITHOUT_TORCH)
+        assert done.returncode == 1
+        assert done.stderr == "gradsurgeon: 1 trap event, first at step 11, rule no-nan, b\n"
+    assert KINDS in " ".join(call_here("report", "--help", cwd=tmp_path).stdout.split())
+
+
+def test_the_guide_shows_what_works(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(tmp_path / "runs" / "today", trap(11))
+    part = (
+        GUIDE.read_text(encoding="utf-8")
+        .partition("## Looking at a run\n")[2]
+        .partition("\n## ")[0]
+    )
+    commands = re.findall(r"^gradsurgeon (.*?) *#", part, re.MULTILINE)
+    codes = [call_here(*command.split(), cwd=tmp_path).returncode for command in commands]
+    assert codes == [0, 1, 0, 0]
+    (code,) = re.findall(r"^```python\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    exec("import gradsurgeon\n" + code.replace("*.weight", "?"))
+    assert re.search(r"^w +64\.0$", capsys.readouterr().out, re.MULTILINE)
+    done = call_here("report", "runs/today", "--format", "json", cwd=tmp_path)
+    found = json.loads(done.stdout)
+    for key in (*found, *found["rules"][0], *found["norms"][0], "step", "value", "times"):
+        assert f"`{key}`" in part, key

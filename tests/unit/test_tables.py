@@ -1,0 +1,213 @@
+"""The records of a run as tables of pandas and Arrow: every value once, with its type."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+
+import pandas as pd
+import pyarrow as pa
+import pytest
+from runs import meta, values, write
+
+from gradsurgeon import GradSurgeonError, RecordError, Run, open_run
+from gradsurgeon.cli import main
+from gradsurgeon.store import Key, tables
+from gradsurgeon.store.writer import RunWriter
+
+NAN, INF = math.nan, math.inf
+TYPES = {
+    "step": "int64",
+    "rank": "int32",
+    "rule": "category",
+    "point": "category",
+    "stat": "category",
+    "name": "category",
+    "value": "float32",
+}
+
+
+def make(path: pathlib.Path) -> None:
+    """Write two ranks, two rules and statistics, a step without a gradient, NaN and infinity."""
+    writers = [write(path, {"w": [0.1, NAN, 3.0], "b": [None, 5.0, INF]}, rank=r) for r in (0, 1)]
+    writers[0].add(Key("peaks", "max", "step", ("w",)), 2, values(-INF))
+    for writer in writers:
+        writer.close()
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> Iterator[Run]:
+    make(tmp_path / "run")
+    with open_run(tmp_path / "run") as opened:
+        yield opened
+
+
+def as_frame(table: pa.Table) -> pd.DataFrame:
+    return table.to_pandas()
+
+
+# Both are held to the same, by the rows that come out.
+FRAMES: list[Callable[..., pd.DataFrame]] = [
+    lambda run, **asked: run.to_pandas(**asked),
+    lambda run, **asked: as_frame(run.to_arrow(**asked)),
+]
+both = pytest.mark.parametrize("frame", FRAMES, ids=["pandas", "arrow"])
+
+
+@both
+def test_every_value_has_a_line_and_no_other(run: Run, frame: Callable[..., pd.DataFrame]) -> None:
+    table = frame(run)
+    assert dict(table.dtypes.astype(str)) == TYPES
+    norms = ("norms", "accumulated", "l2")
+    lines = [(0, "w"), (1, "w"), (1, "b"), (2, "w"), (2, "b")]
+    expected = [(step, rank, *norms, name) for rank in (0, 1) for step, name in lines]
+    expected.insert(5, (2, 0, "peaks", "step", "max", "w"))
+    texts = table.drop(columns="value")
+    assert list(texts.itertuples(index=False, name=None)) == expected
+    # To the bit: 0.1 is that of float32.
+    numbers = [0.1, NAN, 5.0, 3.0, INF]
+    assert table["value"].to_numpy().tobytes() == values(*numbers, -INF, *numbers)
+
+
+@both
+def test_lines_are_those_of_the_export(
+    run: Run, frame: Callable[..., pd.DataFrame], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run.path), "--format", "csv"]) == 0
+    rows = [tuple(row) for row in csv.reader(io.StringIO(capsys.readouterr().out))]
+    table = frame(run)
+    assert rows[0] == tuple(table.columns)
+    assert rows[1:] == [
+        (*map(str, row[:-1]), f"{row[-1]:.9g}") for row in table.itertuples(index=False, name=None)
+    ]
+
+
+@both
+@pytest.mark.parametrize(
+    ("asked", "lines"),
+    [
+        ({"stat": "max"}, 1),
+        ({"stat": "l2", "name": "b"}, 4),
+        ({"name": "?"}, 11),
+        ({"name": "re:w|x"}, 7),
+        ({"name": "{w,b}", "rule": "norms"}, 10),
+        ({"rule": "peaks"}, 1),
+    ],
+)
+def test_parts(
+    run: Run, frame: Callable[..., pd.DataFrame], asked: dict[str, str], lines: int
+) -> None:
+    table = frame(run, **asked)
+    assert len(table) == lines
+    if "stat" in asked:
+        assert list(table["stat"].unique()) == [asked["stat"]]
+    if asked.get("name") == "b":
+        assert list(table["name"].unique()) == ["b"]
+        assert table["value"].tolist() == [5.0, INF] * 2
+
+
+@both
+@pytest.mark.parametrize("column", ["name", "stat", "rule"])
+def test_what_does_not_fit_is_said_as_the_export_says_it(
+    run: Run,
+    frame: Callable[..., pd.DataFrame],
+    column: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(RecordError) as error:
+        frame(run, **{column: "x"})
+    assert "rules: norms, peaks; statistics: l2, max; names such as w" in str(error.value)
+    assert main(["export", str(run.path), "--format", "csv", f"--{column}", "x"]) == 2
+    assert capsys.readouterr().err == f"gradsurgeon: {error.value}\n"
+
+
+@both
+def test_a_malformed_pattern_is_said_as_the_export_says_it(
+    run: Run, frame: Callable[..., pd.DataFrame], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ValueError, match="`\\[` at character 2 is not closed") as error:
+        frame(run, name="w[")
+    assert main(["export", str(run.path), "--format", "csv", "--name", "w["]) == 2
+    assert capsys.readouterr().err == f"gradsurgeon: {error.value}\n"
+
+
+@both
+def test_nothing_recorded_at_all(
+    tmp_path: pathlib.Path, frame: Callable[..., pd.DataFrame]
+) -> None:
+    RunWriter(tmp_path, meta=meta()).close()
+    with open_run(tmp_path) as run, pytest.raises(RecordError, match="nothing was recorded"):
+        frame(run)
+
+
+@both
+def test_a_table_without_a_line_has_its_types(
+    tmp_path: pathlib.Path, frame: Callable[..., pd.DataFrame]
+) -> None:
+    write(tmp_path, {"w": [None, None]}).close()
+    with open_run(tmp_path) as run:
+        table = frame(run)
+    assert (len(table), dict(table.dtypes.astype(str))) == (0, TYPES)
+
+
+@both
+def test_blocks_join_without_a_seam(
+    tmp_path: pathlib.Path, frame: Callable[..., pd.DataFrame], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_BATCH", 7)
+    histories = {f"p{i}": [None if s % 5 == i else s + i / 8 for s in range(40)] for i in range(3)}
+    write(tmp_path, histories).close()
+    with open_run(tmp_path) as run:
+        table = frame(run)
+        if frame is FRAMES[1]:
+            # Each ends with the step in which it is full.
+            assert [len(batch) for batch in run.to_arrow().to_batches()][:4] == [9, 7, 8, 9]
+    for name, history in histories.items():
+        lines = table[table["name"] == name]
+        found = list(zip(lines["step"].tolist(), lines["value"].tolist(), strict=True))
+        assert found == [(step, value) for step, value in enumerate(history) if value is not None]
+    assert set(table["rank"]) == {0}
+
+
+@both
+def test_names_that_no_encoding_has(
+    tmp_path: pathlib.Path, frame: Callable[..., pd.DataFrame]
+) -> None:
+    # The second reads as the first does once its surrogate is escaped.
+    names = ("a\udc80", r"a\udc80", "grö\u202eße\n")
+    writer = RunWriter(tmp_path, meta=meta(names))
+    writer.add(Key("norms", "l2", "step", names), 0, values(1.0, 2.0, 3.0))
+    writer.close()
+    with open_run(tmp_path) as run:
+        table = frame(run)
+    assert table["name"].tolist() == [r"a\udc80", r"a\udc80", "grö\u202eße\n"]
+    assert table["value"].tolist() == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("library", "method", "extra"),
+    [("pandas", "to_pandas", "pandas"), ("pyarrow", "to_arrow", "arrow")],
+)
+def test_what_to_install_is_said(
+    run: Run, library: str, method: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(GradSurgeonError) as error:
+        getattr(run, method)()
+    assert str(error.value).startswith(f"{method} needs the library {library}, which cannot")
+    assert str(error.value).endswith(f"pip install 'gradsurgeon[{extra}]'")
+
+
+def test_neither_library_needs_the_other(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = len(run.to_pandas())
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        assert len(run.to_pandas()) == lines == 11
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pandas", None)
+        patch.setitem(sys.modules, "numpy", None)
+        assert run.to_arrow().num_rows == lines
