@@ -19,10 +19,12 @@ _WORST_ROWS = 5  # kept for the worst of each sort, wherever in the model it is
 _MARK = "  <- spike"
 _NAMES = 4
 # What the optimizer acted on is nearest to `accumulated`, the point all set-ups have in common.
-_POINTS = ("accumulated", "step", "backward", "forward")
+POINTS = ("accumulated", "step", "backward", "forward")
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
+    """The norms of one tensor, and the rule and the point that they are of."""
+
     name: str
     rule: str
     point: str
@@ -43,14 +45,12 @@ def norm_lines(
     columns: int,
 ) -> Iterator[str]:
     keys = measurements.keys()
-    names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
-    order = list(rules)
-    rows = [row for name in names if (row := _row(measurements, name, order)) is not None]
+    rows = tensor_rows(measurements, params, list(rules))
     if not rows:
         recorded = printable(", ".join(sorted({key.stat for key in keys})))
         yield f"norms: no l2 recorded; recorded: {recorded or 'nothing'}"
         return
-    noun = "parameter" if {row.name for row in rows} <= set(params) else "tensor"
+    noun = noun_of(rows, params)
     sources = Counter((row.rule, row.point) for row in rows)
     yield f"norms (l2) of {count(len(rows), noun)}, recorded by {_named(sources)}"
     if others := _named({(key.rule, key.point) for key in keys if key.stat == STAT} - set(sources)):
@@ -76,18 +76,38 @@ def _named(sources: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def _row(measurements: Measurements, name: str, order: Sequence[str]) -> _Row | None:
+def tensor_rows(
+    measurements: Measurements, params: Sequence[str], order: Sequence[str]
+) -> list[Row]:
+    """Return one row for each tensor that has l2 norms: parameters in their order, then others.
+
+    Args:
+        measurements: what was measured.
+        params: canonical names of the parameters, in the order of the model.
+        order: ids of the rules; of several that measured a tensor the first one is taken.
+    """
+    keys = measurements.keys()
+    names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
+    found = (_row(measurements, name, order) for name in names)
+    return [row for row in found if row is not None]
+
+
+def noun_of(rows: Sequence[Row], params: Sequence[str]) -> str:
+    return "parameter" if {row.name for row in rows} <= set(params) else "tensor"
+
+
+def _row(measurements: Measurements, name: str, order: Sequence[str]) -> Row | None:
     def preference(key: Key) -> tuple[int, int]:
-        points, rules = [*_POINTS, key.point], [*order, key.rule]
+        points, rules = [*POINTS, key.point], [*order, key.rule]
         return points.index(key.point), rules.index(key.rule)
 
     key = min(measurements.keys_of(name), key=preference, default=None)
     if key is None:
         return None
-    return _Row(name, key.rule, key.point, measurements.history(name, key.rule, key.point))
+    return Row(name, key.rule, key.point, measurements.history(name, key.rule, key.point))
 
 
-def _selected(rows: Sequence[_Row]) -> list[_Row]:
+def _selected(rows: Sequence[Row]) -> list[Row]:
     by_spike = sorted(rows, key=lambda row: -row.times)
     # Of two sorts of worst: many non-finite rows must not crowd out the spike before them.
     nonfinite = [row for row in by_spike if row.history.nonfinite]
@@ -97,7 +117,7 @@ def _selected(rows: Sequence[_Row]) -> list[_Row]:
     return [row for row in rows if row.name in names]
 
 
-def _table(shown: Sequence[_Row], columns: int, *, several: bool) -> Iterator[str]:
+def _table(shown: Sequence[Row], columns: int, *, several: bool) -> Iterator[str]:
     head = ["parameter", "history", "first", "median", "max", "last", "non-finite", "rule"]
     table = [head if several else head[:-1]]
     for row in shown:
@@ -118,12 +138,12 @@ def _table(shown: Sequence[_Row], columns: int, *, several: bool) -> Iterator[st
         yield line + mark
 
 
-def _spikiest(rows: Sequence[_Row]) -> _Row | None:
+def _spikiest(rows: Sequence[Row]) -> Row | None:
     worst = max(rows, key=lambda row: row.times)
     return worst if worst.times else None
 
 
-def _callouts(rows: Sequence[_Row], noun: str) -> Iterator[str]:
+def _callouts(rows: Sequence[Row], noun: str) -> Iterator[str]:
     zero = [r.name for r in rows if r.history.largest == 0 and not r.history.nonfinite]
     if zero:
         # Of the norm, because that of a gradient below 1e-23 is 0 as well in float32.
