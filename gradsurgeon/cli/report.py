@@ -19,7 +19,7 @@ _DEEPEST = 6
 
 def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.run)
-    inside = sorted(_inside(folder))
+    inside = sorted(runs_inside(folder))
     try:
         if is_run := (folder / RUN_FILE).exists() or not inside:
             with open_run(folder) as opened:
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _inside(folder: Path) -> Iterator[Path]:
+def runs_inside(folder: Path) -> Iterator[Path]:
     """Yield the runs in the folders below; a link leads elsewhere and is not followed."""
     for name, below, files in os.walk(folder):
         place = Path(name)
