@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import get_args
 
@@ -17,6 +18,7 @@ from gradsurgeon.errors import ModelError
 from gradsurgeon.events import EventKind
 
 _RULE_FILE = "a rule file, or REF:FILE of a git commit"
+_LEAST_SECONDS = 0.2  # a run is written once in a second, and looking takes time from the training
 _INTERRUPTED, _BROKEN_PIPE = 130, 141  # as a shell reports SIGINT and SIGPIPE
 
 
@@ -106,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_import(explain)
     command("schema", "Print the JSON Schema of rule files, for editors.")
     _add_report(command("report", "Show what a run looked like: norms, rules, events."))
+    _add_watch(command("watch", "Show a run in the terminal while training goes on."))
     _add_replay(
         command("replay", "Run a step again that a trap has stopped, and tell what went wrong.")
     )
@@ -132,6 +135,34 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         help="exit with 1 where an event of one of these kinds is in the run, or in a run inside it: "
         f"{', '.join(get_args(EventKind))}",
     )
+
+
+def _add_watch(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "--every",
+        type=_seconds,
+        default=2.0,
+        metavar="SECONDS",
+        help=f"how often to look, at least {_LEAST_SECONDS}; default: 2",
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="print one whole screen as plain text, and exit"
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="where there is no run yet, wait until it begins"
+    )
+    parser.epilog = (
+        "It ends with the run, or when you press q. Where standard output is no terminal, or TERM is "
+        "`dumb`, it prints a line each time instead. NO_COLOR takes the colours away."
+    )
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if _LEAST_SECONDS <= (seconds := float(text)) < float("inf"):
+            return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} is no number of at least {_LEAST_SECONDS}")
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:

@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     if reason := _why_unusable(kinds, arguments.format):
         return fail(reason)
     folder = Path(arguments.run)
-    inside = sorted(_inside(folder))
+    inside = sorted(runs_inside(folder))
     is_run = (folder / RUN_FILE).exists() or not inside
     try:
         if arguments.format == "text":
@@ -131,7 +131,7 @@ def _print_annotations(found: Sequence[_Found]) -> None:
             print(annotation("error", {"title": title}, text))
 
 
-def _inside(folder: Path) -> Iterator[Path]:
+def runs_inside(folder: Path) -> Iterator[Path]:
     """Yield the runs in the folders below; a link leads elsewhere and is not followed."""
     for name, below, files in os.walk(folder):
         place = Path(name)

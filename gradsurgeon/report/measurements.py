@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import itemgetter
 from statistics import median
 from typing import NamedTuple
 
@@ -84,20 +85,30 @@ class InMemory(Measurements):
         missing = [
             (step, None) for s in series for step, _ in s.cells(name) if step not in measured
         ]
-        timeline: list[tuple[int, float | None]] = [*pairs, *missing]
-        finite = [value for _, value in pairs if math.isfinite(value)]
+        return history_of(pairs, missing)
+
+
+def history_of(
+    pairs: Sequence[tuple[int, float]], missing: Sequence[tuple[int, None]]
+) -> NormHistory:
+    """Return the history of at least one norm, by step, and of the steps without a gradient."""
+    timeline: list[tuple[int, float | None]] = [*pairs, *missing]
+    finite = [value for _, value in pairs if math.isfinite(value)]
+    nonfinite = []
+    if len(finite) < len(pairs):
         nonfinite = [step for step, value in pairs if not math.isfinite(value)]
-        return NormHistory(
-            # By step alone: a step without a gradient has no value to compare.
-            norms=tuple(value for _, value in sorted(timeline, key=lambda pair: pair[0])),
-            first=pairs[0][1],
-            median=median(finite) if finite else math.nan,
-            largest=max(finite, default=math.nan),
-            spike=largest_spike(pairs),
-            last=pairs[-1][1],
-            nonfinite=len(nonfinite),
-            nonfinite_step=min(nonfinite, default=0),
-        )
+    return NormHistory(
+        # By step alone: a step without a gradient has no value to compare.
+        norms=tuple(value for _, value in sorted(timeline, key=itemgetter(0))),
+        first=pairs[0][1],
+        median=median(finite) if finite else math.nan,
+        largest=max(finite, default=math.nan),
+        # In a calm training nothing stands out even from the least of all.
+        spike=largest_spike(pairs) if finite and max(finite) > _TIMES * min(finite) else None,
+        last=pairs[-1][1],
+        nonfinite=len(nonfinite),
+        nonfinite_step=min(nonfinite, default=0),
+    )
 
 
 def largest_spike(pairs: Sequence[tuple[int, float]]) -> Spike | None:

@@ -19,7 +19,7 @@ _WORST_ROWS = 5  # kept for the worst of each sort, wherever in the model it is
 _MARK = "  <- spike"
 _NAMES = 4
 # What the optimizer acted on is nearest to `accumulated`, the point all set-ups have in common.
-_POINTS = ("accumulated", "step", "backward", "forward")
+POINTS = ("accumulated", "step", "backward", "forward")
 
 
 class NormRow(NamedTuple):
@@ -48,7 +48,7 @@ def norm_lines(
         recorded = printable(", ".join(sorted({key.stat for key in keys})))
         yield f"norms: no l2 recorded; recorded: {recorded or 'nothing'}"
         return
-    noun = "parameter" if {row.name for row in rows} <= set(params) else "tensor"
+    noun = noun_of(rows, params)
     sources = Counter((row.rule, row.point) for row in rows)
     yield f"norms (l2) of {count(len(rows), noun)}, recorded by {_named(sources)}"
     if others := _named({(key.rule, key.point) for key in keys if key.stat == STAT} - set(sources)):
@@ -77,6 +77,10 @@ def norm_rows(
     return [row for name in names if (row := _row(measurements, name, rules)) is not None]
 
 
+def noun_of(rows: Sequence[NormRow], params: Sequence[str]) -> str:
+    return "parameter" if {row.name for row in rows} <= set(params) else "tensor"
+
+
 def _named(sources: Iterable[tuple[str, str]]) -> str:
     return ", ".join(
         f"{printable(rule)} (at {printable(point)})" for rule, point in sorted(sources)
@@ -85,7 +89,7 @@ def _named(sources: Iterable[tuple[str, str]]) -> str:
 
 def _row(measurements: Measurements, name: str, order: Sequence[str]) -> NormRow | None:
     def preference(key: Key) -> tuple[int, int]:
-        points, rules = [*_POINTS, key.point], [*order, key.rule]
+        points, rules = [*POINTS, key.point], [*order, key.rule]
         return points.index(key.point), rules.index(key.rule)
 
     key = min(measurements.keys_of(name), key=preference, default=None)

@@ -55,25 +55,28 @@ def summary(session: Session | Run) -> Report:
 def from_run(run: Run) -> Report:
     """Return the report of a run directory, finished or still being written."""
     start = run.meta.get("start_step")
-    roles = section(run.meta, "roles")
-    rules = {
-        rule["id"]: RuleInfo(
-            action=rule["action"],
-            role=str(section(roles, rule["id"]).get("role", "edit")),
-            logged=run.names_of(rule["id"]) if STAT in run.stats.get(rule["id"], ()) else (),
-        )
-        for rule in run.rules
-    }
     return Report(
         title=title_of(run),
         params=run.params,
-        rules=rules,
+        rules=rule_infos(run),
         statuses=run.status(),
         records=_records(run),
         events=tuple(run.events),
         notes=_notes(run),
         start=start if isinstance(start, int) else None,
     )
+
+
+def rule_infos(run: Run) -> dict[str, RuleInfo]:
+    roles, stats = section(run.meta, "roles"), run.stats
+    return {
+        rule["id"]: RuleInfo(
+            action=rule["action"],
+            role=str(section(roles, rule["id"]).get("role", "edit")),
+            logged=run.names_of(rule["id"]) if STAT in stats.get(rule["id"], ()) else (),
+        )
+        for rule in run.rules
+    }
 
 
 def title_of(run: Run) -> str:

@@ -31,6 +31,7 @@ _PATIENCE = 5.0
 _LONGEST = 256 * 2**20
 # Short queries, each on its own, never keep a writer without WAL waiting, and bound the memory.
 _BATCH_BYTES, _BATCH_ROWS = 4 * 2**20, 8192
+_BATCH_EVENTS = 1024  # a message of a trap has some kB
 _FLOAT, _COUNT = 4, 2
 _KINDS = frozenset(get_args(EventKind))
 _NAMES, _STATUS = TypeAdapter(tuple[str, ...]), TypeAdapter(RuleStatus)
@@ -42,6 +43,15 @@ class Row(NamedTuple):
     step: int
     values: array[float]
     absent: frozenset[int]
+
+
+class StoredEvent(NamedTuple):
+    """An event, the rank in whose file it is and its number there, and seconds since 1970."""
+
+    rank: int
+    number: int
+    time: float
+    event: Event
 
 
 class RankFile:
@@ -100,9 +110,18 @@ class RankFile:
             raise self.damaged() from None
 
     @property
+    def closed(self) -> float | None:
+        """When the run was closed, in seconds since 1970; ``None`` where it was not."""
+        rows = self.query("SELECT value FROM meta WHERE key = 'closed'", kinds=(str,))
+        try:
+            return float(rows[0][0]) if rows else None
+        except ValueError:
+            raise self.damaged() from None
+
+    @property
     def state(self) -> str:
         """``running``, ``finished``, or ``stopped`` without having been closed."""
-        if self.query("SELECT 1 FROM meta WHERE key = 'closed'"):
+        if self.closed is not None:
             return "finished"
         return "running" if is_live(self.path) else "stopped"
 
@@ -119,14 +138,20 @@ class RankFile:
             self._series[number] = StoredSeries(self, number, Key(rule, stat, point, names))
         return list(self._series.values())
 
-    def events(self) -> Iterator[tuple[float, Event]]:
-        for time, kind, *rest in self.query(
-            "SELECT time, kind, rule, step, rank, name, message FROM events ORDER BY id",
-            kinds=(float, str, str, int, int, str, str),
+    def events(self, after: int = 0) -> Iterator[StoredEvent]:
+        """Yield the events with a higher number than the given one, in the order of writing."""
+        while rows := self.query(
+            "SELECT id, time, kind, rule, step, rank, name, message FROM events "
+            "WHERE id > ? ORDER BY id LIMIT ?",
+            after,
+            _BATCH_EVENTS,
+            kinds=(int, float, str, str, int, int, str, str),
         ):
-            if kind not in _KINDS:
-                raise self.damaged()
-            yield time, Event(kind, *rest)
+            for number, time, kind, *rest in rows:
+                if kind not in _KINDS:
+                    raise self.damaged()
+                yield StoredEvent(self.rank, number, time, Event(kind, *rest))
+            after = rows[-1][0]
 
     def statuses(self) -> dict[str, RuleStatus]:
         rows = self.query("SELECT rule, state FROM statuses ORDER BY rowid", kinds=(str, str))

@@ -14,7 +14,7 @@ from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
-from gradsurgeon.store.rank_file import RankFile, StoredSeries
+from gradsurgeon.store.rank_file import RankFile, StoredEvent, StoredSeries
 from gradsurgeon.store.selection import Selection
 from gradsurgeon.store.tables import arrow_table, data_frame
 
@@ -68,9 +68,9 @@ class Run(RecordQueries):
     @property
     def events(self) -> list[Event]:
         """What happened so far on all ranks, oldest first."""
-        timed = [event for file in self._files for event in file.events()]
         # The sort is stable: at one time, the lower rank comes first.
-        return [event for _, event in sorted(timed, key=lambda pair: pair[0])]
+        stored = sorted(events_after(self, {}), key=lambda one: one.time)
+        return [one.event for one in stored]
 
     def status(self) -> dict[str, RuleStatus]:
         """Return what each rule has done, over all ranks: firings are added up."""
@@ -185,6 +185,24 @@ class Run(RecordQueries):
             yield name
             for alias in _items(param.get("aliases")):
                 self._aliases[str(alias)] = name
+
+
+def closed_at(run: Run) -> float | None:
+    """Return when the last rank closed the run, in seconds since 1970; ``None`` before that."""
+    times = [file.closed for file in run._files]  # noqa: SLF001 # users have `states`
+    closed = [time for time in times if time is not None]
+    return max(closed) if len(closed) == len(times) else None
+
+
+def events_after(run: Run, read: Mapping[int, int]) -> Iterator[StoredEvent]:
+    """Yield the events of each rank in turn, but those that were read before.
+
+    Args:
+        run: the run.
+        read: by rank the number of the last event that was read.
+    """
+    for file in run._files:  # noqa: SLF001 # users have `events`
+        yield from file.events(read.get(file.rank, 0))
 
 
 def of_lowest_ranks(run: Run) -> Iterator[tuple[StoredSeries, frozenset[int]]]:

@@ -1,0 +1,136 @@
+"""Drawing on a terminal in place, with plain ANSI sequences, and hearing its keys."""
+
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any, Self
+
+from gradsurgeon.report.screen import Line, Style
+
+try:
+    import termios
+    import tty
+except ImportError:  # Windows: keys are not heard there before the end of a line
+    KEYS = False
+else:
+    KEYS = True
+
+# The alternate screen, without a cursor and without wrapping: a character that is wider than it seems
+# must not move all the lines below. What was on the terminal before comes back with LEAVE.
+ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
+LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
+_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[2K", "\x1b[J"
+_COLOURS: dict[Style, str] = {
+    "head": "\x1b[1m",
+    "bad": "\x1b[31m",
+    "warning": "\x1b[33m",
+    "faint": "\x1b[2m",
+}
+_PLAIN = "\x1b[0m"
+_LONGEST_WAIT = 0.5
+_SIGNALLED = 128  # as a shell reports the end by a signal
+
+
+def can_draw() -> bool:
+    """Return whether standard output is a terminal that lines can be drawn on in place."""
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+
+class Terminal:
+    """A context in which the terminal shows what is drawn; at its end it is as it was before."""
+
+    def __init__(self) -> None:
+        self._out = sys.stdout.fileno()
+        heard = KEYS and sys.stdin is not None and sys.stdin.isatty()
+        self._keys = sys.stdin.fileno() if heard else None
+        self._coloured = not os.environ.get("NO_COLOR")
+        self._mode: list[Any] = []
+        self._frame = ""
+        self._handlers: dict[int, Any] = {}
+
+    @property
+    def hears_keys(self) -> bool:
+        return self._keys is not None
+
+    def __enter__(self) -> Self:
+        sys.stdout.flush()
+        self._handle(signal.SIGTERM, _exit)
+        if KEYS:
+            self._handle(signal.SIGTSTP, self._suspend)
+        self._begin()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def draw(self, lines: Sequence[Line]) -> None:
+        """Show lines in the place of those before; no more than the terminal has, and no longer."""
+        drawn = "\r\n".join(_CLEAR_LINE + self._styled(line) for line in lines)
+        below = f"\r\n{_CLEAR_BELOW}" if len(lines) < size()[1] else ""
+        self._frame = f"{_HOME}{drawn}{below}"
+        self._write(self._frame)
+
+    def quits_within(self, seconds: float) -> bool:
+        """Wait; return whether somebody has pressed `q` meanwhile."""
+        end = time.monotonic() + seconds
+        while (rest := end - time.monotonic()) > 0:
+            # A signal that comes right before the wait does not end it, and is handled after it.
+            wait = min(rest, _LONGEST_WAIT)
+            if self._keys is None:
+                time.sleep(wait)
+            elif select.select([self._keys], [], [], wait)[0]:
+                pressed = os.read(self._keys, 1024)
+                if b"q" in pressed.lower():
+                    return True
+                if not pressed:  # the terminal is gone
+                    self._keys = None
+        return False
+
+    def _handle(self, number: int, handler: Any) -> None:
+        self._handlers[number] = signal.signal(number, handler)
+
+    def _begin(self) -> None:
+        if self._keys is not None:
+            self._mode = termios.tcgetattr(self._keys)
+            tty.setcbreak(self._keys, termios.TCSANOW)
+        self._write(ENTER)
+
+    def _end(self) -> None:
+        self._write(LEAVE)
+        if self._keys is not None:
+            termios.tcsetattr(self._keys, termios.TCSANOW, self._mode)
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """Give the terminal back while the process is stopped, as by Ctrl-Z."""
+        del number, frame
+        self._end()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._begin()
+        self._write(self._frame)
+
+    def _styled(self, line: Line) -> str:
+        colour = _COLOURS.get(line.style, "") if self._coloured else ""
+        return f"{colour}{line.text}{_PLAIN}" if colour else line.text
+
+    def _write(self, text: str) -> None:
+        # Not through `sys.stdout`: a handler of a signal may come in between.
+        rest = text.encode(sys.stdout.encoding or "ascii", "backslashreplace")
+        while rest:
+            rest = rest[os.write(self._out, rest) :]
+
+
+def size() -> tuple[int, int]:
+    """Return columns and rows of the terminal."""
+    return shutil.get_terminal_size((100, 24))
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    del frame
+    raise SystemExit(_SIGNALLED + number)

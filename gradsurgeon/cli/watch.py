@@ -1,0 +1,119 @@
+"""``gradsurgeon watch``: one screen about a run while it is being written. Never imports torch."""
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from gradsurgeon.cli import fail
+from gradsurgeon.cli.report import runs_inside
+from gradsurgeon.cli.terminal import Terminal, can_draw, size
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.planning.table import count
+from gradsurgeon.report.live import RUNNING, LiveRun, Snapshot
+from gradsurgeon.report.screen import ending, screen, status_line
+from gradsurgeon.store.layout import RUN_FILE
+
+# While a rank makes its file, and while a file is closed, it looks damaged for a moment.
+_RETRY_SECONDS = (0.1, 0.4)
+_WAIT_SECONDS = 1.0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.run)
+    if not arguments.wait and not _is_there(folder):
+        return fail(_why_not_there(folder))
+    try:
+        _wait_for(folder, arguments.every)
+        live = LiveRun(folder)
+        if arguments.once:
+            _print_screen(_read(live))
+        elif can_draw():
+            _watch_on_screen(live, arguments.every)
+        else:
+            _watch_in_lines(live, arguments.every)
+    except RecordError as error:
+        return fail(str(error))
+    return 0
+
+
+def _is_there(folder: Path) -> bool:
+    return os.path.exists(folder / RUN_FILE)  # noqa: PTH110 # `Path.exists` raises where it may not look
+
+
+def _why_not_there(folder: Path) -> str:
+    where = printable(str(folder))
+    if inside := sorted(runs_inside(folder)):
+        example = printable(shlex.quote(str(inside[0])))
+        return (
+            f"{where}: is no run itself, but holds {count(len(inside), 'run')} of other models or "
+            f"processes: watch one of them, such as `gradsurgeon watch {example}`"
+        )
+    return (
+        f"{where}: there is no run ({RUN_FILE}), which begins with the training: pass --wait to wait for "
+        "it, or the directory that `record=` or `--record` names"
+    )
+
+
+def _wait_for(folder: Path, every: float) -> None:
+    if not _is_there(folder):
+        text = f"waiting for a run in {printable(str(folder))}; Ctrl-C ends that"
+        print(f"gradsurgeon: {text}", file=sys.stderr, flush=True)
+    while not _is_there(folder):
+        time.sleep(min(every, _WAIT_SECONDS))
+
+
+def _read(live: LiveRun) -> Snapshot:
+    for seconds in _RETRY_SECONDS:
+        try:
+            return live.read()
+        except RecordError:
+            time.sleep(seconds)
+    return live.read()
+
+
+def _watch_on_screen(live: LiveRun, every: float) -> None:
+    with Terminal() as terminal:
+        keys = "q quits" if terminal.hears_keys else "Ctrl-C quits"
+
+        def show(snapshot: Snapshot) -> None:
+            terminal.draw(screen(snapshot, *size(), hint=f"{keys}; every {every:g} s"))
+
+        last = _follow(live, show, lambda: terminal.quits_within(every))
+    if last is not None:
+        _print_screen(last)
+        print(f"\n{ending(last)}")
+
+
+def _watch_in_lines(live: LiveRun, every: float) -> None:
+    def show(snapshot: Snapshot) -> None:
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {status_line(snapshot)}", flush=True)
+
+    def wait() -> bool:
+        time.sleep(every)
+        return False
+
+    if (last := _follow(live, show, wait)) is not None:
+        print(ending(last))
+
+
+def _follow(
+    live: LiveRun, show: Callable[[Snapshot], None], quits: Callable[[], bool]
+) -> Snapshot | None:
+    """Show the run again and again; return it as it was at its end, ``None`` where somebody quits."""
+    while True:
+        snapshot = _read(live)
+        # What else is to be made of a run while it goes on, such as a page, is made here of the same values.
+        show(snapshot)
+        if snapshot.state != RUNNING:
+            return snapshot
+        if quits():
+            return None
+
+
+def _print_screen(snapshot: Snapshot) -> None:
+    for line in screen(snapshot, size()[0]):
+        print(line.text)

@@ -1,0 +1,364 @@
+"""`gradsurgeon watch`: in a real pseudo-terminal, and where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from bounds import TIMEOUT
+from commands import WITHOUT_TORCH, call, environment
+from runs import another_process, meta, values, write
+
+from gradsurgeon import Event
+from gradsurgeon.store import Key
+from gradsurgeon.store.writer import RunWriter
+
+pytestmark = [pytest.mark.cover_children, pytest.mark.slow]
+
+ENTER = "\x1b[?1049h\x1b[?25l\x1b[?7l"
+LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
+LIMIT = TIMEOUT / 10
+KEY = Key("norms", "l2", "accumulated", ("w",))
+
+# Only what is in the session of a terminal gets its signals.
+IN_A_TERMINAL = f"""
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+{WITHOUT_TORCH}"""
+
+WRITES_FOR_EVER = """
+import sys, time
+from runs import KEY, meta, values
+from gradsurgeon.store.writer import RunWriter
+writer = RunWriter(sys.argv[1], meta=meta())
+print("ready", flush=True)
+for step in range(10**9):
+    writer.add(KEY, step, values(1.0, 2.0))
+    writer.commit()
+    time.sleep(0.01)
+"""
+
+
+class Watching:
+    """The command in a pseudo-terminal: what it writes there, and what is typed."""
+
+    def __init__(self, *arguments: str, cwd: pathlib.Path, before: str = "", **env: str) -> None:
+        self.master, self.slave = os.openpty()
+        self.resize(30, 90)
+        self.mode = self.modes()
+        self.text = ""
+        unset = {"COLUMNS", "LINES", "NO_COLOR"}
+        kept = {name: value for name, value in environment().items() if name not in unset}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", before + IN_A_TERMINAL, "watch", *arguments],
+            cwd=cwd,
+            env={**kept, "TERM": "xterm", "PYTHONIOENCODING": "utf-8", **env},
+            stdin=self.slave,
+            stdout=self.slave,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def modes(self) -> list[Any]:
+        return termios.tcgetattr(self.slave)
+
+    def resize(self, rows: int, columns: int) -> None:
+        termios.tcsetwinsize(self.slave, (rows, columns))
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def until(self, found: Callable[[str], object]) -> None:
+        """Read on until something is on the screen."""
+        end = time.monotonic() + LIMIT
+        while not found(self.text):
+            ready = select.select([self.master], [], [], end - time.monotonic())[0]
+            assert ready, self.text
+            self.text += os.read(self.master, 2**16).decode()
+
+    def ended(self) -> tuple[int, str]:
+        """Return exit code and standard error, once all that was written is read."""
+        end = time.monotonic() + LIMIT
+        while (running := self.process.poll() is None) or self._is_more():
+            assert time.monotonic() < end, self.text
+            if not running or self._is_more():
+                self.text += os.read(self.master, 2**16).decode()
+        assert self.process.stderr is not None
+        return self.process.wait(), self.process.stderr.read().decode()
+
+    def _is_more(self) -> bool:
+        return bool(select.select([self.master], [], [], 0.05)[0])
+
+    def frames(self) -> list[list[str]]:
+        """Return what each drawing has put on the screen, line by line."""
+        drawn = self.text.partition(LEAVE)[0].split("\x1b[H")[1:]
+        texts = [re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", one).rstrip() for one in drawn]
+        # The terminal itself puts one more carriage return before each line feed.
+        return [re.split("\r+\n", text) for text in texts]
+
+
+@pytest.fixture
+def watching(tmp_path: pathlib.Path) -> Iterator[Callable[..., Watching]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str, before: str = "", **env: str) -> Watching:
+            one = Watching(*arguments, cwd=tmp_path, before=before, **env)
+            stack.callback(one.process.communicate)
+            stack.callback(one.process.kill)
+            stack.callback(os.close, one.master)
+            stack.callback(os.close, one.slave)
+            return one
+
+        yield start
+
+
+@pytest.fixture
+def writer(tmp_path: pathlib.Path) -> Iterator[RunWriter]:
+    writer = write(tmp_path / "run", {"w": [1.0, 2.0, 3.0]})
+    writer.commit()
+    yield writer
+    writer.close()
+
+
+def is_restored(watched: Watching) -> None:
+    """Check that the terminal was left as it was, and that nothing was drawn after that."""
+    assert watched.text.startswith(ENTER)
+    assert watched.text.count(ENTER) == watched.text.count(LEAVE) == 1
+    assert "\x1b" not in watched.text.partition(LEAVE)[2]
+    assert watched.modes() == watched.mode
+
+
+class TestInATerminal:
+    def test_it_draws_follows_the_run_and_ends_with_it(
+        self, writer: RunWriter, watching: Callable[..., Watching]
+    ) -> None:
+        watched = watching("run", "--every", "0.2")
+        watched.until(lambda text: "step 2" in text)
+        assert not watched.modes()[3] & (termios.ECHO | termios.ICANON)
+        assert watched.modes()[3] & termios.ISIG
+        for step in range(3, 6):
+            writer.add(KEY, step, values(100.0 * step))
+            writer.event(Event("trap", "norms", step, 0, "w\x1b[2J", "bad\nvery"))
+            watched.until(lambda text, step=step: f"running, step {step}" in text)  # type: ignore[misc]
+        writer.close()
+        code, errors = watched.ended()
+        assert (code, errors) == (0, "")
+        is_restored(watched)
+        frames = watched.frames()
+        first, last = frames[0], frames[-1]
+        assert first[0] == "rules.yaml on Net: running, step 2"
+        assert first[2] == "events (0)"
+        assert first[-1] == "q quits; every 0.2 s"
+        assert last[0] == "rules.yaml on Net: finished, step 5"
+        assert last[2:6] == [
+            "events (3): trap 3",
+            *(f"  step {step}  trap  norms  w\\x1b[2J  bad" for step in (5, 4, 3)),
+        ]
+        assert any(line.startswith("total norm 500 at step 5  ") for line in last)
+        assert any(re.search(r" steps/s$", frame[0]) for frame in frames)
+        # The last screen stays on the terminal, and why it is the last one.
+        after = watched.text.partition(LEAVE)[2].rstrip().split("\r\n")
+        assert after == [*last[:-2], "", "the run has finished"]
+
+    def test_q_ends_it(self, writer: RunWriter, watching: Callable[..., Watching]) -> None:
+        watched = watching("run", "--every", "600")
+        watched.until(lambda text: "q quits" in text)
+        watched.type(b"x")
+        watched.type(b"q")
+        assert watched.ended() == (0, "")
+        is_restored(watched)
+        assert watched.text.endswith(LEAVE)
+
+    @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+    def test_signals_restore_the_terminal(
+        self, writer: RunWriter, watching: Callable[..., Watching], how: str
+    ) -> None:
+        watched = watching("run", "--every", "600")
+        watched.until(lambda text: "q quits" in text)
+        if how == "Ctrl-C":
+            watched.type(b"\x03")
+        else:
+            watched.process.send_signal(signal.SIGTERM)
+        assert watched.ended() == ({"Ctrl-C": 130, "SIGTERM": 143}[how], "")
+        is_restored(watched)
+        assert watched.text.endswith(LEAVE)
+
+    def test_a_signal_that_does_not_wake_it(
+        self, writer: RunWriter, watching: Callable[..., Watching]
+    ) -> None:
+        # One that comes right before it waits does not, nor one that another thread gets.
+        before = (
+            "import signal, threading, time\n"
+            "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n"
+            "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
+        )
+        watched = watching("run", "--every", "600", before=before)
+        watched.until(lambda text: "q quits" in text)
+        watched.process.send_signal(signal.SIGTERM)
+        assert watched.ended() == (143, "")
+        is_restored(watched)
+
+    def test_ctrl_z_gives_the_terminal_back_for_a_while(
+        self, writer: RunWriter, watching: Callable[..., Watching]
+    ) -> None:
+        watched = watching("run", "--every", "600")
+        watched.until(lambda text: "q quits" in text)
+        watched.type(b"\x1a")
+        os.waitpid(watched.process.pid, os.WUNTRACED)
+        watched.until(lambda text: text.endswith(LEAVE))
+        assert watched.modes() == watched.mode
+        watched.process.send_signal(signal.SIGCONT)
+        watched.until(lambda text: text.count("q quits") == 2)
+        assert watched.text.count(ENTER) == 2
+        watched.type(b"q")
+        assert watched.ended() == (0, "")
+        assert watched.text.endswith(LEAVE)
+        assert watched.modes() == watched.mode
+
+    def test_a_file_that_is_damaged_meanwhile(
+        self, writer: RunWriter, watching: Callable[..., Watching], tmp_path: pathlib.Path
+    ) -> None:
+        watched = watching("run", "--every", "0.2")
+        watched.until(lambda text: "q quits" in text)
+        (tmp_path / "run" / "run.json").write_text("{")
+        code, errors = watched.ended()
+        assert code == 2
+        assert errors.startswith("gradsurgeon: run/run.json: is damaged")
+        assert len(errors.splitlines()) == 1
+        is_restored(watched)
+        assert watched.text.endswith(LEAVE)
+
+    def test_it_fits_whatever_the_size(
+        self, tmp_path: pathlib.Path, watching: Callable[..., Watching]
+    ) -> None:
+        names = [f"model.layers.{number}.attention.query.weight" for number in range(40)]
+        writer = write(tmp_path / "run", {name: [1.0, 2.0] for name in names})
+        for step in range(20):
+            writer.event(Event("trap", "norms", step, 0, "w", "m" * 200))
+        watched = watching("run", "--every", "0.2")
+        # All there is are 21 lines, and 4 empty ones between its parts.
+        for rows, columns in ((24, 80), (50, 120), (10, 40), (3, 10)):
+            watched.until(lambda text: "events" in text)
+            watched.resize(rows, columns)
+            # One more drawing may have begun before.
+            before = len(watched.frames())
+            watched.until(lambda _: len(watched.frames()) > before + 2)  # noqa: B023 # called at once
+            frame = watched.frames()[-2]
+            assert len(frame) == {24: 21, 50: 25}.get(rows, rows)
+            assert max(map(len, frame)) <= columns
+            # What is below is cleared; with a line feed in the last row all of them would move.
+            drawn = watched.text.split("\x1b[H")[-2]
+            assert drawn.endswith("\n\x1b[J") is (len(frame) < rows)
+        writer.close()
+        watched.ended()
+
+    def test_colours(self, writer: RunWriter, watching: Callable[..., Watching]) -> None:
+        writer.event(Event("trap", "norms", 2, 0, "w", "bad"))
+        for env, coloured in (({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True)):
+            watched = watching("run", **env)
+            watched.until(lambda text: "q quits" in text)
+            watched.type(b"q")
+            watched.ended()
+            assert ("\x1b[31m  step 2  trap  norms  w  bad\x1b[0m" in watched.text) is coloured
+            assert (re.search(r"\x1b\[[0-9;]*m", watched.text) is not None) is coloured
+
+    def test_a_dumb_terminal_gets_lines(
+        self, writer: RunWriter, watching: Callable[..., Watching]
+    ) -> None:
+        watched = watching("run", "--every", "0.2", TERM="dumb")
+        watched.until(lambda text: text.count("\n") >= 2)
+        writer.close()
+        assert watched.ended() == (0, "")
+        assert "\x1b" not in watched.text
+        assert watched.text.endswith("the run has finished\r\n")
+
+
+class TestElsewhere:
+    def test_a_line_each_time_until_the_run_is_killed(self, tmp_path: pathlib.Path) -> None:
+        with another_process(WRITES_FOR_EVER, str(tmp_path / "run")) as process:
+            threading.Timer(3.0, process.kill).start()
+            done = call("watch", "run", "--every", "0.3", cwd=tmp_path, code=WITHOUT_TORCH)
+        assert (done.returncode, done.stderr) == (0, "")
+        *lines, last = done.stdout.splitlines()
+        assert last == "the run has stopped without being closed: the last second may be missing"
+        assert len(lines) >= 2
+        one = (
+            r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  step (\d+)(  [0-9.]+ steps/s)?  "
+            r"total norm 2.24  0 events"
+        )
+        found = [re.fullmatch(one, line) for line in lines]
+        steps = [int(match[1]) for match in found if match]
+        assert len(steps) == len(lines)
+        assert steps == sorted(steps)
+        assert steps[-1] > steps[0]
+        assert "steps/s" in lines[1]
+
+    def test_once(self, writer: RunWriter, tmp_path: pathlib.Path) -> None:
+        writer.event(Event("trap", "norms", 2, 0, "w", "bad"))
+        done = call("watch", "run", "--once", cwd=tmp_path, code=WITHOUT_TORCH)
+        assert (done.returncode, done.stderr) == (0, "")
+        lines = done.stdout.splitlines()
+        assert lines[0] == "rules.yaml on Net: running, step 2"
+        assert lines[2:4] == ["events (1): trap 1", "  step 2  trap  norms  w  bad"]
+        assert any(re.fullmatch(r"  w +▃▅▆ +3 +2 +3", line) for line in lines)
+
+    def test_it_waits_only_if_told_to(self, tmp_path: pathlib.Path) -> None:
+        done = call("watch", "run", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == (
+            "gradsurgeon: run: there is no run (run.json), which begins with the training: pass --wait to "
+            "wait for it, or the directory that `record=` or `--record` names\n"
+        )
+
+        def train() -> None:
+            writer = RunWriter(tmp_path / "run", meta=meta())
+            writer.add(KEY, 7, values(5.0))
+            writer.close()
+
+        late = threading.Timer(2.0, train)
+        late.start()
+        done = call("watch", "run", "--wait", "--every", "0.2", cwd=tmp_path)
+        late.join()
+        assert done.returncode == 0
+        assert done.stderr == "gradsurgeon: waiting for a run in run; Ctrl-C ends that\n"
+        assert re.search(r"step 7  total norm 5  0 events\nthe run has finished\n$", done.stdout)
+
+    def test_runs_inside_are_named(self, tmp_path: pathlib.Path) -> None:
+        write(tmp_path / "runs" / "first one", {"w": [1.0]}).close()
+        done = call("watch", "runs", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "holds 1 run of other models or processes" in done.stderr
+        assert "`gradsurgeon watch 'runs/first one'`" in done.stderr
+
+    def test_damaged_files(self, writer: RunWriter, tmp_path: pathlib.Path) -> None:
+        writer.close()
+        shutil.copytree(tmp_path / "run", tmp_path / "other")
+        (tmp_path / "other" / "rank-0.db").write_bytes(b"\x1b" * 1000)
+        for options in ((), ("--once",), ("--wait",)):
+            done = call("watch", "other", *options, cwd=tmp_path)
+            assert (done.returncode, done.stdout) == (2, "")
+            assert done.stderr.startswith("gradsurgeon: other/rank-0.db: cannot be read")
+
+    @pytest.mark.parametrize("every", ["0.1", "-1", "nan", "inf", "often"])
+    def test_odd_numbers_of_seconds(self, tmp_path: pathlib.Path, every: str) -> None:
+        done = call("watch", "run", f"--every={every}", cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"argument --every: {every!r} is no number of at least 0.2" in done.stderr
+
+    def test_blocks_that_cannot_be_shown(self, writer: RunWriter, tmp_path: pathlib.Path) -> None:
+        done = call("watch", "run", "--once", cwd=tmp_path, env={"PYTHONIOENCODING": "ascii"})
+        assert (done.returncode, done.stderr) == (0, "")
+        assert r"\u2583\u2585\u2586 " in done.stdout
