@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_import(explain)
     command("schema", "Print the JSON Schema of rule files, for editors.")
-    _add_run(command("report", "Show what a run looked like: norms, rules, events."))
+    _add_report(command("report", "Show what a run looked like: norms, rules, events."))
     _add_replay(
         command("replay", "Run a step again that a trap has stopped, and tell what went wrong.")
     )
@@ -113,6 +113,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory, still being written or not")
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="a run directory, still being written or not, or a folder of such",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write one page that needs no network instead: curves, a map of all norms, traps, rules; "
+        "several runs stand beside one another",
+    )
 
 
 def _add_replay(parser: argparse.ArgumentParser) -> None:

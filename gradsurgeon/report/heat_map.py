@@ -1,0 +1,206 @@
+"""The norms of all tensors over time, in as few numbers as a page can hold: the largest of every few steps.
+
+A spike of one step and a norm that is not finite survive that, however long the run.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from gradsurgeon.store.layout import CHUNK, Stored, unpack_absent
+from gradsurgeon.store.rank_file import Row, StoredSeries
+
+# A cell is the logarithm of a norm in steps of half a percent, which three digits of it need.
+LOWEST, STEP = -46.0, 0.002
+ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
+_MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
+# So many values are read as they are; of more the summaries are read.
+_MOST_VALUES = 20 * 2**20
+
+
+class Line(NamedTuple):
+    """A curve: at each step a value, or ``None`` where there is none."""
+
+    label: str
+    steps: list[int]
+    values: list[float | None]
+    # Of more than one step, the largest that is known of so many.
+    every: int = 1
+
+
+class HeatMap(NamedTuple):
+    """Cells by row and column, with the steps that each column stands for.
+
+    Attributes:
+        names: of the rows.
+        firsts: the first step of each column.
+        lasts: the last one that was recorded.
+        cells: row after row, as `code` makes them of the largest norm.
+        totals: the norm over all tensors of a series.
+    """
+
+    names: tuple[str, ...]
+    firsts: list[int]
+    lasts: list[int]
+    cells: array[int]
+    totals: list[Line]
+
+
+class _Group(NamedTuple):
+    """Successive rows of a series by the cells of their largest values."""
+
+    first: int
+    last: int
+    cells: array[int]
+
+
+def code(norm: float) -> int:
+    """Return a norm as a cell: larger norms have larger cells, and what is not finite the largest."""
+    if norm > 0:
+        if norm == math.inf:
+            return NONFINITE
+        return int((math.log10(norm) - LOWEST) / STEP + 0.5) + FIRST
+    return NONFINITE if math.isnan(norm) else ZERO
+
+
+def heat_map(
+    names: Sequence[str], series: Mapping[StoredSeries, Sequence[str]], *, totals: Iterable[str]
+) -> HeatMap:
+    """Return the norms of tensors.
+
+    Args:
+        names: of the rows, in their order.
+        series: what is shown, each with the names of the tensors that it is shown for.
+        totals: the tensors over which the whole norm is taken.
+    """
+    most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(names))))
+    grouped = {one: list(_groups(one, most)) for one in series}
+    firsts = sorted({group.first for groups in grouped.values() for group in groups})
+    per_column = -(-len(firsts) // most) or 1
+    firsts = firsts[::per_column]
+    lasts = list(firsts)
+    columns = len(firsts)
+    rows = {name: row for row, name in enumerate(names)}
+    cells = array("H", bytes(2 * len(names) * columns))
+    for one, groups in grouped.items():
+        places = [(rows[name] * columns, one.columns[name]) for name in series[one]]
+        for group in groups:
+            column = bisect_right(firsts, group.first) - 1
+            lasts[column] = max(lasts[column], group.last)
+            for row, place in places:
+                if (cell := group.cells[place]) > cells[row + column]:
+                    cells[row + column] = cell
+    counted = set(totals)
+    lines = [_total(one, counted & set(named), grouped[one], most) for one, named in series.items()]
+    return HeatMap(tuple(names), firsts, lasts, cells, [line for line in lines if line.steps])
+
+
+def _groups(series: StoredSeries, most: int) -> Iterator[_Group]:
+    """Yield the rows of a series in at most so many groups, or as their summaries lie in the file."""
+    width, length = len(series.key.names), len(series)
+    if length * width > _MOST_VALUES:
+        for chunk in series.summaries():
+            cells = map(_summarised, chunk.maxima, chunk.nonfinite, chunk.present)
+            yield _Group(chunk.first, chunk.last, array("H", cells))
+        return
+    stored = series.stored()
+    while rows := list(islice(stored, max(1, -(-length // most)))):
+        yield _Group(rows[0][0], rows[-1][0], _largest(rows, width))
+
+
+def _summarised(largest: float, nonfinite: int, present: int) -> int:
+    if not present:
+        return ABSENT
+    return NONFINITE if nonfinite else code(largest)
+
+
+def _largest(rows: Sequence[Stored], width: int) -> array[int]:
+    values = array("f", b"".join(floats for _, floats, _ in rows))
+    if len(rows) == 1:
+        cells = array("H", map(code, values))
+    else:
+        cells = array("H", (_largest_of(values[column::width]) for column in range(width)))
+    holes = [unpack_absent(bits) for _, _, bits in rows]
+    for column in frozenset().union(*holes):
+        there = [values[r * width + column] for r, hole in enumerate(holes) if column not in hole]
+        cells[column] = _largest_of(there) if there else ABSENT
+    return cells
+
+
+def _largest_of(values: Sequence[float]) -> int:
+    # In double precision the sum of float32 cannot overflow: it tells at once whether all are finite.
+    return code(max(values)) if math.isfinite(sum(values)) else NONFINITE
+
+
+def _total(series: StoredSeries, names: Iterable[str], groups: Sequence[_Group], most: int) -> Line:
+    """Return the norm over several tensors; of a long run the largest that is known of every few steps."""
+    columns = sorted(series.columns[name] for name in names)
+    line = Line(f"norm of all {len(columns):,} parameters", [], [])
+    if not columns:
+        return line
+    if len(series) * len(series.key.names) <= _MOST_VALUES:
+        for row in series.rows():
+            line.steps.append(row.step)
+            line.values.append(_whole(row, columns))
+        return _thinned(line, most)
+    for row, group in zip(series.sample(CHUNK), groups, strict=False):
+        largest = max(group.cells[column] for column in columns)
+        # The whole is no smaller than any part of it, and no more finite.
+        whole = _whole(row, columns)
+        least = None if largest == ABSENT else _norm_of(largest)
+        known = [value for value in (whole, least) if value is not None]
+        line.steps.append(group.first)
+        bad = [value for value in known if not math.isfinite(value)]
+        line.values.append(bad[0] if bad else max(known, default=None))
+    return _thinned(line._replace(every=CHUNK), most)
+
+
+def _whole(row: Row, columns: Sequence[int]) -> float | None:
+    values: Sequence[float] = row.values
+    if row.absent or len(columns) < len(values):
+        values = [row.values[column] for column in columns if column not in row.absent]
+    return math.hypot(*values) if values else None
+
+
+def _norm_of(cell: int) -> float:
+    if cell in (ZERO, NONFINITE):
+        return 0.0 if cell == ZERO else math.nan
+    return float(10 ** (LOWEST + (cell - FIRST) * STEP))
+
+
+def _thinned(line: Line, most: int) -> Line:
+    """Return a line with at most so many points, the largest of every few; one that is not finite stays."""
+    many = -(-len(line.steps) // most)
+    if many <= 1:
+        return line
+    steps, values = [], []
+    for start in range(0, len(line.steps), many):
+        part = [
+            (value, step)
+            for step, value in zip(
+                line.steps[start : start + many], line.values[start : start + many], strict=True
+            )
+            if value is not None
+        ]
+        bad = [pair for pair in part if not math.isfinite(pair[0])]
+        value, step = bad[0] if bad else max(part, default=(None, line.steps[start]))
+        steps.append(step)
+        values.append(value)
+    return Line(line.label, steps, values, line.every)
+
+
+def curve(label: str, series: StoredSeries, name: str) -> Line:
+    """Return what a series holds of one tensor, with at most as many points as a map has columns."""
+    every = -(-len(series) // _MOST_VALUES)
+    pairs = (
+        series.of(name)
+        if every <= 1
+        else [(row.step, row.values[series.columns[name]]) for row in series.sample(every)]
+    )
+    line = Line(label, [step for step, _ in pairs], [value for _, value in pairs], max(1, every))
+    return _thinned(line, _MOST_COLUMNS)
