@@ -15,8 +15,9 @@ from typing import NamedTuple
 from gradsurgeon.store.layout import CHUNK, Stored, unpack_absent
 from gradsurgeon.store.rank_file import Row, StoredSeries
 
-# A cell is the logarithm of a norm in steps of half a percent, which three digits of it need.
-LOWEST, STEP = -46.0, 0.002
+# A cell is the logarithm of a norm, in the smallest steps at which all norms of float32 fit: it is right
+# to two digits.
+LOWEST, STEP = -46.0, 0.0013
 ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
 _MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
 # So many values are read as they are; of more the summaries are read.

@@ -142,8 +142,8 @@ def _table(shown: Sequence[NormRow], columns: int, *, several: bool) -> Iterator
 
 
 def _spikiest(rows: Sequence[NormRow]) -> NormRow | None:
-    worst = max(rows, key=lambda row: row.times)
-    return worst if worst.times else None
+    worst = max(rows, key=lambda row: row.times, default=None)
+    return worst if worst is not None and worst.times else None
 
 
 def callouts(rows: Sequence[NormRow], noun: str) -> Iterator[str]:

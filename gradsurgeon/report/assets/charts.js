@@ -27,13 +27,14 @@ function number(value) {
   return typeof value === "string" ? Number(value) : value;
 }
 
-function shown(value) {
+/** Writes a number with so many digits: a cell of the map knows two for sure. */
+function shown(value, digits = 3) {
   const v = number(value);
   if (v === null || v === undefined) return "";
   if (!Number.isFinite(v)) return Number.isNaN(v) ? "NaN" : v > 0 ? "Inf" : "-Inf";
   if (v === 0) return "0";
   const size = Math.abs(v);
-  return size >= 1e5 || size < 1e-3 ? v.toExponential(2) : String(Number(v.toPrecision(3)));
+  return size >= 1e5 || size < 1e-3 ? v.toExponential(digits - 1) : String(Number(v.toPrecision(digits)));
 }
 
 const charts = new Set();
@@ -117,7 +118,7 @@ function chart(box, lines, { log = true, height = 220, events = [], label = "" }
     axes: [axis(), { ...axis(), size: 64, values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : shown(tick))) }],
     series: [
       { label: "step" },
-      ...lines.map((line, index) => ({ label: line.label, stroke: () => curveColour(index), width: 1.5, points: { show: columns[0].length < 3 }, value: (_, value) => shown(value) })),
+      ...lines.map((line, index) => ({ label: line.label, stroke: () => curveColour(index), width: 1.5, points: { show: columns[0].length < 3 }, value: (_, value) => shown(value, line.digits) })),
     ],
     cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
     hooks: { draw: [overlay(lines, events)] },

@@ -5,6 +5,7 @@ const ROW = 18;
 const SHOWN_AT_FIRST = 72;
 // So many orders of magnitude above the span a norm is a spike, and not noise.
 const FAR = 0.5;
+const CELL_DIGITS = 2;
 const { lowest, step: codeStep, absent, zero, first: firstCode, nonfinite } = data.cell;
 
 function normOf(code) {
@@ -172,7 +173,7 @@ class HeatMap {
     const context = strip.getContext("2d");
     for (let x = 0; x < 160; x++) { context.fillStyle = `rgb(${ramp(x / 159)})`; context.fillRect(x, 0, 1, 1); }
     const swatch = (name, text) => element("span", {}, element("span", { class: "swatch", style: `background: var(--${name})` }), text);
-    const [low, high, most] = [...this.span, this.most].map((code) => shown(10 ** (lowest + (code - firstCode) * codeStep)));
+    const [low, high, most] = [...this.span, this.most].map((code) => shown(10 ** (lowest + (code - firstCode) * codeStep), CELL_DIGITS));
     const above = this.most > this.span[1] + FAR / codeStep ? [element("span", {}, element("span", { class: "swatch", style: "background: linear-gradient(90deg, rgb(255, 150, 30), red)" }), `far above, up to ${most}`)] : [];
     return element("p", { class: "legend" }, element("span", {}, low), strip, element("span", {}, high), ...above, swatch("nonfinite", "not finite"), swatch("zero", "exactly 0"), "blank: no gradient");
   }
@@ -290,14 +291,14 @@ class HeatMap {
     const when = from === to ? `step ${from}` : `steps ${from} to ${to}`;
     const value = normOf(code);
     const many = from === to && node.row >= 0 ? "" : "largest ";
-    const what = value === null ? "no gradient" : Number.isNaN(value) ? "not finite" : `${many}norm ${shown(value)}`;
+    const what = value === null ? "no gradient" : Number.isNaN(value) ? "not finite" : `${many}norm ${shown(value, CELL_DIGITS)}`;
     this.reading.textContent = `${node.name}${node.row < 0 ? ` (${node.count})` : ""}, ${when}: ${what}`;
   }
 
   /** What is drawn of a row as a curve. */
   line(row) {
     const cells = this.cells.subarray(row * this.columns, (row + 1) * this.columns);
-    return { label: this.map.names[row], steps: this.map.firsts, values: Array.from(cells, (code) => normOf(code)) };
+    return { label: this.map.names[row], digits: CELL_DIGITS, steps: this.map.firsts, values: Array.from(cells, (code) => normOf(code)) };
   }
 }
 

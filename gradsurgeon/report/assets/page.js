@@ -95,7 +95,7 @@ async function norms(run, shownRun) {
   if (shownRun !== current) return;
   const span = spanOf(cells);
   part.append(element("h3", {}, "The worst as curves"), worst, element("h3", {}, `How the norms of all ${run.map.names.length} ${run.noun}s are spread`),
-    element("p", { class: "hint" }, `From ${shown(10 ** (lowest + (span[0] - firstCode) * codeStep))} at the bottom to ${shown(10 ** (lowest + (span[1] - firstCode) * codeStep))} at the top, by their logarithm; darker where more are.`),
+    element("p", { class: "hint" }, `From ${shown(normOf(Math.round(span[0])), CELL_DIGITS)} at the bottom to ${shown(normOf(Math.round(span[1])), CELL_DIGITS)} at the top, by their logarithm; darker where more are.`),
     element("div", { class: "density" }, density),
     element("h3", {}, "Map"),
     element("p", { class: "hint" }, `A row is a ${run.noun}, or a module with the largest norm in it; a column is ${run.map.firsts.some((step, index) => step !== run.map.lasts[index]) ? "a few steps, by their largest norm" : "a step"}. Click a module to unfold it, a ${run.noun} to draw it below.`));
