@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from gradsurgeon.store.layout import CHUNK, Stored, unpack_absent
+from gradsurgeon.store.layout import CHUNK, Stored, Summary, unpack_absent
 from gradsurgeon.store.rank_file import Row, StoredSeries
 
 # A cell is the logarithm of a norm, in the smallest steps at which all norms of float32 fit: it is right
@@ -82,42 +82,55 @@ def heat_map(
     most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(names))))
     grouped = {one: list(_groups(one, most)) for one in series}
     firsts = sorted({group.first for groups in grouped.values() for group in groups})
-    per_column = -(-len(firsts) // most) or 1
-    firsts = firsts[::per_column]
+    firsts = firsts[:: -(-len(firsts) // most) or 1]
     lasts = list(firsts)
     columns = len(firsts)
-    rows = {name: row for row, name in enumerate(names)}
-    cells = array("H", bytes(2 * len(names) * columns))
+    found = {name: array("H", bytes(2 * columns)) for name in names}
     for one, groups in grouped.items():
-        places = [(rows[name] * columns, one.columns[name]) for name in series[one]]
-        for group in groups:
-            column = bisect_right(firsts, group.first) - 1
+        places = [bisect_right(firsts, group.first) - 1 for group in groups]
+        for column, group in zip(places, groups, strict=True):
             lasts[column] = max(lasts[column], group.last)
-            for row, place in places:
-                if (cell := group.cells[place]) > cells[row + column]:
-                    cells[row + column] = cell
+        # The cells of one tensor lie at equal distances.
+        cells = array("H", b"".join(group.cells.tobytes() for group in groups))
+        for name in series[one]:
+            row, mine = found[name], cells[one.columns[name] :: len(one.key.names)]
+            for column, cell in zip(places, mine, strict=True):
+                row[column] = max(row[column], cell)
     counted = set(totals)
     lines = [_total(one, counted & set(named), grouped[one], most) for one, named in series.items()]
-    return HeatMap(tuple(names), firsts, lasts, cells, [line for line in lines if line.steps])
+    joined = array("H", b"".join(found[name].tobytes() for name in names))
+    return HeatMap(tuple(names), firsts, lasts, joined, [line for line in lines if line.steps])
 
 
 def _groups(series: StoredSeries, most: int) -> Iterator[_Group]:
-    """Yield the rows of a series in at most so many groups, or as their summaries lie in the file."""
+    """Yield the rows of a series in at most so many groups; of a long one by their summaries."""
     width, length = len(series.key.names), len(series)
     if length * width > _MOST_VALUES:
-        for chunk in series.summaries():
-            cells = map(_summarised, chunk.maxima, chunk.nonfinite, chunk.present)
-            yield _Group(chunk.first, chunk.last, array("H", cells))
+        summaries = series.summaries()
+        while chunks := list(islice(summaries, -(-length // (CHUNK * most)))):
+            yield _Group(chunks[0].first, chunks[-1].last, _summarised(chunks))
         return
     stored = series.stored()
     while rows := list(islice(stored, max(1, -(-length // most)))):
         yield _Group(rows[0][0], rows[-1][0], _largest(rows, width))
 
 
-def _summarised(largest: float, nonfinite: int, present: int) -> int:
-    if not present:
-        return ABSENT
-    return NONFINITE if nonfinite else code(largest)
+def _summarised(chunks: Sequence[Summary]) -> array[int]:
+    if all(all(chunk.present) and not any(chunk.nonfinite) for chunk in chunks):
+        maxima = [chunk.maxima for chunk in chunks]
+        largest = list(map(max, *maxima)) if len(maxima) > 1 else maxima[0]
+        if min(largest) > 0:
+            # All are there and finite, as nearly always.
+            cells = [int((math.log10(norm) - LOWEST) / STEP + 0.5) + FIRST for norm in largest]
+            return array("H", cells)
+    found = array("H", bytes(2 * len(chunks[0].maxima)))
+    for chunk in chunks:
+        for column, (norm, nonfinite, present) in enumerate(
+            zip(chunk.maxima, chunk.nonfinite, chunk.present, strict=True)
+        ):
+            if present:
+                found[column] = max(found[column], NONFINITE if nonfinite else code(norm))
+    return found
 
 
 def _largest(rows: Sequence[Stored], width: int) -> array[int]:
@@ -149,8 +162,11 @@ def _total(series: StoredSeries, names: Iterable[str], groups: Sequence[_Group],
             line.steps.append(row.step)
             line.values.append(_whole(row, columns))
         return _thinned(line, most)
-    for row, group in zip(series.sample(CHUNK), groups, strict=False):
-        largest = max(group.cells[column] for column in columns)
+    every = CHUNK * -(-len(series) // (CHUNK * most))
+    whole_row = len(columns) == len(series.key.names)
+    for row, group in zip(series.sample(every), groups, strict=False):
+        cells = group.cells
+        largest = max(cells if whole_row else [cells[column] for column in columns])
         # The whole is no smaller than any part of it, and no more finite.
         whole = _whole(row, columns)
         least = None if largest == ABSENT else _norm_of(largest)
@@ -158,7 +174,7 @@ def _total(series: StoredSeries, names: Iterable[str], groups: Sequence[_Group],
         line.steps.append(group.first)
         bad = [value for value in known if not math.isfinite(value)]
         line.values.append(bad[0] if bad else max(known, default=None))
-    return _thinned(line._replace(every=CHUNK), most)
+    return _thinned(line._replace(every=every), most)
 
 
 def _whole(row: Row, columns: Sequence[int]) -> float | None:

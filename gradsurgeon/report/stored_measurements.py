@@ -90,13 +90,16 @@ class _TensorSummary(NamedTuple):
     def spike(self) -> Spike | None:
         """Return the largest spike of the chunks whose norms are highest above the sample around them."""
         every = self.summary.every
+        # Where nothing is finite there is nothing to stand out from.
+        minima = [least if least == least else math.inf for least in self.minima]  # noqa: PLR0124 # NaN
+        beside = map(min, minima, [math.inf, *minima[:-1]], [*minima[1:], math.inf])
         promising = []
-        for chunk, largest in enumerate(self.maxima):
-            around = slice(max(0, (chunk - 1) * CHUNK // every), (chunk + 2) * CHUNK // every + 1)
-            near = _finite(self.sample[around])
-            least = min(_finite(self.minima[max(0, chunk - 1) : chunk + 2]), default=math.inf)
+        for chunk, (largest, least) in enumerate(zip(self.maxima, beside, strict=True)):
             # A spike stands out from something beside it.
-            if near and TIMES * least < largest < math.inf:
+            if not TIMES * least < largest < math.inf:
+                continue
+            around = slice(max(0, (chunk - 1) * CHUNK // every), (chunk + 2) * CHUNK // every + 1)
+            if near := _finite(self.sample[around]):
                 usual = median(near)
                 promising.append((largest / usual if usual > 0 else math.inf, chunk))
         return _largest(

@@ -40,9 +40,13 @@ def page(browser: Any) -> Iterator[Any]:
     """A tab that fails the test for whatever the page complains of, or asks for from elsewhere."""
     tab = browser.new_page(viewport={"width": 1200, "height": 900}, color_scheme="light")
     wrong: list[str] = []
-    # The tests themselves read pixels back, of which Chromium has an opinion.
-    said = lambda message: "getImageData" in message.text or wrong.append(message.text)  # noqa: E731
-    tab.on("console", said)
+
+    def say(text: str) -> None:
+        # The tests themselves read pixels back, of which Chromium has an opinion.
+        if "getImageData" not in text:
+            wrong.append(text)
+
+    tab.on("console", lambda message: say(message.text))
     tab.on("pageerror", lambda error: wrong.append(str(error)))
     asked: list[str] = []
     tab.on("request", lambda request: asked.append(request.url))
