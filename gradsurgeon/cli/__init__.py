@@ -121,7 +121,18 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
-    _add_run(parser)
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        metavar="RUN",
+        help="a run directory, still being written or not, or a folder of such",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write one page that needs no network instead: curves, a map of all norms, traps, rules; "
+        "several runs stand beside one another",
+    )
     parser.add_argument(
         "--format",
         choices=("text", "json", "github"),

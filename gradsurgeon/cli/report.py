@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from gradsurgeon.cli import fail
+from gradsurgeon.cli.page import write_page
 from gradsurgeon.errors import RecordError, did_you_mean, printable
 from gradsurgeon.events import Event, EventKind
 from gradsurgeon.planning.table import count, grid
@@ -24,7 +25,7 @@ _DEEPEST = 6
 
 
 class _Found(NamedTuple):
-    """The events of one run that `--fail-on` names; the path is empty for the run that was asked for."""
+    """The events of one run that `--fail-on` names; the path is empty where that one run was asked for."""
 
     path: str
     ranks: int
@@ -33,19 +34,23 @@ class _Found(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     kinds = [] if arguments.fail_on is None else _kinds(arguments.fail_on)
-    if reason := _why_unusable(kinds, arguments.format):
+    if reason := _why_unusable(kinds, arguments):
         return fail(reason)
-    folder = Path(arguments.run)
-    inside = sorted(runs_inside(folder))
-    is_run = (folder / RUN_FILE).exists() or not inside
+    folders = [Path(run) for run in arguments.runs]
+    found: list[_Found] = []
     try:
-        if arguments.format == "text":
-            _print_text(folder, inside, is_run=is_run)
-        elif arguments.format == "json":
-            _print_json(folder, inside, is_run=is_run)
-        found = list(_found([*([folder] if is_run else []), *inside], folder, kinds))
+        if arguments.html is not None:
+            _write_page(folders, Path(arguments.html))
+        for folder in folders:
+            inside = sorted(runs_inside(folder))
+            is_run = _is_run(folder) or not inside
+            if arguments.html is None:
+                _print(folder, inside, arguments.format, is_run=is_run)
+            found += _found([*([folder] if is_run else []), *inside], folders, kinds)
     except RecordError as error:
         return fail(str(error))
+    except OSError as error:
+        return fail(f"cannot write {printable(arguments.html)}: {error.strerror or error}")
     if arguments.format == "github":
         _print_annotations(found)
     # Otherwise what was found could overtake the report.
@@ -55,11 +60,39 @@ def run(arguments: argparse.Namespace) -> int:
     return int(bool(found))
 
 
+def _is_run(folder: Path) -> bool:
+    return (folder / RUN_FILE).exists()
+
+
+def _write_page(folders: Sequence[Path], place: Path) -> None:
+    runs = [
+        run
+        for folder in folders
+        for run in ([folder] if _is_run(folder) else sorted(runs_inside(folder)) or [folder])
+    ]
+    size = write_page(runs, place) / 2**20
+    print(
+        f"{printable(str(place))}: {count(len(runs), 'run')}, {size:.1f} MB; open it in a browser"
+    )
+
+
+def _print(folder: Path, inside: Sequence[Path], form: str, *, is_run: bool) -> None:
+    if form == "text":
+        _print_text(folder, inside, is_run=is_run)
+    elif form == "json":
+        _print_json(folder, inside, is_run=is_run)
+
+
 def _kinds(text: str) -> list[str]:
     return list(dict.fromkeys(kind.strip() for kind in text.split(",")))
 
 
-def _why_unusable(kinds: Sequence[str], form: str) -> str:
+def _why_unusable(kinds: Sequence[str], arguments: argparse.Namespace) -> str:
+    form = arguments.format
+    if form != "text" and arguments.html is not None:
+        return f"`--html` writes a page, and `--format {form}` prints: ask for one of them"
+    if form == "json" and len(arguments.runs) > 1:
+        return "`--format json` prints one object, of one run: ask for one at a time"
     known = get_args(EventKind)
     for kind in kinds:
         if kind not in known:
@@ -90,14 +123,14 @@ def _print_json(folder: Path, inside: Sequence[Path], *, is_run: bool) -> None:
         print(json_text({**to_dict(from_run(opened)), "inside": paths}, indent=2))
 
 
-def _found(places: Sequence[Path], folder: Path, kinds: Sequence[str]) -> Iterator[_Found]:
+def _found(places: Sequence[Path], asked: Sequence[Path], kinds: Sequence[str]) -> Iterator[_Found]:
     """Yield what runs have of some kinds of events, for those that have any."""
     for place in places if kinds else ():
         with open_run(place) as opened:
             events = [event for event in opened.events if event.kind in kinds]
             ranks = len(opened.ranks)
         if events:
-            yield _Found("" if place == folder else str(place), ranks, events)
+            yield _Found("" if [place] == [*asked] else str(place), ranks, events)
 
 
 def _summary(found: Sequence[_Found], kinds: Sequence[str]) -> Iterator[str]:

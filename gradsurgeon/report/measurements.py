@@ -12,7 +12,7 @@ from gradsurgeon.store import Key, RecordedSeries, Records, merged
 STAT = "l2"
 
 # Norms of one training differ from step to step by less than this, in its first steps above all.
-_TIMES = 10.0
+TIMES = 10.0
 # Of fewer steps nobody can say what is usual.
 _LEAST = 20
 # So many steps before and after are what a step is compared with: the norm of a whole training falls
@@ -104,7 +104,7 @@ def history_of(
         median=median(finite) if finite else math.nan,
         largest=max(finite, default=math.nan),
         # In a calm training nothing stands out even from the least of all.
-        spike=largest_spike(pairs) if finite and max(finite) > _TIMES * min(finite) else None,
+        spike=largest_spike(pairs) if finite and max(finite) > TIMES * min(finite) else None,
         last=pairs[-1][1],
         nonfinite=len(nonfinite),
         nonfinite_step=min(nonfinite, default=0),
@@ -115,7 +115,7 @@ def largest_spike(pairs: Sequence[tuple[int, float]]) -> Spike | None:
     finite = [pair for pair in pairs if math.isfinite(pair[1])]
     values = [value for _, value in finite]
     spike: Spike | None = None
-    largest = _TIMES
+    largest = TIMES
     # The first norm has nothing to stand out from: as often as not it is the beginning of a fall.
     for start in range(1, len(values) if len(values) >= _LEAST else 0, _NEAR):
         # What does not stand out from the least of its surroundings need not be compared further.

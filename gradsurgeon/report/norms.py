@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
 from gradsurgeon.errors import printable
@@ -18,6 +19,8 @@ _ROWS = 40
 _WORST_ROWS = 5  # kept for the worst of each sort, wherever in the model it is
 _MARK = "  <- spike"
 _NAMES = 4
+# Norms of the layers of one model lie within fewer orders of magnitude; of few layers none is unusual.
+_FAR, _LEAST_COMPARED = 1e4, 4
 # What the optimizer acted on is nearest to `accumulated`, the point all set-ups have in common.
 POINTS = ("accumulated", "step", "backward", "forward")
 
@@ -60,7 +63,7 @@ def norm_lines(
     yield f"  log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
     if measurements.sampled > 1:
         yield f"  median: that of one step in {measurements.sampled:,}; all else is of every step"
-    yield from _callouts(rows, noun)
+    yield from (f"  {text}" for text in callouts(rows, noun))
     having = {row.name for row in rows}  # a rule that never fired says so in its own row
     fired = [rules[rule] for rule in rules if rule in statuses and statuses[rule].fired]
     silent = {name for info in fired for name in info.logged} - having
@@ -71,7 +74,7 @@ def norm_lines(
 def norm_rows(
     measurements: Measurements, params: Sequence[str], rules: Sequence[str]
 ) -> list[NormRow]:
-    """Return one row for each tensor that has an l2 norm, parameters first, in the order of the model."""
+    """Return the norms of every tensor that has some, parameters first, in the order of the model."""
     keys = measurements.keys()
     names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
     return [row for name in names if (row := _row(measurements, name, rules)) is not None]
@@ -96,6 +99,19 @@ def _row(measurements: Measurements, name: str, order: Sequence[str]) -> NormRow
     if key is None:
         return None
     return NormRow(name, key.rule, key.point, measurements.history(name, key.rule, key.point))
+
+
+def worst_rows(rows: Sequence[NormRow], most: int) -> list[NormRow]:
+    """Return so many rows: what is not finite first, then the largest spikes, then the largest norms."""
+    return sorted(
+        rows,
+        key=lambda row: (
+            not row.history.nonfinite,
+            row.history.nonfinite_step,
+            -row.times,
+            -row.history.median,
+        ),
+    )[:most]
 
 
 def _selected(rows: Sequence[NormRow]) -> list[NormRow]:
@@ -130,25 +146,62 @@ def _table(shown: Sequence[NormRow], columns: int, *, several: bool) -> Iterator
 
 
 def _spikiest(rows: Sequence[NormRow]) -> NormRow | None:
-    worst = max(rows, key=lambda row: row.times)
-    return worst if worst.times else None
+    worst = max(rows, key=lambda row: row.times, default=None)
+    return worst if worst is not None and worst.times else None
 
 
-def _callouts(rows: Sequence[NormRow], noun: str) -> Iterator[str]:
+def callouts(rows: Sequence[NormRow], noun: str) -> Iterator[str]:
+    """Yield what stands out, a sentence each, with the numbers that say so."""
     zero = [r.name for r in rows if r.history.largest == 0 and not r.history.nonfinite]
     if zero:
         # Of the norm, because that of a gradient below 1e-23 is 0 as well in float32.
-        yield f"  norm always exactly 0: {_listed(zero)}"
+        yield f"norm always exactly 0: {_listed(zero)}"
     if nonfinite := [row for row in rows if row.history.nonfinite]:
         first = min(row.history.nonfinite_step for row in nonfinite)
         those = _listed([row.name for row in nonfinite if row.history.nonfinite_step == first])
-        yield f"  non-finite: {count(len(nonfinite), noun)}, first at step {first}: {those}"
+        yield f"non-finite: {count(len(nonfinite), noun)}, first at step {first}: {those}"
     if (worst := _spikiest(rows)) is not None and (spike := worst.history.spike) is not None:
         times = f"{spike.times:.3g}x" if math.isfinite(spike.times) else "far above"
         yield (
-            f"  largest spike: {printable(worst.name)}, {spike.value:.3g} at step {spike.step}, "
+            f"largest spike: {printable(worst.name)}, {spike.value:.3g} at step {spike.step}, "
             f"{times} the steps around it"
         )
+    yield from _vanishing_and_exploding(rows, noun)
+
+
+def _vanishing_and_exploding(rows: Sequence[NormRow], noun: str) -> Iterator[str]:
+    """Name what lies far from the others, and what has grown or shrunk far."""
+    usual = [row.history.median for row in rows if 0 < row.history.median < math.inf]
+    if len(usual) >= _LEAST_COMPARED:
+        middle = median(usual)
+        for word, far in (
+            ("vanishing", [r for r in rows if 0 < r.history.median * _FAR < middle]),
+            ("exploding", [r for r in rows if middle * _FAR < r.history.median < math.inf]),
+        ):
+            if far:
+                # The farthest is the evidence.
+                most = max(far, key=lambda row: abs(math.log(row.history.median / middle)))
+                yield (
+                    f"{word}: {_listed([row.name for row in far])}; the median norm of "
+                    f"{printable(most.name)} is {most.history.median:.3g}, and half of all {noun}s have "
+                    f"{'more' if word == 'vanishing' else 'less'} than {middle:.3g}"
+                )
+    for word, grown in (
+        ("has grown", [r for r in rows if _growth(r.history) > _FAR]),
+        ("has shrunk", [r for r in rows if 0 < _growth(r.history) * _FAR < 1]),
+    ):
+        if grown:
+            most = max(grown, key=lambda row: abs(math.log(_growth(row.history))))
+            yield (
+                f"{word} more than {_FAR:,.0f} times since it began: {_listed([r.name for r in grown])}; "
+                f"{printable(most.name)} from {most.history.first:.3g} to {most.history.last:.3g}"
+            )
+
+
+def _growth(history: NormHistory) -> float:
+    """Return how many times its first norm the last one is, 0 where that says nothing."""
+    ends = history.first, history.last
+    return ends[1] / ends[0] if all(0 < end < math.inf for end in ends) else 0.0
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count, grid
 
 _EVENTS = 20
+_RULE_COLUMNS = ("rule", "action", "matched", "fired", "changed", "last step", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +29,17 @@ def rule_lines(
     statuses: Mapping[str, RuleStatus],
     events: Sequence[Event] = (),
 ) -> Iterator[str]:
-    if not statuses:
-        return
-    rows = [("rule", "action", "matched", "fired", "changed", "last step", "")]
+    if statuses:
+        yield f"rules ({len(statuses)})"
+        rows = rule_rows(infos, statuses, events)
+        yield from grid([_RULE_COLUMNS, *rows], right=frozenset({2, 3, 4, 5}))
+
+
+def rule_rows(
+    infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus], events: Sequence[Event]
+) -> list[tuple[str, ...]]:
+    """Return what each rule did, as the cells of a table: id, action, matched, fired, changed, last step, remark."""
+    rows: list[tuple[str, ...]] = []
     for rule, status in statuses.items():
         info = infos.get(rule, RuleInfo("?"))
         fired, changed = f"{status.fired:,}", f"{100 * status.changed:.3g}%"
@@ -42,8 +51,7 @@ def rule_lines(
         remark = _remark(info, status, [e for e in events if (e.kind, e.rule) == ("trap", rule)])
         names = printable(rule), printable(info.action)
         rows.append((*names, f"{status.matched:,}", fired, changed, last, remark))
-    yield f"rules ({len(statuses)})"
-    yield from grid(rows, right=frozenset({2, 3, 4, 5}))
+    return rows
 
 
 def _remark(info: RuleInfo, status: RuleStatus, trips: Sequence[Event]) -> str:

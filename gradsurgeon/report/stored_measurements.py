@@ -8,7 +8,14 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from gradsurgeon.report.measurements import STAT, Measurements, NormHistory, Spike, largest_spike
+from gradsurgeon.report.measurements import (
+    STAT,
+    TIMES,
+    Measurements,
+    NormHistory,
+    Spike,
+    largest_spike,
+)
 from gradsurgeon.store import Key
 from gradsurgeon.store.layout import CHUNK
 from gradsurgeon.store.rank_file import StoredSeries
@@ -19,6 +26,8 @@ _SAMPLE_LEAST, _SAMPLE_MOST, _SAMPLE_VALUES = 64, 4096, 4 * 2**20
 
 # Chunks to search for a spike, of those that promise one most.
 _CHUNKS = 4
+# Rows beside a chunk that a spike at its edge is compared with.
+_MARGIN = 32
 
 
 class _SeriesSummary:
@@ -28,10 +37,12 @@ class _SeriesSummary:
         self.series = series
         self.width = len(series.key.names)
         self.steps: list[int] = []  # the first of each chunk
-        self._maxima, self._nonfinite, self._present = array("f"), array("H"), array("H")
+        self._maxima, self._minima = array("f"), array("f")
+        self._nonfinite, self._present = array("H"), array("H")
         for chunk in series.summaries():
             self.steps.append(chunk.first)
             self._maxima += chunk.maxima
+            self._minima += chunk.minima
             self._nonfinite += chunk.nonfinite
             self._present += chunk.present
         most = max(_SAMPLE_LEAST, min(_SAMPLE_MOST, _SAMPLE_VALUES // max(1, self.width)))
@@ -41,17 +52,28 @@ class _SeriesSummary:
             for column in row.absent:
                 row.values[column] = math.nan
             self._sample += row.values
+        length = len(series)
+        self._ends = [
+            row for place in (0, length - 1) for row in series.rows(max(0, place), place + 1)
+        ]
+
+    def end(self, column: int, place: int) -> float | None:
+        """Return what the first row (place 0) or the last one (place -1) has of a column."""
+        row = self._ends[place]
+        return None if column in row.absent else row.values[column]
 
     def has(self, name: str) -> bool:
         return any(self._present[self.series.columns[name] :: self.width])
 
     def tensor(self, name: str) -> _TensorSummary:
         column = slice(self.series.columns[name], None, self.width)
-        maxima, sample = (floats[column].tolist() for floats in (self._maxima, self._sample))
+        maxima, minima, sample = (
+            floats[column].tolist() for floats in (self._maxima, self._minima, self._sample)
+        )
         nonfinite, present = (
             counts[column].tolist() for counts in (self._nonfinite, self._present)
         )
-        return _TensorSummary(self, name, maxima, nonfinite, present, sample)
+        return _TensorSummary(self, name, maxima, minima, nonfinite, present, sample)
 
 
 class _TensorSummary(NamedTuple):
@@ -60,6 +82,7 @@ class _TensorSummary(NamedTuple):
     summary: _SeriesSummary
     name: str
     maxima: list[float]
+    minima: list[float]
     nonfinite: list[int]
     present: list[int]
     sample: list[float]
@@ -67,15 +90,20 @@ class _TensorSummary(NamedTuple):
     def spike(self) -> Spike | None:
         """Return the largest spike of the chunks whose norms are highest above the sample around them."""
         every = self.summary.every
+        # Where nothing is finite there is nothing to stand out from.
+        minima = [least if least == least else math.inf for least in self.minima]  # noqa: PLR0124 # NaN
+        beside = map(min, minima, [math.inf, *minima[:-1]], [*minima[1:], math.inf])
         promising = []
-        for chunk, largest in enumerate(self.maxima):
+        for chunk, (largest, least) in enumerate(zip(self.maxima, beside, strict=True)):
+            # A spike stands out from something beside it.
+            if not TIMES * least < largest < math.inf:
+                continue
             around = slice(max(0, (chunk - 1) * CHUNK // every), (chunk + 2) * CHUNK // every + 1)
-            near = _finite(self.sample[around])
-            if math.isfinite(largest) and largest > 0 and near:
+            if near := _finite(self.sample[around]):
                 usual = median(near)
                 promising.append((largest / usual if usual > 0 else math.inf, chunk))
         return _largest(
-            largest_spike(self.rows(max(0, chunk - 1), chunk + 2))
+            largest_spike(self.rows(chunk * CHUNK - _MARGIN, (chunk + 1) * CHUNK + _MARGIN))
             for _, chunk in sorted(promising, reverse=True)[:_CHUNKS]
         )
 
@@ -87,17 +115,20 @@ class _TensorSummary(NamedTuple):
             for step, largest, nonfinite, present in rows
         ]
 
-    def rows(self, chunk: int, stop: int) -> list[tuple[int, float]]:
-        return self.summary.series.between(self.name, chunk * CHUNK, stop * CHUNK)
+    def rows(self, start: int, stop: int) -> list[tuple[int, float]]:
+        return self.summary.series.between(self.name, max(0, start), stop)
 
     def end(self, place: int) -> float:
         """Return the first value (place 0) or the last one (place -1)."""
+        value = self.summary.end(self.summary.series.columns[self.name], place)
+        if value is not None:
+            return value
         chunk = [chunk for chunk, present in enumerate(self.present) if present][place]
-        return self.rows(chunk, chunk + 1)[place][1]
+        return self.rows(chunk * CHUNK, (chunk + 1) * CHUNK)[place][1]
 
     def first_nonfinite(self) -> int:
         chunk = next(chunk for chunk, many in enumerate(self.nonfinite) if many)
-        rows = self.rows(chunk, chunk + 1)
+        rows = self.rows(chunk * CHUNK, (chunk + 1) * CHUNK)
         return next((step for step, value in rows if not math.isfinite(value)), 0)
 
 

@@ -1,0 +1,223 @@
+"""The norms of all tensors over time, in as few numbers as a page can hold: the largest of every few steps.
+
+A spike of one step and a norm that is not finite survive that, however long the run.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+from gradsurgeon.store.layout import CHUNK, Stored, Summary, unpack_absent
+from gradsurgeon.store.rank_file import Row, StoredSeries
+
+# A cell is the logarithm of a norm, in the smallest steps at which all norms of float32 fit: it is right
+# to two digits.
+LOWEST, STEP = -46.0, 0.0013
+ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
+_MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
+# So many values are read as they are; of more the summaries are read.
+_MOST_VALUES = 20 * 2**20
+
+
+class Line(NamedTuple):
+    """A curve: at each step a value, or ``None`` where there is none."""
+
+    label: str
+    steps: list[int]
+    values: list[float | None]
+    # Of more than one step, the largest that is known of so many.
+    every: int = 1
+
+
+class HeatMap(NamedTuple):
+    """Cells by row and column, with the steps that each column stands for.
+
+    Attributes:
+        names: of the rows.
+        firsts: the first step of each column.
+        lasts: the last one that was recorded.
+        cells: row after row, as `code` makes them of the largest norm.
+        totals: the norm over all tensors of a series.
+    """
+
+    names: tuple[str, ...]
+    firsts: list[int]
+    lasts: list[int]
+    cells: array[int]
+    totals: list[Line]
+
+
+class _Group(NamedTuple):
+    """Successive rows of a series by the cells of their largest values."""
+
+    first: int
+    last: int
+    cells: array[int]
+
+
+def code(norm: float) -> int:
+    """Return a norm as a cell: larger norms have larger cells, and what is not finite the largest."""
+    if norm > 0:
+        if norm == math.inf:
+            return NONFINITE
+        return int((math.log10(norm) - LOWEST) / STEP + 0.5) + FIRST
+    return NONFINITE if math.isnan(norm) else ZERO
+
+
+def heat_map(
+    names: Sequence[str], series: Mapping[StoredSeries, Sequence[str]], *, totals: Iterable[str]
+) -> HeatMap:
+    """Return the norms of tensors.
+
+    Args:
+        names: of the rows, in their order.
+        series: what is shown, each with the names of the tensors that it is shown for.
+        totals: the tensors over which the whole norm is taken.
+    """
+    most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(names))))
+    grouped = {one: list(_groups(one, most)) for one in series}
+    firsts = sorted({group.first for groups in grouped.values() for group in groups})
+    firsts = firsts[:: -(-len(firsts) // most) or 1]
+    lasts = list(firsts)
+    columns = len(firsts)
+    found = {name: array("H", bytes(2 * columns)) for name in names}
+    for one, groups in grouped.items():
+        places = [bisect_right(firsts, group.first) - 1 for group in groups]
+        for column, group in zip(places, groups, strict=True):
+            lasts[column] = max(lasts[column], group.last)
+        # The cells of one tensor lie at equal distances.
+        cells = array("H", b"".join(group.cells.tobytes() for group in groups))
+        for name in series[one]:
+            row, mine = found[name], cells[one.columns[name] :: len(one.key.names)]
+            for column, cell in zip(places, mine, strict=True):
+                row[column] = max(row[column], cell)
+    counted = set(totals)
+    lines = [_total(one, counted & set(named), grouped[one], most) for one, named in series.items()]
+    joined = array("H", b"".join(found[name].tobytes() for name in names))
+    return HeatMap(tuple(names), firsts, lasts, joined, [line for line in lines if line.steps])
+
+
+def _groups(series: StoredSeries, most: int) -> Iterator[_Group]:
+    """Yield the rows of a series in at most so many groups; of a long one by their summaries."""
+    width, length = len(series.key.names), len(series)
+    if length * width > _MOST_VALUES:
+        summaries = series.summaries()
+        while chunks := list(islice(summaries, -(-length // (CHUNK * most)))):
+            yield _Group(chunks[0].first, chunks[-1].last, _summarised(chunks))
+        return
+    stored = series.stored()
+    while rows := list(islice(stored, max(1, -(-length // most)))):
+        yield _Group(rows[0][0], rows[-1][0], _largest(rows, width))
+
+
+def _summarised(chunks: Sequence[Summary]) -> array[int]:
+    if all(all(chunk.present) and not any(chunk.nonfinite) for chunk in chunks):
+        maxima = [chunk.maxima for chunk in chunks]
+        largest = list(map(max, *maxima)) if len(maxima) > 1 else maxima[0]
+        if min(largest) > 0:
+            # All are there and finite, as nearly always.
+            cells = [int((math.log10(norm) - LOWEST) / STEP + 0.5) + FIRST for norm in largest]
+            return array("H", cells)
+    found = array("H", bytes(2 * len(chunks[0].maxima)))
+    for chunk in chunks:
+        for column, (norm, nonfinite, present) in enumerate(
+            zip(chunk.maxima, chunk.nonfinite, chunk.present, strict=True)
+        ):
+            if present:
+                found[column] = max(found[column], NONFINITE if nonfinite else code(norm))
+    return found
+
+
+def _largest(rows: Sequence[Stored], width: int) -> array[int]:
+    values = array("f", b"".join(floats for _, floats, _ in rows))
+    if len(rows) == 1:
+        cells = array("H", map(code, values))
+    else:
+        cells = array("H", (_largest_of(values[column::width]) for column in range(width)))
+    holes = [unpack_absent(bits) for _, _, bits in rows]
+    for column in frozenset().union(*holes):
+        there = [values[r * width + column] for r, hole in enumerate(holes) if column not in hole]
+        cells[column] = _largest_of(there) if there else ABSENT
+    return cells
+
+
+def _largest_of(values: Sequence[float]) -> int:
+    # In double precision the sum of float32 cannot overflow: it tells at once whether all are finite.
+    return code(max(values)) if math.isfinite(sum(values)) else NONFINITE
+
+
+def _total(series: StoredSeries, names: Iterable[str], groups: Sequence[_Group], most: int) -> Line:
+    """Return the norm over several tensors; of a long run the largest that is known of every few steps."""
+    columns = sorted(series.columns[name] for name in names)
+    line = Line(f"norm of all {len(columns):,} parameters", [], [])
+    if not columns:
+        return line
+    if len(series) * len(series.key.names) <= _MOST_VALUES:
+        for row in series.rows():
+            line.steps.append(row.step)
+            line.values.append(_whole(row, columns))
+        return _thinned(line, most)
+    every = CHUNK * -(-len(series) // (CHUNK * most))
+    whole_row = len(columns) == len(series.key.names)
+    for row, group in zip(series.sample(every), groups, strict=False):
+        cells = group.cells
+        largest = max(cells if whole_row else [cells[column] for column in columns])
+        # The whole is no smaller than any part of it, and no more finite.
+        whole = _whole(row, columns)
+        least = None if largest == ABSENT else _norm_of(largest)
+        known = [value for value in (whole, least) if value is not None]
+        line.steps.append(group.first)
+        bad = [value for value in known if not math.isfinite(value)]
+        line.values.append(bad[0] if bad else max(known, default=None))
+    return _thinned(line._replace(every=every), most)
+
+
+def _whole(row: Row, columns: Sequence[int]) -> float | None:
+    values: Sequence[float] = row.values
+    if row.absent or len(columns) < len(values):
+        values = [row.values[column] for column in columns if column not in row.absent]
+    return math.hypot(*values) if values else None
+
+
+def _norm_of(cell: int) -> float:
+    if cell in (ZERO, NONFINITE):
+        return 0.0 if cell == ZERO else math.nan
+    return float(10 ** (LOWEST + (cell - FIRST) * STEP))
+
+
+def _thinned(line: Line, most: int) -> Line:
+    """Return a line with at most so many points, the largest of every few; one that is not finite stays."""
+    many = -(-len(line.steps) // most)
+    if many <= 1:
+        return line
+    steps, values = [], []
+    for start in range(0, len(line.steps), many):
+        part = [
+            (value, step)
+            for step, value in zip(
+                line.steps[start : start + many], line.values[start : start + many], strict=True
+            )
+            if value is not None
+        ]
+        bad = [pair for pair in part if not math.isfinite(pair[0])]
+        value, step = bad[0] if bad else max(part, default=(None, line.steps[start]))
+        steps.append(step)
+        values.append(value)
+    return Line(line.label, steps, values, line.every)
+
+
+def curve(label: str, series: StoredSeries, name: str) -> Line:
+    """Return what a series holds of one tensor, with at most as many points as a map has columns."""
+    every = -(-len(series) // _MOST_VALUES)
+    pairs = (
+        series.of(name)
+        if every <= 1
+        else [(row.step, row.values[series.columns[name]]) for row in series.sample(every)]
+    )
+    line = Line(label, [step for step, _ in pairs], [value for _, value in pairs], max(1, every))
+    return _thinned(line, _MOST_COLUMNS)

@@ -1,0 +1,171 @@
+"""The page of a run: what travels in it, and that nothing of a run is markup or a request."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from array import array
+from base64 import b64decode
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import call_here
+from runs import meta, values, write
+
+from gradsurgeon.events import Event, RuleStatus
+from gradsurgeon.report.heat_map import NONFINITE, code
+from gradsurgeon.report.web_page import BEGINNING, web_page
+from gradsurgeon.store import Key
+from gradsurgeon.store.run import open_run
+from gradsurgeon.store.writer import RunWriter
+
+HOSTILE = "</script><img src=x onerror=alert(1)>.weight"
+
+
+def _page(*paths: Path) -> tuple[str, dict[str, Any]]:
+    runs = [open_run(path) for path in paths]
+    page = web_page(runs)
+    for run in runs:
+        run.close()
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    return page, json.loads(data[1])
+
+
+def _cells(found: dict[str, Any]) -> list[int]:
+    raw = zlib.decompress(b64decode(found["cells"]))
+    half = len(raw) // 2
+    return [high << 8 | low for high, low in zip(raw[:half], raw[half:], strict=True)]
+
+
+def test_norms_losses_events_and_rules_travel_in_it(tmp_path: Path) -> None:
+    names = ("a.weight", "b.weight")
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(names))
+    losses = Key("losses", "mean", "forward", ("train/loss",))
+    for step in range(30):
+        bad = math.nan if step == 20 else 0.5
+        writer.add(Key("norms", "l2", "accumulated", names), step, values(bad, 12.0), frozenset())
+        writer.add(losses, step, values(3.0 - step / 10), frozenset())
+    writer.event(Event("trap", "no-nan", 20, 0, "a.weight", "step 20\nline two"))
+    writer.statuses({"norms": RuleStatus(2, 60, 0.0, 29)})
+    writer.close()
+    page, data = _page(tmp_path / "run")
+    assert page.startswith(BEGINNING)
+    (run,) = data["runs"]
+    assert run["title"] == "rules.yaml on Net"
+    assert run["map"]["names"] == list(names)
+    cells = _cells(run["map"])
+    assert cells[:30] == [NONFINITE if step == 20 else code(0.5) for step in range(30)]
+    assert cells[30:] == [code(12.0)] * 30
+    (loss,) = run["losses"]
+    assert (loss["label"], loss["values"][10]) == ("train/loss", 2.0)
+    (total,) = run["totals"]
+    assert total["values"][3] == pytest.approx(math.hypot(0.5, 12.0), rel=1e-5)
+    assert total["values"][20] == "NaN"
+    assert run["events"][0] == {
+        "kind": "trap",
+        "rule": "no-nan",
+        "step": 20,
+        "rank": 0,
+        "name": "a.weight",
+        "message": "step 20\nline two",
+    }
+    assert run["rules"][0][:4] == ["norms", "norm-log", "2", "60"]
+    assert run["files"] == [{"file": "rules.yaml", "text": "version: 1"}]
+    assert run["worst"][0]["name"] == "a.weight"
+    assert (run["worst"][0]["nonfinite"], run["worst"][0]["nonfinite_step"]) == (1, 20)
+    assert "non-finite: 1 parameter, first at step 20: a.weight" in run["callouts"]
+
+
+def test_a_tensor_that_is_far_below_the_others_is_called_out(tmp_path: Path) -> None:
+    histories = {f"{letter}.weight": [1.0] * 30 for letter in "abcde"}
+    histories |= {"first.weight": [1e-6] * 30, "grown.weight": [1e-3 * 2**n for n in range(30)]}
+    write(tmp_path / "run", histories).close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    assert (
+        "vanishing: first.weight; the median norm of first.weight is 1e-06, and half of all "
+        "parameters have more than 1"
+    ) in run["callouts"]
+    assert (
+        "has grown more than 10,000 times since it began: grown.weight; grown.weight from 0.001 to "
+        "5.37e+05"
+    ) in run["callouts"]
+
+
+def test_names_and_messages_are_never_markup(tmp_path: Path) -> None:
+    writer = write(tmp_path / "run", {HOSTILE: [1.0, 2.0]})
+    writer.event(Event("notice", "", 0, 0, HOSTILE, "<!-- <script>alert(1)</script>"))
+    writer.close()
+    page, data = _page(tmp_path / "run")
+    # As many as the page itself has, and none of the run's.
+    assert page.count("<script") == 2
+    assert page.count("<!--") == 1
+    assert "<img" not in page
+    assert data["runs"][0]["map"]["names"] == [HOSTILE]
+    assert data["runs"][0]["events"][0]["message"] == "<!-- <script>alert(1)</script>"
+
+
+def test_it_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
+    write(tmp_path / "run", {"a": [1.0]}).close()
+    page, _ = _page(tmp_path / "run")
+    assert "default-src 'none'" in page
+    assert not re.search(r"(src|href)\s*=|@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
+
+
+def test_events_beyond_some_hundreds_are_left_out_in_the_middle(tmp_path: Path) -> None:
+    writer = write(tmp_path / "run", {"a": [1.0]})
+    for step in range(1000):
+        writer.event(Event("notice", "", step, 0, "", f"event {step}"))
+    writer.close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    assert [event["step"] for event in run["events"]] == [*range(300), *range(700, 1000)]
+    assert run["left_out"] == 400
+
+
+def test_ranks_whose_gradients_differ_have_curves_of_their_own(tmp_path: Path) -> None:
+    norms = {0: 1.0, 1: 1.0, 2: 2.0}
+    writers = [write(tmp_path / "run", {"a": [n] * 3}, rank=rank) for rank, n in norms.items()]
+    for writer in writers:
+        writer.close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    assert [line["label"] for line in run["totals"]] == [
+        "norm of all 1 parameters",
+        "norm of all 1 parameters, rank 2",
+    ]
+
+
+def test_report_writes_the_page_of_several_runs_and_of_those_in_a_folder(tmp_path: Path) -> None:
+    for name in ("one", "folder/two", "folder/three"):
+        write(tmp_path / name, {"a": [1.0, 2.0]}).close()
+    place = tmp_path / "out.html"
+    folder = str(tmp_path / "folder")
+    done = call_here("report", str(tmp_path / "one"), folder, "--html", str(place), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{place}: 3 runs, ")
+    data = re.search(r'id="data">(.*?)</script>', place.read_text(encoding="utf-8"), re.DOTALL)
+    assert data is not None
+    folders = [run["folder"] for run in json.loads(data[1])["runs"]]
+    assert folders == [str(tmp_path / name) for name in ("one", "folder/three", "folder/two")]
+    # Its own page may be written over, nothing else.
+    again = call_here("report", str(tmp_path / "one"), "--html", str(place), cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    script = tmp_path / "train.py"
+    script.write_text("print()", encoding="utf-8")
+    refused = call_here("report", str(tmp_path / "one"), "--html", str(script), cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "is there already and is no page of `report`" in refused.stderr
+    assert script.read_text(encoding="utf-8") == "print()"
+
+
+def test_a_run_without_norms_has_a_page(tmp_path: Path) -> None:
+    write(tmp_path / "run", {"a": [1.0]}, stat="linf").close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    assert (run["map"]["names"], run["totals"], run["worst"]) == ([], [], [])
+
+
+def test_what_was_written_is_what_a_browser_unpacks() -> None:
+    # Little-endian pairs, apart by their high and low bytes.
+    assert array("H", [0x0102]).tobytes() == b"\x02\x01"
