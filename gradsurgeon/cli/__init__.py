@@ -163,6 +163,11 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait", action="store_true", help="where there is no run yet, wait until it begins"
     )
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write the page of `report --html` as well, anew every few seconds",
+    )
     parser.epilog = (
         "It ends with the run, or when you press q. Where standard output is no terminal, or TERM is "
         "`dumb`, it prints a line each time instead. NO_COLOR takes the colours away."

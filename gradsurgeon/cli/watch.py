@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradsurgeon.cli import fail
+from gradsurgeon.cli.page import write_page
 from gradsurgeon.cli.report import runs_inside
 from gradsurgeon.cli.terminal import Terminal, can_draw, size
 from gradsurgeon.errors import RecordError, printable
@@ -20,6 +21,8 @@ from gradsurgeon.store.layout import RUN_FILE
 # While a rank makes its file, and while a file is closed, it looks damaged for a moment.
 _RETRY_SECONDS = (0.1, 0.4)
 _WAIT_SECONDS = 1.0
+# A page is written anew after so many seconds at least, and so many times as long as it took to write.
+_PAGE_SECONDS, _PAGE_SHARE = 5.0, 20.0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,15 +32,39 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _wait_for(folder, arguments.every)
         live = LiveRun(folder)
+        page = None if arguments.html is None else _Page(folder, Path(arguments.html))
         if arguments.once:
-            _print_screen(_read(live))
+            snapshot = _read(live)
+            _print_screen(snapshot)
+            if page is not None:
+                page.update(snapshot)
         elif can_draw():
-            _watch_on_screen(live, arguments.every)
+            _watch_on_screen(live, page, arguments.every)
         else:
-            _watch_in_lines(live, arguments.every)
+            _watch_in_lines(live, page, arguments.every)
     except RecordError as error:
         return fail(str(error))
+    except OSError as error:
+        if arguments.html is None:
+            raise
+        return fail(f"cannot write {printable(arguments.html)}: {error.strerror or error}")
     return 0
+
+
+class _Page:
+    """Writes the page of a run anew, so seldom that it takes little time from the training."""
+
+    def __init__(self, folder: Path, place: Path) -> None:
+        self._folder, self._place = folder, place
+        self._next = 0.0
+
+    def update(self, snapshot: Snapshot) -> None:
+        begin = time.monotonic()
+        if snapshot.state == RUNNING and begin < self._next:
+            return
+        write_page([self._folder], self._place)
+        end = time.monotonic()
+        self._next = end + max(_PAGE_SECONDS, _PAGE_SHARE * (end - begin))
 
 
 def _is_there(folder: Path) -> bool:
@@ -75,20 +102,20 @@ def _read(live: LiveRun) -> Snapshot:
     return live.read()
 
 
-def _watch_on_screen(live: LiveRun, every: float) -> None:
+def _watch_on_screen(live: LiveRun, page: _Page | None, every: float) -> None:
     with Terminal() as terminal:
         keys = "q quits" if terminal.hears_keys else "Ctrl-C quits"
 
         def show(snapshot: Snapshot) -> None:
             terminal.draw(screen(snapshot, *size(), hint=f"{keys}; every {every:g} s"))
 
-        last = _follow(live, show, lambda: terminal.quits_within(every))
+        last = _follow(live, page, show, lambda: terminal.quits_within(every))
     if last is not None:
         _print_screen(last)
         print(f"\n{ending(last)}")
 
 
-def _watch_in_lines(live: LiveRun, every: float) -> None:
+def _watch_in_lines(live: LiveRun, page: _Page | None, every: float) -> None:
     def show(snapshot: Snapshot) -> None:
         print(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {status_line(snapshot)}", flush=True)
 
@@ -96,18 +123,22 @@ def _watch_in_lines(live: LiveRun, every: float) -> None:
         time.sleep(every)
         return False
 
-    if (last := _follow(live, show, wait)) is not None:
+    if (last := _follow(live, page, show, wait)) is not None:
         print(ending(last))
 
 
 def _follow(
-    live: LiveRun, show: Callable[[Snapshot], None], quits: Callable[[], bool]
+    live: LiveRun,
+    page: _Page | None,
+    show: Callable[[Snapshot], None],
+    quits: Callable[[], bool],
 ) -> Snapshot | None:
     """Show the run again and again; return it as it was at its end, ``None`` where somebody quits."""
     while True:
         snapshot = _read(live)
-        # What else is to be made of a run while it goes on, such as a page, is made here of the same values.
         show(snapshot)
+        if page is not None:
+            page.update(snapshot)
         if snapshot.state != RUNNING:
             return snapshot
         if quits():

@@ -8,6 +8,7 @@ import re
 import zlib
 from array import array
 from base64 import b64decode
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 from commands import call_here
 from runs import meta, values, write
 
+from gradsurgeon.cli import watch
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.report.heat_map import NONFINITE, code
+from gradsurgeon.report.live import LiveRun
 from gradsurgeon.report.web_page import BEGINNING, web_page
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
@@ -169,3 +172,45 @@ def test_a_run_without_norms_has_a_page(tmp_path: Path) -> None:
 def test_what_was_written_is_what_a_browser_unpacks() -> None:
     # Little-endian pairs, apart by their high and low bytes.
     assert array("H", [0x0102]).tobytes() == b"\x02\x01"
+
+
+def test_watch_writes_the_page_anew_until_the_run_ends(tmp_path: Path) -> None:
+    writer = write(tmp_path / "run", {"a": [1.0, 2.0]})
+    writer.commit()
+    place = tmp_path / "live.html"
+    once = call_here("watch", str(tmp_path / "run"), "--once", "--html", str(place), cwd=tmp_path)
+    assert once.returncode == 0, once.stderr
+    assert '"lasts":[0,1]' in place.read_text(encoding="utf-8")
+    writer.add(Key("norms", "l2", "accumulated", ("a",)), 2, values(3.0), frozenset())
+    writer.close()
+    ended = call_here("watch", str(tmp_path / "run"), "--html", str(place), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert '"lasts":[0,1,2]' in place.read_text(encoding="utf-8")
+    script = tmp_path / "train.py"
+    script.write_text("print()", encoding="utf-8")
+    refused = call_here("watch", str(tmp_path / "run"), "--html", str(script), cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "is no page of `report`" in refused.stderr
+
+
+def test_a_page_takes_a_small_share_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[float] = []
+    now = [100.0]
+
+    def write_slowly(runs: Sequence[Path], place: Path) -> int:
+        written.append(now[0])
+        now[0] += 2.0
+        return 0
+
+    monkeypatch.setattr(watch, "write_page", write_slowly)
+    monkeypatch.setattr("gradsurgeon.cli.watch.time.monotonic", lambda: now[0])
+    page = watch._Page(tmp_path, tmp_path / "page.html")
+    write(tmp_path / "run", {"a": [1.0]}).commit()
+    snapshot = LiveRun(tmp_path / "run").read()
+    for _ in range(100):
+        page.update(snapshot)
+        now[0] += 1.0
+    # Each takes 2 seconds, and the next one waits for 20 times as long.
+    assert written == [100.0, 142.0, 184.0]
