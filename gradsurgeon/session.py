@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 from itertools import islice
-from typing import Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from torch import Tensor
 
@@ -15,6 +16,9 @@ from gradsurgeon.planning import Module, Param, Plan
 from gradsurgeon.recording.recorder import CaptureKey
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.store import Logged, Lookup, RecordQueries
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # A notebook shows the last events; `events` has all of them.
 _EVENTS_SHOWN = 5
@@ -107,6 +111,58 @@ class Session(RecordQueries):
             hint = did_you_mean(rule, known) or f"there are: {', '.join(known) or 'none'}"
             raise KeyError(f"no capture rule {rule!r}; {hint}")
         return self._attachment.context.captures.of(rule)
+
+    def plot(
+        self,
+        kind: Literal["norms", "heatmap", "histogram", "features", "grad-cam"] = "norms",
+        *,
+        name: str | Sequence[str] | None = None,
+        rule: str | tuple[str, str] | None = None,
+        step: int | None = None,
+        call: int | tuple[int, int] | None = None,
+        sample: int = 0,
+        image: Tensor | None = None,
+    ) -> Figure:
+        """Draw what was recorded or captured. Needs matplotlib, opens no window, and waits for the device.
+
+        * ``"norms"`` (takes `name`, `rule`): l2 norms over the steps. Without `name` the norm of all parameters
+          together and the ten layers that went wrong: not finite first, then the largest spikes. A gap is a step
+          without a gradient, a cross at the top a norm that is not finite, a triangle at the bottom one
+          of 0. Traps, skipped steps and lost hooks are lines across.
+        * ``"heatmap"`` (`name`, `rule`): tensors x steps, the decimal logarithm of the l2 norm.
+        * ``"histogram"`` (`name`, `rule`, `step`, `call`): how the l2 norms of each step are distributed over the
+          tensors; with the `rule` of a `capture`, how the elements of what it kept are distributed.
+        * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of what a `capture` has
+          kept of a module, each scaled from its least to its largest element.
+        * ``"grad-cam"`` (the same and `image`): `report.grad_cam` of a module of which one `capture` keeps the
+          output and another one ``output.grad``, of one sample.
+
+        Of more than 1,000 steps several share a column: by the largest norm, and marked if one is not finite.
+
+        Args:
+            kind: the picture.
+            name: a name, or a pattern as in a rule file, or several; for tensors that were captured, of one.
+            rule: id of the rule; for ``"grad-cam"`` a pair, that of the outputs and that of the gradients.
+            step: number of the update; the last one of which a tensor was kept if not given.
+            call: which call of the module in that step, from 0. Without it ``"histogram"`` draws all of them and
+                ``"features"`` the last one; for ``"grad-cam"`` it must be given where there are several,
+                as a pair where the gradient has another number.
+            sample: which one of the batch, from 0.
+            image: what the model was given, of shape (C, H, W) or (N, C, H, W) with 1 or 3 channels: the map is
+                laid over it.
+
+        Returns:
+            A figure that a notebook shows as it is; ``figure.savefig("norms.png")`` writes it to a file.
+
+        Raises:
+            ValueError: no such picture, an option that it does not take, a tensor of another shape than
+                (N, C, H, W), or several to choose from.
+            KeyError: a name or pattern matches nothing, or no such `capture` rule.
+            RecordError: nothing to draw: the text says which rule to add.
+            GradSurgeonError: matplotlib is missing.
+        """
+        options = {"step": step, "call": call, "sample": sample or None, "image": image}
+        return self._draw(self, kind, name=name, rule=rule, **options)
 
     def _lookup(self) -> Lookup:
         records = self._attachment.records

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -63,6 +63,10 @@ class Measurements(ABC):
     def history(self, name: str, rule: str, point: str) -> NormHistory:
         """Return the l2 norms of one parameter, by a rule that has one."""
 
+    @abstractmethod
+    def series(self) -> Iterator[tuple[RecordedSeries, frozenset[int]]]:
+        """Yield every series, with its columns that another one has recorded as well."""
+
 
 class InMemory(Measurements):
     """The records of a session, or those of a run that fits into memory."""
@@ -71,6 +75,9 @@ class InMemory(Measurements):
         super().__init__(list(records))
         self._records = records
         self.dropped = records.dropped
+
+    def series(self) -> Iterator[tuple[RecordedSeries, frozenset[int]]]:
+        return ((series, frozenset()) for series in self._records)
 
     def keys_of(self, name: str) -> list[Key]:
         return [series.key for series in self._records.series(name, STAT) if series.last(name)]

@@ -22,7 +22,7 @@ _NAMES = 4
 _POINTS = ("accumulated", "step", "backward", "forward")
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     name: str
     rule: str
     point: str
@@ -43,9 +43,7 @@ def norm_lines(
     columns: int,
 ) -> Iterator[str]:
     keys = measurements.keys()
-    names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
-    order = list(rules)
-    rows = [row for name in names if (row := _row(measurements, name, order)) is not None]
+    rows = norm_rows(measurements, params, rules)
     if not rows:
         recorded = printable(", ".join(sorted({key.stat for key in keys})))
         yield f"norms: no l2 recorded; recorded: {recorded or 'nothing'}"
@@ -55,7 +53,7 @@ def norm_lines(
     yield f"norms (l2) of {count(len(rows), noun)}, recorded by {_named(sources)}"
     if others := _named({(key.rule, key.point) for key in keys if key.stat == STAT} - set(sources)):
         yield f"  recorded as well, not shown: {others}"
-    shown = _selected(rows)
+    shown = selected(rows)
     yield from _table(shown, columns, several=len(sources) > 1)
     if len(shown) < len(rows):
         yield f"  ... and {len(rows) - len(shown):,} more; the worst are shown"
@@ -76,18 +74,35 @@ def _named(sources: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def _row(measurements: Measurements, name: str, order: Sequence[str]) -> _Row | None:
+def shown_keys(
+    measurements: Measurements, params: Sequence[str], order: Sequence[str], rule: str | None = None
+) -> dict[str, Key]:
+    """Return by name, in the order of the model, which of its records is shown: of one rule, or of all."""
+
     def preference(key: Key) -> tuple[int, int]:
         points, rules = [*_POINTS, key.point], [*order, key.rule]
         return points.index(key.point), rules.index(key.rule)
 
-    key = min(measurements.keys_of(name), key=preference, default=None)
-    if key is None:
-        return None
-    return _Row(name, key.rule, key.point, measurements.history(name, key.rule, key.point))
+    keys = measurements.keys()
+    names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
+    found = {}
+    for name in names:
+        candidates = [key for key in measurements.keys_of(name) if rule in (None, key.rule)]
+        if candidates:
+            found[name] = min(candidates, key=preference)
+    return found
 
 
-def _selected(rows: Sequence[_Row]) -> list[_Row]:
+def norm_rows(
+    measurements: Measurements, params: Sequence[str], rules: Iterable[str], rule: str | None = None
+) -> list[Row]:
+    return [
+        Row(name, key.rule, key.point, measurements.history(name, key.rule, key.point))
+        for name, key in shown_keys(measurements, params, list(rules), rule).items()
+    ]
+
+
+def selected(rows: Sequence[Row]) -> list[Row]:
     by_spike = sorted(rows, key=lambda row: -row.times)
     # Of two sorts of worst: many non-finite rows must not crowd out the spike before them.
     nonfinite = [row for row in by_spike if row.history.nonfinite]
@@ -97,7 +112,7 @@ def _selected(rows: Sequence[_Row]) -> list[_Row]:
     return [row for row in rows if row.name in names]
 
 
-def _table(shown: Sequence[_Row], columns: int, *, several: bool) -> Iterator[str]:
+def _table(shown: Sequence[Row], columns: int, *, several: bool) -> Iterator[str]:
     head = ["parameter", "history", "first", "median", "max", "last", "non-finite", "rule"]
     table = [head if several else head[:-1]]
     for row in shown:
@@ -118,12 +133,12 @@ def _table(shown: Sequence[_Row], columns: int, *, several: bool) -> Iterator[st
         yield line + mark
 
 
-def _spikiest(rows: Sequence[_Row]) -> _Row | None:
+def _spikiest(rows: Sequence[Row]) -> Row | None:
     worst = max(rows, key=lambda row: row.times)
     return worst if worst.times else None
 
 
-def _callouts(rows: Sequence[_Row], noun: str) -> Iterator[str]:
+def _callouts(rows: Sequence[Row], noun: str) -> Iterator[str]:
     zero = [r.name for r in rows if r.history.largest == 0 and not r.history.nonfinite]
     if zero:
         # Of the norm, because that of a gradient below 1e-23 is 0 as well in float32.

@@ -23,10 +23,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     cells = min(width, len(values))
     edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
     tops = [_top(values[start:stop]) for start, stop in pairwise(edges)]
-    logs = [math.log10(top) for top in tops if top is not None and 0 < top < math.inf]
-    low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
-    low = max(low, high - _DECADES_MOST)
-    middle, span = (low + high) / 2, max(high - low, _DECADES_LEAST)
+    low, high = decades([math.log10(top) for top in tops if top is not None and 0 < top < math.inf])
 
     def draw(top: float | None) -> str:
         if top is None:
@@ -35,10 +32,18 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
             return NONFINITE
         if top <= 0:
             return ZERO
-        share = (math.log10(top) - middle) / span + 0.5
+        share = (math.log10(top) - low) / (high - low)
         return BLOCKS[max(0, min(len(BLOCKS) - 1, int(share * len(BLOCKS))))]
 
     return "".join(map(draw, tops))
+
+
+def decades(logs: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of an axis for decimal logarithms."""
+    low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
+    low = max(low, high - _DECADES_MOST)
+    room = max(0.0, _DECADES_LEAST - (high - low)) / 2
+    return low - room, high + room
 
 
 def _top(values: Sequence[float | None]) -> float | None:

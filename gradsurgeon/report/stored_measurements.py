@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from gradsurgeon.report.measurements import STAT, Measurements, NormHistory, Spi
 from gradsurgeon.store import Key
 from gradsurgeon.store.layout import CHUNK
 from gradsurgeon.store.rank_file import StoredSeries
-from gradsurgeon.store.run import Run
+from gradsurgeon.store.run import Run, of_lowest_ranks
 
 # Rows for the median: enough for three digits of it, and few enough for 16 MB.
 _SAMPLE_LEAST, _SAMPLE_MOST, _SAMPLE_VALUES = 64, 4096, 4 * 2**20
@@ -113,6 +113,9 @@ class OnDisk(Measurements):
         super().__init__(list(run.lowest()))
         self._run = run
         self._summaries: dict[StoredSeries, _SeriesSummary] = {}
+
+    def series(self) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
+        return of_lowest_ranks(self._run)
 
     def keys_of(self, name: str) -> list[Key]:
         return [summary.series.key for summary in self._of(name)]

@@ -168,7 +168,7 @@ class StoredSeries:
         return tuple(row.step for start in (0, last) for row in self.rows(start, start + 1))
 
     def rows(self, start: int = 0, stop: int | None = None) -> Iterator[Row]:
-        for step, values, absent in self._stored(start, stop):
+        for step, values, absent in self.stored(start, stop):
             yield Row(step, array("f", values), layout.unpack_absent(absent))
 
     def sample(self, every: int) -> Iterator[Row]:
@@ -176,7 +176,7 @@ class StoredSeries:
         for number in range(0, len(self), every):
             yield from self.rows(number, number + 1)
 
-    def _stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
+    def stored(self, start: int = 0, stop: int | None = None) -> Iterator[Stored]:
         bits = layout.absent_size(self._width)
         end = len(self) if stop is None else stop
         for first in range(start, end, self._batch):
@@ -244,6 +244,6 @@ class StoredSeries:
                 numbers = [array(kind, blob) for kind, blob in zip("ffHH", blobs, strict=True)]
                 yield Summary(first, last, *numbers)
                 done += 1
-        stored = self._stored(done * CHUNK)
+        stored = self.stored(done * CHUNK)
         while rest := list(islice(stored, CHUNK)):
             yield layout.summarise(rest, self._width)
