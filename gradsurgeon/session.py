@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal, Self
 
 from torch import Tensor
 
+from gradsurgeon import _html
 from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus
@@ -220,21 +220,41 @@ class Session(RecordQueries):
         )
 
     def _repr_html_(self) -> str:
-        statuses, rules = self._statuses(), self.plan.rules.rules
-        lines = [
-            *repr(self).splitlines(),
-            *(
-                f"  {rule.id} ({rule.action}): matched {of.matched}, fired {of.fired:,}, changed {of.changed:.0%}"
-                for rule in rules
-                for of in (statuses[rule.id],)
-            ),
-            *(
-                f"  step {event.step}, {event.kind} {event.rule}: {event.message.partition(chr(10))[0]}"
-                for event in self._attachment.events[-_EVENTS_SHOWN:]
-            ),
+        head, *state = repr(self).splitlines()
+        statuses = self._statuses()
+        rules = [
+            (
+                rule.id,
+                rule.action,
+                f"{of.matched:,}",
+                f"{of.fired:,}",
+                f"{of.changed:.0%}" if rule.role in ("edit", "freeze") else "-",
+                "-" if of.last_step is None else of.last_step,
+            )
+            for rule in self.plan.rules.rules
+            for of in (statuses[rule.id],)
         ]
-        shown = "\n".join(map(printable, lines))
-        return f"<pre>{escape(shown)}</pre>"
+        events = [
+            (event.step, event.kind, event.rule, event.name, event.message.partition("\n")[0])
+            for event in self._attachment.events[-_EVENTS_SHOWN:]
+        ]
+        calls = map(
+            _html.code,
+            ("print(session.plan)", "gradsurgeon.report.summary(session)", "session.plot()"),
+        )
+        return _html.page(
+            _html.element("p", _html.bold(head), "\n", "\n".join(line.strip() for line in state)),
+            _html.table(
+                ("rule", "action", "matched", "fired", "changed", "last step"),
+                rules,
+                right={2, 3, 4, 5},
+            ),
+            events
+            and _html.table(("step", "last events", "rule", "name", "message"), events, right={0}),
+            _html.element(
+                "p", "to see more: ", *chain.from_iterable((" ", call) for call in calls)
+            ),
+        )
 
     def _statuses(self) -> dict[str, RuleStatus]:
         # A debugger that shows a session must not make the training wait for it.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count
+from gradsurgeon.report import notebook
 from gradsurgeon.report.measurements import InMemory, Measurements
 from gradsurgeon.report.norms import norm_lines
 from gradsurgeon.report.rules_and_events import RuleInfo, by_kind, event_lines, rule_lines
@@ -49,7 +49,7 @@ class Report:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(self.text(width=_COLUMNS))}</pre>"
+        return notebook.page(self, self._header())
 
     def text(self, *, width: int | None = None) -> str:
         """Return the whole report.

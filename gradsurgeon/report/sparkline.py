@@ -20,9 +20,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     Each character stands for a run of steps by its largest value, so that a spike of one step
     survives; a single non-finite one marks the whole run.
     """
-    cells = min(width, len(values))
-    edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
-    tops = [_top(values[start:stop]) for start, stop in pairwise(edges)]
+    tops = largest(values, width)
     low, high = decades([math.log10(top) for top in tops if top is not None and 0 < top < math.inf])
 
     def draw(top: float | None) -> str:
@@ -36,6 +34,13 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
         return BLOCKS[max(0, min(len(BLOCKS) - 1, int(share * len(BLOCKS))))]
 
     return "".join(map(draw, tops))
+
+
+def largest(values: Sequence[float | None], most: int) -> list[float | None]:
+    """Return at most so many values, each the largest of a run of steps; NaN where one is not finite."""
+    cells = min(most, len(values))
+    edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
+    return [_top(values[start:stop]) for start, stop in pairwise(edges)]
 
 
 def decades(logs: Sequence[float]) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -101,6 +102,20 @@ def test_grad_cam_is_that_of_the_paper(model: Net, session: Session, category: i
         np.testing.assert_allclose(image(figure), expected[sample], rtol=1e-5, atol=1e-8)
         assert title(figure).startswith(f"Grad-CAM of conv2, step 0, sample {sample}")
     assert expected.any() or category  # at least one map is none of zeros
+
+
+def test_the_guide_draws_a_grad_cam(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = pathlib.Path(__file__).parents[2] / "rules" / "README.md"
+    pictures = guide.read_text(encoding="utf-8").partition("\n## Pictures\n")[2]
+    rules, code = (
+        pictures.split(f"```{language}\n")[1].split("```")[0] for language in ("yaml", "python")
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cam.yaml").write_text(rules.replace("layer4", "conv2"), encoding="utf-8")
+    exec(code, {"gradsurgeon": gradsurgeon, "model": Net(), "image": IMAGES, "category": 1})
+    assert (tmp_path / "cam.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_grad_cam_is_laid_over_the_image(model: Net, session: Session) -> None:
