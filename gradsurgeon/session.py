@@ -137,7 +137,7 @@ class Session(RecordQueries):
         * ``"grad-cam"`` (the same and `image`): `report.grad_cam` of a module of which one `capture` keeps the
           output and another one ``output.grad``, of one sample.
 
-        Of more than 1,000 steps several share a column: by the largest norm, and marked if one is not finite.
+        Of more than 800 steps several share a column: by the largest norm, and marked if one is not finite.
 
         Args:
             kind: the picture.

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from gradsurgeon.report.measurements import STAT, Measurements
 from gradsurgeon.store import Key, RecordedSeries
 
-# As many as a picture has pixels: what is drawn between two pixels is lost.
-COLUMNS = 1000
+# Fewer than a picture has pixels, beside the longest names: what falls between two pixels is lost.
+COLUMNS = 800
 # Values read at a time, and rows that are asked for how far apart steps are.
 _BLOCK, _ASKED = 2**20, 1000
 # What float32 can hold, in fifths of a decade.

@@ -85,7 +85,10 @@ def heatmap(source: RecordQueries, *, name: Name | None = None, rule: str | None
     over_time = recorded.over_time
     largest, columns = over_time.largest(), over_time.columns
     rows = len(over_time.names)
-    figure = Picture(13, min(20.0, max(3.0, 1.4 + 0.18 * rows)))
+    names = list(map(plain, over_time.names))
+    # At least a pixel for each column, beside the names, and for each row: a single cell could be lost.
+    height = max(3.6, min(20.0, 1.4 + 0.18 * rows), min(600.0, 1.4 + 0.012 * rows))
+    figure = Picture(11 + 0.06 * max(map(len, names)), height)
     axes = figure.subplots()
     with np.errstate(divide="ignore"):
         logs = np.log10(largest.values)
@@ -102,12 +105,11 @@ def heatmap(source: RecordQueries, *, name: Name | None = None, rule: str | None
     special = np.where(largest.nonfinite > 0, 1.0, np.where(largest.values == 0, 0.0, np.nan))
     colours = ListedColormap([ZERO, NONFINITE])
     axes.imshow(np.ma.masked_invalid(special), vmin=0, vmax=1, cmap=colours, **place)
-    bar = figure.colorbar(
-        image, ax=axes, pad=0.01, extend="min" if finite.min(initial=low) < low else "neither"
-    )
-    bar.set_label(f"log10 of the l2 norm at {_points(recorded.keys.values())}")
+    below = "min" if finite.min(initial=low) < low else "neither"
+    bar = figure.colorbar(image, ax=axes, pad=0.01, fraction=0.02, extend=below)
+    bar.set_label(f"log10 of the l2 norm at {_points(recorded.keys.values())}", fontsize=9)
     every = -(-rows // _NAMED)
-    axes.set_yticks(range(0, rows, every), list(map(plain, over_time.names[::every])), fontsize=7)
+    axes.set_yticks(range(0, rows, every), names[::every], fontsize=7)
     _dress(axes, columns, recorded.report)
     kinds = ((1.0, NONFINITE, "non-finite"), (0.0, ZERO, "norm 0"))
     marks = [Patch(color=colour, label=text) for kind, colour, text in kinds if kind in special]
@@ -249,7 +251,7 @@ def _dress(
     """Write the title, and what a column stands for that is no single step."""
     several = columns.width // columns.every
     axes.set_xlabel(f"step ({stands_for.format(f'{several:,}')})" if several > 1 else "step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     title = f"l2 norms: {plain(report.title)}"
     if report.records.dropped:
         title += " (the oldest records have made room)"

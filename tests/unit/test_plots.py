@@ -240,22 +240,31 @@ def test_one_step_of_many_survives(recorded: Opened, somewhere: int) -> None:
     histories["spiky"][somewhere], histories["broken"][somewhere] = 1e6, NAN
     run = recorded(histories)
     figure = run.plot()
-    drawn, width = lines(figure), steps // COLUMNS
-    at = somewhere // width
-    expected = [1.0] * COLUMNS
+    width, columns = 38, 790  # of 800 columns at most
+    drawn, at = lines(figure), somewhere // width
+    expected = [1.0] * columns
     expected[at] = 1e6
-    assert drawn["spiky"] == ([width * column for column in range(COLUMNS)], expected)
-    assert drawn["broken (1 non-finite)"][1] == [1.0] * COLUMNS
+    assert drawn["spiky"] == ([width * column for column in range(columns)], expected)
+    assert drawn["broken (1 non-finite)"][1] == [1.0] * columns
     assert set(marks(figure, "x")) == {at * width}
-    assert axes_of(figure).get_xlabel() == "step (the largest of each 30 records)"
+    assert axes_of(figure).get_xlabel() == "step (the largest of each 38 records)"
     logs, special = images(run.plot("heatmap"))
-    assert logs.shape == (4, COLUMNS)
+    assert logs.shape == (4, columns)
     assert logs[0].argmax() == at
     assert logs[0, at] == pytest.approx(6)
     assert special[1].compressed().tolist() == [1.0]
     assert not special[1].mask[at]
     # Columns at the edges of the gap hold some of what lies beside it.
-    assert logs[3].mask.tolist() == [334 <= column <= 665 for column in range(COLUMNS)]
+    assert logs[3].mask.tolist() == [264 <= column <= 525 for column in range(columns)]
+
+
+def test_no_column_or_row_falls_between_two_pixels(recorded: Opened) -> None:
+    names = [f"{'w' * 60}.{number}" for number in range(1900)]
+    figure = recorded({name: [1.0, 2.0] for name in names}).plot("heatmap")
+    figure.savefig(io.BytesIO(), format="png")
+    place = axes_of(figure).get_window_extent()
+    assert place.width >= COLUMNS
+    assert place.height >= len(names)
 
 
 def test_a_heatmap_holds_the_logarithms(recorded: Opened) -> None:
