@@ -117,7 +117,17 @@ class NormsOverTime:
 
     def _blocks(self) -> Iterator[Block]:
         for series, tensors, places in self._series:
-            yield from _blocks(series, np.array(tensors), np.array(places))
+            for block in _blocks(series, np.array(tensors), np.array(places)):
+                # What is still being trained goes on meanwhile, and its new steps have no column.
+                column = self.columns.of(block.steps)
+                known = (column >= 0) & (column < self.columns.number)
+                if known.any():
+                    steps, values, present = (
+                        block.steps[known],
+                        block.values[known],
+                        block.present[known],
+                    )
+                    yield Block(steps, block.tensors, values, present)
 
     def largest(self) -> Largest:
         return self._largest(self._blocks(), len(self.names))

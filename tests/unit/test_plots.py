@@ -22,8 +22,9 @@ from runs import KEY, meta, values, write
 
 import gradsurgeon
 from gradsurgeon import Event, GradSurgeonError, RecordError
-from gradsurgeon.report.over_time import COLUMNS, DECADES
-from gradsurgeon.store import Key
+from gradsurgeon.report.measurements import InMemory
+from gradsurgeon.report.over_time import COLUMNS, DECADES, NormsOverTime
+from gradsurgeon.store import Key, Records
 from gradsurgeon.store.run import Run
 from gradsurgeon.store.writer import RunWriter
 
@@ -305,6 +306,20 @@ def test_a_histogram_without_a_norm_that_is_one(recorded: Opened) -> None:
     figure = recorded({"a": [NAN, 0.0]}).plot("histogram")
     assert images(figure)[0].count() == 0
     assert marks(figure, "x") == [0]
+
+
+@pytest.mark.parametrize("more", [1, 500])
+def test_what_is_trained_meanwhile_has_no_column(more: int) -> None:
+    records = Records()
+    for step in range(3):
+        records.add(KEY, step, values(1.0, 2.0))
+    over_time = NormsOverTime(InMemory(records), dict.fromkeys(KEY.names, KEY))
+    assert over_time.columns.number == 3
+    for step in range(3, 3 + more):
+        records.add(KEY, step, values(NAN, 9.0))
+    assert over_time.largest().values.tolist() == [[1.0] * 3, [2.0] * 3]
+    assert over_time.total([0, 1]).values.tolist() == [[pytest.approx(math.sqrt(5))] * 3]
+    assert over_time.density()[0].sum() == 6
 
 
 @pytest.mark.parametrize("kind", ["norms", "heatmap", "histogram"])
