@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from gradsurgeon import _html
 from gradsurgeon.errors import printable
 
 # What has a pole, or a domain that is not all numbers, in the forward or in the backward pass.
@@ -24,6 +25,7 @@ ALREADY = {
     "weight": "before the step began",
     "buffer": "before the step began",
 }
+_NOBODY = "not reproduced, and nobody is blamed"
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
 Fault = Literal["overflow", "mathematics", "bad input", "kernel", "transient", "unknown"]
@@ -159,10 +161,13 @@ class Diagnosis:
     def __str__(self) -> str:
         return "\n".join(self.text())
 
+    def _repr_html_(self) -> str:
+        return _html.page(*self._parts())
+
     def text(self) -> Iterator[str]:
         """Yield the lines of the report."""
-        if self.certainty == "not reproduced" or not self.where:
-            yield "diagnosis: not reproduced, and nobody is blamed"
+        if self._blames_nobody:
+            yield f"diagnosis: {_NOBODY}"
             yield from (f"  because {printable(reason)}" for reason in self.reasons)
         else:
             yield f"diagnosis ({self.certainty}): {self.headline}"
@@ -171,7 +176,7 @@ class Diagnosis:
             )
             yield from self._evidence()
         if self.bundle:
-            yield f"  to run the step again: gradsurgeon replay {printable(shlex.quote(self.bundle))} --model MODULE:BUILD"
+            yield f"  to run the step again: {printable(self._command)}"
         if self.no_bundle:
             yield f"  no bundle was written: {printable(self.no_bundle)}"
 
@@ -181,17 +186,7 @@ class Diagnosis:
         yield from (f"  in   {facts}" for facts in self.inputs)
         if self.output is not None:
             yield f"  {'out' if self.operation else 'is'}  {self.output}"
-        unknown = self.where == "output gradient"
-        if self.loss_nodes:
-            yield f"  the loss is made of: {', '.join(map(printable, self.loss_nodes))}"
-        if self.loss_nodes and unknown:
-            suspects = ", ".join(self._suspects()) or "none that is known"
-            yield f"  of these can make it of finite numbers: {suspects}"
-        if self.loss is not None and unknown:
-            moment = "backward" if math.isfinite(self.loss) else "forward"
-            yield f"  the loss is {self.loss:.4g}: look at the {moment} pass of these operations"
-        if self.scale is not None:
-            yield f"  the loss was scaled by {self.scale:g}"
+        yield from (f"  {printable(fact)}" for fact in self._of_the_loss())
         if self.verdict is not None:
             yield f"  verdict: {self.verdict.fault}"
             yield from (f"    {printable(evidence)}" for evidence in self.verdict.evidence)
@@ -201,6 +196,64 @@ class Diagnosis:
             shown = [(printable(label), value) for label, value in self.history]
             width = max(len(label) for label, _ in shown)
             yield from (f"    {label.ljust(width)}  {value:.3g}" for label, value in shown)
+
+    def _of_the_loss(self) -> Iterator[str]:
+        """Yield what is known of the loss, a sentence each."""
+        if self.loss_nodes:
+            yield f"the loss is made of: {', '.join(self.loss_nodes)}"
+        if self.loss_nodes and self.where == "output gradient":
+            suspects = ", ".join(self._suspects()) or "none that is known"
+            yield f"of these can make it of finite numbers: {suspects}"
+        if self.loss is not None and self.where == "output gradient":
+            moment = "backward" if math.isfinite(self.loss) else "forward"
+            yield f"the loss is {self.loss:.4g}: look at the {moment} pass of these operations"
+        if self.scale is not None:
+            yield f"the loss was scaled by {self.scale:g}"
+
+    def _parts(self) -> Iterator[_html.Markup]:
+        """Yield what a notebook shows, part by part."""
+        blamed = not self._blames_nobody
+        head = self.headline if blamed else _NOBODY
+        sure = _html.element("span", "certainty: ", _html.bold(self.certainty))
+        where = f"; step {self.step}, rank {self.rank}"
+        yield _html.element("p", "diagnosis: ", _html.bold(head), "\n", sure, where)
+        why = "no more certain, because" if blamed else "because"
+        yield _html.listing(f"{why} {reason}" for reason in self.reasons)
+        if blamed:
+            yield from self._proofs()
+        if self.bundle:
+            yield _html.element("p", "to run the step again: ", _html.code(self._command))
+        if self.no_bundle:
+            yield _html.element("p", f"no bundle was written: {self.no_bundle}")
+
+    def _proofs(self) -> Iterator[_html.Markup]:
+        yield _html.listing(
+            _html.element("span", "called at " if number else "at ", _html.code(line))
+            for number, line in enumerate(reversed(self.lines))
+        )
+        rows = [("in", facts) for facts in self.inputs]
+        if self.output is not None:
+            rows.append(("out" if self.operation else "is", self.output))
+        if rows:
+            head = ("", "tensor", "shape", "dtype", "NaN", "Inf", "of", "smallest", "largest")
+            yield _html.table(head, (_cells(*row) for row in rows), right={4, 5, 6, 7, 8})
+        yield _html.listing(self._of_the_loss())
+        if self.verdict is not None:
+            yield _html.element("p", "verdict: ", _html.bold(self.verdict.fault))
+            yield _html.listing(self.verdict.evidence)
+            yield _html.element("p", "to try: ", self.verdict.advice)
+        if self.history:
+            rows_before = ((label, f"{value:.3g}") for label, value in self.history)
+            table = _html.table(("operation", "largest magnitude"), rows_before, right={1})
+            yield _html.folded("largest magnitudes before it, the last one last", table)
+
+    @property
+    def _blames_nobody(self) -> bool:
+        return self.certainty == "not reproduced" or not self.where
+
+    @property
+    def _command(self) -> str:
+        return f"gradsurgeon replay {shlex.quote(self.bundle)} --model MODULE:BUILD"
 
     def _suspects(self) -> list[str]:
         """Return the nodes of the loss that can make what is not finite out of small finite numbers."""
@@ -239,3 +292,9 @@ class Diagnosis:
         """The module with its class."""
         name = "the root" if self.module == "." else printable(self.module)
         return f"{name} ({self.module_type})" if self.module_type else name
+
+
+def _cells(role: str, facts: TensorFacts) -> tuple[object, ...]:
+    ends = ("-" if end is None else f"{end:.4g}" for end in (facts.low, facts.high))
+    counts = (f"{count:,}" for count in (facts.nan, facts.inf, facts.numel))
+    return role, facts.name, list(facts.shape), facts.dtype, *counts, *ends

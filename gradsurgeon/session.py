@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from html import escape
-from itertools import islice
-from typing import Self
+from collections.abc import Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Literal, Self
 
 from torch import Tensor
 
+from gradsurgeon import _html
 from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus
@@ -15,6 +16,9 @@ from gradsurgeon.planning import Module, Param, Plan
 from gradsurgeon.recording.recorder import CaptureKey
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.store import Logged, Lookup, RecordQueries
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # A notebook shows the last events; `events` has all of them.
 _EVENTS_SHOWN = 5
@@ -108,6 +112,58 @@ class Session(RecordQueries):
             raise KeyError(f"no capture rule {rule!r}; {hint}")
         return self._attachment.context.captures.of(rule)
 
+    def plot(
+        self,
+        kind: Literal["norms", "heatmap", "histogram", "features", "grad-cam"] = "norms",
+        *,
+        name: str | Sequence[str] | None = None,
+        rule: str | tuple[str, str] | None = None,
+        step: int | None = None,
+        call: int | tuple[int, int] | None = None,
+        sample: int = 0,
+        image: Tensor | None = None,
+    ) -> Figure:
+        """Draw what was recorded or captured. Needs matplotlib, opens no window, and waits for the device.
+
+        * ``"norms"`` (takes `name`, `rule`): l2 norms over the steps. Without `name` the norm of all parameters
+          together and the ten layers that went wrong: not finite first, then the largest spikes. A gap is a step
+          without a gradient, a cross at the top a norm that is not finite, a triangle at the bottom one
+          of 0. Traps, skipped steps and lost hooks are lines across.
+        * ``"heatmap"`` (`name`, `rule`): tensors x steps, the decimal logarithm of the l2 norm.
+        * ``"histogram"`` (`name`, `rule`, `step`, `call`): how the l2 norms of each step are distributed over the
+          tensors; with the `rule` of a `capture`, how the elements of what it kept are distributed.
+        * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of what a `capture` has
+          kept of a module, each scaled from its least to its largest element.
+        * ``"grad-cam"`` (the same and `image`): `report.grad_cam` of a module of which one `capture` keeps the
+          output and another one ``output.grad``, of one sample.
+
+        Of more than 800 steps several share a column: by the largest norm, and marked if one is not finite.
+
+        Args:
+            kind: the picture.
+            name: a name, or a pattern as in a rule file, or several; for tensors that were captured, of one.
+            rule: id of the rule; for ``"grad-cam"`` a pair, that of the outputs and that of the gradients.
+            step: number of the update; the last one of which a tensor was kept if not given.
+            call: which call of the module in that step, from 0. Without it ``"histogram"`` draws all of them and
+                ``"features"`` the last one; for ``"grad-cam"`` it must be given where there are several,
+                as a pair where the gradient has another number.
+            sample: which one of the batch, from 0.
+            image: what the model was given, of shape (C, H, W) or (N, C, H, W) with 1 or 3 channels: the map is
+                laid over it.
+
+        Returns:
+            A figure that a notebook shows as it is; ``figure.savefig("norms.png")`` writes it to a file.
+
+        Raises:
+            ValueError: no such picture, an option that it does not take, a tensor of another shape than
+                (N, C, H, W), or several to choose from.
+            KeyError: a name or pattern matches nothing, or no such `capture` rule.
+            RecordError: nothing to draw: the text says which rule to add.
+            GradSurgeonError: matplotlib is missing.
+        """
+        options = {"step": step, "call": call, "sample": sample or None, "image": image}
+        return self._draw(self, kind, name=name, rule=rule, **options)
+
     def _lookup(self) -> Lookup:
         records = self._attachment.records
         measured: dict[str, set[str]] = {}
@@ -164,21 +220,41 @@ class Session(RecordQueries):
         )
 
     def _repr_html_(self) -> str:
-        statuses, rules = self._statuses(), self.plan.rules.rules
-        lines = [
-            *repr(self).splitlines(),
-            *(
-                f"  {rule.id} ({rule.action}): matched {of.matched}, fired {of.fired:,}, changed {of.changed:.0%}"
-                for rule in rules
-                for of in (statuses[rule.id],)
-            ),
-            *(
-                f"  step {event.step}, {event.kind} {event.rule}: {event.message.partition(chr(10))[0]}"
-                for event in self._attachment.events[-_EVENTS_SHOWN:]
-            ),
+        head, *state = repr(self).splitlines()
+        statuses = self._statuses()
+        rules = [
+            (
+                rule.id,
+                rule.action,
+                f"{of.matched:,}",
+                f"{of.fired:,}",
+                f"{of.changed:.0%}" if rule.role in ("edit", "freeze") else "-",
+                "-" if of.last_step is None else of.last_step,
+            )
+            for rule in self.plan.rules.rules
+            for of in (statuses[rule.id],)
         ]
-        shown = "\n".join(map(printable, lines))
-        return f"<pre>{escape(shown)}</pre>"
+        events = [
+            (event.step, event.kind, event.rule, event.name, event.message.partition("\n")[0])
+            for event in self._attachment.events[-_EVENTS_SHOWN:]
+        ]
+        calls = map(
+            _html.code,
+            ("print(session.plan)", "gradsurgeon.report.summary(session)", "session.plot()"),
+        )
+        return _html.page(
+            _html.element("p", _html.bold(head), "\n", "\n".join(line.strip() for line in state)),
+            _html.table(
+                ("rule", "action", "matched", "fired", "changed", "last step"),
+                rules,
+                right={2, 3, 4, 5},
+            ),
+            events
+            and _html.table(("step", "last events", "rule", "name", "message"), events, right={0}),
+            _html.element(
+                "p", "to see more: ", *chain.from_iterable((" ", call) for call in calls)
+            ),
+        )
 
     def _statuses(self) -> dict[str, RuleStatus]:
         # A debugger that shows a session must not make the training wait for it.

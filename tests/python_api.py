@@ -11,7 +11,17 @@ import gradsurgeon
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.store.lookup import RecordQueries
 
-FUNCTIONS = ("apply", "load", "plan", "remove", "tag", "open_run", "replay", "report.summary")
+FUNCTIONS = (
+    "apply",
+    "load",
+    "plan",
+    "remove",
+    "tag",
+    "open_run",
+    "replay",
+    "report.summary",
+    "report.grad_cam",
+)
 CLASSES = (
     "Session",
     "Plan",
@@ -165,7 +175,8 @@ def _text(value: object) -> Iterator[str]:
         r"^(?=(?:Args|Attributes|Returns|Raises):\n)", text, flags=re.MULTILINE
     )
     for paragraph in body.strip().split("\n\n"):
-        yield f"{' '.join(paragraph.split())}\n"
+        items = re.split(r"\n(?=\* )", paragraph)
+        yield "\n".join(" ".join(item.split()) for item in items) + "\n"
     for section in sections:
         title, _, rest = section.partition("\n")
         items = re.split(r"\n(?=\S)", inspect.cleandoc(f"\n{rest}").strip())

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from html import escape
 from itertools import islice
 from typing import Any
 
-from gradsurgeon import _live
+from gradsurgeon import _html, _live
 from gradsurgeon.actions import MOMENTS, Moment, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.manifest import Manifest
-from gradsurgeon.planning.table import NOUNS, abridged, count, grid
+from gradsurgeon.planning.table import NOUNS, abridged, count, fold_names, grid, tied_to
 from gradsurgeon.schema import RuleSet
 
 _HOOKS: dict[Moment, str] = {
@@ -23,6 +22,8 @@ _HOOKS: dict[Moment, str] = {
 }
 
 _MAX_CHAINS = 100
+# Rows of a notebook's table: what is shown without being asked, and at most.
+_UNFOLDED, _MAX_ROWS = 12, 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +113,24 @@ class Plan:
         return {rule: tuple(bindings) for rule, bindings in grouped.items()}
 
     def __str__(self) -> str:
-        head = (
-            f"plan: {printable(self.rules.file)} on {printable(self.subject)}: "
-            f"{count(len(self.rules.rules), 'rule')}, "
-            f"{count(len(self.manifest.params), 'parameter')}, "
-            f"{count(self.manifest.elements, 'element')}"
-        )
-        return "\n".join([head, "", *_rules(self), "", *_chains(self), *_warnings(self)])
+        return "\n".join([_head(self), "", *_rules(self), "", *_chains(self), *_warnings(self)])
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+        rows = list(_bindings(self))
+        bound = _html.table(
+            ("rule", "action", "tensors", "", "hook", "point"), rows[:_MAX_ROWS], right={3}
+        )
+        more = f"and {len(rows) - _MAX_ROWS:,} more rows" if len(rows) > _MAX_ROWS else ""
+        if len(rows) > _UNFOLDED:
+            bound = _html.folded(f"{count(len(self.bindings), 'binding')}", bound, more)
+        doubts = _html.listing(_doubts(self))
+        return _html.page(
+            _html.element("p", _html.bold(_head(self))),
+            bound,
+            doubts and _html.element("p", _html.bold("to know")),
+            doubts,
+            _html.element("p", "in order of effect: ", _html.code("print(plan)")),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the documented JSON form, version 1."""
@@ -161,6 +170,15 @@ def hook_of(rule: Rule) -> str:
     else:
         hook = "view of the input" if rule.ref.grad else "forward pre-hook"
     return f"{hook}, step pre-hook" if isinstance(rule, TrapRule) else hook
+
+
+def _head(plan: Plan) -> str:
+    return (
+        f"plan: {printable(plan.rules.file)} on {printable(plan.subject)}: "
+        f"{count(len(plan.rules.rules), 'rule')}, "
+        f"{count(len(plan.manifest.params), 'parameter')}, "
+        f"{count(plan.manifest.elements, 'element')}"
+    )
 
 
 def _rules(plan: Plan) -> Iterator[str]:
@@ -211,14 +229,29 @@ def _chains(plan: Plan) -> Iterator[str]:
         yield f"  no rule: {count(untouched, 'parameter')}"
 
 
+def _bindings(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """Yield what each rule is bound to, with runs of equal layers folded."""
+    aliases = {binding.name: binding.aliases for binding in plan.bindings}
+    for rule in plan.rules.rules:
+        bound = plan.of(rule.id)
+        for text, names in fold_names(binding.name for binding in bound).items():
+            tied = tied_to(names, aliases)
+            tensor = "" if rule.target == "params" else f" {rule.ref}"
+            many = f"x{len(names):,}" if len(names) > 1 else ""
+            yield rule.id, rule.action, f"{text}{tensor}{tied}", many, bound[0].hook, rule.point
+        if not bound:
+            yield rule.id, rule.action, "nothing", "", "-", rule.point
+
+
 def _warnings(plan: Plan) -> Iterator[str]:
-    lines = [
-        f"  {rule.id}: {text}"
-        for rule in plan.rules.rules
-        for text in plan.rule_warnings.get(rule.id, ())
-    ]
-    lines += [f"  {text}" for text in plan.warnings]
+    lines = [f"  {text}" for text in _doubts(plan)]
     if lines:
         yield ""
         yield "to know"
         yield from lines
+
+
+def _doubts(plan: Plan) -> Iterator[str]:
+    for rule in plan.rules.rules:
+        yield from (f"{rule.id}: {text}" for text in plan.rule_warnings.get(rule.id, ()))
+    yield from plan.warnings

@@ -1,7 +1,7 @@
 """Tables for people: aligned columns, counted nouns, and many names in a few words."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from gradsurgeon.errors import printable
@@ -35,12 +35,16 @@ def abridged(names: Sequence[str], aliases: dict[str, tuple[str, ...]]) -> str:
     """Return the names with runs of equal layers folded: ``h.{0..11}.attn.weight``."""
     shown = []
     for text, members in fold_names(names).items():
-        tied = [alias for name in members for alias in aliases.get(name, ())]
-        ellipsis = ", ..." if len(tied) > _TIED_SHOWN else ""
-        suffix = f" (tied to {', '.join(tied[:_TIED_SHOWN])}{ellipsis})" if tied else ""
-        shown.append(printable(text + suffix))
+        shown.append(printable(text + tied_to(members, aliases)))
     more = len(shown) - _SHOWN
     return ", ".join(shown[:_SHOWN]) + (f", and {more} more" if more > 0 else "")
+
+
+def tied_to(names: Iterable[str], aliases: Mapping[str, Sequence[str]]) -> str:
+    """Return what is said behind names that have others, with a blank before it."""
+    tied = [alias for name in names for alias in aliases.get(name, ())]
+    ellipsis = ", ..." if len(tied) > _TIED_SHOWN else ""
+    return f" (tied to {', '.join(tied[:_TIED_SHOWN])}{ellipsis})" if tied else ""
 
 
 def fold_names(names: Iterable[str]) -> dict[str, list[str]]:

@@ -2,12 +2,12 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 from statistics import median
 from typing import NamedTuple
 
-from gradsurgeon.store import Key, RecordedSeries, Records, merged
+from gradsurgeon.store import Key, RecordedSeries, Records, WholeSeries, merged
 
 STAT = "l2"
 
@@ -65,13 +65,24 @@ class Measurements(ABC):
         """Return the l2 norms of one parameter, by a rule that has one."""
 
 
-class InMemory(Measurements):
+class WholeMeasurements(Measurements):
+    """Measurements of which every row is at hand."""
+
+    @abstractmethod
+    def series(self) -> Iterator[tuple[WholeSeries, frozenset[int]]]:
+        """Yield every series, with its columns that another one has recorded as well."""
+
+
+class InMemory(WholeMeasurements):
     """The records of a session, or those of a run that fits into memory."""
 
     def __init__(self, records: Records) -> None:
         super().__init__(list(records))
         self._records = records
         self.dropped = records.dropped
+
+    def series(self) -> Iterator[tuple[WholeSeries, frozenset[int]]]:
+        return ((series, frozenset()) for series in self._records)
 
     def keys_of(self, name: str) -> list[Key]:
         return [series.key for series in self._records.series(name, STAT) if series.last(name)]

@@ -16,6 +16,7 @@ from gradsurgeon.store import Key
 
 _SPARK_WIDTH, _SPARK_LEAST = 32, 8
 _ROWS = 40
+NORM_NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
 _WORST_ROWS = 5  # kept for the worst of each sort, wherever in the model it is
 _MARK = "  <- spike"
 _NAMES = 4
@@ -37,6 +38,53 @@ class NormRow(NamedTuple):
         return self.history.spike.times if self.history.spike is not None else 0.0
 
 
+class NormTable(NamedTuple):
+    """The norms of a run, as text and page show them.
+
+    Attributes:
+        rows: every tensor that has norms.
+        shown: those of them that are shown: the worst, if these are many.
+        title: whose norms these are, and what recorded them; or that there are none.
+        others: what was recorded as well.
+        remarks: what stands out, a line each.
+    """
+
+    rows: Sequence[NormRow]
+    shown: Sequence[NormRow]
+    title: str
+    others: str = ""
+    remarks: Sequence[str] = ()
+
+    @property
+    def several(self) -> bool:
+        """Whether several rules have recorded what is shown."""
+        return len({(row.rule, row.point) for row in self.rows}) > 1
+
+
+def norm_table(
+    measurements: Measurements,
+    params: Sequence[str],
+    rules: Mapping[str, RuleInfo],
+    statuses: Mapping[str, RuleStatus],
+) -> NormTable:
+    keys = measurements.keys()
+    rows = norm_rows(measurements, params, rules)
+    if not rows:
+        recorded = printable(", ".join(sorted({key.stat for key in keys})))
+        return NormTable([], [], f"norms: no l2 recorded; recorded: {recorded or 'nothing'}")
+    noun = noun_of(rows, params)
+    sources = Counter((row.rule, row.point) for row in rows)
+    others = _named({(key.rule, key.point) for key in keys if key.stat == STAT} - set(sources))
+    title = f"norms (l2) of {count(len(rows), noun)}, recorded by {_named(sources)}"
+    remarks = list(callouts(rows, noun))
+    having = {row.name for row in rows}  # a rule that never fired says so in its own row
+    fired = [rules[rule] for rule in rules if rule in statuses and statuses[rule].fired]
+    silent = {name for info in fired for name in info.logged} - having
+    if listed := [name for name in params if name in silent]:
+        remarks.append(f"never got a gradient: {_listed(listed)}")
+    return NormTable(rows, selected(rows), title, others, remarks)
+
+
 def norm_lines(
     measurements: Measurements,
     params: Sequence[str],
@@ -45,43 +93,19 @@ def norm_lines(
     *,
     columns: int,
 ) -> Iterator[str]:
-    keys = measurements.keys()
-    rows = norm_rows(measurements, params, list(rules))
-    if not rows:
-        recorded = printable(", ".join(sorted({key.stat for key in keys})))
-        yield f"norms: no l2 recorded; recorded: {recorded or 'nothing'}"
+    found = norm_table(measurements, params, rules, statuses)
+    yield found.title
+    if not found.rows:
         return
-    noun = noun_of(rows, params)
-    sources = Counter((row.rule, row.point) for row in rows)
-    yield f"norms (l2) of {count(len(rows), noun)}, recorded by {_named(sources)}"
-    if others := _named({(key.rule, key.point) for key in keys if key.stat == STAT} - set(sources)):
-        yield f"  recorded as well, not shown: {others}"
-    shown = _selected(rows)
-    yield from _table(shown, columns, several=len(sources) > 1)
-    if len(shown) < len(rows):
-        yield f"  ... and {len(rows) - len(shown):,} more; the worst are shown"
+    if found.others:
+        yield f"  recorded as well, not shown: {found.others}"
+    yield from _table(found.shown, columns, several=found.several)
+    if len(found.shown) < len(found.rows):
+        yield f"  ... and {len(found.rows) - len(found.shown):,} more; the worst are shown"
     yield f"  log scale per row; {NONFINITE} non-finite norm, {ZERO} norm 0, blank: no gradient"
     if measurements.sampled > 1:
         yield f"  median: that of one step in {measurements.sampled:,}; all else is of every step"
-    yield from (f"  {text}" for text in callouts(rows, noun))
-    having = {row.name for row in rows}  # a rule that never fired says so in its own row
-    fired = [rules[rule] for rule in rules if rule in statuses and statuses[rule].fired]
-    silent = {name for info in fired for name in info.logged} - having
-    if listed := [name for name in params if name in silent]:
-        yield f"  never got a gradient: {_listed(listed)}"
-
-
-def norm_rows(
-    measurements: Measurements, params: Sequence[str], rules: Sequence[str]
-) -> list[NormRow]:
-    """Return the norms of every tensor that has some, parameters first, in the order of the model."""
-    keys = measurements.keys()
-    names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
-    return [row for name in names if (row := _row(measurements, name, rules)) is not None]
-
-
-def noun_of(rows: Sequence[NormRow], params: Sequence[str]) -> str:
-    return "parameter" if {row.name for row in rows} <= set(params) else "tensor"
+    yield from (f"  {remark}" for remark in found.remarks)
 
 
 def _named(sources: Iterable[tuple[str, str]]) -> str:
@@ -90,15 +114,32 @@ def _named(sources: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def _row(measurements: Measurements, name: str, order: Sequence[str]) -> NormRow | None:
+def shown_keys(
+    measurements: Measurements, params: Sequence[str], order: Sequence[str], rule: str | None = None
+) -> dict[str, Key]:
+    """Return by name, in the order of the model, which of its records is shown: of one rule, or of all."""
+
     def preference(key: Key) -> tuple[int, int]:
         points, rules = [*POINTS, key.point], [*order, key.rule]
         return points.index(key.point), rules.index(key.rule)
 
-    key = min(measurements.keys_of(name), key=preference, default=None)
-    if key is None:
-        return None
-    return NormRow(name, key.rule, key.point, measurements.history(name, key.rule, key.point))
+    keys = measurements.keys()
+    names = dict.fromkeys((*params, *(n for key in keys if key.stat == STAT for n in key.names)))
+    found = {}
+    for name in names:
+        candidates = [key for key in measurements.keys_of(name) if rule in (None, key.rule)]
+        if candidates:
+            found[name] = min(candidates, key=preference)
+    return found
+
+
+def norm_rows(
+    measurements: Measurements, params: Sequence[str], rules: Iterable[str], rule: str | None = None
+) -> list[NormRow]:
+    return [
+        NormRow(name, key.rule, key.point, measurements.history(name, key.rule, key.point))
+        for name, key in shown_keys(measurements, params, list(rules), rule).items()
+    ]
 
 
 def worst_rows(rows: Sequence[NormRow], most: int) -> list[NormRow]:
@@ -114,7 +155,11 @@ def worst_rows(rows: Sequence[NormRow], most: int) -> list[NormRow]:
     )[:most]
 
 
-def _selected(rows: Sequence[NormRow]) -> list[NormRow]:
+def noun_of(rows: Sequence[NormRow], params: Sequence[str]) -> str:
+    return "parameter" if {row.name for row in rows} <= set(params) else "tensor"
+
+
+def selected(rows: Sequence[NormRow]) -> list[NormRow]:
     by_spike = sorted(rows, key=lambda row: -row.times)
     # Of two sorts of worst: many non-finite rows must not crowd out the spike before them.
     nonfinite = [row for row in by_spike if row.history.nonfinite]
@@ -125,27 +170,34 @@ def _selected(rows: Sequence[NormRow]) -> list[NormRow]:
 
 
 def _table(shown: Sequence[NormRow], columns: int, *, several: bool) -> Iterator[str]:
-    head = ["parameter", "history", "first", "median", "max", "last", "non-finite", "rule"]
-    table = [head if several else head[:-1]]
-    for row in shown:
-        history = row.history
-        numbers = (history.first, history.median, history.largest, history.last)
-        nonfinite = f"{history.nonfinite:,}" if history.nonfinite else "-"
-        cells = [printable(row.name), "", *(f"{value:.3g}" for value in numbers), nonfinite]
-        table.append([*cells, printable(row.rule)] if several else cells)
+    table = [norm_head(several=several), *(norm_cells(row, several=several) for row in shown)]
     # The sparkline gets the room that is left; names are never cut, because people copy them.
     widths = [2 + max(map(len, column)) for column in zip(*table, strict=True)]
     room = columns - (sum(widths) - widths[1] + 2) - len(_MARK)
     width = max(_SPARK_LEAST, min(_SPARK_WIDTH, room))
     for row, cells in zip(shown, table[1:], strict=True):
         cells[1] = sparkline(row.history.norms, width)
-    worst = _spikiest(shown)
+    worst = spikiest(shown)
     marks = ["", *(_MARK if row is worst else "" for row in shown)]
-    for line, mark in zip(grid(table, right=frozenset({2, 3, 4, 5, 6})), marks, strict=True):
+    for line, mark in zip(grid(table, right=NORM_NUMBERS), marks, strict=True):
         yield line + mark
 
 
-def _spikiest(rows: Sequence[NormRow]) -> NormRow | None:
+def norm_head(*, several: bool) -> list[str]:
+    head = ["parameter", "history", "first", "median", "max", "last", "non-finite", "rule"]
+    return head if several else head[:-1]
+
+
+def norm_cells(row: NormRow, *, several: bool) -> list[str]:
+    """Return the cells of a row; that of the history is empty, and whoever draws it fills it."""
+    history = row.history
+    numbers = (history.first, history.median, history.largest, history.last)
+    nonfinite = f"{history.nonfinite:,}" if history.nonfinite else "-"
+    cells = [printable(row.name), "", *(f"{value:.3g}" for value in numbers), nonfinite]
+    return [*cells, printable(row.rule)] if several else cells
+
+
+def spikiest(rows: Sequence[NormRow]) -> NormRow | None:
     worst = max(rows, key=lambda row: row.times, default=None)
     return worst if worst is not None and worst.times else None
 
@@ -160,7 +212,7 @@ def callouts(rows: Sequence[NormRow], noun: str) -> Iterator[str]:
         first = min(row.history.nonfinite_step for row in nonfinite)
         those = _listed([row.name for row in nonfinite if row.history.nonfinite_step == first])
         yield f"non-finite: {count(len(nonfinite), noun)}, first at step {first}: {those}"
-    if (worst := _spikiest(rows)) is not None and (spike := worst.history.spike) is not None:
+    if (worst := spikiest(rows)) is not None and (spike := worst.history.spike) is not None:
         times = f"{spike.times:.3g}x" if math.isfinite(spike.times) else "far above"
         yield (
             f"largest spike: {printable(worst.name)}, {spike.value:.3g} at step {spike.step}, "

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count
-from gradsurgeon.report.measurements import InMemory, Measurements
+from gradsurgeon.report import notebook
+from gradsurgeon.report.measurements import InMemory, WholeMeasurements
 from gradsurgeon.report.norms import norm_lines
 from gradsurgeon.report.rules_and_events import RuleInfo, by_kind, event_lines, rule_lines
 from gradsurgeon.store import Records
@@ -39,7 +39,7 @@ class Report:
     params: tuple[str, ...]
     rules: Mapping[str, RuleInfo]
     statuses: Mapping[str, RuleStatus]
-    records: Records | Measurements = field(default_factory=Records)
+    records: Records | WholeMeasurements = field(default_factory=Records)
     events: Sequence[Event] = ()
     notes: Sequence[str] = ()
     start: int | None = None
@@ -49,7 +49,7 @@ class Report:
         return self.text()
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(self.text(width=_COLUMNS))}</pre>"
+        return notebook.page(self, self._header())
 
     def text(self, *, width: int | None = None) -> str:
         """Return the whole report.
@@ -66,7 +66,7 @@ class Report:
         return "\n\n".join(filter(None, map("\n".join, parts)))
 
     @property
-    def measurements(self) -> Measurements:
+    def measurements(self) -> WholeMeasurements:
         """What the records say, in memory or on disk."""
         return InMemory(self.records) if isinstance(self.records, Records) else self.records
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
@@ -24,22 +25,14 @@ class RuleInfo:
     logged: tuple[str, ...] = ()
 
 
-def rule_lines(
-    infos: Mapping[str, RuleInfo],
-    statuses: Mapping[str, RuleStatus],
-    events: Sequence[Event] = (),
-) -> Iterator[str]:
-    if statuses:
-        yield f"rules ({len(statuses)})"
-        rows = rule_rows(infos, statuses, events)
-        yield from grid([_RULE_COLUMNS, *rows], right=frozenset({2, 3, 4, 5}))
+RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")
+RULE_NUMBERS = frozenset({2, 3, 4, 5})
 
 
 def rule_rows(
-    infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus], events: Sequence[Event]
-) -> list[tuple[str, ...]]:
-    """Return what each rule did, as the cells of a table: id, action, matched, fired, changed, last step, remark."""
-    rows: list[tuple[str, ...]] = []
+    infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus], events: Sequence[Event] = ()
+) -> Iterator[tuple[str, ...]]:
+    """Yield what each rule did, as `RULES_HEAD` says."""
     for rule, status in statuses.items():
         info = infos.get(rule, RuleInfo("?"))
         fired, changed = f"{status.fired:,}", f"{100 * status.changed:.3g}%"
@@ -50,8 +43,16 @@ def rule_rows(
         last = "-" if status.last_step is None else str(status.last_step)
         remark = _remark(info, status, [e for e in events if (e.kind, e.rule) == ("trap", rule)])
         names = printable(rule), printable(info.action)
-        rows.append((*names, f"{status.matched:,}", fired, changed, last, remark))
-    return rows
+        yield *names, f"{status.matched:,}", fired, changed, last, remark
+
+
+def rule_lines(
+    infos: Mapping[str, RuleInfo], statuses: Mapping[str, RuleStatus], events: Sequence[Event] = ()
+) -> Iterator[str]:
+    if not statuses:
+        return
+    yield f"rules ({len(statuses)})"
+    yield from grid([RULES_HEAD, *rule_rows(infos, statuses, events)], right=RULE_NUMBERS)
 
 
 def _remark(info: RuleInfo, status: RuleStatus, trips: Sequence[Event]) -> str:
@@ -80,37 +81,60 @@ def by_kind(events: Iterable[Event]) -> Counter[str]:
     return kinds
 
 
-def event_lines(events: Sequence[Event]) -> Iterator[str]:
-    if not events:
-        return
+class EventGroup(NamedTuple):
+    """Events that say the same of several steps, or on several ranks: the first of them, and how many."""
+
+    first: Event
+    times: int
+    steps: tuple[int, int]
+    ranks: list[int]
+
+    @property
+    def repeated(self) -> str:
+        low, high = self.steps
+        return f"x{self.times:,}, steps {low}..{high}" if self.times > 1 else ""
+
+    @property
+    def on_ranks(self) -> str:
+        return f"rank {', '.join(map(str, self.ranks))}" if self.ranks != [0] else ""
+
+
+def event_groups(events: Sequence[Event]) -> tuple[list[EventGroup], int, list[EventGroup]]:
+    """Return groups to show in order: the first ones, how many events are left out, and the last ones."""
     groups: dict[tuple[str, ...], list[Event]] = {}
     for event in events:
         # Notices of no rule in particular have only their wording to be told apart by, but for the
         # numbers in it; the second line of a trap says what was done, so "giving up" stands alone.
         wording = re.sub(r"\d[\d,.]*", "#", "".join(event.message.split("\n", 2)[:2]))
         groups.setdefault((event.kind, event.rule, event.name, wording), []).append(event)
-    folded = list(groups.values())
+    folded = list(map(_group, groups.values()))
     # The beginning tells what went wrong first, the end what stopped the run.
     half = _EVENTS // 2
     left_out = folded[half:-half]
+    return folded[:half], sum(group.times for group in left_out), folded[half:][-half:]
+
+
+def _group(events: Sequence[Event]) -> EventGroup:
+    steps = [event.step for event in events]
+    ranks = sorted({event.rank for event in events})
+    return EventGroup(events[0], by_kind(events).total(), (min(steps), max(steps)), ranks)
+
+
+def event_lines(events: Sequence[Event]) -> Iterator[str]:
+    if not events:
+        return
+    first, left_out, last = event_groups(events)
     yield f"events ({by_kind(events).total():,})"
-    yield from chain.from_iterable(map(_entry, folded[:half]))
+    yield from chain.from_iterable(map(_entry, first))
     if left_out:
-        yield f"  ... and {sum(by_kind(group).total() for group in left_out):,} more"
-    yield from chain.from_iterable(map(_entry, folded[half:][-half:]))
+        yield f"  ... and {left_out:,} more"
+    yield from chain.from_iterable(map(_entry, last))
 
 
-def _entry(group: Sequence[Event]) -> Iterator[str]:
-    first = group[0]
-    steps = [event.step for event in group]
+def _entry(group: EventGroup) -> Iterator[str]:
+    first = group.first
     head = f"  step {first.step}  {first.kind}"
-    head += "".join(f"  {printable(text)}" for text in (first.rule, first.name) if text)
-    ranks = sorted({event.rank for event in group})
-    if ranks != [0]:
-        head += f"  rank {', '.join(map(str, ranks))}"
-    number = by_kind(group).total()
-    if number > 1:
-        head += f"  x{number:,}, steps {min(steps)}..{max(steps)}"
-    yield head
+    told = (printable(first.rule), printable(first.name), group.on_ranks, group.repeated)
+    yield "  ".join([head, *filter(None, told)])
     for line in first.message.split("\n"):
         yield f"      {printable(line)}".rstrip()

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 from gradsurgeon.planning import Plan
-from gradsurgeon.report.measurements import STAT, Measurements
+from gradsurgeon.report.measurements import STAT, WholeMeasurements
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.schema import VERSION
@@ -84,7 +84,7 @@ def title_of(run: Run) -> str:
     return f"{rules.get('file', '?')} on {model.get('title') or model.get('origin', '?')}"
 
 
-def _records(run: Run) -> Records | Measurements:
+def _records(run: Run) -> Records | WholeMeasurements:
     from gradsurgeon.store.run import of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
 
     shown = list(of_lowest_ranks(run))

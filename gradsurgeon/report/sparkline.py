@@ -20,13 +20,8 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     Each character stands for a run of steps by its largest value, so that a spike of one step
     survives; a single non-finite one marks the whole run.
     """
-    cells = min(width, len(values))
-    edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
-    tops = [_top(values[start:stop]) for start, stop in pairwise(edges)]
-    logs = [math.log10(top) for top in tops if top is not None and 0 < top < math.inf]
-    low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
-    low = max(low, high - _DECADES_MOST)
-    middle, span = (low + high) / 2, max(high - low, _DECADES_LEAST)
+    tops = largest(values, width)
+    low, high = decades([math.log10(top) for top in tops if top is not None and 0 < top < math.inf])
 
     def draw(top: float | None) -> str:
         if top is None:
@@ -35,10 +30,25 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
             return NONFINITE
         if top <= 0:
             return ZERO
-        share = (math.log10(top) - middle) / span + 0.5
+        share = (math.log10(top) - low) / (high - low)
         return BLOCKS[max(0, min(len(BLOCKS) - 1, int(share * len(BLOCKS))))]
 
     return "".join(map(draw, tops))
+
+
+def largest(values: Sequence[float | None], most: int) -> list[float | None]:
+    """Return at most so many values, each the largest of a run of steps; NaN where one is not finite."""
+    cells = min(most, len(values))
+    edges = [cell * len(values) // cells for cell in range(cells + 1)] if cells else []
+    return [_top(values[start:stop]) for start, stop in pairwise(edges)]
+
+
+def decades(logs: Sequence[float]) -> tuple[float, float]:
+    """Return the ends of an axis for decimal logarithms."""
+    low, high = (min(logs), max(logs)) if logs else (0.0, 0.0)
+    low = max(low, high - _DECADES_MOST)
+    room = max(0.0, _DECADES_LEAST - (high - low)) / 2
+    return low - room, high + room
 
 
 def _top(values: Sequence[float | None]) -> float | None:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
 from gradsurgeon.report.measurements import (
     STAT,
     TIMES,
-    Measurements,
     NormHistory,
     Spike,
+    WholeMeasurements,
     largest_spike,
 )
 from gradsurgeon.store import Key
 from gradsurgeon.store.layout import CHUNK
 from gradsurgeon.store.rank_file import StoredSeries
-from gradsurgeon.store.run import Run
+from gradsurgeon.store.run import Run, of_lowest_ranks
 
 # Rows for the median: enough for three digits of it, and few enough for 16 MB.
 _SAMPLE_LEAST, _SAMPLE_MOST, _SAMPLE_VALUES = 64, 4096, 4 * 2**20
@@ -132,7 +132,7 @@ class _TensorSummary(NamedTuple):
         return next((step for step, value in rows if not math.isfinite(value)), 0)
 
 
-class OnDisk(Measurements):
+class OnDisk(WholeMeasurements):
     """The records of a run directory by their summaries.
 
     What is shown is exact, but for the median, which is that of a sample of the rows, for the
@@ -144,6 +144,9 @@ class OnDisk(Measurements):
         super().__init__(list(run.lowest()))
         self._run = run
         self._summaries: dict[StoredSeries, _SeriesSummary] = {}
+
+    def series(self) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
+        return of_lowest_ranks(self._run)
 
     def keys_of(self, name: str) -> list[Key]:
         return [summary.series.key for summary in self._of(name)]

@@ -97,7 +97,7 @@ def _of_run(run: Run) -> dict[str, Any]:
         "losses": [_line(line) for line in _losses(run)],
         "totals": [_line(line) for line in (*norms.totals, *_of_other_ranks(run, norms))],
         "map": _map(norms),
-        "rules": rule_rows(report.rules, report.statuses, report.events),
+        "rules": list(rule_rows(report.rules, report.statuses, report.events)),
         "files": _rule_files(run),
         **_events(report.events),
     }

@@ -5,7 +5,7 @@ its records in memory works on a Python that was built without it.
 """
 
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
-from gradsurgeon.store.memory import Key, RecordedSeries, Records, merged
+from gradsurgeon.store.memory import Key, RecordedSeries, Records, WholeSeries, merged
 
 __all__ = [
     "Key",
@@ -14,5 +14,6 @@ __all__ = [
     "RecordQueries",
     "RecordedSeries",
     "Records",
+    "WholeSeries",
     "merged",
 ]

@@ -9,10 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.store.memory import RecordedSeries, merged
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _NEAREST = 3
 # One step can pass without a gradient for innocent reasons; a value from before three is no news.
@@ -26,6 +29,9 @@ class Logged(NamedTuple):
 
 class RecordQueries(ABC):
     """`history` and `latest` of whatever can make a `Lookup` of its records."""
+
+    # What draws them lies above, in `gradsurgeon.report`, which puts itself here when it is imported.
+    _draw: ClassVar[Callable[..., Figure]]
 
     @abstractmethod
     def _lookup(self) -> Lookup:

@@ -45,6 +45,13 @@ class RecordedSeries(Protocol):
         """Return the steps of the first and of the last row, nothing where there is none."""
 
 
+class WholeSeries(RecordedSeries, Protocol):
+    """One series whose rows can be had, all of them."""
+
+    def stored(self) -> Iterator[Stored]:
+        """Yield step, values as bytes of float32, and bits of the absent columns, of every row."""
+
+
 class Series:
     def __init__(self, key: Key) -> None:
         self.key = key
@@ -64,6 +71,10 @@ class Series:
 
     def ends(self) -> tuple[int, ...]:
         return (self.rows[0][0], self.rows[-1][0]) if self.rows else ()
+
+    def stored(self) -> Iterator[Stored]:
+        # A copy, as another thread may be training meanwhile.
+        return iter(list(self.rows))
 
     def of(self, name: str) -> list[tuple[int, float]]:
         return [(step, value) for step, value in self.cells(name) if value is not None]

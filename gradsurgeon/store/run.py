@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
@@ -21,6 +21,7 @@ from gradsurgeon.store.tables import arrow_table, data_frame
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
+    from matplotlib.figure import Figure
 
 _FILE = re.compile(r"rank-(0|[1-9][0-9]{0,5})\.db")
 
@@ -89,6 +90,34 @@ class Run(RecordQueries):
             if isinstance(rule, dict)
             and all(isinstance(rule.get(key), str) for key in ("id", "action"))
         ]
+
+    def plot(
+        self,
+        kind: Literal["norms", "heatmap", "histogram"] = "norms",
+        *,
+        name: str | Sequence[str] | None = None,
+        rule: str | None = None,
+    ) -> Figure:
+        """Draw the norms of the run. Needs matplotlib, and opens no window.
+
+        The pictures are those of `Session.plot`, but for those of tensors, which a run directory does not hold.
+
+        Args:
+            kind: ``"norms"``, ``"heatmap"`` or ``"histogram"``.
+            name: a name, or a pattern as in a rule file, or several.
+            rule: id of the `norm-log` rule whose norms are drawn; without it of each tensor those that the
+                report shows.
+
+        Returns:
+            A figure that a notebook shows as it is; ``figure.savefig("norms.png")`` writes it to a file.
+
+        Raises:
+            ValueError: no such picture, or an option that it does not take.
+            KeyError: a name or pattern matches nothing that was recorded.
+            RecordError: no rule has recorded l2 norms.
+            GradSurgeonError: matplotlib is missing.
+        """
+        return self._draw(self, kind, name=name, rule=rule)
 
     def __iter__(self) -> Iterator[StoredSeries]:
         """Yield every series of every rank."""

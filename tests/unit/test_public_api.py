@@ -129,6 +129,7 @@ def test_members_of_a_session() -> None:
         "latest",
         "pause",
         "plan",
+        "plot",
         "remove",
         "resume",
         "status",
@@ -157,6 +158,20 @@ def test_fields_of_events_and_statuses() -> None:
         "last_step",
         "warnings",
     ]
+
+
+def test_what_pictures_take() -> None:
+    options = ["kind", "name", "rule"]
+    for kind in (gradsurgeon.Run, gradsurgeon.Session):
+        _, *parameters = inspect.signature(kind.plot).parameters.values()
+        assert [one.name for one in parameters[:3]] == options
+        assert [one.kind.name for one in parameters[:2]] == [
+            "POSITIONAL_OR_KEYWORD",
+            "KEYWORD_ONLY",
+        ]
+        assert parameters[0].default == "norms"
+    more = list(inspect.signature(gradsurgeon.Session.plot).parameters)[4:]
+    assert more == ["step", "call", "sample", "image"]
 
 
 def test_importing_imports_no_torch_and_applying_without_it_says_what_to_install() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from html_views import Page
 from torch import nn
 
 import gradsurgeon
@@ -54,15 +55,29 @@ def test_a_session_that_observes_says_so() -> None:
 def test_a_notebook_shows_tables_of_rules_and_events() -> None:
     model = nn.Linear(2, 1)
     with gradsurgeon.apply(model, RULES) as session:
-        assert session._repr_html_().count("\n") == 3 + 3 - 1
+        assert len(Page(session).tables) == 1
         train(model, *[1.0, float("nan")] * 6)
-        page = session._repr_html_()
-    assert page.startswith("<pre>Session of ")
-    assert "norms (norm-log): matched 2, fired 24, changed 0%" in page
-    assert "later (scale): matched 1, fired 3, changed 100%" in page
-    assert page.count("\n") == 3 + 3 + 5 - 1
+        page = Page(session)
+        session.pause()
+        assert "step 12, paused" in Page(session).text
+    assert page.texts[:2] == [
+        "Session of <dict> on Linear (2 parameters)",
+        "step 12; the last trap tripped at step 11: rule trap on weight",
+    ]
+    assert page.rows("fired") == [
+        ["norms", "norm-log", "2", "24", "-", "11"],
+        ["later", "scale", "1", "3", "100%", "11"],
+        ["trap", "nan-trap", "2", "12", "-", "11"],
+    ]
+    events = page.rows("last events")
+    assert [row[:4] for row in events[-2:]] == [
+        ["11", "trap", "trap", "weight"],
+        ["11", "skipped-step", "trap", "weight"],
+    ]
+    assert len(events) == 5
     # Of each event the first line.
-    assert "in the order in which" not in page
+    assert "in the order in which" not in page.text
+    assert "print(session.plan)" in page.texts
 
 
 class Marked(nn.Linear):
@@ -75,15 +90,11 @@ Marked.__name__ = "<script>Marked\u202e"
 def test_names_are_escaped() -> None:
     model = Marked(2, 1)
     with gradsurgeon.apply(model, RULES) as session:
-        page = session._repr_html_()
         assert "\u202e" not in repr(session)
-        plan, summary = (
-            session.plan._repr_html_(),
-            gradsurgeon.report.summary(session)._repr_html_(),
-        )
-    for shown in (page, plan, summary):
-        assert "<script>" not in shown
-        assert r"&lt;script&gt;Marked\u202e" in shown
+        for shown in (session, session.plan, gradsurgeon.report.summary(session)):
+            page = Page(shown)  # refuses every tag that is not ours
+            assert "<script>" not in page.html
+            assert r"<script>Marked\u202e" in page.text
 
 
 def test_showing_a_session_asks_nothing_of_the_device() -> None:

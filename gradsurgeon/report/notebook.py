@@ -1,0 +1,137 @@
+"""A report as a notebook shows it: tables, and histories as lines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from gradsurgeon import _html
+from gradsurgeon.report.norms import (
+    NORM_NUMBERS,
+    NormTable,
+    norm_cells,
+    norm_head,
+    norm_table,
+    spikiest,
+)
+from gradsurgeon.report.rules_and_events import (
+    RULE_NUMBERS,
+    RULES_HEAD,
+    EventGroup,
+    by_kind,
+    event_groups,
+    rule_rows,
+)
+from gradsurgeon.report.sparkline import decades, largest
+
+if TYPE_CHECKING:
+    from gradsurgeon.report.page import Report
+
+_WIDTH, _HEIGHT = 160, 18
+_BAD = "#e3262d"
+
+
+def page(report: Report, header: str) -> _html.Markup:
+    return _html.page(
+        _html.element("p", _html.bold(header)),
+        *_norms(report),
+        *_rules(report),
+        *_events(report),
+    )
+
+
+def _norms(report: Report) -> Iterator[_html.Markup]:
+    measurements = report.measurements
+    found = norm_table(measurements, report.params, report.rules, report.statuses)
+    yield _html.element("p", _html.bold(found.title))
+    if not found.rows:
+        return
+    yield _html.table(norm_head(several=found.several), _norm_rows(found), right=NORM_NUMBERS)
+    notes = [
+        "history: a log scale per row; red: a norm that is not finite; a tick at the bottom: norm 0; a gap: no gradient",
+        *found.remarks,
+    ]
+    if len(found.shown) < len(found.rows):
+        notes.insert(0, f"and {len(found.rows) - len(found.shown):,} more; the worst are shown")
+    if found.others:
+        notes.append(f"recorded as well, not shown: {found.others}")
+    if measurements.sampled > 1:
+        notes.append(
+            f"median: that of one step in {measurements.sampled:,}; all else is of every step"
+        )
+    yield _html.listing(notes)
+
+
+def _norm_rows(found: NormTable) -> Iterator[list[object]]:
+    worst = spikiest(found.shown)
+    for row in found.shown:
+        cells: list[object] = [*norm_cells(row, several=found.several)]
+        cells[1] = sparkline(row.history.norms)
+        if row is worst:
+            cells[4] = _html.bold(cells[4])  # the spike
+        yield cells
+
+
+def _rules(report: Report) -> Iterator[_html.Markup]:
+    rows = list(rule_rows(report.rules, report.statuses, report.events))
+    if rows:
+        yield _html.element("p", _html.bold(f"rules ({len(rows)})"))
+        yield _html.table(RULES_HEAD, rows, right=RULE_NUMBERS)
+
+
+def _events(report: Report) -> Iterator[_html.Markup]:
+    if not report.events:
+        return
+    first, left_out, last = event_groups(report.events)
+    rows = [*map(_event, first)]
+    if left_out:
+        rows.append(("", f"... and {left_out:,} more", "", "", "", ""))
+    rows += map(_event, last)
+    yield _html.element("p", _html.bold(f"events ({by_kind(report.events).total():,})"))
+    yield _html.table(("step", "event", "rule", "name", "", "message"), rows, right={0})
+
+
+def _event(group: EventGroup) -> tuple[object, ...]:
+    first = group.first
+    line, _, rest = first.message.partition("\n")
+    message = _html.folded(line, rest) if rest else line
+    more = "; ".join(filter(None, (group.on_ranks, group.repeated)))
+    return first.step, first.kind, first.rule, first.name, more, message
+
+
+def sparkline(norms: Sequence[float | None]) -> _html.Markup:
+    """Draw a history of norms on a log scale as SVG in the colour of the text; ``None`` is no gradient."""
+    cells = largest(norms, _WIDTH // 2)
+    logs = [math.log10(top) for top in cells if top is not None and 0 < top < math.inf]
+    low, high = decades(logs)
+    step = _WIDTH / max(1, len(cells))
+
+    def point(at: int, top: float) -> str:
+        height = max(0.0, (math.log10(top) - low) / (high - low))
+        return f"{(at + 0.5) * step:.1f},{_HEIGHT - 2 - height * (_HEIGHT - 4):.1f}"
+
+    places = [(at, top) for at, top in enumerate(cells)]
+    shapes = []
+    for drawn, run in groupby(places, key=lambda place: _is_drawn(place[1])):
+        if drawn:
+            points = [point(at, top) for at, top in run if top is not None]
+            # A line of one point has no length, but round ends.
+            shapes.append(f'<polyline points="{" ".join([*points, points[-1]])}"/>')
+    shapes += [
+        f'<path d="M{(at + 0.5) * step:.1f} {ends}" stroke="{colour}"/>'
+        for at, top in places
+        if top is not None and not _is_drawn(top)
+        for ends, colour in [
+            (f"{_HEIGHT - 4}V{_HEIGHT}", "currentColor") if top == 0 else (f"0V{_HEIGHT}", _BAD)
+        ]
+    ]
+    return _html.Markup(
+        f'<svg width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" fill="none" '
+        f'stroke="currentColor" stroke-width="1.2" stroke-linecap="round">{"".join(shapes)}</svg>'
+    )
+
+
+def _is_drawn(top: float | None) -> bool:
+    return top is not None and 0 < top < math.inf

@@ -1,0 +1,47 @@
+"""Grad-CAM as numbers. Works on tensors of torch without importing it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_IMAGES = 4
+
+
+def grad_cam(maps: Tensor, gradients: Tensor) -> Tensor:
+    """Return where a convolution saw what speaks for a score: Grad-CAM (Selvaraju et al., ICCV 2017).
+
+    The gradient of each channel, averaged over its area, weights the channel; what is negative in the sum
+    over the channels speaks for something else, and becomes 0. For the map of a class, `backward` is to be called on its
+    score before the softmax: the gradient of a loss shows what makes the loss larger.
+
+    Args:
+        maps: what the module returned, of shape (N, C, H, W).
+        gradients: the gradient of that, of the same shape.
+
+    Returns:
+        One map per sample, of shape (N, H, W), 0 or more, as float64 on the CPU, in no unit: only its
+        proportions tell something.
+
+    Raises:
+        ValueError: these are not feature maps and their gradients.
+    """
+    if maps.dim() != _IMAGES or maps.shape != gradients.shape:
+        raise ValueError(
+            "Grad-CAM takes feature maps of shape (N, C, H, W) and their gradients, found "
+            f"{list(maps.shape)} and {list(gradients.shape)}"
+        )
+    maps, gradients = (tensor.detach().cpu().double() for tensor in (maps, gradients))
+    weights = gradients.mean(dim=(2, 3), keepdim=True)
+    return (weights * maps).sum(dim=1).clamp(min=0)
+
+
+def resized(heat: Tensor, height: int, width: int) -> Tensor:
+    """Return a map of shape (H, W) at another size, interpolated bilinearly."""
+    from torch.nn import functional  # noqa: PLC0415 # whoever has a map has torch
+
+    size = height, width
+    larger: Tensor = functional.interpolate(heat[None, None], size, mode="bilinear")
+    return larger[0, 0]

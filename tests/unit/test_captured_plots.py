@@ -1,0 +1,319 @@
+"""Pictures of captured tensors, by the data that they are drawn from, and Grad-CAM by hand."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.patches import StepPatch
+from models import data
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 # the name everybody uses
+
+import gradsurgeon
+from gradsurgeon import RecordError, Session
+
+MAPS = {"id": "maps", "action": "capture", "modules": "conv2", "tensor": "output"}
+GRADIENTS = {**MAPS, "id": "map-gradients", "tensor": "output.grad"}
+WEIGHTS = {"id": "weights", "action": "capture", "params": "conv*.weight"}
+NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
+
+
+class Net(nn.Module):
+    """A small convolutional classifier."""
+
+    def __init__(self, channels: int = 5) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 3, 3, padding=1)
+        self.conv2 = nn.Conv2d(3, channels, 3, stride=2, padding=1)
+        self.head = nn.Linear(channels, 4)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.conv2(self.conv1(x).relu())  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x).relu().mean(dim=(2, 3)))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def model() -> Net:
+    return Net()
+
+
+@pytest.fixture
+def session(model: Net) -> Iterator[Session]:
+    rules = [MAPS, GRADIENTS, WEIGHTS, NORMS]
+    with gradsurgeon.apply(model, {"version": 1, "rules": rules}, optimizer=[]) as one:
+        yield one
+
+
+IMAGES = data(1, 2, 1, 8, 6)
+
+
+def by_hand(model: Net, category: int) -> Tensor:
+    """Return the Grad-CAM of each image as the paper has it, without gradsurgeon."""
+    model = copy.deepcopy(model)  # has no rules that would keep these tensors, too
+    maps = model.features(IMAGES).detach().requires_grad_()
+    scores = model.head(maps.relu().mean(dim=(2, 3)))
+    (gradient,) = torch.autograd.grad(scores[:, category].sum(), maps)
+    cams = []
+    for sample in range(len(IMAGES)):
+        cam = torch.zeros(maps.shape[2:])
+        for channel in range(maps.shape[1]):
+            cam += gradient[sample, channel].mean() * maps[sample, channel].detach()
+        cams.append(cam.relu())
+    return torch.stack(cams)
+
+
+def image(figure: Figure, axes: int = 0, number: int = -1) -> Any:
+    found = [one for one in figure.axes[axes].get_children() if isinstance(one, AxesImage)]
+    return found[number].get_array()
+
+
+def elements(figure: Figure) -> dict[str, Any]:
+    """Return counts and edges of what is drawn as stairs, by label."""
+    stairs = (one for one in figure.axes[0].patches if isinstance(one, StepPatch))
+    return {str(one.get_label()): one.get_data() for one in stairs}
+
+
+def title(figure: Figure) -> str:
+    return figure.get_suptitle()
+
+
+@pytest.mark.parametrize("category", range(4))
+def test_grad_cam_is_that_of_the_paper(model: Net, session: Session, category: int) -> None:
+    model(IMAGES)[:, category].sum().backward()
+    expected = by_hand(model, category)
+    maps, gradients = (session.captured(rule)["conv2", 0, 0] for rule in ("maps", "map-gradients"))
+    cam = gradsurgeon.report.grad_cam(maps, gradients)
+    assert cam.dtype == torch.float64
+    assert (cam >= 0).all()
+    torch.testing.assert_close(cam.float(), expected)
+    for sample in range(2):
+        figure = session.plot("grad-cam", sample=sample)
+        np.testing.assert_allclose(image(figure), expected[sample], rtol=1e-5, atol=1e-8)
+        assert title(figure).startswith(f"Grad-CAM of conv2, step 0, sample {sample}")
+    assert expected.any() or category  # at least one map is none of zeros
+
+
+def test_the_guide_draws_a_grad_cam(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guide = pathlib.Path(__file__).parents[2] / "rules" / "README.md"
+    pictures = guide.read_text(encoding="utf-8").partition("\n## Pictures\n")[2]
+    rules, code = (
+        pictures.split(f"```{language}\n")[1].split("```")[0] for language in ("yaml", "python")
+    )
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cam.yaml").write_text(rules.replace("layer4", "conv2"), encoding="utf-8")
+    exec(code, {"gradsurgeon": gradsurgeon, "model": Net(), "image": IMAGES, "category": 1})
+    assert (tmp_path / "cam.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_grad_cam_is_laid_over_the_image(model: Net, session: Session) -> None:
+    model(IMAGES)[:, 1].sum().backward()
+    figure = session.plot(
+        "grad-cam", name="conv2", rule=("maps", "map-gradients"), image=IMAGES, sample=1
+    )
+    shown = IMAGES[1, 0].numpy()
+    background = (shown - shown.min()) / (shown.max() - shown.min())
+    for axes in (0, 1):
+        np.testing.assert_allclose(image(figure, axes, 0), background, rtol=1e-5, atol=1e-6)
+    large = F.interpolate(
+        by_hand(model, 1)[None], size=(8, 6), mode="bilinear", align_corners=False
+    )
+    np.testing.assert_allclose(image(figure, 1), large[0, 1], rtol=1e-4, atol=1e-7)
+    # One image of the batch may be given alone.
+    alone = session.plot("grad-cam", image=IMAGES[1], sample=1)
+    np.testing.assert_array_equal(image(alone, 1), image(figure, 1))
+
+
+def test_a_map_of_zeros_says_so(model: Net, session: Session) -> None:
+    (model(IMAGES) * 0).sum().backward()
+    figure = session.plot("grad-cam")
+    assert title(figure) == "Grad-CAM of conv2, step 0, sample 0: 0 everywhere"
+    assert not image(figure).any()
+
+
+def test_which_calls_belong_together_is_asked(model: Net, session: Session) -> None:
+    for category in (0, 1):
+        model(IMAGES)[:, category].sum().backward()
+    with pytest.raises(ValueError, match=r"2 outputs and 2 gradients in step 0.*pass call="):
+        session.plot("grad-cam")
+    maps = {number: image(session.plot("grad-cam", call=number)) for number in (0, 1)}
+    for category, found in maps.items():
+        np.testing.assert_allclose(found, by_hand(model, category)[0], rtol=1e-5, atol=1e-8)
+    model(IMAGES)  # a pass that nothing comes back through
+    with pytest.raises(
+        RecordError, match="no call 2 in step 0; there are outputs 0, 1, 2 and gradients 0, 1"
+    ):
+        session.plot("grad-cam", call=2)
+    np.testing.assert_array_equal(image(session.plot("grad-cam", call=(2, 1))), maps[1])
+
+
+def test_grad_cam_says_what_it_lacks(model: Net, session: Session) -> None:
+    model(IMAGES)
+    with pytest.raises(RecordError, match="kept by maps: conv2; map-gradients: nothing"):
+        session.plot("grad-cam")
+    model(IMAGES).sum().backward()
+    with pytest.raises(RecordError, match="both are there of: 0"):
+        session.plot("grad-cam", step=7)
+    with pytest.raises(KeyError, match='"conv1" is no name of what was recorded'):
+        session.plot("grad-cam", name="conv1")
+    with pytest.raises(ValueError, match=r"1 or 3 channels, found \[2, 8\]"):
+        session.plot("grad-cam", call=(0, 0), image=torch.zeros(2, 8))
+    with pytest.raises(
+        RecordError, match=r"two capture rules on one module.*there are: maps \(output\), map-"
+    ):
+        session.plot("grad-cam", rule="weights")
+    with pytest.raises(ValueError, match=r"found \[2, 3\] and \[2, 3\]"):
+        gradsurgeon.report.grad_cam(torch.zeros(2, 3), torch.zeros(2, 3))
+
+
+def test_features_are_one_image_per_channel(model: Net, session: Session) -> None:
+    model(IMAGES).sum().backward()
+    figure = session.plot("features", rule="maps", sample=1)
+    maps = model.features(IMAGES)[1].detach()
+    assert len(figure.axes) == 5
+    assert [axes.get_title() for axes in figure.axes] == ["0", "1", "2", "3", "4"]
+    for channel, shown in enumerate(maps):
+        expected = (shown - shown.min()) / (shown.max() - shown.min())
+        np.testing.assert_allclose(image(figure, channel), expected, rtol=1e-4, atol=1e-6)
+    assert title(figure) == "conv2, step 0, sample 1: 5 channels of 4 x 3"
+    figure = session.plot("features", rule="weights", name="conv2.*")
+    assert title(figure) == "conv2.weight, step 0, sample 0: 3 channels of 3 x 3"
+
+
+def test_of_many_channels_the_first_are_drawn_and_the_last_call() -> None:
+    model = Net(channels=70)
+    with gradsurgeon.apply(model, {"version": 1, "rules": [MAPS]}, optimizer=[]) as session:
+        model(IMAGES)
+        model(IMAGES + math.nan)
+        figure = session.plot("features")
+        assert len(figure.axes) == 64
+        assert title(figure) == "conv2, step 0, call 1, sample 0: 64 of 70 channels of 4 x 3"
+        # What is not finite has a colour of its own.
+        assert image(figure, 63).mask.all()
+        figure = session.plot("features", call=0)
+        assert title(figure) == "conv2, step 0, sample 0: 64 of 70 channels of 4 x 3"
+        assert not image(figure, 63).mask.any()
+
+
+def test_a_constant_channel_is_drawn(session: Session, model: Net) -> None:
+    with torch.no_grad():
+        model.conv2.weight[2] = 0
+    model(IMAGES).sum().backward()
+    assert not image(session.plot("features", rule="maps"), 2).any()
+
+
+def test_steps_are_chosen(model: Net) -> None:
+    rules = {"version": 1, "rules": [{**MAPS, "steps": {"every": 2}}]}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules) as session:
+        for _ in range(4):
+            model(IMAGES).sum().backward()
+            optimizer.step()
+        assert title(session.plot("features")).startswith("conv2, step 2, sample 0")
+        assert title(session.plot("features", step=0)).startswith("conv2, step 0, sample 0")
+        with pytest.raises(RecordError, match="maps has kept conv2 of step 0, 2, not of step 1"):
+            session.plot("features", step=1)
+
+
+def test_features_say_what_they_lack(model: Net, session: Session) -> None:
+    wrong: Any = session
+    with pytest.raises(RecordError, match="rule maps has kept nothing yet"):
+        session.plot("features")
+    model(IMAGES).sum().backward()
+    with pytest.raises(ValueError, match="pass rule= one of maps, map-gradients, weights"):
+        session.plot("features")
+    with pytest.raises(ValueError, match=r"pass name= one of conv1\.weight, conv2\.weight"):
+        session.plot("features", rule="weights")
+    with pytest.raises(KeyError, match="did you mean `maps`"):
+        session.plot("features", rule="map")
+    with pytest.raises(ValueError, match="sample 2 of conv2 is not there: there are 2, from 0"):
+        session.plot("features", rule="maps", sample=2)
+    with pytest.raises(ValueError, match="'features' takes one rule"):
+        session.plot("features", rule=("maps", "weights"))
+    with pytest.raises(
+        ValueError, match="'norms' takes no step=: norms takes name, rule; heatmap takes"
+    ):
+        session.plot(step=3)
+    with pytest.raises(ValueError, match="there are norms, heatmap, histogram, features, grad-cam"):
+        wrong.plot("lines")
+    with pytest.raises(ValueError, match="pass rule= one of maps, map-gradients, weights"):
+        session.plot("histogram", call=0)
+
+
+def test_tensors_of_another_shape_are_refused(model: Net) -> None:
+    rules = {"version": 1, "rules": [{**MAPS, "modules": "head"}]}
+    with gradsurgeon.apply(model, rules, optimizer=[]) as session:
+        model(IMAGES)
+        with pytest.raises(ValueError, match=r"head has the shape \[2, 4\]"):
+            session.plot("features")
+
+
+def test_without_a_rule_one_is_shown(model: Net) -> None:
+    with gradsurgeon.apply(model, {"version": 1, "rules": [NORMS]}, optimizer=[]) as session:
+        with pytest.raises(RecordError, match=r"add one, such as \{id: maps, action: capture"):
+            session.plot("features")
+        with pytest.raises(RecordError, match="rule norms records l2 norms, and no gradient has"):
+            session.plot()
+
+
+def test_elements_are_counted(model: Net, session: Session) -> None:
+    model(IMAGES).sum().backward()
+    figure = session.plot("histogram", rule="weights")
+    drawn = elements(figure)
+    assert list(drawn) == ["conv1.weight, step 0", "conv2.weight, step 0"]
+    grads = [session.captured("weights")[f"conv{n}.weight", 0, 0].double() for n in (1, 2)]
+    low, high = min(map(torch.min, grads)), max(map(torch.max, grads))
+    for grad, shown in zip(grads, drawn.values(), strict=True):
+        assert (shown.edges[0], shown.edges[-1]) == pytest.approx((low.item(), high.item()))
+        assert sum(shown.values) == grad.numel()
+        counts = torch.histc(grad, len(shown.values), low.item(), high.item())
+        assert list(shown.values) == counts.tolist()
+    assert figure.axes[0].get_title(loc="left") == "elements kept by weights"
+
+
+def test_elements_that_are_not_finite_are_counted_apart(model: Net, session: Session) -> None:
+    with torch.no_grad():
+        model.conv2.get_parameter("bias")[0] = math.inf
+    model(IMAGES)
+    figure = session.plot("histogram", rule="maps")
+    ((label, drawn),) = elements(figure).items()
+    assert label == "conv2, step 0 (24 of 120 not finite)"
+    assert sum(drawn.values) == 96
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.int64, torch.bool])
+def test_elements_of_any_dtype_are_drawn(dtype: torch.dtype) -> None:
+    class Made(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(dtype)
+
+    model = nn.Sequential(Made())
+    rules = {"version": 1, "rules": [{**MAPS, "modules": "0"}]}
+    with gradsurgeon.apply(model, rules, optimizer=[]) as session:
+        model(torch.tensor([-1.0, 0.0, 3.0]))
+        figure = session.plot("histogram", rule="maps")
+    (drawn,) = elements(figure).values()
+    assert sum(drawn.values) == 3
+
+
+def test_a_session_draws_its_norms(model: Net, session: Session) -> None:
+    model(IMAGES).sum().backward()
+    (line,) = (
+        one for one in session.plot(name="head.bias").axes[0].lines if one.get_linestyle() == "-"
+    )
+    norm = session.history("head.bias")[0][1]
+    assert np.asarray(line.get_ydata()).tolist() == [norm]
+    assert norm == pytest.approx(4.0)
+    assert len(session.plot("histogram").axes[0].images) == 1

@@ -1,0 +1,268 @@
+"""What a notebook shows of plans, diagnoses and reports: the numbers, and nothing that could do harm."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from html_views import Page
+from models import CalledTwice, Tied
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon import Diagnosis, Event, NonFiniteGradientError
+from gradsurgeon.diagnosis import Line, TensorFacts, Verdict
+from gradsurgeon.events import RuleStatus
+from gradsurgeon.report import Report, RuleInfo
+from gradsurgeon.report.notebook import sparkline
+from gradsurgeon.store import Key, Records
+
+NAN = math.nan
+HOSTILE = "<script>alert(1)</script>\u202e\"'&"
+INERT = "<script>alert(1)</script>\\u202e\"'&"
+
+
+def plan(model: nn.Module, *rules: dict[str, Any]) -> gradsurgeon.Plan:
+    return gradsurgeon.plan(model, {"version": 1, "rules": list(rules)})
+
+
+def test_a_plan_shows_what_each_rule_is_bound_to() -> None:
+    page = Page(
+        plan(
+            Tied(),
+            {"id": "bias", "action": "zero", "params": "*.bias", "at": "step"},
+            {"id": "all", "action": "scale", "params": "*", "factor": 0.5},
+            {"id": "maps", "action": "capture", "modules": "body", "tensor": "output.grad"},
+            {"id": "none", "action": "zero", "params": "other", "optional": True},
+        )
+    )
+    assert page.texts[0] == "plan: <dict> on Tied: 4 rules, 3 parameters, 44 elements"
+    assert page.rows("hook") == [
+        ["bias", "zero", "body.bias", "", "step pre-hook", "step"],
+        ["all", "scale", "emb.weight (tied to head.weight)", "", "tensor hook", "backward"],
+        ["all", "scale", "body.weight", "", "tensor hook", "backward"],
+        ["all", "scale", "body.bias", "", "tensor hook", "backward"],
+        ["maps", "capture", "body output.grad", "", "hook on the output", "backward"],
+        ["none", "zero", "nothing", "", "-", "backward"],
+    ]
+    assert page.folded == 0
+    assert any(text.startswith("bias and all both change 1 parameter") for text in page.texts)
+    assert any(text.startswith("none: ") for text in page.texts)
+
+
+def test_a_long_plan_is_folded_and_its_layers_too() -> None:
+    layers = nn.ModuleDict({name * 3: nn.Linear(2, 2) for name in "abcdefgh"})
+    every = {"id": "all", "action": "norm-log", "params": "*"}
+    page = Page(plan(layers, every))
+    assert page.folded == 1
+    assert "16 bindings" in page.texts
+    assert len(page.rows("hook")) == 16
+    equal = nn.Sequential(*(nn.Linear(2, 2) for _ in range(40)))
+    assert [row[2:4] for row in Page(plan(equal, every)).rows("hook")] == [
+        ["{0..39}.weight", "x40"],
+        ["{0..39}.bias", "x40"],
+    ]
+
+
+def test_a_plan_without_end_ends() -> None:
+    layers = nn.ModuleDict(
+        {f"{chr(97 + i // 26)}{chr(97 + i % 26)}": nn.Linear(1, 1) for i in range(200)}
+    )
+    page = Page(plan(layers, {"id": "all", "action": "norm-log", "params": "*"}))
+    assert len(page.rows("hook")) == 300
+    assert "and 100 more rows" in page.texts
+
+
+def facts(name: str, **more: Any) -> TensorFacts:
+    values = {"shape": (2, 3), "dtype": "float32", "low": -2.5, "high": 1.25, "nan": 0, "inf": 0}
+    return TensorFacts(**{"name": name, "numel": 6000, **values, **more})
+
+
+def diagnosis(**more: Any) -> Diagnosis:
+    given: dict[str, Any] = {
+        "certainty": "reproduced",
+        "reasons": (),
+        "step": 7,
+        "rank": 1,
+        "what": "NaN",
+        "where": "forward",
+        "module": "h.0",
+        "module_type": "Energy",
+        "operation": "aten.sqrt",
+        "lines": (Line("train.py", 9, "forward", "x.sqrt()"),),
+        "inputs": (facts("self"),),
+        "output": facts("", nan=1234, low=None, high=None),
+        "history": (("h.0: aten.addmm", 2.537),),
+        "verdict": Verdict("mathematics", ("in float64 the result is NaN as well",), "guard it"),
+    }
+    return Diagnosis(**(given | more))
+
+
+def test_a_diagnosis_shows_its_evidence() -> None:
+    page = Page(diagnosis(scale=1024.0, bundle="a b"))
+    assert page.texts[:5] == [
+        *("diagnosis: ", "NaN born in the forward pass of h.0 (Energy): aten.sqrt"),
+        *("certainty: ", "reproduced", "; step 7, rank 1"),
+    ]
+    assert page.rows("tensor") == [
+        ["in", "self", "[2, 3]", "float32", "0", "0", "6,000", "-2.5", "1.25"],
+        ["out", "", "[2, 3]", "float32", "1,234", "0", "6,000", "-", "-"],
+    ]
+    assert page.rows("largest magnitude") == [["h.0: aten.addmm", "2.54"]]
+    assert page.folded == 1
+    for text in (
+        *(
+            "train.py:9, in forward: x.sqrt()",
+            "mathematics",
+            "in float64 the result is NaN as well",
+        ),
+        *("to try: guard it", "the loss was scaled by 1024"),
+        "gradsurgeon replay 'a b' --model MODULE:BUILD",
+    ):
+        assert text in page.texts
+
+
+def test_a_diagnosis_that_blames_nobody_shows_why() -> None:
+    page = Page(
+        diagnosis(
+            certainty="not reproduced", reasons=("the model has changed",), no_bundle="no room"
+        )
+    )
+    assert page.texts[1] == "not reproduced, and nobody is blamed"
+    assert "because the model has changed" in page.texts
+    assert "no bundle was written: no room" in page.texts
+    assert not page.tables
+    sure = Page(diagnosis(certainty="partial", reasons=("a kernel is random",)))
+    assert "no more certain, because a kernel is random" in sure.texts
+
+
+def test_the_diagnosis_of_an_error_shows_itself() -> None:
+    model = CalledTwice()
+    rules = {"version": 1, "rules": [{"id": "trap", "action": "nan-trap", "params": "*"}]}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules), pytest.raises(NonFiniteGradientError) as caught:
+        model(torch.full((3, 4), NAN)).sum().backward()
+        optimizer.step()
+    page = Page(caught.value.diagnosis)
+    assert page.texts[1] == caught.value.diagnosis.headline
+    (row,) = page.rows("tensor")
+    assert row[:7] == ["is", row[1], "[3, 4]", "float32", "12", "0", "12"]
+
+
+def report(histories: dict[str, list[float | None]], **more: Any) -> Report:
+    records = Records()
+    key = Key("norms", "l2", "accumulated", tuple(histories))
+    for step, row in enumerate(zip(*histories.values(), strict=True)):
+        absent = frozenset(place for place, value in enumerate(row) if value is None)
+        floats = torch.tensor([value or 0.0 for value in row])
+        records.add(key, step, floats.numpy().tobytes(), absent)
+    given: dict[str, Any] = {
+        "title": "rules.yaml on Net",
+        "params": tuple(histories),
+        "rules": {"norms": RuleInfo("norm-log", "observe", ("never",))},
+        "statuses": {"norms": RuleStatus(2, 5, 0.0, 4)},
+        "records": records,
+    }
+    return Report(**(given | more))
+
+
+def test_a_report_shows_rules_norms_and_events() -> None:
+    trap = Event("trap", "trap", 3, 0, "a", "step 3: bad\nthe border lies there")
+    again = Event("trap", "trap", 4, 0, "a", "step 4: bad\nthe border lies there")
+    one = report(
+        {"a": [1.0, 2.0, 64.0, 3.0, 4.0], "b": [0.5, NAN, 0.25, None, 0.0]},
+        events=(trap, again, Event("notice", "", 5, 0, "", "all else")),
+    )
+    page = Page(one)
+    assert page.texts[0] == str(one).splitlines()[0]
+    assert page.rows("median") == [
+        ["a", "", "1", "3", "64", "4", "-"],
+        ["b", "", "0.5", "0.25", "0.5", "0", "1"],
+    ]
+    assert page.rows("fired") == [["norms", "norm-log", "2", "5", "-", "4", ""]]
+    assert page.rows("event") == [
+        ["3", "trap", "trap", "a", "x2, steps 3..4", "step 3: badthe border lies there"],
+        ["5", "notice", "", "", "", "all else"],
+    ]
+    assert page.folded == 1
+    assert "non-finite: 1 parameter, first at step 1: b" in page.texts
+
+
+def test_what_text_and_page_say_of_a_report_is_the_same() -> None:
+    calm: list[float | None] = [1.0] * 40
+    histories = {f"h.{i}": [*calm] for i in range(60)}
+    histories["h.50"][20] = 1e3
+    one = report(histories)
+    page, text = Page(one), one.text(width=120)
+    assert len(page.rows("median")) == 40
+    assert "and 20 more; the worst are shown" in page.texts
+    assert "  ... and 20 more; the worst are shown" in text
+    assert "largest spike: h.50, 1e+03 at step 20, 1e+03x the steps around it" in page.texts
+    assert next(row for row in page.rows("median") if row[0] == "h.50")[4] == "1e+03"
+    empty = Page(report({}))
+    assert "norms: no l2 recorded; recorded: nothing" in empty.texts
+
+
+def test_of_many_events_the_first_and_the_last_are_shown() -> None:
+    events = [Event("notice", "", step, 0, f"p{step}", "said") for step in range(25)]
+    rows = Page(report({"a": [1.0]}, events=events)).rows("event")
+    assert [row[0] for row in rows] == [*map(str, range(10)), "", *map(str, range(15, 25))]
+    assert rows[10][1] == "... and 5 more"
+
+
+def test_a_sparkline_is_one_line_per_stretch() -> None:
+    assert sparkline([]).count("<polyline") == 0
+    drawn = str(sparkline([1.0, 10.0, None, 0.1, NAN, 0.0]))
+    step = 160 / 6
+    assert (
+        f'<polyline points="{step / 2:.1f},9.0 {1.5 * step:.1f},2.0 {1.5 * step:.1f},2.0"/>'
+        in drawn
+    )
+    assert f'<polyline points="{3.5 * step:.1f},16.0 {3.5 * step:.1f},16.0"/>' in drawn
+    assert f'<path d="M{4.5 * step:.1f} 0V18" stroke="#e3262d"/>' in drawn
+    assert f'<path d="M{5.5 * step:.1f} 14V18" stroke="currentColor"/>' in drawn
+    assert drawn.count("<p") == 4
+
+
+def test_a_long_history_keeps_its_spike() -> None:
+    values: list[float | None] = [1.0] * 10_000
+    values[7003] = 100.0
+    (line,) = Page(report({"a": values})).shapes
+    heights = [float(point.split(",")[1]) for point in line.split()][:-1]
+    assert len(heights) == 80
+    assert heights.index(min(heights)) == 7003 * 80 // 10_000
+    assert sorted(set(heights)) == [2.0, 16.0]
+
+
+def test_hostile_texts_are_inert() -> None:
+    event = Event("trap", HOSTILE, 0, 0, HOSTILE, f"{HOSTILE}\n{HOSTILE}")
+    shown = [
+        report(
+            {HOSTILE: [1.0]},
+            title=HOSTILE,
+            events=(event,),
+            rules={HOSTILE: RuleInfo(HOSTILE, HOSTILE, (HOSTILE,))},
+            statuses={HOSTILE: RuleStatus(1, 1, 0.0, 0)},
+        ),
+        diagnosis(
+            **dict.fromkeys(
+                ("module", "module_type", "operation", "node", "bundle", "no_bundle"), HOSTILE
+            ),
+            reasons=(HOSTILE,),
+            lines=(Line(HOSTILE, 1, HOSTILE, HOSTILE),),
+            inputs=(facts(HOSTILE, dtype=HOSTILE),),
+            history=((HOSTILE, 1.0),),
+            verdict=Verdict("unknown", (HOSTILE,), HOSTILE),
+            loss_nodes=(HOSTILE,),
+        ),
+        plan(
+            nn.ModuleDict({HOSTILE: nn.Linear(1, 1)}),
+            {"id": "all", "action": "zero", "params": "*"},
+        ),
+    ]
+    for one in shown:
+        page = Page(one)
+        assert INERT in page.text
+        assert "\u202e" not in page.html

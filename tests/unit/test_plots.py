@@ -1,0 +1,457 @@
+"""Pictures of norms over time, by the data that they are drawn from."""
+
+from __future__ import annotations
+
+import gc
+import io
+import math
+import pathlib
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from runs import KEY, meta, values, write
+
+import gradsurgeon
+from gradsurgeon import Event, GradSurgeonError, RecordError
+from gradsurgeon.report.measurements import InMemory
+from gradsurgeon.report.over_time import COLUMNS, DECADES, NormsOverTime
+from gradsurgeon.store import Key, Records
+from gradsurgeon.store.run import Run
+from gradsurgeon.store.writer import RunWriter
+
+NAN, INF = math.nan, math.inf
+Histories = Mapping[str, Sequence[float | None]]
+Opened = Callable[[Histories], Run]
+
+
+@pytest.fixture
+def recorded(tmp_path: pathlib.Path) -> Iterator[Opened]:
+    """Return a function that writes a run and opens it."""
+    opened = []
+
+    def run(histories: Histories) -> Run:
+        write(tmp_path / "run", histories).close()
+        opened.append(gradsurgeon.open_run(tmp_path / "run"))
+        return opened[-1]
+
+    yield run
+    for one in opened:
+        one.close()
+
+
+def axes_of(figure: Figure) -> Axes:
+    return figure.axes[0]
+
+
+def lines(figure: Figure) -> dict[str, Any]:
+    """Return the norms that are drawn as lines, by label."""
+    return {
+        str(line.get_label()): (
+            np.asarray(line.get_xdata()).tolist(),
+            np.asarray(line.get_ydata()).tolist(),
+        )
+        for line in axes_of(figure).lines
+        if line.get_linestyle() == "-"
+    }
+
+
+def marks(figure: Figure, marker: str) -> list[float]:
+    """Return the steps at which something is marked."""
+    found = [
+        line
+        for line in axes_of(figure).lines
+        if line.get_marker() == marker and line.get_linestyle() == "None"
+    ]
+    return sorted(step for line in found for step in np.asarray(line.get_xdata()).tolist())
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def images(figure: Figure) -> list[Any]:
+    """Return the arrays of the images on the first axes, masked where nothing is drawn."""
+    return [
+        child.get_array()
+        for child in axes_of(figure).get_children()
+        if isinstance(child, AxesImage)
+    ]
+
+
+def same(found: Sequence[float], expected: Sequence[float]) -> bool:
+    return np.array_equal(np.asarray(found), np.asarray(expected), equal_nan=True)
+
+
+def test_a_line_has_gaps_and_marks_for_what_is_no_norm(recorded: Opened) -> None:
+    figure = recorded({"a": [1.0, 2.0, None, 4.0, NAN, 0.0, 8.0], "b": [1.0] * 7}).plot(name="a")
+    assert isinstance(figure, Figure)
+    ((label, (steps, norms)),) = lines(figure).items()
+    assert label == "a (1 non-finite)"
+    assert steps == [0, 1, 2, 3, 4, 5, 6]
+    assert same(norms, [1.0, 2.0, NAN, 4.0, NAN, NAN, 8.0])
+    assert marks(figure, "x") == [4]
+    assert marks(figure, "v") == [5]
+    axes = axes_of(figure)
+    assert (axes.get_yscale(), axes.get_xlabel()) == ("log", "step")
+    assert axes.get_ylabel() == "l2 norm at accumulated"
+    assert axes.get_title(loc="left") == "l2 norms: rules.yaml on Net"
+    assert legend(figure) == ["a (1 non-finite)", "non-finite", "norm 0"]
+    # Between two gaps a line has no length.
+    assert axes.lines[0].get_marker() == "."
+    assert axes.lines[0].get_markevery() == [3, 6]
+
+
+def test_marks_stand_at_the_ends_of_the_axis(recorded: Opened) -> None:
+    figure = recorded({"a": [1.0, INF, 0.0]}).plot()
+    heights = {
+        line.get_marker(): np.asarray(line.get_ydata()).tolist()
+        for line in axes_of(figure).lines
+        if line.get_linestyle() == "None"
+    }
+    assert heights == {"x": [1], "v": [0]}
+
+
+def test_without_a_name_the_worst_layers_and_the_whole_are_drawn(recorded: Opened) -> None:
+    histories = {f"h.{i}": [3.0] * 30 for i in range(14)}
+    histories["h.12"][20] = 300.0
+    histories["h.4"][7] = NAN
+    figure = recorded(histories).plot()
+    drawn = lines(figure)
+    # All others are equally calm, and stand as in the model.
+    assert list(drawn) == [
+        "total of 14 parameters (1 non-finite)",
+        *(f"h.{i}" for i in range(4)),
+        "h.4 (1 non-finite)",
+        *(f"h.{i}" for i in (5, 6, 7, 8, 12)),
+    ]
+    total = drawn["total of 14 parameters (1 non-finite)"][1]
+    expected = [math.sqrt(14 * 9.0)] * 30
+    expected[20], expected[7] = math.sqrt(13 * 9.0 + 9e4), NAN
+    assert total == pytest.approx(expected, nan_ok=True)
+    assert same(drawn["h.12"][1], histories["h.12"])
+
+
+def test_what_is_not_finite_comes_before_spikes(recorded: Opened) -> None:
+    histories = {f"h.{i}": [1.0] * 30 for i in range(12)}
+    for i in range(11):
+        histories[f"h.{i}"][15] = 100.0 + i
+    histories["h.11"][3] = INF
+    drawn = lines(recorded(histories).plot())
+    # Of the spikes the two smallest have no place.
+    assert list(drawn)[1:] == [*(f"h.{i}" for i in range(2, 11)), "h.11 (1 non-finite)"]
+
+
+def test_the_parts_of_gradients_make_no_whole(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, {"a": [1.0], "b": [1.0]}, point="backward").close()
+    with gradsurgeon.open_run(tmp_path) as run:
+        assert list(lines(run.plot())) == ["a", "b"]
+
+
+def test_the_whole_is_that_of_parameters_whose_norms_are_taken_once_a_step(
+    tmp_path: pathlib.Path,
+) -> None:
+    writer = RunWriter(tmp_path, meta=meta(("a", "b", "c")))
+    for step in range(3):
+        writer.add(Key("norms", "l2", "accumulated", ("a", "b")), step, values(3.0, 4.0))
+        for _ in range(2):  # a record per pass
+            writer.add(Key("parts", "l2", "backward", ("c",)), step, values(100.0))
+            writer.add(Key("sizes", "l2", "forward", ("module",)), step, values(100.0))
+    writer.close()
+    with gradsurgeon.open_run(tmp_path) as run:
+        drawn = lines(run.plot())
+    assert drawn["total of 2 parameters"] == ([0, 1, 2], [5.0, 5.0, 5.0])
+    assert drawn["c"] == ([0, 1, 2], [100.0] * 3)
+    assert list(drawn)[1:] == ["a", "b", "c", "module"]
+
+
+def test_what_is_recorded_now_and_then_has_no_gaps_but_where_it_is_late(
+    tmp_path: pathlib.Path,
+) -> None:
+    writer = RunWriter(tmp_path, meta=meta(("a",)))
+    for step in (10, 15, 20, 35, 40):
+        writer.add(Key("norms", "l2", "accumulated", ("a",)), step, values(float(step)))
+    writer.close()
+    with gradsurgeon.open_run(tmp_path) as run:
+        steps, norms = lines(run.plot())["a"]
+        assert axes_of(run.plot("heatmap")).get_xlim() == (7.5, 42.5)
+        shown = images(run.plot("heatmap"))[0]
+    assert steps == [10, 15, 20, 25, 35, 40]
+    assert same(norms, [10, 15, 20, NAN, 35, 40])
+    assert shown.mask.tolist() == [[False, False, False, True, True, False, False]]
+
+
+def test_names_patterns_and_aliases_choose(recorded: Opened) -> None:
+    histories = {name: [1.0, 2.0] for name in ("h.0.w", "h.0.b", "h.1.w", "lstm[0]")}
+    run = recorded(histories)
+    assert list(lines(run.plot(name="*.w"))) == ["h.0.w", "h.1.w"]
+    # `runs.meta` ties each parameter to another name.
+    assert list(lines(run.plot(name=["tied.h.1.w", "h.0.{b,x}"]))) == ["h.0.b", "h.1.w"]
+    assert list(lines(run.plot(name="lstm[0]"))) == ["lstm[0]"]
+    with pytest.raises(
+        KeyError, match=r'^\'"w" is no name of what was recorded; did you mean "\*\.w"'
+    ):
+        run.plot(name="w")
+
+
+def test_many_lines_have_a_legend_that_ends(recorded: Opened) -> None:
+    figure = recorded({f"p{i}": [1.0, 2.0] for i in range(40)}).plot(name="*")
+    assert len(lines(figure)) == 40
+    assert legend(figure)[-2:] == ["p23", "and 16 more"]
+    colours = {
+        line.get_color() if isinstance(line.get_color(), str) else tuple(line.get_color())
+        for line in axes_of(figure).lines
+    }
+    assert len(colours) == 40
+
+
+def test_events_are_lines_across(tmp_path: pathlib.Path) -> None:
+    writer = write(tmp_path, {"a": [1.0] * 9})
+    for step in (3, 3, 7):
+        writer.event(Event("trap", "trap", step, 0, "a", "bad"))
+    writer.event(Event("skipped-step", "trap", 3, 0, "", "skipped"))
+    writer.event(Event("notice", "", 5, 0, "", "nothing of a step"))
+    writer.close()
+    with gradsurgeon.open_run(tmp_path) as run:
+        figure = run.plot()
+    across = {
+        str(one.get_label()): [segment[0][0] for segment in one.get_segments()]
+        for one in axes_of(figure).collections
+        if isinstance(one, LineCollection)
+    }
+    assert across == {"trap": [3, 7], "skipped-step": [3]}
+    assert legend(figure) == ["a", "trap", "skipped-step"]
+
+
+@pytest.mark.parametrize("somewhere", [1, 12_344, 29_999])
+def test_one_step_of_many_survives(recorded: Opened, somewhere: int) -> None:
+    steps = 30_000
+    histories: dict[str, list[float | None]] = {
+        name: [1.0] * steps for name in ("spiky", "broken", "calm")
+    }
+    histories["gone"] = [1.0] * 10_000 + [None] * 10_000 + [1.0] * 10_000
+    histories["spiky"][somewhere], histories["broken"][somewhere] = 1e6, NAN
+    run = recorded(histories)
+    figure = run.plot()
+    width, columns = 38, 790  # of 800 columns at most
+    drawn, at = lines(figure), somewhere // width
+    expected = [1.0] * columns
+    expected[at] = 1e6
+    assert drawn["spiky"] == ([width * column for column in range(columns)], expected)
+    assert drawn["broken (1 non-finite)"][1] == [1.0] * columns
+    assert set(marks(figure, "x")) == {at * width}
+    assert axes_of(figure).get_xlabel() == "step (the largest of each 38 records)"
+    logs, special = images(run.plot("heatmap"))
+    assert logs.shape == (4, columns)
+    assert logs[0].argmax() == at
+    assert logs[0, at] == pytest.approx(6)
+    assert special[1].compressed().tolist() == [1.0]
+    assert not special[1].mask[at]
+    # Columns at the edges of the gap hold some of what lies beside it.
+    assert logs[3].mask.tolist() == [264 <= column <= 525 for column in range(columns)]
+
+
+def test_no_column_or_row_falls_between_two_pixels(recorded: Opened) -> None:
+    names = [f"{'w' * 60}.{number}" for number in range(1900)]
+    figure = recorded({name: [1.0, 2.0] for name in names}).plot("heatmap")
+    figure.savefig(io.BytesIO(), format="png")
+    place = axes_of(figure).get_window_extent()
+    assert place.width >= COLUMNS
+    assert place.height >= len(names)
+
+
+def test_a_heatmap_holds_the_logarithms(recorded: Opened) -> None:
+    run = recorded({"a.w": [1.0, 10.0, 0.0, NAN], "a.b": [0.1, None, 100.0, 1.0]})
+    figure = run.plot("heatmap")
+    logs, special = images(figure)
+    assert logs.mask.tolist() == [[False, False, True, True], [False, True, False, False]]
+    assert logs.compressed() == pytest.approx([0, 1, -1, 2, 0])
+    # 1 is not finite, 0 a norm of 0.
+    assert special.filled(-1).tolist() == [[-1, -1, 0, 1], [-1, -1, -1, -1]]
+    axes = axes_of(figure)
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["a.w", "a.b"]
+    assert axes.get_xlim() == (-0.5, 3.5)
+    assert legend(figure) == ["non-finite", "norm 0"]
+    assert images(run.plot("heatmap", name="a.b"))[0].shape == (1, 4)
+
+
+def test_a_vanishing_norm_does_not_flatten_the_rest(recorded: Opened) -> None:
+    figure = recorded({"a": [1.0, 1e-30]}).plot("heatmap")
+    image = next(child for child in axes_of(figure).get_children() if isinstance(child, AxesImage))
+    assert image.get_clim() == (-8, 0)
+
+
+def test_a_histogram_holds_the_share_of_each_decade(recorded: Opened) -> None:
+    histories: Histories = {"a": [1.1, 1.1], "b": [1.2, 110.0], "c": [110.0, NAN], "d": [None, 0.0]}
+    figure = recorded(histories).plot("histogram")
+    (shares,) = images(figure)
+    bottom, top = axes_of(figure).get_ylim()
+    assert (bottom, top) == pytest.approx((-0.4, 2.6))
+    ones, hundreds = (round((height - bottom) / (DECADES[1] - DECADES[0])) for height in (0.0, 2.0))
+    assert shares[ones].filled(0).tolist() == pytest.approx([2 / 3, 1 / 2])
+    assert shares[hundreds].filled(0).tolist() == pytest.approx([1 / 3, 1 / 2])
+    assert shares.sum(axis=0).tolist() == pytest.approx([1, 1])
+    assert marks(figure, "x") == [1]
+
+
+def test_a_histogram_without_a_norm_that_is_one(recorded: Opened) -> None:
+    figure = recorded({"a": [NAN, 0.0]}).plot("histogram")
+    assert images(figure)[0].count() == 0
+    assert marks(figure, "x") == [0]
+
+
+@pytest.mark.parametrize("more", [1, 500])
+def test_what_is_trained_meanwhile_has_no_column(more: int) -> None:
+    records = Records()
+    for step in range(3):
+        records.add(KEY, step, values(1.0, 2.0))
+    over_time = NormsOverTime(InMemory(records), dict.fromkeys(KEY.names, KEY))
+    assert over_time.columns.number == 3
+    for step in range(3, 3 + more):
+        records.add(KEY, step, values(NAN, 9.0))
+    assert over_time.largest().values.tolist() == [[1.0] * 3, [2.0] * 3]
+    assert over_time.total([0, 1]).values.tolist() == [[pytest.approx(math.sqrt(5))] * 3]
+    assert over_time.density()[0].sum() == 6
+
+
+@pytest.mark.parametrize("kind", ["norms", "heatmap", "histogram"])
+def test_a_long_run_is_drawn_from_the_disk_as_from_memory(
+    recorded: Opened, monkeypatch: pytest.MonkeyPatch, kind: Any
+) -> None:
+    wave = [2.0 + math.sin(step / 50) for step in range(3000)]
+    histories: dict[str, list[float | None]] = {
+        "a": [*wave],
+        "b": [*wave[::-1]],
+        "c": [None] * 3000,
+    }
+    histories["a"][1234], histories["b"][7:20] = NAN, [None] * 13
+    run = recorded(histories)
+    monkeypatch.setattr("gradsurgeon.report.over_time._BLOCK", 1000)
+    before = run.plot(kind)
+    monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
+    after = run.plot(kind)
+    assert lines(before).keys() == lines(after).keys()
+    for label, (steps, norms) in lines(before).items():
+        assert lines(after)[label][0] == steps
+        assert same(lines(after)[label][1], norms)
+    for one, other in zip(images(before), images(after), strict=True):
+        assert np.ma.allequal(one, other)
+        assert np.array_equal(one.mask, other.mask)
+
+
+def test_of_several_ranks_the_lowest_is_drawn(tmp_path: pathlib.Path) -> None:
+    ranks = ((0, 1.0), (1, 5.0))
+    for writer in [write(tmp_path, {"a": [norm, norm]}, rank=rank) for rank, norm in ranks]:
+        writer.close()
+    with gradsurgeon.open_run(tmp_path) as run:
+        assert lines(run.plot())["a"] == ([0, 1], [1.0, 1.0])
+
+
+def test_what_two_ranks_have_recorded_is_drawn_once(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    histories: list[Histories] = [{"a": [1.0], "b": [1.0]}, {"b": [5.0], "c": [5.0]}]
+    for writer in [write(tmp_path, one, rank=rank) for rank, one in enumerate(histories)]:
+        writer.close()
+    monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
+    with gradsurgeon.open_run(tmp_path) as run:
+        drawn = lines(run.plot(name="?"))
+    assert drawn == {"a": ([0], [1.0]), "b": ([0], [1.0]), "c": ([0], [5.0])}
+
+
+def test_several_rules_are_told_apart(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path, meta=meta())
+    for rule, point, norm in (("after", "step", 2.0), ("before", "accumulated", 1.0)):
+        writer.add(Key(rule, "l2", point, KEY.names), 0, values(norm, norm))
+    writer.close()
+    with gradsurgeon.open_run(tmp_path) as run:
+        assert lines(run.plot())["a.bias"] == ([0], [1.0])
+        assert lines(run.plot(rule="after"))["a.bias"] == ([0], [2.0])
+        with pytest.raises(RecordError, match="no l2 norm was recorded by a rule 'other'"):
+            run.plot(rule="other")
+
+
+def test_what_is_not_there_is_told(recorded: Opened, tmp_path: pathlib.Path) -> None:
+    run: Any = recorded({"a": [1.0]})
+    with pytest.raises(
+        ValueError, match=r"^no picture 'lines' here; there are norms, heatmap, histogram$"
+    ):
+        run.plot("lines")
+    with pytest.raises(
+        ValueError, match="'features' here: it draws tensors, which only a session keeps"
+    ):
+        run.plot("features")
+    write(tmp_path / "l1", {"a": [1.0]}, stat="l1").close()
+    with gradsurgeon.open_run(tmp_path / "l1") as other, pytest.raises(RecordError) as caught:
+        other.plot()
+    assert str(caught.value).startswith("nothing to draw yet: rule norms records l2 norms")
+    write(tmp_path / "none", {"a": [1.0]}, stat="l1", rule="sizes").close()
+    with gradsurgeon.open_run(tmp_path / "none") as other, pytest.raises(RecordError) as caught:
+        other.plot("heatmap", rule="sizes")
+    assert '{id: norms, action: norm-log, params: "*"}' in str(caught.value)
+
+
+HOSTILE = ("$\\frac{", "_hidden", "<script>alert(1)</script>", "a\u202eb\nc", "x" * 300)
+
+
+@pytest.mark.parametrize("kind", ["norms", "heatmap", "histogram"])
+def test_hostile_names_are_drawn_as_they_are(recorded: Opened, kind: Any) -> None:
+    figure = recorded({name: [1.0, NAN] for name in HOSTILE}).plot(kind)
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+    if kind == "norms":
+        texts = legend(figure)
+        assert texts[1:3] == [r"\$\frac{ (1 non-finite)", " _hidden (1 non-finite)"]
+        assert texts[4] == r"a\u202eb\nc (1 non-finite)"
+        assert len(texts[5]) < 80
+
+
+def test_figures_leave_nothing_behind(recorded: Opened) -> None:
+    figure = recorded({"a": [1.0, 2.0]}).plot()
+    figure.savefig(io.BytesIO(), format="png")
+    reference = weakref.ref(figure)
+    del figure
+    gc.collect()
+    assert reference() is None
+
+
+def test_without_matplotlib_the_extra_is_named(
+    recorded: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = recorded({"a": [1.0]})
+    for name in [*sys.modules]:
+        if name.startswith(
+            ("gradsurgeon.report.plots", "gradsurgeon.report.picture", "matplotlib.")
+        ):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("gradsurgeon.report.plots", raising=False)
+    monkeypatch.delattr("gradsurgeon.report.captured_plots", raising=False)
+    monkeypatch.delitem(sys.modules, "gradsurgeon.report.captured_plots", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(GradSurgeonError, match=r"pip install 'gradsurgeon\[plot\]'"):
+        run.plot()
+
+
+@pytest.mark.slow
+def test_a_run_is_drawn_without_torch_and_pyplot(recorded: Opened) -> None:
+    path = recorded({"a": [1.0, 2.0]}).path
+    code = (
+        "import sys, gradsurgeon\n"
+        "assert not {'torch', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "figure = gradsurgeon.open_run(sys.argv[1]).plot()\n"
+        "print(len(figure._repr_png_()) > 1000, 'torch' in sys.modules, 'matplotlib.pyplot' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, path],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["True", "False", "False"]
