@@ -4,7 +4,8 @@ Trains a small convolutional network on scikit-learn's handwritten digits with t
 ``rules/quickstart.yaml``. At one step a fault is injected: the data and the loss are fine, but a square
 root of negative numbers, which the forward pass masks, comes back as NaN in the backward pass. The trap
 must name the step, the layers and the line, and keep the NaN out of every weight and every moment of the
-optimizer. The exit code is 0 if it did and the network learnt to read.
+optimizer. The exit code is 0 if it did and the network learnt to read. What happened is written as a page,
+and the failed step as a bundle.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import io
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,10 +45,12 @@ FAULT = "hidden.sqrt()"
 class DigitsNet(nn.Module):
     """Two convolutions, two linear layers, and the fault, while it is armed."""
 
-    armed = False
+    armed: Tensor
 
     def __init__(self) -> None:
         super().__init__()
+        # A buffer goes into the bundle of a failed step, so that `replay` finds the fault armed.
+        self.register_buffer("armed", torch.tensor(False), persistent=False)
         self.conv1 = nn.Conv2d(1, 16, 3, padding=1)
         self.conv2 = nn.Conv2d(16, 32, 3, padding=1)
         self.fc1 = nn.Linear(32 * 4 * 4, 64)
@@ -114,7 +118,7 @@ class Trainer:
             )
 
     def _train(self, images: Tensor, labels: Tensor) -> float:
-        self.model.armed = self._step == FAULT_STEP
+        self.model.armed.fill_(self._step == FAULT_STEP)
         self.optimizer.zero_grad()
         loss = functional.cross_entropy(self.model(images), labels)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -170,7 +174,14 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def demonstrate(rules: Path, epochs: int) -> int:
+def write_page(run: Path, place: Path) -> None:
+    from gradsurgeon.cli.page import write_page as write  # noqa: PLC0415 # it needs SQLite
+
+    write([run], place)
+    say(f"What happened, as a page to look at: {place}")
+
+
+def demonstrate(rules: Path, epochs: int, folder: Path) -> int:
     # The tensors are tiny, and in a container torch sees more cores than it may use.
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
@@ -179,7 +190,7 @@ def demonstrate(rules: Path, epochs: int) -> int:
     failures = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+        with gradsurgeon.apply(model, rules, optimizer=optimizer, record=folder / "run") as session:
             trainer = Trainer(model, optimizer, session)
             say(
                 f"This trains a small network to read digits, and breaks it at step {FAULT_STEP}: a square root of "
@@ -194,6 +205,7 @@ def demonstrate(rules: Path, epochs: int) -> int:
     for warning in warned:
         say(f"warning: {warning.message}")
     say(f"What was broken, as the trap has found it:\n{trainer.diagnosis()}\n")
+    write_page(folder / "run", folder / "report.html")
     failures += trainer.failures()
     for failure in failures:
         say(f"FAILED: {failure}")
@@ -208,11 +220,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gradsurgeon.demo", description=__doc__)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="default: %(default)s")
     parser.add_argument("--rules", type=Path, default=default_rules(), help="a rule file")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="where to write the run and its page; default: a new temporary folder",
+    )
     given = parser.parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return demonstrate(given.rules, given.epochs)
+        folder = given.folder or Path(tempfile.mkdtemp(prefix="gradsurgeon-demo-"))
+        return demonstrate(given.rules, given.epochs, folder)
     except GradSurgeonError as error:
         print(error, file=sys.stderr)
         return 2

@@ -43,8 +43,14 @@ function eventEntry(group, open) {
   const where = `step ${event.step}` + (group.length > 1 ? ` to ${group[group.length - 1].step}, ${group.length} times` : "") + (ranks.some((rank) => rank) ? `, rank ${ranks.join(", ")}` : "");
   const line = [element("span", { class: `kind ${event.kind}` }, event.kind), `  ${where}: `, firstLine.replace(/^step \d+, /, "")];
   if (!rest.length) return element("p", {}, ...line);
-  const entry = element("details", open ? { open: "" } : {}, element("summary", {}, ...line), element("pre", {}, rest.join("\n")));
-  return entry;
+  return element("details", open ? { open: "" } : {}, element("summary", {}, ...line), ...parts(rest));
+}
+
+/** The diagnosis of a trap first: where it was born is asked for before what it has spoilt. */
+function parts(lines) {
+  const start = lines.findIndex((line) => /^(diagnosis|found by rank)/.test(line));
+  const pre = (some) => element("pre", {}, some.join("\n"));
+  return start > 0 ? [pre(lines.slice(start)), pre(lines.slice(0, start))] : [pre(lines)];
 }
 
 function happened(run) {
