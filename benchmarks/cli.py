@@ -17,6 +17,7 @@ from benchmarks import (
     diagnosis,
     like_for_like,
     overhead,
+    pages,
     plot,
     ranks,
     records,
@@ -43,11 +44,12 @@ GROUPS: dict[str, Group] = {
     diagnosis.GROUP: diagnosis.measured,
     ranks.GROUP: ranks.measured,
     records.GROUP: records.measured,
+    pages.GROUP: pages.measured,
     startup.GROUP: startup.measured,
 }
 _NAMES = (*GROUPS, *(workload.name for workload in WORKLOADS))
 # These do not depend on the device: one result has them.
-_ON_HOST = (ranks.GROUP, startup.GROUP)
+_ON_HOST = (ranks.GROUP, pages.GROUP, startup.GROUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

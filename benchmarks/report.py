@@ -11,6 +11,7 @@ from benchmarks import (
     diagnosis,
     like_for_like,
     overhead,
+    pages,
     peers,
     ranks,
     records,
@@ -309,6 +310,14 @@ def long_runs(result: Result) -> str:
     return made + (f"\nExponent over the upper decades: {', '.join(told)}.\n" if told else "")
 
 
+def drawn_pages(result: Result) -> str:
+    """Return what it takes to draw a run as a page, and how large the page is."""
+    head = ("steps", "parameters", "computing", "page")
+    return table(head, ((
+        f"{row['steps']:,}", f"{row['tensors']:,}", duration(row["seconds"] * 1e6), size(row["bytes"])
+    ) for row in _of(result, pages.GROUP)))  # fmt: skip
+
+
 def commands(result: Result) -> str:
     """Return the table of what does not train."""
     head = ("", "computing", "waiting")
@@ -341,6 +350,7 @@ _SECTIONS = (
     ("On a device", device_counts.GROUP, device_work),
     ("Between ranks", ranks.GROUP, between_ranks),
     ("Long runs", records.GROUP, long_runs),
+    ("The page of a run", pages.GROUP, drawn_pages),
     ("Without training", startup.GROUP, commands),
 )
 

@@ -13,6 +13,7 @@ from benchmarks import (
     diagnosis,
     like_for_like,
     overhead,
+    pages,
     rule_sets,
     scaling,
     startup,
@@ -85,6 +86,16 @@ def _seconds(what: str) -> Find:
     def find(rows: Sequence[Row]) -> Value | None:
         row = row_of(rows, group=startup.GROUP, what=what)
         return None if row is None else _value(row["seconds"])
+
+    return find
+
+
+def _page(key: str, unit: float = 1.0) -> Find:
+    """Return a finder of what the page of the longest run takes."""
+
+    def find(rows: Sequence[Row]) -> Value | None:
+        row = row_of(rows, group=pages.GROUP, steps=pages.LENGTHS[-1])
+        return None if row is None else Value(*[row[key] / unit] * 3)
 
     return find
 
@@ -248,6 +259,8 @@ TARGETS = (
     ),
     Target(f"{_ON_DEVICE}", "host reads", 1, _host_reads),
     Target("`gradsurgeon lint` of 100 rules, whole process", "s", 0.5, _seconds(startup.LINT)),
+    Target("the page of 1,000,000 steps of 500 parameters", "s", 5.0, _page("seconds")),
+    Target("the page of 1,000,000 steps of 500 parameters", "MB", 3.0, _page("bytes", 2**20)),
     Target("reading 1,000 rules", "s", 0.1, _seconds(startup.PARSE)),
     Target("binding 20 rules to a model of 10,000 parameters", "s", 0.2, _seconds(startup.BIND)),
     Target("binding 20 rules to `params.json` of the same", "s", 0.2, _seconds(startup.BIND_FILE)),

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import chain, compress, repeat
+from operator import gt, itemgetter, mul
 from statistics import median
 from typing import NamedTuple
 
@@ -90,25 +93,38 @@ class _TensorSummary(NamedTuple):
     def spike(self) -> Spike | None:
         """Return the largest spike of the chunks whose norms are highest above the sample around them."""
         every = self.summary.every
-        # Where nothing is finite there is nothing to stand out from.
-        minima = [least if least == least else math.inf for least in self.minima]  # noqa: PLR0124 # NaN
-        beside = map(min, minima, [math.inf, *minima[:-1]], [*minima[1:], math.inf])
-        promising = []
-        for chunk, (largest, least) in enumerate(zip(self.maxima, beside, strict=True)):
-            # A spike stands out from something beside it.
-            if not TIMES * least < largest < math.inf:
-                continue
+        minima = self.minima
+        if not math.isfinite(sum(minima)):
+            # Where nothing is finite there is nothing to stand out from.
+            minima = [least if least == least else math.inf for least in minima]  # noqa: PLR0124 # NaN
+        beside = list(map(min, minima, [math.inf, *minima[:-1]], [*minima[1:], math.inf]))
+        # A spike stands out from something beside it, and from the usual no more than from the least.
+        standing_out = map(gt, self.maxima, map(mul, beside, repeat(TIMES)))
+        bounds = [
+            (self.maxima[chunk] / beside[chunk] if beside[chunk] > 0 else math.inf, chunk)
+            for chunk in compress(range(len(beside)), standing_out)
+        ]
+        promising: list[tuple[float, int]] = []
+        for bound, chunk in sorted(bounds, reverse=True):
+            if len(promising) == _CHUNKS and bound <= promising[0][0]:
+                break
             around = slice(max(0, (chunk - 1) * CHUNK // every), (chunk + 2) * CHUNK // every + 1)
             if near := _finite(self.sample[around]):
                 usual = median(near)
-                promising.append((largest / usual if usual > 0 else math.inf, chunk))
+                times = self.maxima[chunk] / usual if usual > 0 else math.inf
+                # The least promising one comes first, and makes room.
+                heappush(promising, (times, chunk))
+                if len(promising) > _CHUNKS:
+                    heappop(promising)
         return _largest(
             largest_spike(self.rows(chunk * CHUNK - _MARGIN, (chunk + 1) * CHUNK + _MARGIN))
-            for _, chunk in sorted(promising, reverse=True)[:_CHUNKS]
+            for _, chunk in promising
         )
 
     def cells(self) -> list[tuple[int, float | None]]:
         """Return first step and largest value of each chunk, as a sparkline takes them."""
+        if all(self.present) and not any(self.nonfinite):
+            return list(zip(self.summary.steps, self.maxima, strict=True))
         rows = zip(self.summary.steps, self.maxima, self.nonfinite, self.present, strict=True)
         return [
             (step, (math.nan if nonfinite else largest) if present else None)
@@ -159,14 +175,17 @@ class OnDisk(WholeMeasurements):
         ]
         # A tensor moves on from series to series, so that they follow each other.
         tensors.sort(key=lambda tensor: tensor.summary.steps[0])
-        cells = sorted((c for tensor in tensors for c in tensor.cells()), key=lambda cell: cell[0])
+        cells = tensors[0].cells()
+        if len(tensors) > 1:
+            joined = (cell for tensor in tensors for cell in tensor.cells())
+            cells = sorted(joined, key=lambda cell: cell[0])
         sample = [value for tensor in tensors for value in _finite(tensor.sample)]
         nonfinite = [tensor for tensor in tensors if any(tensor.nonfinite)]
         return NormHistory(
-            norms=tuple(value for _, value in cells),
+            norms=tuple(map(itemgetter(1), cells)),
             first=tensors[0].end(0),
             median=median(sample) if sample else math.nan,
-            largest=max((v for t in tensors for v in _finite(t.maxima)), default=math.nan),
+            largest=max(chain.from_iterable(_finite(t.maxima) for t in tensors), default=math.nan),
             spike=_largest(tensor.spike() for tensor in tensors),
             last=tensors[-1].end(-1),
             nonfinite=sum(sum(tensor.nonfinite) for tensor in nonfinite),
@@ -184,7 +203,10 @@ class OnDisk(WholeMeasurements):
         return self._summaries[series]
 
 
-def _finite(values: Sequence[float]) -> list[float]:
+def _finite(values: Sequence[float]) -> Sequence[float]:
+    # In double precision the sum of float32 cannot overflow: it tells at once whether all are finite.
+    if math.isfinite(sum(values)):
+        return values
     return [value for value in values if math.isfinite(value)]
 
 
