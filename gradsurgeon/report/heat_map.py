@@ -10,6 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from math import log10
 from typing import NamedTuple
 
 from gradsurgeon.store.layout import CHUNK, Stored, Summary, unpack_absent
@@ -65,7 +66,7 @@ def code(norm: float) -> int:
     if norm > 0:
         if norm == math.inf:
             return NONFINITE
-        return int((math.log10(norm) - LOWEST) / STEP + 0.5) + FIRST
+        return int((log10(norm) - LOWEST) / STEP + 0.5) + FIRST
     return NONFINITE if math.isnan(norm) else ZERO
 
 
@@ -117,12 +118,7 @@ def _groups(series: StoredSeries, most: int) -> Iterator[_Group]:
 
 def _summarised(chunks: Sequence[Summary]) -> array[int]:
     if all(all(chunk.present) and not any(chunk.nonfinite) for chunk in chunks):
-        maxima = [chunk.maxima for chunk in chunks]
-        largest = list(map(max, *maxima)) if len(maxima) > 1 else maxima[0]
-        if min(largest) > 0:
-            # All are there and finite, as nearly always.
-            cells = [int((math.log10(norm) - LOWEST) / STEP + 0.5) + FIRST for norm in largest]
-            return array("H", cells)
+        return _of_largest([chunk.maxima for chunk in chunks])
     found = array("H", bytes(2 * len(chunks[0].maxima)))
     for chunk in chunks:
         for column, (norm, nonfinite, present) in enumerate(
@@ -134,21 +130,26 @@ def _summarised(chunks: Sequence[Summary]) -> array[int]:
 
 
 def _largest(rows: Sequence[Stored], width: int) -> array[int]:
-    values = array("f", b"".join(floats for _, floats, _ in rows))
-    if len(rows) == 1:
-        cells = array("H", map(code, values))
-    else:
-        cells = array("H", (_largest_of(values[column::width]) for column in range(width)))
+    parts = [array("f", floats) for _, floats, _ in rows]
+    # In double precision the sum of float32 cannot overflow: it tells at once whether all are finite.
+    whole = not any(any(bits or b"") for _, _, bits in rows)
+    if whole and math.isfinite(sum(map(sum, parts))):
+        return _of_largest(parts)
     holes = [unpack_absent(bits) for _, _, bits in rows]
-    for column in frozenset().union(*holes):
-        there = [values[r * width + column] for r, hole in enumerate(holes) if column not in hole]
-        cells[column] = _largest_of(there) if there else ABSENT
+    cells = array("H", bytes(2 * width))
+    for part, hole in zip(parts, holes, strict=True):
+        for column, norm in enumerate(part):
+            if column not in hole:
+                cells[column] = max(cells[column], code(norm))
     return cells
 
 
-def _largest_of(values: Sequence[float]) -> int:
-    # In double precision the sum of float32 cannot overflow: it tells at once whether all are finite.
-    return code(max(values)) if math.isfinite(sum(values)) else NONFINITE
+def _of_largest(parts: Sequence[array[float]]) -> array[int]:
+    """Return the cells of the largest of each column; all are there and finite, as nearly always."""
+    largest = list(map(max, *parts)) if len(parts) > 1 else parts[0]
+    if min(largest) > 0:
+        return array("H", [int((log10(v) - LOWEST) / STEP + 0.5) + FIRST for v in largest])
+    return array("H", map(code, largest))
 
 
 def _total(series: StoredSeries, names: Iterable[str], groups: Sequence[_Group], most: int) -> Line:

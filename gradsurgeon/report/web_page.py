@@ -174,7 +174,7 @@ def _of_other_ranks(run: Run, norms: HeatMap) -> Iterator[Line]:
 def _map(norms: HeatMap) -> dict[str, Any]:
     raw = norms.cells.tobytes()
     # High bytes hardly change from cell to cell: apart from the low ones they are packed to next to nothing.
-    packed = zlib.compress(raw[1::2] + raw[::2], 9)
+    packed = zlib.compress(raw[1::2] + raw[::2])
     return {
         "names": norms.names,
         "firsts": norms.firsts,

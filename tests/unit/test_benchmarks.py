@@ -17,6 +17,7 @@ from benchmarks import (
     diagnosis,
     measure,
     overhead,
+    pages,
     peers,
     plot,
     report,
@@ -400,6 +401,7 @@ def test_every_target_names_rows_that_are_measured() -> None:
         for case in step_alone.CASES
     ]
     rows.append({"group": "like for like", "of_peer": 0.5})
+    rows += [{"group": "pages", "steps": n, "seconds": 1.0, "bytes": 1} for n in pages.LENGTHS]
     rows += [{"group": "scaling", "axis": "rules", "at": at, "seconds": at} for at in (1, 10)]
     ours = {"fault": diagnosis.HEALTHY, "way": diagnosis.OURS}
     rows.append({"group": "diagnosis", **ours, "forensics": rows[0]["step_ratio"]})
