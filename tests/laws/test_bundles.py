@@ -123,6 +123,7 @@ def test_without_a_run_it_is_written_where_the_rule_asks_for_it(
     ]
 
 
+@pytest.mark.slow
 def test_the_command_says_the_same(home: Path, made: tuple[NonFiniteGradientError, Path]) -> None:
     error, place = made
     command = [sys.executable, "-m", "gradsurgeon", "replay", str(place), "--model", "net:build"]
@@ -134,6 +135,7 @@ def test_the_command_says_the_same(home: Path, made: tuple[NonFiniteGradientErro
     assert done.stdout.strip() == told.strip()
 
 
+@pytest.mark.slow
 def test_the_debugger_stands_where_it_was_born(
     home: Path, made: tuple[NonFiniteGradientError, Path]
 ) -> None:
@@ -317,6 +319,7 @@ def test_what_is_no_bundle(
     assert (made[1].name in str(caught.value)) == (what == "folder of a run")
 
 
+@pytest.mark.slow
 def test_a_device_that_is_not_there(home: Path, made: tuple[NonFiniteGradientError, Path]) -> None:
     command = [sys.executable, "-m", "gradsurgeon", "replay", str(made[1]), "--model", "net:build"]
     done = subprocess.run(

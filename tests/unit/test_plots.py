@@ -231,6 +231,7 @@ def test_events_are_lines_across(tmp_path: pathlib.Path) -> None:
     assert legend(figure) == ["a", "trap", "skipped-step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("somewhere", [1, 12_344, 29_999])
 def test_one_step_of_many_survives(recorded: Opened, somewhere: int) -> None:
     steps = 30_000
@@ -259,6 +260,7 @@ def test_one_step_of_many_survives(recorded: Opened, somewhere: int) -> None:
     assert logs[3].mask.tolist() == [264 <= column <= 525 for column in range(columns)]
 
 
+@pytest.mark.slow
 def test_no_column_or_row_falls_between_two_pixels(recorded: Opened) -> None:
     names = [f"{'w' * 60}.{number}" for number in range(1900)]
     figure = recorded({name: [1.0, 2.0] for name in names}).plot("heatmap")
