@@ -51,6 +51,7 @@ SHAPES: dict[str, tuple[Make, Make]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.no_cover
 @pytest.mark.parametrize("shape", SHAPES)
 def test_thousands_of_rules_take_seconds(shape: str) -> None:
