@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, groupby
 from math import log10
 from typing import NamedTuple
 
@@ -56,6 +56,7 @@ class HeatMap(NamedTuple):
 class _Group(NamedTuple):
     """Successive rows of a series by the cells of their largest values."""
 
+    column: int
     first: int
     last: int
     cells: array[int]
@@ -81,16 +82,19 @@ def heat_map(
         totals: the tensors over which the whole norm is taken.
     """
     most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(names))))
-    grouped = {one: list(_groups(one, most)) for one in series}
-    firsts = sorted({group.first for groups in grouped.values() for group in groups})
-    firsts = firsts[:: -(-len(firsts) // most) or 1]
-    lasts = list(firsts)
-    columns = len(firsts)
-    found = {name: array("H", bytes(2 * columns)) for name in names}
+    ends = [end for one in series for end in one.ends()]
+    # The same steps for all series, whose rows may be of others.
+    width = -(-(max(ends) - min(ends) + 1) // most) if ends else 1
+    grouped = {one: list(_groups(one, width)) for one in series}
+    spans: dict[int, tuple[int, int]] = {}
+    for group in chain.from_iterable(grouped.values()):
+        first, last = spans.get(group.column, (group.first, group.last))
+        spans[group.column] = min(first, group.first), max(last, group.last)
+    order = sorted(spans)
+    place = {column: at for at, column in enumerate(order)}
+    found = {name: array("H", bytes(2 * len(order))) for name in names}
     for one, groups in grouped.items():
-        places = [bisect_right(firsts, group.first) - 1 for group in groups]
-        for column, group in zip(places, groups, strict=True):
-            lasts[column] = max(lasts[column], group.last)
+        places = [place[group.column] for group in groups]
         # The cells of one tensor lie at equal distances.
         cells = array("H", b"".join(group.cells.tobytes() for group in groups))
         for name in series[one]:
@@ -100,20 +104,21 @@ def heat_map(
     counted = set(totals)
     lines = [_total(one, counted & set(named), grouped[one], most) for one, named in series.items()]
     joined = array("H", b"".join(found[name].tobytes() for name in names))
+    firsts, lasts = ([spans[column][end] for column in order] for end in (0, 1))
     return HeatMap(tuple(names), firsts, lasts, joined, [line for line in lines if line.steps])
 
 
-def _groups(series: StoredSeries, most: int) -> Iterator[_Group]:
-    """Yield the rows of a series in at most so many groups; of a long one by their summaries."""
-    width, length = len(series.key.names), len(series)
-    if length * width > _MOST_VALUES:
-        summaries = series.summaries()
-        while chunks := list(islice(summaries, -(-length // (CHUNK * most)))):
-            yield _Group(chunks[0].first, chunks[-1].last, _summarised(chunks))
+def _groups(series: StoredSeries, width: int) -> Iterator[_Group]:
+    """Yield the rows of every so many steps together; of a long series by its summaries."""
+    columns, length = len(series.key.names), len(series)
+    if length * columns > _MOST_VALUES:
+        for column, chunks in groupby(series.summaries(), lambda chunk: chunk.first // width):
+            several = list(chunks)
+            yield _Group(column, several[0].first, several[-1].last, _summarised(several))
         return
-    stored = series.stored()
-    while rows := list(islice(stored, max(1, -(-length // most)))):
-        yield _Group(rows[0][0], rows[-1][0], _largest(rows, width))
+    for column, rows in groupby(series.stored(), lambda row: row[0] // width):
+        stored = list(rows)
+        yield _Group(column, stored[0][0], stored[-1][0], _largest(stored, columns))
 
 
 def _summarised(chunks: Sequence[Summary]) -> array[int]:
@@ -164,14 +169,16 @@ def _total(series: StoredSeries, names: Iterable[str], groups: Sequence[_Group],
             line.values.append(_whole(row, columns))
         return _thinned(line, most)
     every = CHUNK * -(-len(series) // (CHUNK * most))
+    wholes = {row.step: _whole(row, columns) for row in series.sample(every)}
+    steps = sorted(wholes)
     whole_row = len(columns) == len(series.key.names)
-    for row, group in zip(series.sample(every), groups, strict=False):
+    for group in groups:
         cells = group.cells
         largest = max(cells if whole_row else [cells[column] for column in columns])
         # The whole is no smaller than any part of it, and no more finite.
-        whole = _whole(row, columns)
         least = None if largest == ABSENT else _norm_of(largest)
-        known = [value for value in (whole, least) if value is not None]
+        within = steps[bisect_left(steps, group.first) : bisect_right(steps, group.last)]
+        known = [v for v in (least, *(wholes[step] for step in within)) if v is not None]
         line.steps.append(group.first)
         bad = [value for value in known if not math.isfinite(value)]
         line.values.append(bad[0] if bad else max(known, default=None))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from runs import write
+from runs import meta, values, write
 
 from gradsurgeon.report import heat_map as module
 from gradsurgeon.report.heat_map import (
@@ -21,7 +21,9 @@ from gradsurgeon.report.heat_map import (
     code,
     heat_map,
 )
+from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
+from gradsurgeon.store.writer import RunWriter
 
 
 def _norm(cell: int) -> float:
@@ -90,6 +92,23 @@ def test_a_spike_of_one_step_survives_however_long_the_run(
     finite = [value for value in total.values if value is not None and math.isfinite(value)]
     assert max(finite) == pytest.approx(800.0, rel=0.01)
     assert len(finite) == len(total.values) - 1
+
+
+def test_series_of_different_steps_leave_no_gaps_in_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two optimizers step by turns: each column of a long run has steps of both."""
+    monkeypatch.setattr(module, "_MOST_COLUMNS", 20)
+    monkeypatch.setattr(module, "_LEAST_COLUMNS", 20)
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a", "b")))
+    for step in range(1000):
+        name = "ab"[step % 2]
+        writer.add(Key("norms", "l2", "accumulated", (name,)), step, values(1.0), frozenset())
+    writer.close()
+    with open_run(tmp_path / "run") as run:
+        found = heat_map(["a", "b"], {one: one.key.names for one in run}, totals=())
+    assert len(found.firsts) == 20
+    assert set(found.cells) == {code(1.0)}
 
 
 def test_tensors_of_two_series_share_the_columns(tmp_path: Path) -> None:
