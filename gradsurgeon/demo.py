@@ -175,7 +175,7 @@ def say(text: str) -> None:
 
 
 def write_page(run: Path, place: Path) -> None:
-    from gradsurgeon.cli.page import write_page as write  # noqa: PLC0415 # it needs SQLite
+    from gradsurgeon.report.page_file import write_page as write  # noqa: PLC0415 # it needs SQLite
 
     write([run], place)
     say(f"What happened, as a page to look at: {place}")

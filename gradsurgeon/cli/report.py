@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple, get_args
 
 from gradsurgeon.cli import fail
-from gradsurgeon.cli.page import write_page
 from gradsurgeon.errors import RecordError, did_you_mean, printable
 from gradsurgeon.events import Event, EventKind
 from gradsurgeon.planning.table import count, grid
 from gradsurgeon.report import from_run, title_of
+from gradsurgeon.report.page_file import write_page
 from gradsurgeon.report.plain import to_dict
 from gradsurgeon.report.rules_and_events import by_kind
 from gradsurgeon.store.json_text import json_text

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradsurgeon.cli import fail
-from gradsurgeon.cli.page import write_page
 from gradsurgeon.cli.report import runs_inside
 from gradsurgeon.cli.terminal import Terminal, can_draw, size
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.report.live import RUNNING, LiveRun, Snapshot
+from gradsurgeon.report.page_file import write_page
 from gradsurgeon.report.screen import ending, screen, status_line
 from gradsurgeon.store.layout import RUN_FILE
 
