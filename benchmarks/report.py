@@ -19,6 +19,7 @@ from benchmarks import (
     scaling,
     startup,
     step_alone,
+    trackers,
 )
 from benchmarks.cases import BARE
 from benchmarks.machine import PEERS, ROOT
@@ -318,6 +319,17 @@ def drawn_pages(result: Result) -> str:
     ) for row in _of(result, pages.GROUP)))  # fmt: skip
 
 
+def sent_to_trackers(result: Result) -> str:
+    """Return what trackers cost the thread that trains."""
+    head = ("", "at work, per step", "step", "end of the run")
+    return table(head, ((
+        row["case"],
+        duration(row["thread_s"] * 1e6) if "thread_s" in row else row["why"],
+        duration(row["step_s"] * 1e6) if "step_s" in row else "",
+        duration(row["end_s"] * 1e6) if "end_s" in row else "",
+    ) for row in _of(result, trackers.GROUP)))  # fmt: skip
+
+
 def commands(result: Result) -> str:
     """Return the table of what does not train."""
     head = ("", "computing", "waiting")
@@ -351,6 +363,7 @@ _SECTIONS = (
     ("Between ranks", ranks.GROUP, between_ranks),
     ("Long runs", records.GROUP, long_runs),
     ("The page of a run", pages.GROUP, drawn_pages),
+    ("Trackers", trackers.GROUP, sent_to_trackers),
     ("Without training", startup.GROUP, commands),
 )
 

@@ -5,6 +5,7 @@ do its work (usage, an unreadable file, a model that cannot be built, a fault of
 """
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -39,6 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 # whatever it is, the exit code must not say "problems found"
         if isinstance(error, FileNotFoundError) and not error.filename:  # as `getcwd` raises it
             return fail("the working directory does not exist any more: go to one that does")
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and not error.filename:
+            # What could not be written would be tried again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return fail(f"cannot write to standard output: {error.strerror}")
         traceback.print_exc()
         return fail(
             "internal error: this is a fault of gradsurgeon, please report it with the above"

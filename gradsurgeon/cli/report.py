@@ -5,17 +5,23 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, get_args
 
 from gradsurgeon.cli import fail
-from gradsurgeon.errors import RecordError, did_you_mean, printable
-from gradsurgeon.events import Event, EventKind
+from gradsurgeon.cli.fail_on import (
+    Failing,
+    failing,
+    kinds_of,
+    print_annotations,
+    summary,
+    why_unknown,
+)
+from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count, grid
 from gradsurgeon.report import from_run, title_of
 from gradsurgeon.report.page_file import write_page
 from gradsurgeon.report.plain import to_dict
-from gradsurgeon.report.rules_and_events import by_kind
 from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.layout import RUN_FILE
 from gradsurgeon.store.run import open_run
@@ -24,82 +30,94 @@ from gradsurgeon.store.run import open_run
 _DEEPEST = 6
 
 
-class _Found(NamedTuple):
-    """The events of one run that `--fail-on` names; the path is empty where that one run was asked for."""
-
-    path: str
-    ranks: int
-    events: Sequence[Event]
-
-
 def run(arguments: argparse.Namespace) -> int:
-    kinds = [] if arguments.fail_on is None else _kinds(arguments.fail_on)
-    if reason := _why_unusable(kinds, arguments):
+    kinds = [] if arguments.fail_on is None else kinds_of(arguments.fail_on)
+    if reason := why_unknown(kinds) or _why_unusable(kinds, arguments):
         return fail(reason)
     folders = [Path(run) for run in arguments.runs]
-    found: list[_Found] = []
+    problems: list[str] = []
     try:
         if arguments.html is not None:
-            _write_page(folders, Path(arguments.html))
-        for folder in folders:
-            inside = sorted(runs_inside(folder))
-            is_run = _is_run(folder) or not inside
-            if arguments.html is None:
-                _print(folder, inside, arguments.format, is_run=is_run)
-            found += _found([*([folder] if is_run else []), *inside], folders, kinds)
+            problems += _write_page(folders, Path(arguments.html))
+        else:
+            for folder in folders:
+                _print(folder, arguments.format)
     except RecordError as error:
         return fail(str(error))
     except OSError as error:
+        if arguments.html is None:  # what reads the report has closed the pipe, say
+            raise
         return fail(f"cannot write {printable(arguments.html)}: {error.strerror or error}")
+    found, unknown = _failing(folders, kinds)
     if arguments.format == "github":
-        _print_annotations(found)
+        print_annotations(found)
     # Otherwise what was found could overtake the report.
     sys.stdout.flush()
-    for line in _summary(found, kinds):
+    problems += [text for text in unknown if text not in problems]
+    for line in (*problems, *summary(found, kinds)):
         print(f"gradsurgeon: {line}", file=sys.stderr)
-    return int(bool(found))
+    # What cannot be read is not taken for clean.
+    return 2 if problems else int(bool(found))
+
+
+def _failing(folders: Sequence[Path], kinds: Sequence[str]) -> tuple[list[Failing], list[str]]:
+    """Return what runs have of some kinds of events, and why it is not known of others."""
+    found, unknown = [], []
+    for place in chain.from_iterable(map(_runs_of, folders)) if kinds else ():
+        try:
+            found.append(failing(place, kinds, alone=[place] == folders))
+        except RecordError as error:
+            unknown.append(str(error))
+    return [one for one in found if one.events], unknown
+
+
+def _runs_of(folder: Path) -> list[Path]:
+    """Return a run and those inside it, or those of a folder; of neither the folder, which then says so."""
+    inside = sorted(runs_inside(folder))
+    return [folder, *inside] if _is_run(folder) or not inside else inside
 
 
 def _is_run(folder: Path) -> bool:
     return (folder / RUN_FILE).exists()
 
 
-def _write_page(folders: Sequence[Path], place: Path) -> None:
-    runs = [
-        run
-        for folder in folders
-        for run in ([folder] if _is_run(folder) else sorted(runs_inside(folder)) or [folder])
-    ]
-    size = write_page(runs, place) / 2**20
-    print(
-        f"{printable(str(place))}: {count(len(runs), 'run')}, {size:.1f} MB; open it in a browser"
-    )
+def _write_page(folders: Sequence[Path], place: Path) -> list[str]:
+    """Write the page, and return why runs are not on it."""
+    runs = list(chain.from_iterable(map(_runs_of, folders)))
+    runs_shown, size, problems = write_page(runs, place)
+    shown = f"{count(runs_shown, 'run')}, {size / 2**20:.1f} MB"
+    print(f"{printable(str(place))}: {shown}; open it in a browser")
+    return problems
 
 
-def _print(folder: Path, inside: Sequence[Path], form: str, *, is_run: bool) -> None:
+def _print(folder: Path, form: str) -> None:
+    inside = sorted(runs_inside(folder))
+    is_run = _is_run(folder) or not inside
     if form == "text":
         _print_text(folder, inside, is_run=is_run)
     elif form == "json":
         _print_json(folder, inside, is_run=is_run)
 
 
-def _kinds(text: str) -> list[str]:
-    return list(dict.fromkeys(kind.strip() for kind in text.split(",")))
-
-
 def _why_unusable(kinds: Sequence[str], arguments: argparse.Namespace) -> str:
-    form = arguments.format
-    if form != "text" and arguments.html is not None:
+    form, page = arguments.format, arguments.html
+    if form != "text" and page is not None:
         return f"`--html` writes a page, and `--format {form}` prints: ask for one of them"
+    if page is not None and (reason := why_no_page(page)):
+        return reason
     if form == "json" and len(arguments.runs) > 1:
         return "`--format json` prints one object, of one run: ask for one at a time"
-    known = get_args(EventKind)
-    for kind in kinds:
-        if kind not in known:
-            meant = f" {hint}" if (hint := did_you_mean(kind, known)) else ""
-            return f"--fail-on: `{printable(kind)}` is no kind of event;{meant} kinds: {', '.join(known)}"
     if form == "github" and not kinds:
         return "`--format github` shows the events that `--fail-on` names: add it, e.g. `--fail-on trap`"
+    return ""
+
+
+def why_no_page(name: str) -> str:
+    """Return why a page cannot be written to a file of this name, nothing if it can."""
+    # Of an empty name the path is the directory that one is in.
+    place = Path(name)
+    if name == "-" or (place.exists() and not place.is_file()):
+        return f"--html: `{printable(name)}` is no file that a browser can open: name one, such as report.html"
     return ""
 
 
@@ -121,47 +139,6 @@ def _print_json(folder: Path, inside: Sequence[Path], *, is_run: bool) -> None:
         )
     with open_run(folder) as opened:
         print(json_text({**to_dict(from_run(opened)), "inside": paths}, indent=2))
-
-
-def _found(places: Sequence[Path], asked: Sequence[Path], kinds: Sequence[str]) -> Iterator[_Found]:
-    """Yield what runs have of some kinds of events, for those that have any."""
-    for place in places if kinds else ():
-        with open_run(place) as opened:
-            events = [event for event in opened.events if event.kind in kinds]
-            ranks = len(opened.ranks)
-        if events:
-            yield _Found("" if [place] == [*asked] else str(place), ranks, events)
-
-
-def _summary(found: Sequence[_Found], kinds: Sequence[str]) -> Iterator[str]:
-    for path, _, events in found:
-        # What several ranks note of a step counts once, as in the report.
-        numbers = by_kind(events)
-        for kind in kinds:
-            if number := numbers[kind]:
-                first = min((event for event in events if event.kind == kind), key=_step)
-                where = f"{printable(path)}: " if path else ""
-                yield f"{where}{count(number, f'{kind} event')}, first at {_place(first)}"
-
-
-def _step(event: Event) -> int:
-    return event.step
-
-
-def _place(event: Event) -> str:
-    rule = f"rule {printable(event.rule)}" if event.rule else ""
-    return ", ".join(filter(None, (f"step {event.step}", rule, printable(event.name))))
-
-
-def _print_annotations(found: Sequence[_Found]) -> None:
-    from gradsurgeon.review.github import annotation  # noqa: PLC0415 # the others do not need it
-
-    for path, ranks, events in found:
-        for event in events:
-            on = f", rank {event.rank}" if ranks > 1 else ""
-            title = f"{event.kind} at {_place(event)}{on}"
-            text = f"{path}: {event.message}" if path else event.message
-            print(annotation("error", {"title": title}, text))
 
 
 def runs_inside(folder: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradsurgeon.cli import fail
-from gradsurgeon.cli.report import runs_inside
+from gradsurgeon.cli.report import runs_inside, why_no_page
 from gradsurgeon.cli.terminal import Terminal, can_draw, size
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count
@@ -27,6 +27,8 @@ _PAGE_SECONDS, _PAGE_SHARE = 5.0, 20.0
 
 def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.run)
+    if arguments.html is not None and (reason := why_no_page(arguments.html)):
+        return fail(reason)
     if not arguments.wait and not _is_there(folder):
         return fail(_why_not_there(folder))
     try:
@@ -56,15 +58,18 @@ class _Page:
 
     def __init__(self, folder: Path, place: Path) -> None:
         self._folder, self._place = folder, place
-        self._next = 0.0
+        self._next, self._seconds = 0.0, _PAGE_SECONDS
 
     def update(self, snapshot: Snapshot) -> None:
         begin = time.monotonic()
         if snapshot.state == RUNNING and begin < self._next:
             return
-        write_page([self._folder], self._place)
+        # The last one is there to stay.
+        seconds = self._seconds if snapshot.state == RUNNING else None
+        write_page([self._folder], self._place, reload_seconds=seconds)
         end = time.monotonic()
-        self._next = end + max(_PAGE_SECONDS, _PAGE_SHARE * (end - begin))
+        self._seconds = max(_PAGE_SECONDS, _PAGE_SHARE * (end - begin))
+        self._next = end + self._seconds
 
 
 def _is_there(folder: Path) -> bool:

@@ -31,8 +31,8 @@ _CLOSE = (
     "script has written into what came out, so that it cannot be compared"
 )
 _FINITE = (
-    "all gradients are finite in the replay: a fault of the machine, random numbers from elsewhere, or "
-    "gradients that the script made without the forward pass of the model"
+    "all gradients are finite in the replay: the script has changed them after backward or made them without the "
+    "forward pass of the model, it takes random numbers from elsewhere, or it was a fault of the machine"
 )
 _FINITE_NOW = (
     "what came out of the call was not finite, and in the replay it is: a fault of the machine, a race, or state "

@@ -3,9 +3,9 @@
 from gradsurgeon.report import pictures
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
-from gradsurgeon.report.saliency import grad_cam
 from gradsurgeon.report.sources import describe, from_run, summary, title_of
 from gradsurgeon.store import RecordQueries
+from gradsurgeon.tensors.saliency import grad_cam
 
 # A session and a run lie below what draws them; whoever has one has come by the public functions, which import this.
 RecordQueries._draw = staticmethod(pictures.draw)  # noqa: SLF001 # theirs, not their callers'

@@ -15,7 +15,7 @@ from gradsurgeon.report import plots
 from gradsurgeon.report.captures import Calls, Capture, pair, several, single
 from gradsurgeon.report.picture import NONFINITE, Picture, plain
 from gradsurgeon.report.pictures import Name
-from gradsurgeon.report.saliency import grad_cam, resized
+from gradsurgeon.tensors.saliency import grad_cam, resized
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradsurgeon.actions import CaptureRule
+from gradsurgeon.actions import CaptureRule, gradient_pairs
 from gradsurgeon.errors import RecordError
 from gradsurgeon.planning import Module, Param
 from gradsurgeon.report.pictures import Name, matching
@@ -178,14 +178,7 @@ def _partners(session: Session, rule: str | Sequence[str] | None) -> list[tuple[
     """Return the rules that keep a value and its gradient, in pairs."""
     given = {rule} if isinstance(rule, str) else set(rule or ())
     rules = {one.id: one.ref for one in _rules(session) if one.target != "params"}
-    pairs = [
-        (value, gradient)
-        for value, of_value in rules.items()
-        for gradient, of_gradient in rules.items()
-        if (of_value.grad, of_gradient.grad) == (False, True)
-        and (of_value.side, of_value.path) == (of_gradient.side, of_gradient.path)
-        and given <= {value, gradient}
-    ]
+    pairs = [pair for pair in gradient_pairs(rules) if given <= {*pair}]
     if not pairs:
         found = _listed(f"{one} ({ref})" for one, ref in rules.items())
         raise RecordError(

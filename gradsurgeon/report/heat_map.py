@@ -7,32 +7,21 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from math import log10
 from typing import NamedTuple
 
-from gradsurgeon.store.layout import CHUNK, Stored, Summary, unpack_absent
-from gradsurgeon.store.rank_file import Row, StoredSeries
+from gradsurgeon.store.layout import Stored, Summary, unpack_absent
+from gradsurgeon.store.rank_file import StoredSeries
 
 # A cell is the logarithm of a norm, in the smallest steps at which all norms of float32 fit: it is right
 # to two digits.
 LOWEST, STEP = -46.0, 0.0013
 ABSENT, ZERO, FIRST, NONFINITE = 0, 1, 2, 0xFFFF
-_MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
+MOST_COLUMNS, _LEAST_COLUMNS, _MOST_CELLS = 1500, 200, 750_000
 # So many values are read as they are; of more the summaries are read.
-_MOST_VALUES = 20 * 2**20
-
-
-class Line(NamedTuple):
-    """A curve: at each step a value, or ``None`` where there is none."""
-
-    label: str
-    steps: list[int]
-    values: list[float | None]
-    # Of more than one step, the largest that is known of so many.
-    every: int = 1
+MOST_VALUES = 20 * 2**20
 
 
 class HeatMap(NamedTuple):
@@ -43,17 +32,17 @@ class HeatMap(NamedTuple):
         firsts: the first step of each column.
         lasts: the last one that was recorded.
         cells: row after row, as `code` makes them of the largest norm.
-        totals: the norm over all tensors of a series.
+        groups: by series the cells of all its columns.
     """
 
     names: tuple[str, ...]
     firsts: list[int]
     lasts: list[int]
     cells: array[int]
-    totals: list[Line]
+    groups: Mapping[StoredSeries, Sequence[Group]]
 
 
-class _Group(NamedTuple):
+class Group(NamedTuple):
     """Successive rows of a series by the cells of their largest values."""
 
     column: int
@@ -71,17 +60,14 @@ def code(norm: float) -> int:
     return NONFINITE if math.isnan(norm) else ZERO
 
 
-def heat_map(
-    names: Sequence[str], series: Mapping[StoredSeries, Sequence[str]], *, totals: Iterable[str]
-) -> HeatMap:
+def heat_map(names: Sequence[str], series: Mapping[StoredSeries, Sequence[str]]) -> HeatMap:
     """Return the norms of tensors.
 
     Args:
         names: of the rows, in their order.
         series: what is shown, each with the names of the tensors that it is shown for.
-        totals: the tensors over which the whole norm is taken.
     """
-    most = max(_LEAST_COLUMNS, min(_MOST_COLUMNS, _MOST_CELLS // max(1, len(names))))
+    most = max(_LEAST_COLUMNS, min(MOST_COLUMNS, _MOST_CELLS // max(1, len(names))))
     ends = [end for one in series for end in one.ends()]
     # The same steps for all series, whose rows may be of others.
     width = -(-(max(ends) - min(ends) + 1) // most) if ends else 1
@@ -101,24 +87,22 @@ def heat_map(
             row, mine = found[name], cells[one.columns[name] :: len(one.key.names)]
             for column, cell in zip(places, mine, strict=True):
                 row[column] = max(row[column], cell)
-    counted = set(totals)
-    lines = [_total(one, counted & set(named), grouped[one], most) for one, named in series.items()]
     joined = array("H", b"".join(found[name].tobytes() for name in names))
     firsts, lasts = ([spans[column][end] for column in order] for end in (0, 1))
-    return HeatMap(tuple(names), firsts, lasts, joined, [line for line in lines if line.steps])
+    return HeatMap(tuple(names), firsts, lasts, joined, grouped)
 
 
-def _groups(series: StoredSeries, width: int) -> Iterator[_Group]:
+def _groups(series: StoredSeries, width: int) -> Iterator[Group]:
     """Yield the rows of every so many steps together; of a long series by its summaries."""
     columns, length = len(series.key.names), len(series)
-    if length * columns > _MOST_VALUES:
+    if length * columns > MOST_VALUES:
         for column, chunks in groupby(series.summaries(), lambda chunk: chunk.first // width):
             several = list(chunks)
-            yield _Group(column, several[0].first, several[-1].last, _summarised(several))
+            yield Group(column, several[0].first, several[-1].last, _summarised(several))
         return
     for column, rows in groupby(series.stored(), lambda row: row[0] // width):
         stored = list(rows)
-        yield _Group(column, stored[0][0], stored[-1][0], _largest(stored, columns))
+        yield Group(column, stored[0][0], stored[-1][0], _largest(stored, columns))
 
 
 def _summarised(chunks: Sequence[Summary]) -> array[int]:
@@ -157,75 +141,6 @@ def _of_largest(parts: Sequence[array[float]]) -> array[int]:
     return array("H", map(code, largest))
 
 
-def _total(series: StoredSeries, names: Iterable[str], groups: Sequence[_Group], most: int) -> Line:
-    """Return the norm over several tensors; of a long run the largest that is known of every few steps."""
-    columns = sorted(series.columns[name] for name in names)
-    line = Line(f"norm of all {len(columns):,} parameters", [], [])
-    if not columns:
-        return line
-    if len(series) * len(series.key.names) <= _MOST_VALUES:
-        for row in series.rows():
-            line.steps.append(row.step)
-            line.values.append(_whole(row, columns))
-        return _thinned(line, most)
-    every = CHUNK * -(-len(series) // (CHUNK * most))
-    wholes = {row.step: _whole(row, columns) for row in series.sample(every)}
-    steps = sorted(wholes)
-    whole_row = len(columns) == len(series.key.names)
-    for group in groups:
-        cells = group.cells
-        largest = max(cells if whole_row else [cells[column] for column in columns])
-        # The whole is no smaller than any part of it, and no more finite.
-        least = None if largest == ABSENT else _norm_of(largest)
-        within = steps[bisect_left(steps, group.first) : bisect_right(steps, group.last)]
-        known = [v for v in (least, *(wholes[step] for step in within)) if v is not None]
-        line.steps.append(group.first)
-        bad = [value for value in known if not math.isfinite(value)]
-        line.values.append(bad[0] if bad else max(known, default=None))
-    return _thinned(line._replace(every=every), most)
-
-
-def _whole(row: Row, columns: Sequence[int]) -> float | None:
-    values: Sequence[float] = row.values
-    if row.absent or len(columns) < len(values):
-        values = [row.values[column] for column in columns if column not in row.absent]
-    return math.hypot(*values) if values else None
-
-
-def _norm_of(cell: int) -> float:
-    if cell in (ZERO, NONFINITE):
-        return 0.0 if cell == ZERO else math.nan
+def norm_of(cell: int) -> float:
+    """Return the norm of a cell that has one, to two digits."""
     return float(10 ** (LOWEST + (cell - FIRST) * STEP))
-
-
-def _thinned(line: Line, most: int) -> Line:
-    """Return a line with at most so many points, the largest of every few; one that is not finite stays."""
-    many = -(-len(line.steps) // most)
-    if many <= 1:
-        return line
-    steps, values = [], []
-    for start in range(0, len(line.steps), many):
-        part = [
-            (value, step)
-            for step, value in zip(
-                line.steps[start : start + many], line.values[start : start + many], strict=True
-            )
-            if value is not None
-        ]
-        bad = [pair for pair in part if not math.isfinite(pair[0])]
-        value, step = bad[0] if bad else max(part, default=(None, line.steps[start]))
-        steps.append(step)
-        values.append(value)
-    return Line(line.label, steps, values, line.every)
-
-
-def curve(label: str, series: StoredSeries, name: str) -> Line:
-    """Return what a series holds of one tensor, with at most as many points as a map has columns."""
-    every = -(-len(series) // _MOST_VALUES)
-    pairs = (
-        series.of(name)
-        if every <= 1
-        else [(row.step, row.values[series.columns[name]]) for row in series.sample(every)]
-    )
-    line = Line(label, [step for step, _ in pairs], [value for _, value in pairs], max(1, every))
-    return _thinned(line, _MOST_COLUMNS)

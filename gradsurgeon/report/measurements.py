@@ -39,6 +39,7 @@ class NormHistory(NamedTuple):
     last: float
     nonfinite: int
     nonfinite_step: int  # of the first of them
+    zero_since: int | None  # the step from which on all are exactly 0, where some before are not
 
 
 class Measurements(ABC):
@@ -119,7 +120,18 @@ def history_of(
         last=pairs[-1][1],
         nonfinite=len(nonfinite),
         nonfinite_step=min(nonfinite, default=0),
+        zero_since=zero_since(pairs),
     )
+
+
+def zero_since(pairs: Sequence[tuple[int, float]]) -> int | None:
+    """Return the step from which on norms are exactly 0 until the end, ``None`` if they always are or not for long."""
+    many = 0
+    for _, value in reversed(pairs):
+        if value != 0:
+            break
+        many += 1
+    return pairs[-many][0] if _NEAR <= many < len(pairs) else None
 
 
 def largest_spike(pairs: Sequence[tuple[int, float]]) -> Spike | None:

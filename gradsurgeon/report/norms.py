@@ -20,6 +20,7 @@ NORM_NUMBERS = frozenset({2, 3, 4, 5, 6})  # columns of the table
 _WORST_ROWS = 5  # kept for the worst of each sort, wherever in the model it is
 _MARK = "  <- spike"
 _NAMES = 4
+_DEATHS = 3
 # Norms of the layers of one model lie within fewer orders of magnitude; of few layers none is unusual.
 _FAR, _LEAST_COMPARED = 1e4, 4
 # What the optimizer acted on is nearest to `accumulated`, the point all set-ups have in common.
@@ -143,14 +144,14 @@ def norm_rows(
 
 
 def worst_rows(rows: Sequence[NormRow], most: int) -> list[NormRow]:
-    """Return so many rows: what is not finite first, then the largest spikes, then the largest norms."""
+    """Return so many rows: what is not finite first, then the largest spikes, then the largest medians."""
     return sorted(
         rows,
         key=lambda row: (
             not row.history.nonfinite,
             row.history.nonfinite_step,
             -row.times,
-            -row.history.median,
+            -row.history.median if row.history.median > 0 else 0.0,  # NaN where no norm was finite
         ),
     )[:most]
 
@@ -208,6 +209,7 @@ def callouts(rows: Sequence[NormRow], noun: str) -> Iterator[str]:
     if zero:
         # Of the norm, because that of a gradient below 1e-23 is 0 as well in float32.
         yield f"norm always exactly 0: {_listed(zero)}"
+    yield from _died(rows)
     if nonfinite := [row for row in rows if row.history.nonfinite]:
         first = min(row.history.nonfinite_step for row in nonfinite)
         those = _listed([row.name for row in nonfinite if row.history.nonfinite_step == first])
@@ -219,6 +221,19 @@ def callouts(rows: Sequence[NormRow], noun: str) -> Iterator[str]:
             f"{times} the steps around it"
         )
     yield from _vanishing_and_exploding(rows, noun)
+
+
+def _died(rows: Sequence[NormRow]) -> Iterator[str]:
+    """Name what was alive and has become 0, as a layer of ReLUs does that no longer answers to anything."""
+    since: dict[int, list[str]] = {}
+    for row in rows:
+        if row.history.zero_since is not None:
+            since.setdefault(row.history.zero_since, []).append(row.name)
+    first = sorted(since)[:_DEATHS]
+    for step in first:
+        yield f"norm exactly 0 since step {step}, and until the end: {_listed(since[step])}"
+    if later := sum(len(names) for step, names in since.items() if step not in first):
+        yield f"norm exactly 0 until the end, since later steps: {later:,} more"
 
 
 def _vanishing_and_exploding(rows: Sequence[NormRow], noun: str) -> Iterator[str]:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradsurgeon.report.measurements import STAT, WholeMeasurements
+from gradsurgeon.report.whole_norm import with_same_steps
 from gradsurgeon.store import Key, WholeSeries
 
 # Fewer than a picture has pixels, beside the longest names: what falls between two pixels is lost.
@@ -115,8 +116,10 @@ class NormsOverTime:
         width = every * -(-number // COLUMNS)
         return Columns(first, every, width, (last - first) // width + 1)
 
-    def _blocks(self) -> Iterator[Block]:
+    def _blocks(self, of: Collection[WholeSeries] | None = None) -> Iterator[Block]:
         for series, tensors, places in self._series:
+            if of is not None and series not in of:
+                continue
             for block in _blocks(series, np.array(tensors), np.array(places)):
                 # What is still being trained goes on meanwhile, and its new steps have no column.
                 column = self.columns.of(block.steps)
@@ -132,10 +135,19 @@ class NormsOverTime:
     def largest(self) -> Largest:
         return self._largest(self._blocks(), len(self.names))
 
-    def total(self, tensors: Collection[int]) -> Largest:
-        """Return the norm over several tensors together, as one tensor."""
+    def wholes(self, names: Collection[str]) -> Iterator[tuple[list[str], Largest]]:
+        """Yield the norms of tensors together, for those whose norms add up: of one point, in the same steps."""
+        named = {
+            series: [self.names[tensor] for tensor in tensors if self.names[tensor] in names]
+            for series, tensors, _ in self._series
+        }
+        for group in with_same_steps([series for series, found in named.items() if found]):
+            found = [name for series in group for name in named[series]]
+            yield found, self._whole(self._blocks(group), [self.names.index(one) for one in found])
+
+    def _whole(self, blocks: Iterable[Block], tensors: Collection[int]) -> Largest:
         steps, squares, bad = [], [], []
-        for block in self._blocks():
+        for block in blocks:
             of = np.isin(block.tensors, list(tensors))
             rows = block.present[:, of].any(axis=1)
             values, finite = block.values[rows][:, of], block.finite[rows][:, of]

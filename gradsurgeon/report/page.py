@@ -33,6 +33,7 @@ class Report:
         notes: what else there is to know of the run as a whole.
         start: number of the first update, be it one in which no rule acted.
         end: number of the one after the last, where it is known.
+        captures: a line on each rule that kept tensors, of a run directory.
     """
 
     title: str
@@ -44,6 +45,7 @@ class Report:
     notes: Sequence[str] = ()
     start: int | None = None
     end: int | None = None
+    captures: Sequence[str] = ()
 
     def __str__(self) -> str:
         return self.text()
@@ -62,7 +64,7 @@ class Report:
             self.measurements, self.params, self.rules, self.statuses, columns=columns
         )
         rules = rule_lines(self.rules, self.statuses, self.events)
-        parts = [[self._header()], norms, rules, event_lines(self.events)]
+        parts = [[self._header()], norms, self.captures, rules, event_lines(self.events)]
         return "\n\n".join(filter(None, map("\n".join, parts)))
 
     @property

@@ -16,16 +16,19 @@ from matplotlib.ticker import MaxNLocator
 
 from gradsurgeon.errors import RecordError
 from gradsurgeon.events import Event
-from gradsurgeon.report.norms import NormRow, norm_rows, shown_keys
+from gradsurgeon.report.norms import norm_rows, shown_keys, worst_rows
 from gradsurgeon.report.over_time import DECADES, Columns, Largest, NormsOverTime
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.picture import NONFINITE, ZERO, Picture, mark, plain
 from gradsurgeon.report.pictures import Name, matching
 from gradsurgeon.report.sources import summary
 from gradsurgeon.report.sparkline import decades
+from gradsurgeon.report.whole_norm import labels
 from gradsurgeon.store import Key, RecordQueries
 
 _LAYERS = 10
+# Of those that two rules, or two optimizers, measure at different steps.
+_WHOLE_COLOURS = ("black", "dimgray", "darkgray")
 _IN_LEGEND = 24
 _NAMED = 60  # rows of a heatmap that have room for a name
 # Points at which a step has one record, so that the norms of a step add up to that of the whole.
@@ -60,11 +63,16 @@ def norms(source: RecordQueries, *, name: Name | None = None, rule: str | None =
     axes = figure.subplots()
     handles = []
     shown = list(recorded.keys) if name is not None else _worst(recorded.report, rule)
-    whole = _whole(recorded) if name is None else []
-    if len(whole) > 1:
-        total = over_time.total([over_time.names.index(one) for one in whole])
-        text = f"total of {len(whole):,} parameters"
-        line = _line(axes, columns, total, 0, text=text, colour="black")
+    # Of a single parameter it is the curve of that.
+    wholes = [
+        (names, found)
+        for names, found in over_time.wholes(_whole(recorded) if name is None else [])
+        if len(names) > 1
+    ]
+    measured = [(names, {recorded.keys[one][::2] for one in names}) for names, _ in wholes]
+    texts = labels(measured, len(recorded.report.params))
+    for (_, found), text, colour in zip(wholes, texts, _WHOLE_COLOURS, strict=False):
+        line = _line(axes, columns, found, 0, text=plain(text), colour=colour)
         # Beneath the layers, of which one can be nearly all of it, and still to be seen.
         line.set(linewidth=2.5, alpha=0.6)
         handles.append(line)
@@ -173,13 +181,7 @@ def _recorded(source: RecordQueries, name: Name | None, rule: str | None) -> _So
 def _worst(report: Report, rule: str | None) -> list[str]:
     """Return the tensors whose norms went wrong: not finite before spikes, by how far they stand out."""
     rows = norm_rows(report.measurements, report.params, report.rules, rule)
-
-    def order(row: NormRow) -> tuple[bool, float, float]:
-        largest = row.history.largest  # NaN where no norm was finite
-        return not row.history.nonfinite, -row.times, -largest if largest > 0 else 0.0
-
-    worst = sorted(rows, key=order)
-    names = {row.name for row in worst[:_LAYERS]}
+    names = {row.name for row in worst_rows(rows, _LAYERS)}
     return [row.name for row in rows if row.name in names]
 
 

@@ -23,6 +23,7 @@ _CUT = "…"
 _RULES = 8
 _SPARK_WIDTH, _SPARK_LEAST = 32, 8
 _NAME_LEAST = 16
+_LEAST_LINES = 3  # of a table: what it is, the names of its columns, and a row
 _DRIFT = 1.0  # decades, as for a spike
 
 
@@ -85,16 +86,23 @@ def _cut_inside(text: str, columns: int) -> str:
 
 
 def _fitted(sections: Sequence[list[Line]], rows: int | None) -> list[Line]:
-    """Put sections below each other; what has no place is taken off the end of the longest ones."""
+    """Put sections below each other; what has no place is taken off the end of the longest ones.
+
+    On a very small screen the last sections are left out: headings without anything below them say nothing.
+    """
     apart = [line for section in sections for line in (Line(""), *section)][1:]
     if rows is None or len(apart) <= rows:
         return apart
     kept = [len(section) for section in sections]
-    while sum(kept) > rows and max(kept) > 1:
+    while sum(kept) > rows and max(kept) > _LEAST_LINES:
         kept[kept.index(max(kept))] -= 1
-    return [line for section, most in zip(sections, kept, strict=True) for line in section[:most]][
-        :rows
-    ]
+    lines: list[Line] = []
+    for section, most in zip(sections, kept, strict=True):
+        take = min(most, rows - len(lines))
+        if take < min(2, len(section)):
+            break
+        lines += section[:take]
+    return lines
 
 
 def _head(snapshot: Snapshot, columns: int) -> Line:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
+from gradsurgeon.errors import printable
 from gradsurgeon.planning import Plan
+from gradsurgeon.planning.table import count
 from gradsurgeon.report.measurements import STAT, WholeMeasurements
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
@@ -17,6 +20,7 @@ from gradsurgeon.store.layout import section
 
 if TYPE_CHECKING:
     from gradsurgeon.session import Session
+    from gradsurgeon.store.captures import CapturedByRule
     from gradsurgeon.store.run import Run
 
 # So many values are read as they are; of more the summaries are read.
@@ -54,7 +58,10 @@ def summary(session: Session | Run) -> Report:
 
 def from_run(run: Run) -> Report:
     """Return the report of a run directory, finished or still being written."""
+    from gradsurgeon.store.captures import captures  # noqa: PLC0415 # it needs SQLite
+
     start = run.meta.get("start_step")
+    captured, problem = captures(run)
     return Report(
         title=title_of(run),
         params=run.params,
@@ -62,9 +69,18 @@ def from_run(run: Run) -> Report:
         statuses=run.status(),
         records=_records(run),
         events=tuple(run.events),
-        notes=_notes(run),
+        notes=(*_notes(run), *([problem] if problem else [])),
         start=start if isinstance(start, int) else None,
+        captures=tuple(_capture_lines(captured)),
     )
+
+
+def _capture_lines(captured: Sequence[CapturedByRule]) -> Iterator[str]:
+    for one in captured:
+        steps = sorted({tensor.step for tensor in one.tensors})
+        of = f"step {steps[-1]}" if len(steps) == 1 else f"steps {steps[0]}..{steps[-1]}"
+        tensors = count(len(one.tensors) + one.more, "tensor")
+        yield f"captures kept by {printable(one.rule)}: {tensors} of {of}; `--html` shows them"
 
 
 def rule_infos(run: Run) -> dict[str, RuleInfo]:

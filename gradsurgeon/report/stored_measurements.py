@@ -18,6 +18,7 @@ from gradsurgeon.report.measurements import (
     Spike,
     WholeMeasurements,
     largest_spike,
+    zero_since,
 )
 from gradsurgeon.store import Key
 from gradsurgeon.store.layout import CHUNK
@@ -147,6 +148,18 @@ class _TensorSummary(NamedTuple):
         rows = self.rows(chunk * CHUNK, (chunk + 1) * CHUNK)
         return next((step for step, value in rows if not math.isfinite(value)), 0)
 
+    def zero_since(self) -> int | None:
+        alive = [
+            chunk
+            for chunk, most in enumerate(map(max, self.maxima, self.nonfinite))
+            if self.present[chunk] and most > 0
+        ]
+        if not alive:
+            return None
+        # All chunks after these two are 0 throughout, or they would be alive.
+        start = alive[-1] * CHUNK
+        return zero_since(self.rows(start, start + 2 * CHUNK))
+
 
 class OnDisk(WholeMeasurements):
     """The records of a run directory by their summaries.
@@ -181,15 +194,17 @@ class OnDisk(WholeMeasurements):
             cells = sorted(joined, key=lambda cell: cell[0])
         sample = [value for tensor in tensors for value in _finite(tensor.sample)]
         nonfinite = [tensor for tensor in tensors if any(tensor.nonfinite)]
+        last = tensors[-1].end(-1)
         return NormHistory(
             norms=tuple(map(itemgetter(1), cells)),
             first=tensors[0].end(0),
             median=median(sample) if sample else math.nan,
             largest=max(chain.from_iterable(_finite(t.maxima) for t in tensors), default=math.nan),
             spike=_largest(tensor.spike() for tensor in tensors),
-            last=tensors[-1].end(-1),
+            last=last,
             nonfinite=sum(sum(tensor.nonfinite) for tensor in nonfinite),
             nonfinite_step=nonfinite[0].first_nonfinite() if nonfinite else 0,
+            zero_since=tensors[-1].zero_since() if last == 0 else None,
         )
 
     def _of(self, name: str) -> list[_SeriesSummary]:

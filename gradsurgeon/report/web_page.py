@@ -7,6 +7,7 @@ a run are never markup.
 from __future__ import annotations
 
 import json
+import math
 import re
 import zlib
 from base64 import b64encode
@@ -24,15 +25,15 @@ from gradsurgeon.report.heat_map import (
     STEP,
     ZERO,
     HeatMap,
-    Line,
-    curve,
     heat_map,
 )
 from gradsurgeon.report.measurements import STAT
-from gradsurgeon.report.norms import NormRow, callouts, norm_rows, noun_of, worst_rows
+from gradsurgeon.report.norms import NormRow, NormTable, norm_table, noun_of, worst_rows
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import rule_rows
 from gradsurgeon.report.sources import from_run
+from gradsurgeon.report.whole_norm import Line, WholeNorm, curve, whole_norms
+from gradsurgeon.store.captures import captures
 from gradsurgeon.store.json_text import json_number
 from gradsurgeon.store.layout import section
 from gradsurgeon.store.rank_file import StoredSeries
@@ -44,20 +45,42 @@ _WORST = 10
 # The beginning tells what went wrong first, the end what stopped the run.
 _MOST_EVENTS = 600
 _MOST_LOSSES = 8
-_LOSS = re.compile(r"(^|[^a-z])(loss|losses)([^a-z]|$)", re.IGNORECASE)
+# A word of its own, be it by underscores, dots or capitals: `val_loss`, `lossKL`, `trainLoss`, but no `gloss`.
+_LOSS = re.compile(
+    r"((?<![A-Za-z])|(?<=[A-Z]))loss(es)?(?![a-z])|(?<![A-Z])Loss(es)?(?![a-z])|(?<![A-Za-z])LOSS(ES)?(?![A-Za-z])"
+)
 # Of a loss, which is one number, they are all the same; with its sign is better than without.
 _STATS = ("mean", "min", "max", "l2", "l1", "linf")
 _STYLES = ("uplot.min.css", "page.css")
-_SCRIPTS = ("uplot.min.js", "charts.js", "heat_map.js", "page.js")
+_SCRIPTS = (
+    "uplot.min.js",
+    "shared.js",
+    "charts.js",
+    "name_tree.js",
+    "heat_map.js",
+    "density.js",
+    "captures.js",
+    "live.js",
+    "page.js",
+)
 
 
-def web_page(runs: Sequence[Run]) -> str:
+def web_page(
+    runs: Sequence[Run | dict[str, Any]],
+    problems: Sequence[str] = (),
+    reload_seconds: float | None = None,
+) -> str:
     """Return the page of some runs, one beside the other.
+
+    Args:
+        runs: open runs, or what `page_data` has returned of them.
+        problems: why other runs are not among them, a text each.
+        reload_seconds: after so many seconds the page shows itself anew; ``None`` for never.
 
     Raises:
         RecordError: a file of a run is damaged.
     """
-    data = {
+    data: dict[str, Any] = {
         "cell": {
             "lowest": LOWEST,
             "step": STEP,
@@ -66,8 +89,11 @@ def web_page(runs: Sequence[Run]) -> str:
             "first": FIRST,
             "nonfinite": NONFINITE,
         },
-        "runs": [_of_run(run) for run in runs],
+        "runs": [run if isinstance(run, dict) else page_data(run) for run in runs],
+        "problems": list(problems),
     }
+    if reload_seconds is not None:
+        data["reload"] = reload_seconds
     template = Template(_asset("page.html"))
     return template.substitute(
         styles="\n".join(map(_asset, _STYLES)),
@@ -81,26 +107,46 @@ def _asset(name: str) -> str:
     return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
-def _of_run(run: Run) -> dict[str, Any]:
+def page_data(run: Run) -> dict[str, Any]:
+    """Return what the page shows of a run, in values that JSON has.
+
+    Raises:
+        RecordError: a file of the run is damaged.
+    """
     report = from_run(run)
-    rows = norm_rows(report.measurements, report.params, list(report.rules))
-    noun = noun_of(rows, report.params)
-    norms = heat_map([row.name for row in rows], _shown(run, rows), totals=report.params)
+    table = norm_table(report.measurements, report.params, report.rules, report.statuses)
+    rows = table.rows
+    series = _shown(run, rows)
+    norms = heat_map([row.name for row in rows], series)
+    wholes = whole_norms(norms, series, report.params)
     return {
-        "title": report.title,
+        "title": _title(run, report),
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
         "notes": list(report.notes),
-        "noun": noun,
-        "callouts": list(callouts(rows, noun)),
-        "worst": [_summary(row) for row in worst_rows(rows, _WORST)],
+        # In which the shares of what rules changed are of what they would have changed.
+        "observed": run.meta.get("mode") == "observe",
+        "noun": noun_of(rows, report.params),
+        "norms": table.title
+        + (f"; recorded as well, not shown: {table.others}" if table.others else ""),
+        "callouts": list(table.remarks),
+        "worst": [_summary(row, table) for row in worst_rows(rows, _WORST)],
         "losses": [_line(line) for line in _losses(run)],
-        "totals": [_line(line) for line in (*norms.totals, *_of_other_ranks(run, norms))],
+        "totals": [
+            _line(line) for line in (*(one.line for one in wholes), *_of_other_ranks(run, wholes))
+        ],
         "map": _map(norms),
+        "captures": [one.model_dump(exclude_none=True) for one in captures(run)[0]],
         "rules": list(rule_rows(report.rules, report.statuses, report.events)),
         "files": _rule_files(run),
         **_events(report.events),
     }
+
+
+def _title(run: Run, report: Report) -> str:
+    """Return the title without the folder of the rule file, whose path stands at its text."""
+    folder, _, _ = str(section(run.meta, "rules").get("file", "")).rpartition("/")
+    return report.title.removeprefix(f"{folder}/") if folder else report.title
 
 
 def _shown(run: Run, rows: Sequence[NormRow]) -> dict[StoredSeries, list[str]]:
@@ -118,17 +164,19 @@ def _facts(run: Run, report: Report) -> Iterator[tuple[str, str]]:
     if span is not None:
         yield "steps", f"{span[0]:,} to {span[1]:,}"
     states = run.states
-    yield "ranks", ", ".join(f"{rank} {state}" for rank, state in states.items())
+    yield "ranks", ", ".join(f"rank {rank}: {state}" for rank, state in states.items())
     for key, word in (("created", "began"), ("torch", "torch"), ("gradsurgeon", "gradsurgeon")):
         if key in run.meta:
             yield word, str(run.meta[key])
 
 
-def _summary(row: NormRow) -> dict[str, Any]:
+def _summary(row: NormRow, table: NormTable) -> dict[str, Any]:
     history = row.history
     numbers = ("first", "median", "largest", "last")
     return {
         "name": row.name,
+        # Norms of gradients and of outputs, say, are not alike: each is told by its source.
+        "source": f"{row.rule} at {row.point}" if table.several else "",
         **{key: _number(getattr(history, key)) for key in numbers},
         "nonfinite": history.nonfinite,
         "nonfinite_step": history.nonfinite_step,
@@ -143,32 +191,46 @@ def _summary(row: NormRow) -> dict[str, Any]:
 
 
 def _losses(run: Run) -> Iterator[Line]:
-    """Yield what was recorded of tensors that the script has tagged as losses."""
-    of_name: dict[str, StoredSeries] = {}
-    for series in sorted(run.lowest(), key=lambda one: _preference(one.key.stat)):
+    """Yield what was recorded of tensors that the script has tagged as losses, of each rank that has them."""
+    found: dict[tuple[str, int], StoredSeries] = {}
+    for series in sorted(run, key=lambda one: (_preference(one.key.stat), one.rank)):
         for name in series.key.names:
             if name not in run.params and _LOSS.search(name):
-                of_name.setdefault(name, series)
-    for name, series in list(of_name.items())[:_MOST_LOSSES]:
-        yield curve(name, series, name)
+                found.setdefault((name, series.rank), series)
+    several = len({rank for _, rank in found}) > 1
+    # First those of the lowest rank.
+    for (name, rank), series in sorted(found.items(), key=lambda pair: pair[0][1])[:_MOST_LOSSES]:
+        yield curve(f"{name}, rank {rank}" if several else name, series, name)
 
 
 def _preference(stat: str) -> int:
     return [*_STATS, stat].index(stat)
 
 
-def _of_other_ranks(run: Run, norms: HeatMap) -> Iterator[Line]:
+def _of_other_ranks(run: Run, wholes: Sequence[WholeNorm]) -> Iterator[Line]:
     """Yield the whole norms of ranks whose gradients differ from those of the lowest one."""
-    if not norms.totals:
-        return
-    ours = norms.totals[0]
-    for series in run:
-        named = [name for name in series.key.names if name in run.params]
-        if series.rank == run.ranks[0] or series.key.stat != STAT or not named:
-            continue
-        for line in heat_map(named, {series: named}, totals=named).totals:
-            if line.values != ours.values:
-                yield line._replace(label=f"{line.label}, rank {series.rank}")
+    known, drawn = set(run.params), {(one.names, one.sources): one.line for one in wholes}
+    sources = {source for one in wholes for source in one.sources}
+    for rank in run.ranks[1:]:
+        series: dict[StoredSeries, Sequence[str]] = {
+            one: [name for name in one.key.names if name in known]
+            for one in run
+            if (one.rank, one.key.stat) == (rank, STAT) and (one.key.rule, one.key.point) in sources
+        }
+        names = [name for named in series.values() for name in named]
+        for whole in whole_norms(heat_map(list(dict.fromkeys(names)), series), series, known):
+            line = drawn.get((whole.names, whole.sources))
+            if line is None or not _same(line, whole.line):
+                label = line.label if line is not None else whole.line.label
+                yield whole.line._replace(label=f"{label}, rank {rank}")
+
+
+def _same(one: Line, other: Line) -> bool:
+    """Tell whether two curves are equal; what is NaN in both is."""
+    return one.steps == other.steps and all(
+        a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
+        for a, b in zip(one.values, other.values, strict=True)
+    )
 
 
 def _map(norms: HeatMap) -> dict[str, Any]:

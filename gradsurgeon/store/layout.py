@@ -1,6 +1,6 @@
 """The form of a run directory: file names, tables, and how values lie in them.
 
-`run.json` says what was run; each rank has one SQLite file. A row of measurements is one blob of
+`run.json` says what was run; each rank has one SQLite file, and `captures-RANK.json` if rules kept tensors. A row of measurements is one blob of
 little-endian float32 over all tensors of its series. Rows lie clustered by series, because their id
 is ``series << 32 | number``: reading one series does not touch the others, and no index is needed.
 Every `CHUNK` rows have a summary, from which a report draws a million steps without reading them.
@@ -50,6 +50,10 @@ TABLES = {
 
 def database_name(rank: int) -> str:
     return f"rank-{rank}.db"
+
+
+def captures_name(rank: int) -> str:
+    return f"captures-{rank}.json"
 
 
 def row_id(series: int, number: int) -> int:

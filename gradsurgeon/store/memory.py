@@ -48,6 +48,8 @@ class RecordedSeries(Protocol):
 class WholeSeries(RecordedSeries, Protocol):
     """One series whose rows can be had, all of them."""
 
+    def __len__(self) -> int: ...
+
     def stored(self) -> Iterator[Stored]:
         """Yield step, values as bytes of float32, and bits of the absent columns, of every row."""
 

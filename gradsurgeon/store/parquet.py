@@ -6,8 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
+from gradsurgeon._libraries import library
 from gradsurgeon.store.selection import Chosen
-from gradsurgeon.store.tables import arrow_batches, arrow_schema, library
+from gradsurgeon.store.tables import arrow_batches, arrow_schema
 
 # In the schema of a file, says that it is an export and may be written over by another one.
 _MARK = {"gradsurgeon.export": "1"}

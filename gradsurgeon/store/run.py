@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.store.layout import FORMAT, RUN_FILE, database_name, section
+from gradsurgeon.store.layout import FORMAT, RUN_FILE, captures_name, database_name, section
 from gradsurgeon.store.lookup import Logged, Lookup, RecordQueries
 from gradsurgeon.store.rank_file import RankFile, StoredEvent, StoredSeries
 from gradsurgeon.store.selection import Selection
@@ -59,7 +59,9 @@ class Run(RecordQueries):
     @property
     def files(self) -> tuple[Path, ...]:
         """Every file that belongs to the run."""
-        return (self.path / RUN_FILE, *(file.path for file in self._files))
+        captures = [self.path / captures_name(rank) for rank in self.ranks]
+        there = [path for path in captures if path.is_file()]
+        return (self.path / RUN_FILE, *(file.path for file in self._files), *there)
 
     @property
     def states(self) -> dict[int, str]:

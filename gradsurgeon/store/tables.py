@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon._libraries import library
 from gradsurgeon.store.long_form import COLUMNS, TEXTS, Block, LongForm, empty
 from gradsurgeon.store.selection import Chosen
 
@@ -17,21 +17,6 @@ if TYPE_CHECKING:
 
 # Lines of a record batch: 8 MB, and a row group of Parquet that is neither small nor large.
 _BATCH = 2**18
-
-
-def library(name: str, extra: str, what: str) -> Any:
-    """Import a library that comes with an extra.
-
-    Raises:
-        GradSurgeonError: it is missing or cannot be imported; the extra is named.
-    """
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise GradSurgeonError(
-            f"{what} needs the library {name}, which cannot be imported ({error}): "
-            f"pip install 'gradsurgeon[{extra}]'"
-        ) from error
 
 
 def data_frame(chosen: Chosen) -> pd.DataFrame:

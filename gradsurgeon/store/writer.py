@@ -19,8 +19,10 @@ from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.store import layout
 from gradsurgeon.store.claim import claim, unwritable
+from gradsurgeon.store.commit_clock import CommitClock
 from gradsurgeon.store.database import Batch, WrittenSeries, create, is_busy, write
 from gradsurgeon.store.files import replacing
+from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.memory import Key
 
 _INTERVAL = 1.0
@@ -51,7 +53,7 @@ class RunWriter:
         self._pid = os.getpid()
         self._lock = RLock()
         self._closed = False
-        self._last_commit = self._last_step = time.monotonic()
+        self._clock = CommitClock(_INTERVAL)
 
     def _open(self, run_json: str) -> sqlite3.Connection:
         with ExitStack() as undo:
@@ -59,6 +61,8 @@ class RunWriter:
             try:
                 connection = create(self._claim.database, self.rank)
                 undo.callback(connection.close)
+                # One that an earlier run has left, whose other files are gone.
+                (self.path / layout.captures_name(self.rank)).unlink(missing_ok=True)
                 if self.rank == 0:
                     with replacing(self.path / layout.RUN_FILE) as file:
                         file.write(run_json)
@@ -111,22 +115,31 @@ class RunWriter:
         for rule, status in statuses.items():
             self._batch.statuses[rule] = json.dumps(asdict(status))
 
+    def captures(self, previews: object) -> None:
+        """Write what is small of the tensors that rules have kept, as JSON.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with self._lock:
+            if not self.closed:
+                with replacing(self.path / layout.captures_name(self.rank)) as file:
+                    file.write(json_text(previews))
+
     def due(self) -> bool:
         """Return whether a second has passed since the last commit."""
-        return time.monotonic() - self._last_commit >= _INTERVAL and not self.closed
+        return self._clock.due() and not self.closed
 
     def ends_step(self) -> bool:
         """Mark the end of a step; return whether its rows would be too old at the end of the next."""
-        now = time.monotonic()
-        step, self._last_step = now - self._last_step, now
-        return now + step - self._last_commit >= _INTERVAL and not self.closed
+        return self._clock.ends_step() and not self.closed
 
     def commit(self) -> None:
         """Write what waits. Raises nothing of its own, only what `on_failure` raises."""
         with self._lock:
             if self.closed:
                 return
-            self._last_commit = time.monotonic()
+            self._clock.restart()
             if not self._batch:
                 return
             try:

@@ -2,86 +2,17 @@
 
 from __future__ import annotations
 
-import math
-import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import write
+from page_views import HOSTILE, eventful_run, label, open_page
+from runs import KEY, meta, values, write
 
-from gradsurgeon.events import Event
-from gradsurgeon.report.web_page import web_page
-from gradsurgeon.store.run import open_run
+from gradsurgeon.events import RuleStatus
+from gradsurgeon.store.writer import RunWriter
 
 pytestmark = pytest.mark.slow
-CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
-HOSTILE = "</script><img src=x onerror=document.title='harmed'>"
-_READY = "html[data-ready]"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium")
-    api = pytest.importorskip("playwright.sync_api")
-    with api.sync_playwright() as playwright:
-        opened = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield opened
-        opened.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A tab that fails the test for whatever the page complains of, or asks for from elsewhere."""
-    tab = browser.new_page(viewport={"width": 1200, "height": 900}, color_scheme="light")
-    wrong: list[str] = []
-
-    def say(text: str) -> None:
-        # The tests themselves read pixels back, of which Chromium has an opinion.
-        if "getImageData" not in text:
-            wrong.append(text)
-
-    tab.on("console", lambda message: say(message.text))
-    tab.on("pageerror", lambda error: wrong.append(str(error)))
-    asked: list[str] = []
-    tab.on("request", lambda request: asked.append(request.url))
-    yield tab
-    assert wrong == []
-    assert [url for url in asked if not url.startswith("file:")] == []
-    assert len(asked) == len(set(asked))
-    tab.close()
-
-
-def _open(page: Any, tmp_path: Path, *runs: Path) -> None:
-    opened = [open_run(run) for run in runs]
-    place = tmp_path / "page.html"
-    place.write_text(web_page(opened), encoding="utf-8")
-    for run in opened:
-        run.close()
-    page.goto(place.as_uri())
-    page.wait_for_selector(_READY)
-
-
-def _run(path: Path, *, layers: int = 4) -> Path:
-    """Two hundred steps, with a spike at step 50 in one tensor, and a NaN at step 120 in another."""
-    histories: dict[str, list[float | None]] = {
-        f"block.{layer}.{kind}": [0.1 * (layer + 1)] * 200
-        for layer in range(layers)
-        for kind in ("weight", "bias")
-    }
-    histories["block.1.weight"][50] = 90.0
-    histories["block.2.bias"][120] = math.nan
-    histories["head.weight"] = [None] * 100 + [2.0] * 100
-    writer = write(path, histories)
-    writer.event(Event("trap", "no-nan", 120, 0, "block.2.bias", "step 120, rule no-nan\nNaN born"))
-    writer.event(Event("notice", "", 0, 0, HOSTILE, f"{HOSTILE} is a name\nwith {HOSTILE}"))
-    writer.close()
-    return path
 
 
 def _pixel(page: Any, row: int, step: int) -> list[int]:
@@ -97,12 +28,8 @@ def _pixel(page: Any, row: int, step: int) -> list[int]:
     return found
 
 
-def _label(page: Any, text: str) -> int:
-    return int(page.locator(".rows button").all_inner_texts().index(text))
-
-
 def test_it_draws_curves_traps_and_the_map(page: Any, tmp_path: Path) -> None:
-    _open(page, tmp_path, _run(tmp_path / "run"))
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
     headings = page.locator("h2").all_inner_texts()
     assert headings == ["What happened", "What stands out", "All norms", "Rules"]
     assert page.locator(".uplot canvas").count() == 2
@@ -111,23 +38,23 @@ def test_it_draws_curves_traps_and_the_map(page: Any, tmp_path: Path) -> None:
     worst = page.locator(".scroll").first.locator("td.name").all_inner_texts()
     assert worst[:2] == ["block.2.bias", "block.1.weight"]
     # What is not finite has a colour of its own, a spike one of red, and no gradient none.
-    bias, weight = _label(page, "▾ 2 (2)") + 2, _label(page, "▾ 1 (2)") + 1
+    bias, weight = label(page, "▾ 2 (2)") + 2, label(page, "▾ 1 (2)") + 1
     assert _pixel(page, bias, 120) == [255, 31, 143, 255]
     assert _pixel(page, bias, 121) == _pixel(page, bias, 10)
     red, green, blue, _ = _pixel(page, weight, 50)
     assert (red, green < 50, blue < 50) == (255, True, True)
-    assert _pixel(page, _label(page, "▾ head (1)") + 1, 10)[3] == 0
-    assert _pixel(page, _label(page, "▾ head (1)") + 1, 150)[3] == 255
+    assert _pixel(page, label(page, "▾ head (1)") + 1, 10)[3] == 0
+    assert _pixel(page, label(page, "▾ head (1)") + 1, 150)[3] == 255
 
 
 def test_hovering_and_arrow_keys_read_cells(page: Any, tmp_path: Path) -> None:
-    _open(page, tmp_path, _run(tmp_path / "run"))
-    row = _label(page, "▾ 1 (2)") + 1
-    canvas = page.locator(".map canvas")
-    box = canvas.bounding_box()
-    canvas.hover(position={"x": box["width"] * 50.5 / 200, "y": 18 * row + 8})
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
+    row = label(page, "▾ 1 (2)") + 1
+    cells = page.locator(".cells")
+    box = cells.bounding_box()
+    cells.hover(position={"x": box["width"] * 50.5 / 200, "y": 18 * row + 8})
     assert page.locator(".reading").inner_text() == "block.1.weight, step 50: norm 90"
-    canvas.focus()
+    cells.focus()
     page.keyboard.press("ArrowRight")
     assert page.locator(".reading").inner_text() == "block.1.weight, step 51: norm 0.2"
     page.keyboard.press("End")
@@ -140,7 +67,7 @@ def test_hovering_and_arrow_keys_read_cells(page: Any, tmp_path: Path) -> None:
 
 
 def test_modules_fold_and_names_are_searched(page: Any, tmp_path: Path) -> None:
-    _open(page, tmp_path, _run(tmp_path / "run"))
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
     page.get_by_role("button", name="fold all").last.click()
     assert page.locator(".rows button").all_inner_texts() == ["▸ block (8)", "▸ head (1)"]
     # A folded module shows the worst that is in it.
@@ -153,7 +80,7 @@ def test_modules_fold_and_names_are_searched(page: Any, tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_is_chosen_is_drawn_as_a_curve(page: Any, tmp_path: Path) -> None:
-    _open(page, tmp_path, _run(tmp_path / "run"))
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
     assert "none chosen" in page.locator("#chosen").inner_text()
     page.get_by_role("button", name="weight").first.click()
     assert "block.0.weight" in page.locator("#chosen .u-legend").inner_text()
@@ -166,7 +93,7 @@ def test_dark_and_light_are_the_reader_s_choice(page: Any, tmp_path: Path) -> No
         return str(page.evaluate("getComputedStyle(document.body).backgroundColor"))
 
     page.emulate_media(color_scheme="dark")
-    _open(page, tmp_path, _run(tmp_path / "run"))
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"))
     assert background() == "rgb(20, 23, 27)"
     page.get_by_role("button", name="light and dark").click()
     assert background() == "rgb(255, 255, 255)"
@@ -177,15 +104,27 @@ def test_dark_and_light_are_the_reader_s_choice(page: Any, tmp_path: Path) -> No
 
 def test_hostile_names_are_shown_and_do_nothing(page: Any, tmp_path: Path) -> None:
     write(tmp_path / "run", {f"{HOSTILE}.weight": [1.0, 2.0]}).close()
-    _open(page, tmp_path, tmp_path / "run")
+    open_page(page, tmp_path, tmp_path / "run")
     assert page.locator("img").count() == 0
     assert page.title() == "rules.yaml on Net: gradsurgeon report"
     assert HOSTILE in page.locator("td.name").first.inner_text()
 
 
+def test_a_run_that_was_only_observed_says_what_would_have_changed(
+    page: Any, tmp_path: Path
+) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(mode="observe"))
+    writer.add(KEY, 0, values(1.0, 2.0), frozenset())
+    writer.statuses({"norms": RuleStatus(2, 2, 0.5, 0)})
+    writer.close()
+    open_page(page, tmp_path, tmp_path / "run")
+    assert "would have changed" in page.locator("th").all_inner_texts()
+    assert "no other events" in page.locator("section").first.inner_text()
+
+
 def test_one_of_several_runs_is_shown_whole(page: Any, tmp_path: Path) -> None:
     write(tmp_path / "other", {"other.weight": [1.0] * 30}).close()
-    _open(page, tmp_path, _run(tmp_path / "run"), tmp_path / "other")
+    open_page(page, tmp_path, eventful_run(tmp_path / "run"), tmp_path / "other")
     assert page.locator("h2").first.inner_text() == "The runs beside one another"
     page.get_by_role("button", name="2: ").click()
     page.wait_for_function("document.querySelectorAll('.rows button').length == 2")

@@ -128,12 +128,12 @@ def test_without_a_name_the_worst_layers_and_the_whole_are_drawn(recorded: Opene
     drawn = lines(figure)
     # All others are equally calm, and stand as in the model.
     assert list(drawn) == [
-        "total of 14 parameters (1 non-finite)",
+        "norm of all 14 parameters (1 non-finite)",
         *(f"h.{i}" for i in range(4)),
         "h.4 (1 non-finite)",
         *(f"h.{i}" for i in (5, 6, 7, 8, 12)),
     ]
-    total = drawn["total of 14 parameters (1 non-finite)"][1]
+    total = drawn["norm of all 14 parameters (1 non-finite)"][1]
     expected = [math.sqrt(14 * 9.0)] * 30
     expected[20], expected[7] = math.sqrt(13 * 9.0 + 9e4), NAN
     assert total == pytest.approx(expected, nan_ok=True)
@@ -168,7 +168,7 @@ def test_the_whole_is_that_of_parameters_whose_norms_are_taken_once_a_step(
     writer.close()
     with gradsurgeon.open_run(tmp_path) as run:
         drawn = lines(run.plot())
-    assert drawn["total of 2 parameters"] == ([0, 1, 2], [5.0, 5.0, 5.0])
+    assert drawn["norm of 2 parameters"] == ([0, 1, 2], [5.0, 5.0, 5.0])
     assert drawn["c"] == ([0, 1, 2], [100.0] * 3)
     assert list(drawn)[1:] == ["a", "b", "c", "module"]
 
@@ -320,7 +320,9 @@ def test_what_is_trained_meanwhile_has_no_column(more: int) -> None:
     for step in range(3, 3 + more):
         records.add(KEY, step, values(NAN, 9.0))
     assert over_time.largest().values.tolist() == [[1.0] * 3, [2.0] * 3]
-    assert over_time.total([0, 1]).values.tolist() == [[pytest.approx(math.sqrt(5))] * 3]
+    ((names, whole),) = over_time.wholes(KEY.names)
+    assert names == list(KEY.names)
+    assert whole.values.tolist() == [[pytest.approx(math.sqrt(5))] * 3]
     assert over_time.density()[0].sum() == 6
 
 

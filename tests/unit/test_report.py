@@ -146,6 +146,31 @@ def test_zero_and_silent_parameters_are_called_out() -> None:
         row(text, "unused")
 
 
+def test_a_layer_that_dies_in_the_course_of_the_run_is_called_out() -> None:
+    alive, dead = [1.0] * 12, [0.0] * 18
+    measured = {
+        "w": [1.0] * 30,
+        "fc1.weight": alive + dead,
+        "fc1.bias": alive + dead,
+        "fc2.weight": [*alive, 1.0, *dead[1:]],
+        "back": [*alive, *dead[:-1], 2.0],
+        "resting": [1.0] * 28 + [0.0] * 2,
+    }
+    lines = [line.strip() for line in report(records(measured)).text(width=110).splitlines()]
+    assert [line for line in lines if line.startswith("norm exactly 0")] == [
+        "norm exactly 0 since step 12, and until the end: fc1.weight, fc1.bias",
+        "norm exactly 0 since step 13, and until the end: fc2.weight",
+    ]
+
+
+def test_of_many_deaths_the_first_are_named() -> None:
+    measured = {f"p{n}": [1.0] * (5 + n) + [0.0] * (25 - n) for n in range(6)}
+    text = report(records(measured)).text(width=110)
+    assert "norm exactly 0 since step 7, and until the end: p2\n" in text
+    assert "norm exactly 0 until the end, since later steps: 3 more\n" in text
+    assert "step 8" not in text
+
+
 def test_a_parameter_with_one_nonzero_step_is_not_called_zero() -> None:
     zero = [0.0] * 10
     text = report(records({"w": [*zero, 1e-20, *zero], "nan": [*zero, NAN, *zero]})).text()

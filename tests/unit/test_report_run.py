@@ -80,6 +80,10 @@ def test_the_numbers_of_a_long_run_are_those_of_every_row(tmp_path: pathlib.Path
         "early": [*long_history(3)[:3001], *[None] * 6999],
         "rare": [2.0 if step % 97 == 5 else None for step in range(STEPS)],
         "dead": [0.0] * STEPS,
+        # At an edge of the chunks that are read, within one, and too late to be said of it.
+        "died": [*long_history(4)[:5120], *[0.0] * (STEPS - 5120)],
+        "died later": [*long_history(5)[: STEPS - 40], *[0.0] * 40],
+        "asleep": [*long_history(6)[: STEPS - 3], *[0.0] * 3],
         "never": [None] * STEPS,
         "broken": [math.inf] * STEPS,
     }
@@ -93,14 +97,20 @@ def test_the_numbers_of_a_long_run_are_those_of_every_row(tmp_path: pathlib.Path
         exact, on_disk = InMemory(records), OnDisk(run)
         assert on_disk.span() == exact.span() == (0, STEPS - 1)
         assert not on_disk.keys_of("never")
-        for name in list(histories)[:5]:
+        for name in list(histories)[:8]:
             assert [key.names for key in on_disk.keys_of(name)] == [tuple(histories)]
             one, other = (
                 source.history(name, "norms", "accumulated") for source in (exact, on_disk)
             )
-            for field in ("first", "largest", "spike", "last", "nonfinite", "nonfinite_step"):
+            fields = ("first", "largest", "spike", "last", "nonfinite", "nonfinite_step")
+            for field in (*fields, "zero_since"):
                 assert getattr(one, field) == getattr(other, field), (name, field)
             assert other.median == pytest.approx(one.median, rel=0.05)
+        since = {
+            name: on_disk.history(name, "norms", "accumulated").zero_since
+            for name in ("full", "dead", "died", "died later", "asleep")
+        }
+        assert list(since.values()) == [None, None, 5120, STEPS - 40, None]
         history = on_disk.history("broken", "norms", "accumulated")
         assert (history.nonfinite, history.nonfinite_step, history.first) == (STEPS, 0, math.inf)
         assert math.isnan(history.median)

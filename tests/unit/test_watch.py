@@ -460,3 +460,12 @@ def test_damaged_files_are_an_error(tmp_path: pathlib.Path) -> None:
         connection.commit()
     with pytest.raises(RecordError, match=r"rank-0.db: is damaged: it has values of wrong types"):
         live.read()
+
+
+def test_a_small_screen_has_fewer_parts_and_no_heading_alone(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, {"a": [3.0] * 9, "b": [4.0] * 9}).close()
+    snapshot = read(tmp_path)
+    texts = [line.text.split()[0] for line in screen(snapshot, 60, 6)]
+    # Nothing stands below the heading of the rules, and there is no room for more.
+    assert texts == ["rules.yaml", "events", "worst", "parameter", "a", "total"]
+    assert len(screen(snapshot, 60, 1)) == 1

@@ -20,6 +20,7 @@ from gradsurgeon.cli import watch
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.report.heat_map import NONFINITE, code
 from gradsurgeon.report.live import LiveRun
+from gradsurgeon.report.page_file import write_page
 from gradsurgeon.report.web_page import BEGINNING, web_page
 from gradsurgeon.store import Key
 from gradsurgeon.store.run import open_run
@@ -98,6 +99,23 @@ def test_a_tensor_that_is_far_below_the_others_is_called_out(tmp_path: Path) -> 
     ) in run["callouts"]
 
 
+def test_the_title_has_the_name_of_the_rule_file_and_not_its_folder(tmp_path: Path) -> None:
+    rules = {"file": "/home/me/rules.yaml", "text": "version: 1", "sha256": "0"}
+    RunWriter(tmp_path / "run", rank=0, meta=meta(rules=rules)).close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    assert run["title"] == "rules.yaml on Net"
+    assert run["files"][0]["file"] == "/home/me/rules.yaml"
+
+
+def test_it_says_of_a_run_that_was_only_observed_what_rules_would_have_changed(
+    tmp_path: Path,
+) -> None:
+    RunWriter(tmp_path / "run", rank=0, meta=meta()).close()
+    RunWriter(tmp_path / "observed", rank=0, meta=meta(mode="observe")).close()
+    runs = _page(tmp_path / "run", tmp_path / "observed")[1]["runs"]
+    assert [run["observed"] for run in runs] == [False, True]
+
+
 def test_names_and_messages_are_never_markup(tmp_path: Path) -> None:
     writer = write(tmp_path / "run", {HOSTILE: [1.0, 2.0]})
     writer.event(Event("notice", "", 0, 0, HOSTILE, "<!-- <script>alert(1)</script>"))
@@ -135,9 +153,96 @@ def test_ranks_whose_gradients_differ_have_curves_of_their_own(tmp_path: Path) -
         writer.close()
     (run,) = _page(tmp_path / "run")[1]["runs"]
     assert [line["label"] for line in run["totals"]] == [
-        "norm of all 1 parameters",
-        "norm of all 1 parameters, rank 2",
+        "norm of 1 parameter",
+        "norm of 1 parameter, rank 2",
     ]
+
+
+def test_a_rule_that_is_not_shown_gives_ranks_no_curves(tmp_path: Path) -> None:
+    """Before ranks are made equal they differ, as `backward` has them; what is shown is of after that."""
+    writers = [RunWriter(tmp_path / "run", rank=rank, meta=meta(("a", "b"))) for rank in (0, 1)]
+    for writer in writers:
+        for step in range(3):
+            before, after = values(float(writer.rank), 2.0), values(3.0, 4.0)
+            writer.add(Key("before", "l2", "backward", ("a", "b")), step, before, frozenset())
+            writer.add(Key("norms", "l2", "accumulated", ("a", "b")), step, after, frozenset())
+    for writer in writers:
+        writer.close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    (total,) = run["totals"]
+    assert (total["label"], total["values"]) == ("norm of all 2 parameters", [5.0] * 3)
+
+
+def test_what_is_measured_at_other_steps_is_no_part_of_the_same_norm(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a", "b", "c")))
+    for step in range(20):
+        writer.add(Key("body", "l2", "accumulated", ("a",)), step, values(3.0), frozenset())
+        writer.add(Key("biases", "l2", "accumulated", ("b",)), step, values(4.0), frozenset())
+        if step % 10 == 0:
+            writer.add(Key("head", "l2", "accumulated", ("c",)), step, values(9.0), frozenset())
+    writer.close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    assert [(line["label"], line["steps"], set(line["values"])) for line in run["totals"]] == [
+        ("norm of 2 parameters (biases at accumulated, body at accumulated)", [*range(20)], {5.0}),
+        ("norm of 1 parameter (head at accumulated)", [0, 10], {9.0}),
+    ]
+
+
+def test_two_optimizers_have_two_norms_with_names_apart(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("g.w", "d.w")))
+    for step in range(6):
+        if step < 3:
+            writer.add(Key("norms", "l2", "accumulated", ("g.w",)), step, values(1.0), frozenset())
+        writer.add(Key("norms", "l2", "accumulated", ("d.w",)), step, values(2.0), frozenset())
+    writer.close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    assert [(line["label"], len(line["steps"])) for line in run["totals"]] == [
+        ("norm of 1 parameter (norms at accumulated): g.w ...", 3),
+        ("norm of 1 parameter (norms at accumulated): d.w ...", 6),
+    ]
+
+
+def test_the_worst_say_what_they_are_of_where_that_is_not_the_same(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a",)))
+    for step in range(5):
+        writer.add(Key("norms", "l2", "accumulated", ("a",)), step, values(1.0), frozenset())
+        writer.add(Key("outputs", "l2", "forward", ("layer",)), step, values(50.0), frozenset())
+    writer.close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    assert {row["name"]: row["source"] for row in run["worst"]} == {
+        "a": "norms at accumulated",
+        "layer": "outputs at forward",
+    }
+    assert run["norms"] == (
+        "norms (l2) of 2 tensors, recorded by norms (at accumulated), outputs (at forward)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "drawn"),
+    [
+        ("loss", True),
+        ("train/loss", True),
+        ("val_loss", True),
+        ("lossKL", True),
+        ("loss2", True),
+        ("trainLoss", True),
+        ("KLloss", True),
+        ("TRAIN_LOSS", True),
+        ("losses.0", True),
+        ("gloss", False),
+        ("lossy", False),
+        ("Glossary", False),
+        ("FLOSS", False),
+        ("block.weight", False),
+    ],
+)
+def test_which_tagged_tensors_are_losses(tmp_path: Path, name: str, *, drawn: bool) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(()))
+    writer.add(Key("losses", "mean", "forward", (name,)), 0, values(1.0), frozenset())
+    writer.close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    assert [line["label"] for line in run["losses"]] == [name] * drawn
 
 
 def test_report_writes_the_page_of_several_runs_and_of_those_in_a_folder(tmp_path: Path) -> None:
@@ -185,7 +290,12 @@ def test_watch_writes_the_page_anew_until_the_run_ends(tmp_path: Path) -> None:
     writer.close()
     ended = call_here("watch", str(tmp_path / "run"), "--html", str(place), cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert '"lasts":[0,1,2]' in place.read_text(encoding="utf-8")
+    page = place.read_text(encoding="utf-8")
+    assert '"lasts":[0,1,2]' in page
+    # The last page has nothing to wait for; while training goes on each one reloads itself.
+    assert '"reload":' not in page
+    write_page([tmp_path / "run"], place, reload_seconds=5.0)
+    assert '"reload":5.0' in place.read_text(encoding="utf-8")
     script = tmp_path / "train.py"
     script.write_text("print()", encoding="utf-8")
     refused = call_here("watch", str(tmp_path / "run"), "--html", str(script), cwd=tmp_path)
@@ -199,7 +309,7 @@ def test_a_page_takes_a_small_share_of_the_time(
     written: list[float] = []
     now = [100.0]
 
-    def write_slowly(runs: Sequence[Path], place: Path) -> int:
+    def write_slowly(runs: Sequence[Path], place: Path, **_: object) -> int:
         written.append(now[0])
         now[0] += 2.0
         return 0
@@ -214,3 +324,27 @@ def test_a_page_takes_a_small_share_of_the_time(
         now[0] += 1.0
     # Each takes 2 seconds, and the next one waits for 20 times as long.
     assert written == [100.0, 142.0, 184.0]
+
+
+def test_a_step_that_is_nan_on_all_ranks_makes_them_no_different(tmp_path: Path) -> None:
+    norms = [1.0, math.nan, 2.0]
+    writers = [write(tmp_path / "run", {"a": norms}, rank=rank) for rank in (0, 1)]
+    for writer in writers:
+        writer.add(
+            Key("losses", "mean", "forward", ("loss",)), 0, values(1.0 + writer.rank), frozenset()
+        )
+        writer.close()
+    (run,) = _page(tmp_path / "run")[1]["runs"]
+    assert [line["label"] for line in run["totals"]] == ["norm of 1 parameter"]
+    # The losses of ranks are of other batches, and each is said to be of one.
+    assert [(line["label"], line["values"]) for line in run["losses"]] == [
+        ("loss, rank 0", [1.0]),
+        ("loss, rank 1", [2.0]),
+    ]
+
+
+def test_the_models_of_a_script_are_on_one_page(tmp_path: Path) -> None:
+    write(tmp_path / "run", {"g": [1.0, 2.0]}).close()
+    write(tmp_path / "run" / "Critic", {"d": [1.0, 2.0]}).close()
+    done = call_here("report", "run", "--html", "page.html", cwd=tmp_path)
+    assert (done.returncode, done.stdout[:18]) == (0, "page.html: 2 runs,")

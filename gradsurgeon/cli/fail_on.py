@@ -1,0 +1,88 @@
+"""``gradsurgeon report --fail-on``: which runs have had events that a CI job must not pass over. Never imports torch."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, get_args
+
+from gradsurgeon.errors import did_you_mean, printable
+from gradsurgeon.events import Event, EventKind
+from gradsurgeon.planning.table import count
+from gradsurgeon.report import from_run
+from gradsurgeon.report.norms import norm_rows
+from gradsurgeon.report.rules_and_events import by_kind
+from gradsurgeon.store.run import Run, open_run
+
+
+class Failing(NamedTuple):
+    """The events of one run that `--fail-on` names; the path is empty where that one run was asked for."""
+
+    path: str
+    ranks: int
+    events: Sequence[Event]
+
+
+def kinds_of(text: str) -> list[str]:
+    return list(dict.fromkeys(kind.strip() for kind in text.split(",")))
+
+
+def why_unknown(kinds: Sequence[str]) -> str:
+    known = get_args(EventKind)
+    for kind in kinds:
+        if kind not in known:
+            meant = f" {hint}" if (hint := did_you_mean(kind, known)) else ""
+            return f"--fail-on: `{printable(kind)}` is no kind of event;{meant} kinds: {', '.join(known)}"
+    return ""
+
+
+def failing(place: Path, kinds: Sequence[str], *, alone: bool) -> Failing:
+    """Return what a run has of some kinds of events.
+
+    Raises:
+        RecordError: the run cannot be read, so that nobody knows.
+    """
+    with open_run(place) as run:
+        events = [event for event in run.events if event.kind in kinds]
+        if "spike" in kinds:
+            events += _spikes(run)
+        ranks = len(run.ranks)
+    return Failing("" if alone else str(place), ranks, events)
+
+
+def _spikes(run: Run) -> Iterator[Event]:
+    """Yield the largest spike of each tensor whose norms have one, as the report calls them out."""
+    report = from_run(run)
+    for row in norm_rows(report.measurements, report.params, report.rules):
+        if spike := row.history.spike:
+            text = f"norm {spike.value:.3g}, {spike.times:.3g} times that of the steps around it"
+            yield Event("spike", row.rule, spike.step, run.ranks[0], row.name, text)
+
+
+def summary(found: Sequence[Failing], kinds: Sequence[str]) -> Iterator[str]:
+    for path, _, events in found:
+        # What several ranks note of a step counts once, as in the report.
+        numbers = by_kind(events)
+        for kind in kinds:
+            if number := numbers[kind]:
+                first = min((event for event in events if event.kind == kind), key=_step)
+                where = f"{printable(path)}: " if path else ""
+                yield f"{where}{count(number, f'{kind} event')}, first at {_place(first)}"
+
+
+def _step(event: Event) -> int:
+    return event.step
+
+
+def _place(event: Event) -> str:
+    rule = f"rule {printable(event.rule)}" if event.rule else ""
+    return ", ".join(filter(None, (f"step {event.step}", rule, printable(event.name))))
+
+
+def print_annotations(found: Sequence[Failing]) -> None:
+    from gradsurgeon.review.github import annotation  # noqa: PLC0415 # the others do not need it
+
+    for path, ranks, events in found:
+        for event in events:
+            on = f", rank {event.rank}" if ranks > 1 else ""
+            title = f"{event.kind} at {_place(event)}{on}"
+            text = f"{path}: {event.message}" if path else event.message
+            print(annotation("error", {"title": title}, text))

@@ -1,0 +1,114 @@
+"""Pages of runs that are not as most are: several records of a step, several sorts of norms, damaged runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_views import open_page
+from runs import meta, values, write
+
+from gradsurgeon.events import Event
+from gradsurgeon.report.page_file import write_page
+from gradsurgeon.store import Key
+from gradsurgeon.store.writer import RunWriter
+
+pytestmark = pytest.mark.slow
+
+NAN = math.nan
+READY = "html[data-ready]"
+
+
+def drawn(page: Any, chart: int) -> list[list[float | None]]:
+    """Return what a chart draws: its steps, and the values of each curve; `None` is a gap, "-" no point at all."""
+    found = page.evaluate(
+        "at => [...charts][at].data.map((column) => Array.from(column, (v) => (v === undefined ? '-' : v)))",
+        chart,
+    )
+    return [list(column) for column in found]
+
+
+def test_of_several_records_of_a_step_the_largest_is_drawn(page: Any, tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a",)))
+    for step, norms in enumerate(
+        [(1.0, 5.0, 2.0), (3.0, 1.0, 1.0), (NAN, 1.0, 1.0), (1.0, 1.0, 2.0)]
+    ):
+        for norm in norms:
+            writer.add(Key("norms", "l2", "backward", ("a",)), step, values(norm), frozenset())
+    writer.close()
+    open_page(page, tmp_path, tmp_path / "run")
+    assert drawn(page, 0) == [[0, 1, 2, 3], [5, 3, None, 2]]
+    # The map says the same.
+    assert drawn(page, 1)[1][:2] == pytest.approx([5, 3], rel=0.01)
+
+
+def test_names_like_those_of_the_tree_stay_apart(page: Any, tmp_path: Path) -> None:
+    names = ["=a", "a", "a.b", "=a.c", "__proto__", "constructor"]
+    write(tmp_path / "run", {name: [1.0, 2.0] for name in names}).close()
+    open_page(page, tmp_path, tmp_path / "run")
+    page.get_by_role("searchbox").fill("a")
+    assert page.locator(".rows button").all_inner_texts() == ["=a", "a", "a.b", "=a.c"]
+    page.get_by_role("searchbox").fill("nowhere")
+    assert "no name has nowhere" in page.locator("main").inner_text()
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_nothing_widens_the_page(page: Any, tmp_path: Path, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    endless = "x" * 5000
+    writer = write(tmp_path / "run", {endless: [1.0, 2.0], "a.\x1b[31mb": [1.0, 2.0]})
+    writer.event(Event("notice", "", 0, 0, endless, f"{endless}\n{endless}"))
+    writer.close()
+    open_page(page, tmp_path, tmp_path / "run")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert r"a.\x1b[31mb" in page.locator("td.name").all_inner_texts()
+
+
+def test_events_of_one_sort_span_their_steps_in_whatever_order_they_came(
+    page: Any, tmp_path: Path
+) -> None:
+    writer = write(tmp_path / "run", {"a": [1.0]})
+    for step in (7, 3, 5):
+        writer.event(Event("notice", "", step, 0, "", f"overflow in step {step}"))
+    writer.close()
+    open_page(page, tmp_path, tmp_path / "run")
+    assert "steps 3 to 7, 3 times: " in page.locator("section").first.inner_text()
+
+
+def test_norms_of_several_sorts_are_told_apart(page: Any, tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=meta(("a",)))
+    for step in range(5):
+        writer.add(Key("norms", "l2", "accumulated", ("a",)), step, values(1.0), frozenset())
+        writer.add(Key("outputs", "l2", "forward", ("layer",)), step, values(50.0), frozenset())
+    writer.close()
+    open_page(page, tmp_path, tmp_path / "run")
+    rows = page.locator(".scroll tbody").first.locator("tr").all_inner_texts()
+    assert [re.split(r"\s*\t\s*", row)[::7] for row in rows] == [
+        ["layer", "outputs at forward"],
+        ["a", "norms at accumulated"],
+    ]
+
+
+def test_a_run_without_norms_says_what_it_has(page: Any, tmp_path: Path) -> None:
+    write(tmp_path / "run", {"a": [1.0]}, stat="linf").close()
+    open_page(page, tmp_path, tmp_path / "run")
+    text = page.locator("section").first.inner_text()
+    assert "norms: no l2 recorded; recorded: linf: a norm-log rule on the parameters" in text
+
+
+def test_what_is_not_on_the_page_is_said_on_it(page: Any, tmp_path: Path) -> None:
+    write(tmp_path / "one" / "logs", {"a": [1.0]}).close()
+    write(tmp_path / "two" / "logs", {"a": [1.0]}).close()
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "run.json").write_text("{}", encoding="utf-8")
+    runs = [tmp_path / name for name in ("one/logs", "broken", "two/logs")]
+    written = write_page(runs, tmp_path / "page.html")
+    assert (written.runs, len(written.problems)) == (2, 1)
+    page.goto((tmp_path / "page.html").as_uri())
+    page.wait_for_selector(READY)
+    assert "broken/run.json: is damaged" in page.locator(".problem").inner_text()
+    # Two runs of one title are told apart by their folders.
+    assert page.locator("h1").inner_text() == "rules.yaml on Net, one/logs"

@@ -1,0 +1,127 @@
+"""The stories of `rules/README.md`: each comes out as it is told, and its page holds what the guide says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from bounds import TIMEOUT
+from commands import ROOT, environment
+
+pytestmark = pytest.mark.slow
+
+STORIES = ROOT / "rules" / "stories"
+GUIDE = (ROOT / "rules" / "README.md").read_text(encoding="utf-8")
+
+
+class Told(NamedTuple):
+    """What a story has printed, and the runs of its page."""
+
+    lines: list[str]
+    runs: list[dict[str, Any]]
+
+    def number(self, pattern: str) -> float:
+        """Return the only number in what was printed that stands where the pattern has a group."""
+        (found,) = re.findall(pattern, "\n".join(self.lines), re.MULTILINE)
+        return float(found)
+
+
+def _call(name: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(STORIES / f"{name}.py"), *arguments],
+        cwd=folder,
+        env={**environment(), "TMPDIR": str(folder)},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+def _tell(name: str, folder: Path) -> Told:
+    done = _call(name, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert 5 <= len(lines) <= 10
+    assert lines[-1].startswith(f"{name}.html: 2 runs")
+    page = (folder / f"{name}.html").read_text(encoding="utf-8")
+    data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    return Told(lines, json.loads(data[1])["runs"])
+
+
+def _total(run: dict[str, Any]) -> list[float]:
+    (line,) = run["totals"]
+    return [float(value) for value in line["values"]]
+
+
+def _loss(run: dict[str, Any]) -> list[float]:
+    (line,) = run["losses"]
+    return [float(value) for value in line["values"]]
+
+
+def test_a_gradient_explodes_and_a_clip_mends_it(tmp_path: Path) -> None:
+    told = _tell("exploding_lstm", tmp_path)
+    without, with_clip = told.runs
+    norms = _total(without)
+    worst = norms.index(max(norms))
+    assert told.number(r"at step (\d+) the norm is") == worst
+    assert told.number(r"the norm is (\d+),") == pytest.approx(max(norms), abs=0.51)
+    assert told.number(r"never above ([\d.]+),") == pytest.approx(max(_total(with_clip)), abs=0.006)
+    losses, clipped = _loss(without), _loss(with_clip)
+    assert told.number(r"rises to \d+ at step (\d+)") == losses.index(max(losses))
+    assert told.number(r"the loss ends at ([\d.]+)$") == pytest.approx(clipped[-1], abs=0.006)
+    # The recurrent weights stand out, near the step of the largest norm.
+    assert without["worst"][0]["name"].startswith("lstm.")
+    assert without["worst"][0]["spike"]["times"] > 50
+    assert any(line.startswith("largest spike: lstm.") for line in without["callouts"])
+    # A clip that only looks, and one that acts.
+    assert [run["observed"] for run in told.runs] == [True, False]
+
+
+def test_a_layer_dies_and_a_clip_keeps_it_alive(tmp_path: Path) -> None:
+    told = _tell("dying_relu", tmp_path)
+    without, with_clip = told.runs
+    died = int(told.number(r"fc1 since step (\d+)"))
+    said = [line for line in without["callouts"] if line.startswith("norm exactly 0 since step")]
+    assert said[0].startswith(f"norm exactly 0 since step {died}, and until the end: fc1.weight, ")
+    assert any("relu3" in line for line in said)
+    assert not any("exactly 0 since" in line for line in with_clip["callouts"])
+    last = {row["name"]: row["last"] for row in without["worst"]}
+    assert last["fc3.weight"] == 0
+    assert last["fc4.bias"] > 0
+    # The loss was low before, and is that of guessing after.
+    assert told.number(r"falls to ([\d.]+) at") == pytest.approx(min(_loss(without)), abs=0.006)
+    assert _loss(without).index(min(_loss(without))) < died
+    assert told.number(r"relu3 ([\d.]+)%") == 100
+    assert told.number(r"(\d+)% of the test images are read rightly;") < 20
+    assert told.number(r"(\d+)% of the test images are read rightly$") > 80
+
+
+def test_a_mask_makes_a_nan_in_float16_and_training_goes_on(tmp_path: Path) -> None:
+    told = _tell("masked_softmax_float16", tmp_path)
+    infinity, lowest = told.runs
+    traps = [event for event in infinity["events"] if event["kind"] == "trap"]
+    steps = [trap["step"] for trap in traps]
+    assert len(steps) == 8
+    # One in each epoch.
+    assert [step // 14 for step in steps] == list(range(8))
+    assert str(steps) in told.lines[0]
+    message = traps[0]["message"]
+    assert (
+        "diagnosis (reproduced): NaN born in the forward pass of attention (Attention)" in message
+    )
+    assert "aten._softmax\n" in message
+    assert "in forward: weights = torch.softmax(" in message
+    assert "  verdict: mathematics\n" in message
+    assert infinity["worst"][0]["nonfinite"] == 8
+    assert infinity["worst"][0]["nonfinite_step"] == steps[0]
+    assert lowest["events"] == []
+    for run in told.runs:
+        assert "NaN" not in run["losses"][0]["values"]
+        assert _loss(run)[-1] < _loss(run)[0] - 1

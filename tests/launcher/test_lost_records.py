@@ -1,0 +1,68 @@
+"""Records that are lost when a script ends: nobody sees a warning any more, and the summary says so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bounds import TIMEOUT
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import pathlib, shutil, sys, torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+run = pathlib.Path("run")
+if sys.argv[1] == "removed":
+    shutil.rmtree(run)
+elif sys.argv[1] == "pictures":
+    (run / "captures-0.json").mkdir()
+print("done")
+"""
+RULES = """
+version: 1
+rules:
+  - {id: norms, action: norm-log, params: "*"}
+  - {id: kept, action: capture, params: "*"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said", "quiet"),
+    [
+        ("removed", "records are no longer written to ", []),
+        (
+            "pictures",
+            "the pictures of captured tensors could not be written: Is a directory",
+            ["--quiet"],
+        ),
+        ("nothing", "", []),
+    ],
+)
+def test_what_is_lost_at_the_end_is_said(
+    tmp_path: Path, how: str, said: str, quiet: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (tmp_path / "rules.yaml").write_text(RULES, encoding="utf-8")
+    command = ["gradsurgeon", "run", "--rules", "rules.yaml", "--record", "run", *quiet]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "train.py", how],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    lost = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(lost) == bool(said)
+    assert all(line.startswith(f"gradsurgeon: error: Linear: {said}") for line in lost)
+    # Nobody is sent to a directory that is not there.
+    assert ("gradsurgeon report" in done.stderr) == (how != "removed" and not quiet)

@@ -1,0 +1,352 @@
+"""What a run directory holds of captured tensors: numbers, histograms and small maps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from base64 import b64decode
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from commands import call_here, environment
+from models import CASES, data
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 # the name everybody uses
+
+import gradsurgeon
+from gradsurgeon.report import grad_cam
+from gradsurgeon.store.captures import CapturedByRule, CapturedTensor, Maps, captures
+
+TAGS = {"id": "tags", "action": "capture", "tensors": "*", "tensor": "value"}
+MAPS = {"id": "maps", "action": "capture", "modules": "0", "tensor": "output"}
+GRADIENTS = {**MAPS, "id": "map-gradients", "tensor": "output.grad"}
+
+
+class Tagging(nn.Module):
+    """Gives names to whatever tensors it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        for name, tensor in tensors.items():
+            gradsurgeon.tag(tensor, name)
+        return self.weight * 2
+
+
+def read(path: Path) -> list[CapturedByRule]:
+    with gradsurgeon.open_run(path) as run:
+        found, problem = captures(run)
+    assert problem == ""
+    return found
+
+
+def kept(path: Path, tensors: Mapping[str, Tensor], **rule: Any) -> dict[str, CapturedTensor]:
+    """Return by name what a run holds of tensors that were seen in one step."""
+    model = Tagging()
+    with gradsurgeon.apply(
+        model, {"version": 1, "rules": [{**TAGS, **rule}]}, optimizer=[], record=path
+    ):
+        model(tensors)
+    (found,) = read(path)
+    assert (found.rule, found.more) == ("tags", max(0, len(tensors) - 24))
+    return {one.name: one for one in found.tensors}
+
+
+def codes(maps: Maps | None) -> list[int]:
+    assert maps is not None
+    return list(b64decode(maps.codes))
+
+
+def test_the_numbers_of_a_tensor_are_those_of_numpy(tmp_path: Path) -> None:
+    tensor = data(3, 40, 50) * 3
+    tensor[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    one = kept(tmp_path / "run", {"x": tensor.t()})["x"]
+    finite = tensor.flatten()[3:].double().numpy()
+    assert (one.shape, one.dtype, one.step, one.call) == ([50, 40], "torch.float32", 0, 0)
+    assert (one.elements, one.nonfinite) == (2000, 3)
+    assert (one.low, one.high) == (finite.min(), finite.max())
+    assert one.mean == pytest.approx(finite.mean())
+    assert one.counts == np.histogram(finite, bins=60)[0].tolist()
+    assert (one.note, one.maps) == ("", None)
+
+
+def test_a_tensor_is_measured_in_parts_as_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = kept(tmp_path / "whole", {"x": data(1, 30, 30)})
+    monkeypatch.setattr("gradsurgeon.recording.previews._CHUNK", 7)
+    parts = kept(tmp_path / "parts", {"x": data(1, 30, 30)})
+    assert parts["x"].mean == pytest.approx(whole["x"].mean)
+    assert parts["x"].counts == whole["x"].counts
+
+
+def test_maps_are_codes_on_one_scale(tmp_path: Path) -> None:
+    tensor = torch.zeros(2, 3, 2, 2)
+    tensor[0, 0] = torch.tensor([[-1.0, 1.0], [0.0, torch.nan]])
+    tensor[0, 2, 0, 0] = torch.inf
+    tensor[1] = 77.0
+    found = kept(tmp_path / "run", {"nchw": tensor, "chw": tensor[0], "flat": tensor[:, :, :1]})
+    maps = found["nchw"].maps
+    assert maps is not None
+    assert (maps.shape, maps.low, maps.high) == ((3, 2, 2), -1.0, 1.0)
+    assert codes(maps) == [0, 254, 127, 255, 127, 127, 127, 127, 255, 127, 127, 127]
+    assert found["chw"].maps == maps
+    assert found["flat"].maps is None
+
+
+def test_large_maps_are_averaged_and_many_are_left_out(tmp_path: Path) -> None:
+    ramp = torch.arange(96.0).expand(1, 20, 192, 96)
+    many = {f"x{number:02}": ramp for number in range(30)}
+    found = kept(tmp_path / "run", {"huge": torch.ones(1, 1, 3000, 20), **many})
+    assert list(found) == ["huge", *list(many)[:23]]
+    maps = found["x00"].maps
+    assert maps is not None
+    assert (maps.shape, maps.low, maps.high) == ((16, 48, 24), 1.5, 93.5)
+    assert codes(maps)[:3] == [0, round(254 / 23), round(2 * 254 / 23)]
+    huge = found["huge"].maps
+    assert huge is not None
+    assert (huge.shape[1], max(codes(huge))) == (48, 0)
+    # So many find room, and all others say that they do not.
+    assert [one.maps is None for one in found.values()] == [False] * 22 + [True] * 2
+    assert "left out" in found["x22"].note
+    assert (tmp_path / "run" / "captures-0.json").stat().st_size < 2**20
+
+
+@pytest.mark.filterwarnings("ignore:.*(sparse|Sparse|quantiz|nested)")
+def test_tensors_of_any_kind(tmp_path: Path) -> None:
+    sparse = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,))
+    found = kept(
+        tmp_path / "run",
+        {
+            "empty": torch.zeros(0, 3, 4, 4),
+            "scalar": torch.tensor(2.5),
+            "bfloat16": torch.tensor([1.0, -3.0], dtype=torch.bfloat16),
+            "float8": torch.tensor([0.5, torch.nan, 2.0]).to(torch.float8_e4m3fn),
+            "complex": torch.tensor([3 + 4j, 0j]),
+            "sparse": sparse,
+            "csr": torch.eye(3).to_sparse_csr(),
+            "bool": torch.tensor([True, False, True]),
+            "int": torch.tensor([2**40, -7]),
+            "wide": torch.tensor([-1.7e308, 1.7e308], dtype=torch.float64),
+            "tiny": torch.tensor([0.0, 5e-324], dtype=torch.float64),
+            "quantized": torch.quantize_per_tensor(torch.ones(1, 2, 2, 2), 0.5, 0, torch.qint8),
+            "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        },
+    )
+    ends = {name: (one.elements, one.low, one.high) for name, one in found.items()}
+    assert ends == {
+        "empty": (0, None, None),
+        "scalar": (1, 2.5, 2.5),
+        "bfloat16": (2, -3.0, 1.0),
+        "float8": (3, 0.5, 2.0),
+        "complex": (2, 0.0, 5.0),
+        "sparse": (1, 5.0, 5.0),
+        "csr": (3, 1.0, 1.0),
+        "bool": (3, 0.0, 1.0),
+        "int": (2, -7.0, 2.0**40),
+        "wide": (2, -1.7e308, 1.7e308),
+        "tiny": (2, 0.0, 5e-324),
+        "quantized": (8, 1.0, 1.0),
+        "nested": (0, None, None),
+    }
+    assert {name: sum(one.counts) for name, one in found.items() if one.low is not None} == {
+        name: elements - (name == "float8")
+        for name, (elements, low, _) in ends.items()
+        if low is not None
+    }
+    assert found["float8"].nonfinite == 1
+    assert (found["scalar"].shape, found["scalar"].counts) == ([], [1])
+    assert "magnitudes" in found["complex"].note
+    assert "stored" in found["sparse"].note
+    assert "cannot be shown" in found["nested"].note
+    assert codes(found["quantized"].maps) == [0] * 8
+
+
+def test_a_tensor_that_is_divided_over_ranks_is_told_of(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    store = tmp_path / "store"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=0, world_size=1
+    )
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = DTensor.from_local(torch.ones(2, 3, 4, 4), mesh, [Shard(0)])
+        one = kept(tmp_path / "run", {"x": sharded, "y": torch.ones(2)})["x"]
+    finally:
+        torch.distributed.destroy_process_group()
+    assert "DTensor" in one.note
+    assert (one.shape, one.low, one.maps) == ([2, 3, 4, 4], None, None)
+
+
+def test_of_each_tensor_the_newest_step_and_last_call(tmp_path: Path) -> None:
+    model = Tagging()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gradsurgeon.apply(model, {"version": 1, "rules": [TAGS]}, record=tmp_path / "run"):
+        for step in range(3):
+            names = ["x", "x"] if step == 2 else ["x", "early"]
+            for number, name in enumerate(names):
+                loss = model({name: torch.tensor(10.0 * step + number)})
+            loss.backward()
+            optimizer.step()
+    (found,) = read(tmp_path / "run")
+    assert [(one.name, one.step, one.call, one.low) for one in found.tensors] == [
+        ("x", 2, 1, 21.0),
+        ("early", 1, 0, 11.0),
+    ]
+    report = call_here("report", "run", cwd=tmp_path).stdout
+    assert "captures kept by tags: 2 tensors of steps 1..2; `--html` shows them" in report
+
+
+def test_grad_cam_is_that_of_the_report(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.LazyLinear(2))
+    images = data(1, 6, 1, 102, 102)
+    model(images)
+    rules = {"version": 1, "rules": [MAPS, GRADIENTS]}
+    with gradsurgeon.apply(model, rules, optimizer=[], record=tmp_path / "run") as session:
+        model(images)[:, 0].sum().backward()
+    outputs, gradients = (session.captured(one)["0", 0, 0] for one in ("maps", "map-gradients"))
+    heat = grad_cam(outputs, gradients)[:4]
+    heat = F.adaptive_avg_pool2d(heat / heat.amax(dim=(1, 2), keepdim=True), 64)
+    of_values, of_gradients = read(tmp_path / "run")
+    (one,) = of_values.tensors
+    assert one.cam is not None
+    assert (one.cam.shape, one.cam.step) == ((4, 64, 64), 0)
+    assert (one.cam.low, one.cam.high) == (heat.min().item(), heat.max().item())
+    share = (heat - heat.min()) / (heat.max() - heat.min())
+    assert codes(one.cam) == (share * 254).round().flatten().tolist()
+    assert of_gradients.tensors[0].cam is None
+
+
+def test_it_changes_no_bit_of_training(tmp_path: Path) -> None:
+    case = CASES["mlp"]
+    rules = [{"id": "grads", "action": "capture", "params": "*"}, {**MAPS, "modules": "*"}]
+    ends = []
+    for path in (None, tmp_path / "run"):
+        model = case.make()
+        optimizer = case.optimizer(model)
+        torch.manual_seed(1)
+        for number in range(2):
+            # The second session begins with the random numbers that the first one has left.
+            place = None if path is None else path / str(number)
+            with gradsurgeon.apply(model, {"version": 1, "rules": rules}, record=place):
+                for step in range(3):
+                    case.backward(model, step)
+                    optimizer.step()
+        ends.append([*model.state_dict().values(), torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert len(read(tmp_path / "run" / "1")) == 2
+
+
+def test_a_file_that_cannot_be_written_becomes_a_notice(tmp_path: Path) -> None:
+    model = Tagging()
+    with gradsurgeon.apply(
+        model, {"version": 1, "rules": [TAGS]}, optimizer=[], record=tmp_path / "run"
+    ):
+        model({"x": torch.ones(2)})
+        (tmp_path / "run" / "captures-0.json").mkdir()
+    with gradsurgeon.open_run(tmp_path / "run") as run:
+        (event,) = run.events
+        assert run.states == {0: "finished"}
+    assert event.kind == "notice"
+    assert "pictures of captured tensors could not be written: Is a directory" in event.message
+
+
+def test_a_run_without_capture_rules_has_no_such_file(tmp_path: Path) -> None:
+    model = Tagging()
+    rules = [{"id": "n", "action": "norm-log", "params": "*"}, TAGS]
+    tmp_path.joinpath("captures-0.json").write_text("of an earlier run, whose other files are gone")
+    with gradsurgeon.apply(model, {"version": 1, "rules": rules}, record=tmp_path):
+        model({}).backward()
+    assert not (tmp_path / "captures-0.json").exists()
+    assert read(tmp_path) == []
+    assert "captures" not in call_here("report", ".", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda text: text[:-5],
+        lambda _: "7",
+        lambda _: "[" * 100_000,
+        lambda text: text.replace('"codes": "', '"codes": "AAAA'),
+        lambda text: text.replace('"low": 0.0', '"low": NaN'),
+        lambda text: text.replace('"elements": 8', '"elements": "<b>"'),
+        lambda text: text.replace('"x"', '"\\udc80"'),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, harm: Any) -> None:
+    kept(tmp_path / "run", {"x": torch.arange(8.0).view(2, 2, 2)})
+    place = tmp_path / "run" / "captures-0.json"
+    before = place.read_text()
+    place.write_text(harm(before))
+    assert place.read_text() != before
+    # The records do not need it, and are shown with a word on it.
+    said = "captures-0.json: is damaged: no pictures of captured tensors"
+    done = call_here("report", "run", "--fail-on", "trap", cwd=tmp_path)
+    assert (done.returncode, said in done.stdout, done.stderr) == (0, True, "")
+    assert call_here("report", "run", "--html", "page.html", cwd=tmp_path).returncode == 0
+    assert said in (tmp_path / "page.html").read_text(encoding="utf-8")
+    with gradsurgeon.open_run(tmp_path / "run") as run:
+        assert run.params == ("weight",)
+        assert place in run.files
+    place.unlink()
+    assert call_here("report", "run", cwd=tmp_path).returncode == 0
+
+
+def test_any_name_can_be_read_again(tmp_path: Path) -> None:
+    names = ["\udc80", "</script>", 'a"b\n']
+    assert list(kept(tmp_path / "run", dict.fromkeys(names, torch.ones(1)))) == [
+        "\\udc80",
+        *names[1:],
+    ]
+
+
+_SCRIPT = """
+import sys, torch, gradsurgeon
+model = torch.nn.Linear(2, 2)
+rules = {"version": 1, "rules": [{"id": "grads", "action": "capture", "params": "*"}]}
+session = gradsurgeon.apply(model, rules, record=sys.argv[1])
+model(torch.ones(1, 2)).sum().backward()
+torch.optim.SGD(model.parameters(), lr=0.1).step()
+if len(sys.argv) > 2:
+    raise RuntimeError("training ends here")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("raise",)])
+def test_a_script_that_ends_without_closing_has_them(tmp_path: Path, more: tuple[str, ...]) -> None:
+    command = [sys.executable, "-c", _SCRIPT, str(tmp_path / "run"), *more]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == len(more)
+    (found,) = read(tmp_path / "run")
+    assert {one.name: one.low for one in found.tensors} == {"weight": 1.0, "bias": 1.0}
+
+
+@pytest.mark.slow
+def test_reading_them_needs_no_torch(tmp_path: Path) -> None:
+    kept(tmp_path / "run", {"x": torch.ones(2, 2, 2)})
+    code = (
+        "import sys\n"
+        "from gradsurgeon.cli import main\n"
+        f"main(['report', {str(tmp_path / 'run')!r}])\n"
+        f"main(['report', {str(tmp_path / 'run')!r}, '--html', {str(tmp_path / 'page.html')!r}])\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True
+    )
+    assert "captures kept by tags: 1 tensor of step 0" in done.stdout
+    assert done.stdout.endswith("False\n")
+    page = (tmp_path / "page.html").read_text()
+    stored = json.loads((tmp_path / "run" / "captures-0.json").read_text())
+    assert stored[0]["tensors"][0]["maps"]["codes"] in page
