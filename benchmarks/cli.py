@@ -26,6 +26,7 @@ from benchmarks import (
     scaling,
     startup,
     step_alone,
+    trackers,
 )
 from benchmarks.cases import BARE
 from benchmarks.machine import describe, devices, versions
@@ -45,6 +46,7 @@ GROUPS: dict[str, Group] = {
     ranks.GROUP: ranks.measured,
     records.GROUP: records.measured,
     pages.GROUP: pages.measured,
+    trackers.GROUP: trackers.measured,
     startup.GROUP: startup.measured,
 }
 _NAMES = (*GROUPS, *(workload.name for workload in WORKLOADS))

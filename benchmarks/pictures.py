@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,15 +11,22 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 _WIDTH, _HEIGHT = 1100, 830
+# Each with the heading at which its picture begins; without one it is the top of the page.
+_STORIES = {
+    "exploding_lstm": "",
+    "dying_relu": "What stands out",
+    "masked_softmax_float16": "What happened",
+}
 
 
-def take(page: Path, picture: Path, *, height: int = _HEIGHT) -> None:
-    """Take a picture of the upper part of a page of `report --html`.
+def take(page: Path, picture: Path, *, height: int = _HEIGHT, heading: str = "") -> None:
+    """Take a picture of a part of a page of `report --html`.
 
     Args:
         page: the HTML file.
         picture: the PNG file to write.
         height: of the picture in pixels; it is 1100 wide.
+        heading: the heading at which it begins; without one it begins at the top of the page.
     """
     from playwright.sync_api import sync_playwright  # noqa: PLC0415 # of the extra `dev`
 
@@ -29,23 +37,47 @@ def take(page: Path, picture: Path, *, height: int = _HEIGHT) -> None:
         tab = browser.new_page(viewport={"width": _WIDTH, "height": height}, color_scheme="light")
         tab.goto(page.resolve().as_uri())
         tab.wait_for_selector("html[data-ready]")
-        tab.screenshot(path=picture)
+        top = 0.0
+        if heading:
+            box = tab.locator("h2", has_text=heading).bounding_box()
+            assert box is not None, f"{page} has no heading `{heading}`"
+            top = box["y"]
+        tab.screenshot(
+            path=picture,
+            full_page=True,
+            clip={"x": 0, "y": top, "width": _WIDTH, "height": height},
+        )
         browser.close()
 
 
+def _run(*command: str, page: Path) -> None:
+    """Run one of our scripts, which writes a page; let the paths in it be those of a reader."""
+    # What a script says on stderr is said of a run that is meant to go wrong.
+    subprocess.run(
+        (sys.executable, *command), cwd=_ROOT, check=True, capture_output=True, env=_environment()
+    )
+    text = page.read_text(encoding="utf-8").replace(str(_ROOT), "/home/me/gradsurgeon")
+    page.write_text(text.replace(str(page.parent), "/home/me/runs"), encoding="utf-8")
+
+
+def _environment() -> dict[str, str]:
+    """Let a script find this checkout, from wherever it is."""
+    return {**os.environ, "PYTHONPATH": str(_ROOT)}
+
+
 def main() -> int:
-    """Run the demo, and write `rules/page.png` of its page."""
+    """Run the demo and the stories, and write a picture of the page of each under `rules/`."""
+    rules = _ROOT / "rules"
     with tempfile.TemporaryDirectory() as folder:
-        command = (
-            *(sys.executable, "-m", "gradsurgeon.demo"),
-            *("--rules", "rules/quickstart.yaml", "--folder", folder),
-        )
-        subprocess.run(command, cwd=_ROOT, check=True, stdout=subprocess.DEVNULL)  # of ours
         page = Path(folder) / "report.html"
-        # As on the machine of a reader.
-        text = page.read_text(encoding="utf-8").replace(str(_ROOT), "/home/me/gradsurgeon")
-        page.write_text(text, encoding="utf-8")
-        take(page, _ROOT / "rules" / "page.png")
+        demo = ("-m", "gradsurgeon.demo", "--rules", "rules/quickstart.yaml", "--folder", folder)
+        _run(*demo, page=page)
+        take(page, rules / "page.png")
+        for name, heading in _STORIES.items():
+            page, record = Path(folder) / f"{name}.html", Path(folder) / name
+            script = str(rules / "stories" / f"{name}.py")
+            _run(script, "--record", str(record), "--html", str(page), page=page)
+            take(page, rules / "stories" / f"{name}.png", heading=heading)
     return 0
 
 

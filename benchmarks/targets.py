@@ -18,6 +18,7 @@ from benchmarks import (
     scaling,
     startup,
     step_alone,
+    trackers,
 )
 from benchmarks.cases import BARE
 from benchmarks.overhead import Row
@@ -98,6 +99,18 @@ def _page(key: str, unit: float = 1.0) -> Find:
         return None if row is None else Value(*[row[key] / unit] * 3)
 
     return find
+
+
+def _trackers(rows: Sequence[Row]) -> Value | None:
+    """Find what three trackers add to a step, as a multiple of what the norms add."""
+    found = [
+        row_of(rows, group=trackers.GROUP, case=case)
+        for case in (trackers.BARE, trackers.NORMS, trackers.ALL)
+    ]
+    if any(row is None or "step_s" not in row for row in found):
+        return None
+    bare, norms, sent = (row["step_s"] for row in found if row is not None)
+    return Value(*[(sent - norms) / max(norms - bare, 1e-9)] * 3)
 
 
 def _idle(workload: str) -> Find:
@@ -261,6 +274,7 @@ TARGETS = (
     Target("`gradsurgeon lint` of 100 rules, whole process", "s", 0.5, _seconds(startup.LINT)),
     Target("the page of 1,000,000 steps of 500 parameters", "s", 5.0, _page("seconds")),
     Target("the page of 1,000,000 steps of 500 parameters", "MB", 3.0, _page("bytes", 2**20)),
+    Target("what three trackers add to a step", "x the norms", 1.0, _trackers),
     Target("reading 1,000 rules", "s", 0.1, _seconds(startup.PARSE)),
     Target("binding 20 rules to a model of 10,000 parameters", "s", 0.2, _seconds(startup.BIND)),
     Target("binding 20 rules to `params.json` of the same", "s", 0.2, _seconds(startup.BIND_FILE)),

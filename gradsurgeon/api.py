@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from gradsurgeon.diagnosis import Diagnosis
+    from gradsurgeon.events import Event
     from gradsurgeon.runtime import Attachment, FailedStep, Options
     from gradsurgeon.session import Session
+    from gradsurgeon.sinks.delivery import Delivery
+    from gradsurgeon.sinks.sink import Sink
     from gradsurgeon.store.run import Run
     from gradsurgeon.store.writer import RunWriter
 
@@ -91,6 +94,8 @@ def apply(
     mode: Literal["act", "observe"] = "act",
     start_step: int = 0,
     replace: bool = False,
+    sinks: Sequence[Sink] = (),
+    on_event: Callable[[Event], object] | None = None,
 ) -> Session:
     """Attach rules to a model. A call that fails changes nothing.
 
@@ -117,6 +122,13 @@ def apply(
             would have changed.
         start_step: the number of the first update, when training resumes.
         replace: whether to replace a session that the model already has.
+        sinks: trackers that get aggregates and all events while training goes on, such as
+            `sinks.TensorBoard("runs/today")`: those of each step, or in a fast training the worst of every few;
+            see `gradsurgeon.sinks`. Of several ranks the first one sends.
+        on_event: is called with each event as it is noted, on the thread that has seen it. What it raises is
+            raised where the training can be stopped with nothing half done: before the weights move for what is
+            seen before an update, else at the end of that update, of `Session.tick` or of the session. Ranks do
+            not agree on it: of a rank that raises alone the others wait.
 
     Returns:
         The session. It is a context manager that takes the rules off at its end.
@@ -128,10 +140,12 @@ def apply(
         GradSurgeonError: the model already has a session, or PyTorch is missing.
     """
     _check_options(scaler, mode, start_step)
+    if on_event is not None and not callable(on_event):
+        raise TypeError(f"on_event= takes a function of one event, not {type(on_event).__name__}")
     optimizers = _optimizers(optimizer)
     bound = _bound(model, rules)
-    options = _runtime().Options(optimizers, scaler, mode, start_step)
-    attachment = attach(model, bound, options, record=record, replace=replace)
+    options = _runtime().Options(optimizers, scaler, mode, start_step, on_event=on_event)
+    attachment = attach(model, bound, options, record=record, sinks=sinks, replace=replace)
     from gradsurgeon.session import Session  # noqa: PLC0415 # needs torch
 
     return Session(attachment)
@@ -160,6 +174,8 @@ def attach(
     options: Options,
     *,
     record: str | os.PathLike[str] | None = None,
+    sinks: Sequence[Sink] = (),
+    title: str = "",
     replace: bool = False,
 ) -> Attachment:
     """Attach a plan to the model it was made for, as `apply` does once it has bound the rules."""
@@ -169,15 +185,17 @@ def attach(
             "rules are already applied to this model: call gradsurgeon.remove(model) first, or pass "
             "replace=True"
         )
-    writer = None if record is None else _writer(record, bound, options)
     options = options._replace(diagnose=_diagnose)
-    try:
-        attachment = runtime.Attachment(model, bound, options, writer)
-        runtime.enter(model, attachment)
-    except BaseException:
+    with ExitStack() as undo:
+        writer = None if record is None else _writer(record, bound, options)
         if writer is not None:
-            writer.discard()
-        raise
+            undo.callback(writer.discard)
+        deliveries = _deliveries(sinks, bound, title)
+        for delivery in deliveries:
+            undo.callback(delivery.discard)
+        attachment = runtime.Attachment(model, bound, options, writer, deliveries)
+        runtime.enter(model, attachment)
+        undo.pop_all()
     return cast("Attachment", attachment)
 
 
@@ -199,6 +217,7 @@ def remove(model: nn.Module) -> None:
     """Take the rules off a model without a trace. If it has none, nothing happens."""
     if (attachment := _runtime().find(model)) is not None:
         attachment.remove()
+        attachment.context.event_log.raise_raised()
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:
@@ -305,6 +324,27 @@ def _writer(record: str | os.PathLike[str], bound: Plan, options: Options) -> Ru
     version = str(torch.__version__)
     meta = describe(bound, mode=options.mode, start_step=options.start_step, torch=version)
     return writer.RunWriter(record, rank=_dist.rank(), meta=meta)
+
+
+def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
+    if isinstance(sinks, str) or not isinstance(sinks, Sequence):
+        raise TypeError(
+            f"sinks= takes a list of sinks, such as [TensorBoard(...)], not {type(sinks).__name__}"
+        )
+    if not sinks:
+        return []
+    from gradsurgeon.sinks.delivery import Delivery  # noqa: PLC0415 # most sessions have none
+    from gradsurgeon.sinks.sink import SINK_METHODS  # noqa: PLC0415 # the same
+
+    for sink in sinks:
+        if lacking := [name for name in SINK_METHODS if not hasattr(sink, name)]:
+            raise TypeError(
+                f"{type(sink).__name__} is no sink: it has no {', '.join(lacking)}; see gradsurgeon.sinks.Sink"
+            )
+    from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, which is there by now
+
+    texts = {"rules": bound.rules.text, "plan": str(bound)}
+    return [Delivery(sink, title=title, texts=texts) for sink in sinks if _dist.rank() == 0]
 
 
 def _manifest_of(model: Any) -> Manifest:

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 EventKind = Literal[
-    "trap", "skipped-step", "scaler-skip", "never-fired", "hook-lost", "hook-rearmed", "notice"
+    "trap",
+    "spike",
+    "skipped-step",
+    "scaler-skip",
+    "never-fired",
+    "hook-lost",
+    "hook-rearmed",
+    "notice",
 ]
 
 
@@ -32,7 +39,7 @@ class RuleStatus:
 
     ``matched`` counts parameters, ``fired`` counts actions on single tensors (for a trap: its looks,
     whatever it saw), ``changed`` is the share of firings that altered at least one element (for a
-    trap: of looks at which it tripped), ``last_step`` is the update of the last firing, ``None`` before
+    trap: of looks at which it tripped), ``last_step`` is the latest update in which it fired, ``None`` before
     the first.
     """
 

@@ -13,7 +13,7 @@ from gradsurgeon.actions import CaptureRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Module, Param, Plan
-from gradsurgeon.recording.recorder import CaptureKey
+from gradsurgeon.recording.previews import CaptureKey
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.store import Logged, Lookup, RecordQueries
 
@@ -46,6 +46,7 @@ class Session(RecordQueries):
         A second call does nothing.
         """
         self._attachment.remove()
+        self._attachment.context.event_log.raise_raised()
 
     def pause(self) -> None:
         """Let no rule act until `resume()`. Steps are still counted."""
@@ -201,8 +202,13 @@ class Session(RecordQueries):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._attachment.remove()
+        event_log = self._attachment.context.event_log
+        if kind is None:
+            event_log.raise_raised()
+        else:  # that goes on
+            event_log.log_raised()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # Copies and files get `None` in the place of the session, without our name in it.

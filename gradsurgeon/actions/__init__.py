@@ -24,7 +24,7 @@ from gradsurgeon.actions._fields import Flaw, described, written
 from gradsurgeon.actions._kinds import CaptureRule, EditRule, FreezeRule, ObserverRule, TrapRule
 from gradsurgeon.actions._options import Options, Steps, Where
 from gradsurgeon.actions._strictness import Direction, Stricter
-from gradsurgeon.actions._target import TARGETS, TargetKind, spelled
+from gradsurgeon.actions._target import TARGETS, TargetKind, gradient_pairs, spelled
 
 __all__ = [
     "ACTIONS",
@@ -52,6 +52,7 @@ __all__ = [
     "Where",
     "check_rule",
     "described",
+    "gradient_pairs",
     "known_actions",
     "spelled",
     "written",

@@ -17,10 +17,11 @@ from gradsurgeon.errors import printable
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import DISABLE, RULES, STATUS_FILE, Settings, is_on
+from gradsurgeon.sinks.places import FORMS, absolute, why_no_sink
 from gradsurgeon.store import job
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
-_WITH_VALUE = ("--rules", "--record", "--start-step")
+_WITH_VALUE = ("--rules", "--record", "--start-step", "--sink")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     if is_on(os.environ.get(DISABLE, "")) and not arguments.print_env:
         return _become_target(target, dict(os.environ))
     rules = arguments.rules or os.environ.get(RULES, "")
-    if problem := _problem(rules, arguments.record):
+    if problem := _problem(rules, arguments.record) or _problem_of_sinks(arguments.sink):
         return _fail(problem)
     environment = _settings(rules, arguments).environment(os.environ)
     if arguments.print_env:
@@ -53,6 +54,7 @@ def _settings(rules: str, arguments: argparse.Namespace) -> Settings:
         record=str(Path(arguments.record).absolute()) if arguments.record else "",
         dry_run=str(Path("params.json").absolute()) if arguments.dry_run else "",
         start_step=arguments.start_step,
+        sinks=tuple(map(absolute, arguments.sink)),
         observe=arguments.observe,
         pdb=arguments.pdb,
         quiet=arguments.quiet,
@@ -68,6 +70,11 @@ def _problem(rules: str, record: str | None) -> str:
     if record and job.is_taken(Path(record)):
         return f"{printable(record)} holds a run already: name another directory, or remove it"
     return ""
+
+
+def _problem_of_sinks(given: Sequence[str]) -> str:
+    reasons = (why_no_sink(text) for text in given)
+    return next((f"--sink: {reason}" for reason in reasons if reason), "")
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -153,6 +160,14 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--rules", metavar="FILE", help=f"the rule file; that of {RULES} if not given")
     add("--record", metavar="DIR", help="write records to this run directory")
+    add(
+        "--sink",
+        metavar="KIND:PLACE",
+        action="append",
+        default=[],
+        help=f"send aggregates and events to a tracker while training goes on: {', '.join(FORMS)}; may be "
+        "given several times",
+    )
     add("--start-step", metavar="N", type=_step, default=0, help="number of the first update")
     add(
         "--observe",

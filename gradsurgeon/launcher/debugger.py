@@ -52,7 +52,7 @@ def _debug(error: NonFiniteGradientError, traceback: TracebackType) -> None:
         return
     where = f"rank {rank} trapped" if _dist.world() > 1 else "the trap stopped the update"
     say(f"{where}: the debugger is in the line that took the step (`q` to quit)")
-    _cut_behind_the_script(traceback)
+    cut_behind_the_script(traceback)
     try:
         pdb.post_mortem(traceback)
     finally:
@@ -60,7 +60,7 @@ def _debug(error: NonFiniteGradientError, traceback: TracebackType) -> None:
             _dist.store().set(_OVER, "")
 
 
-def _cut_behind_the_script(traceback: TracebackType) -> None:
+def cut_behind_the_script(traceback: TracebackType) -> None:
     """Take the last frames, which are ours and torch's, off a traceback."""
     last = frame = traceback
     while (deeper := frame.tb_next) is not None:

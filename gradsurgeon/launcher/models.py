@@ -1,5 +1,6 @@
 """The models of a script and the sessions on them."""
 
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from torch.optim import Optimizer
 
 from gradsurgeon import _dist, api, planning
 from gradsurgeon.distributed.session_discovery import lacking
-from gradsurgeon.errors import BindError, RecordError
+from gradsurgeon.errors import BindError, RecordError, printable
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
@@ -18,6 +19,8 @@ from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import AttachedModel, write_header
 from gradsurgeon.runtime import Options
 from gradsurgeon.schema import RuleSet
+from gradsurgeon.sinks.places import at_place
+from gradsurgeon.sinks.sink import Sink
 from gradsurgeon.store import job
 from gradsurgeon.store.layout import database_name
 
@@ -31,6 +34,8 @@ class Models:
         self._folder = Path()
         # The rules have turned out to fit the models.
         self.fitting = False
+        # By how they were asked for, once they are made.
+        self._sinks: dict[str, Sink] | None = None
 
     def cover(self, params: Iterable[Tensor]) -> bool:
         """Tell whether these are under rules already: what came to a model since its rules were bound is not."""
@@ -119,7 +124,14 @@ class Models:
         while True:
             record = self._run_directory(title)
             try:
-                session = api.attach(root, plan, options, record=record)
+                session = api.attach(
+                    root,
+                    plan,
+                    options,
+                    record=record,
+                    sinks=list(self._made_sinks().values()),
+                    title=self._prefix(),
+                )
                 break
             except RecordError:
                 # Another process may have taken the directory since it was chosen: then there is a next one.
@@ -135,12 +147,36 @@ class Models:
                 _dist.rank(),
                 observing=self.settings.observe,
                 start=start,
+                sinks=tuple(self._made_sinks()),
             )
         )
         if len(self.attached) > 1:
             # Models of one script like to have the same names for their parameters.
             for model in self.attached:
                 model.session.context.title = model.title
+
+    def _made_sinks(self) -> dict[str, Sink]:
+        """Return the sinks that were asked for, all models the same; a rank but the first one has none."""
+        if self._sinks is None:
+            self._sinks = {}
+            wanted = self.settings.sinks if os.environ.get("RANK", "0") == "0" else ()
+            for text in () if self.settings.dry_run else wanted:
+                try:
+                    self._sinks[text] = at_place(text)
+                except Exception as error:  # noqa: BLE001 # whatever a client raises: the script goes on
+                    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                    if self.settings.strict:
+                        launch_status.refuse()
+                        say(
+                            f"error: the sink {printable(text)} cannot be made: {printable(reason)}"
+                        )
+                        raise SystemExit(launch_status.REFUSED) from None
+                    say(f"the script runs without the sink {printable(text)}: {printable(reason)}")
+        return self._sinks
+
+    def _prefix(self) -> str:
+        """Return what the curves of a model begin with, where it is not the first one."""
+        return f"model-{len(self.attached) + 1}" if self.attached else ""
 
     def _title(self, origin: str) -> str:
         title, number = origin, 1

@@ -16,7 +16,7 @@ from gradsurgeon.launcher.messages import say, write
 from gradsurgeon.launcher.models import Models
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.sigterm import SigtermHandler
-from gradsurgeon.launcher.summary import write_summary
+from gradsurgeon.launcher.summary import write_failures, write_summary
 from gradsurgeon.planning import manifest_file
 
 
@@ -98,6 +98,8 @@ class ScriptEnd:
         elif not self._settings.quiet:
             for model in self._models.attached:
                 write_summary(model)
+        for model in self._models.attached:
+            write_failures(model)
         rank = self._models.attached[0].rank
         write([f"gradsurgeon: error: {problem}" for problem in problems], rank)
         if problems and (self._settings.strict or self._settings.dry_run):

@@ -11,6 +11,7 @@ RULES, DISABLE = "GRADSURGEON_RULES", "GRADSURGEON_DISABLE"
 # The interpreter that the package is installed for; others on the way are left alone.
 PREFIX = "GRADSURGEON_PREFIX"
 RECORD, START_STEP = "GRADSURGEON_RECORD", "GRADSURGEON_START_STEP"
+SINKS = "GRADSURGEON_SINKS"  # one in a line
 DRY_RUN, STRICT = "GRADSURGEON_DRY_RUN", "GRADSURGEON_STRICT"
 # The file in which the processes of a launch note how far they came.
 STATUS_FILE = "GRADSURGEON_STATUS_FILE"
@@ -31,6 +32,8 @@ class Settings:
     # Where to write the manifest before stopping at the first step.
     dry_run: str = ""
     start_step: int = 0
+    # As `sinks.at_place` takes them.
+    sinks: tuple[str, ...] = ()
     observe: bool = False
     pdb: bool = False
     quiet: bool = False
@@ -40,7 +43,12 @@ class Settings:
         environment = {key: value for key, value in base.items() if key not in _ALL}
         environment |= {RULES: self.rules, PREFIX: sys.prefix}
         start_step = str(self.start_step or "")
-        values = {RECORD: self.record, DRY_RUN: self.dry_run, START_STEP: start_step}
+        values = {
+            RECORD: self.record,
+            DRY_RUN: self.dry_run,
+            START_STEP: start_step,
+            SINKS: "\n".join(self.sinks),
+        }
         environment |= {key: value for key, value in values.items() if value}
         environment |= {key: "1" for name, key in _SWITCHES.items() if getattr(self, name)}
         # An empty entry is the working directory; an empty variable is none.
@@ -51,7 +59,7 @@ class Settings:
         return environment
 
 
-_ALL = {RULES, PREFIX, RECORD, START_STEP, DRY_RUN, *_SWITCHES.values()}
+_ALL = {RULES, PREFIX, RECORD, START_STEP, SINKS, DRY_RUN, *_SWITCHES.values()}
 
 
 def is_on(value: str) -> bool:
@@ -72,6 +80,7 @@ def from_environment(environment: Mapping[str, str]) -> Settings | None:
         record=_absolute(environment.get(RECORD, "")),
         dry_run=environment.get(DRY_RUN, ""),
         start_step=int(step),
+        sinks=tuple(environment.get(SINKS, "").split("\n")) if environment.get(SINKS) else (),
         **switches,
     )
 

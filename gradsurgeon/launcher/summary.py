@@ -4,6 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
@@ -29,6 +30,7 @@ class AttachedModel:
     rank: int  # of this process, kept for when its process group is gone
     observing: bool  # nothing is edited
     start: int  # number of its first update
+    sinks: Sequence[str] = ()  # the trackers that it is sent to
     begun: bool = False  # training has begun, and its header is written
     replaced: bool = False  # another one has taken its place, with all of its parameters
 
@@ -72,6 +74,8 @@ def write_header(model: AttachedModel, optimizers: Sequence[str]) -> None:
         lines.append("  observing only: nothing is edited")
     if model.record:
         lines.append(f"  records: {printable(model.record)}")
+    if model.sinks:
+        lines.append(f"  sinks: {printable(', '.join(model.sinks))}")
     write(lines, model.rank)
 
 
@@ -94,9 +98,15 @@ def write_summary(model: AttachedModel) -> None:
         rows.append((printable(rule.id), rule.action, f"fired {status.fired:,}", changed, last))
     lines += grid(rows)
     lines += _events(session.events)
-    if model.record:
+    if model.record and Path(model.record).is_dir():
         lines.append(f"  gradsurgeon report {printable(model.record)}")
     write(lines, model.rank)
+
+
+def write_failures(model: AttachedModel) -> None:
+    """Say what of the records is lost: at the end nobody sees a warning any more."""
+    lost = model.session.context.recorder.lost
+    write([f"gradsurgeon: error: {model.title}: {text}" for text in lost], 0)  # of any rank
 
 
 def _events(events: Sequence[Event]) -> list[str]:

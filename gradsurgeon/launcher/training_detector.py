@@ -1,8 +1,10 @@
 """Waits for something to be trained: an optimizer that is built, or weights that change without one."""
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradsurgeon import _dist, _live, api
 from gradsurgeon._patching import Patch
-from gradsurgeon.errors import RuleFileError
+from gradsurgeon.errors import GradSurgeonError, RuleFileError
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
@@ -42,24 +44,48 @@ def activate(settings: Settings) -> None:
 
 
 class TrainingDetector:
-    """Finds the models of the parameters that an optimizer has, or that change without one."""
+    """Finds the models of the parameters that an optimizer has, or that change without one.
 
-    def __init__(self, models: Models, script_end: ScriptEnd) -> None:
+    Without a ``script_end`` who has installed it looks after the end, and after rules that match nothing.
+    """
+
+    def __init__(self, models: Models, script_end: ScriptEnd | None = None) -> None:
         self._models = models
         self._script_end = script_end
         # How many parameters each had when its models were last searched.
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        # Those that were there before, as long as they have not stepped.
+        self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._backward_patch: Patch | None = None
         self._checked = False
         # A few elements of the parameters that the last pass reached, as long as there is no optimizer.
         self._samples: dict[int, tuple[Tensor, Tensor]] = {}
+        self._undo = ExitStack()
 
     def install(self) -> None:
-        Patch(Optimizer, "__init__", self._construct)
+        self._undo.callback(Patch(Optimizer, "__init__", self._construct).undo)
         # Before the hook of the sessions, which is to find those that come during a step.
-        register_optimizer_step_pre_hook(self._before_step)
+        self._undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         registry.watch_steps()
+        self._undo.callback(registry.unwatch_steps)
         self._wait_for_backward()
+
+    def uninstall(self) -> None:
+        """Wait for nothing any more. The sessions stay on the models."""
+        self._stop_waiting()
+        self._samples.clear()
+        self._undo.close()
+
+    def search_built(self) -> None:
+        """Find the models of the optimizers that are there already, whether they are going to step or not."""
+        gc.collect()  # What only waits to be collected is never going to.
+        for optimizer in _live.instances(Optimizer):
+            self._idle.add(optimizer)
+            try:
+                self._search(optimizer)
+            except GradSurgeonError:
+                # Whoever trains with it is told then.
+                self._sizes.pop(optimizer, None)
 
     def _construct(
         self, construct: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any
@@ -84,7 +110,7 @@ class TrainingDetector:
         self._stop_waiting()
         for optimizer in list(self._sizes):
             self._search(optimizer)
-        if self._sizes:
+        if set(self._sizes) - set(self._idle):
             self._samples.clear()  # They keep the parameters that they were taken of.
         else:
             self._search_updated(tensors[0] if tensors else named["tensors"])
@@ -111,6 +137,7 @@ class TrainingDetector:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Any) -> None:
         del args, kwargs
+        self._idle.discard(optimizer)
         # One that was copied or loaded has not been built.
         self._search(optimizer)
         if self._models.is_any_waiting:
@@ -119,10 +146,14 @@ class TrainingDetector:
         self._check()
 
     def _check(self) -> None:
-        if not self._checked:
+        if self._script_end is not None and not self._checked:
             self._checked = True
             self._models.check()
             self._script_end.dry_run()
+
+    def _prepare(self) -> None:
+        if self._script_end is not None:
+            self._script_end.prepare()
 
     def _search(self, optimizer: Optimizer) -> None:
         # Wrappers that skip the constructor of their base may have no groups of their own.
@@ -139,13 +170,13 @@ class TrainingDetector:
         self._sizes[optimizer] = size
         if not self._models.cover(params):
             self._models.attach(roots_of(params), params, optimizer)
-            self._script_end.prepare()
+            self._prepare()
             self._wait_for_backward()
 
     def _begin(self) -> None:
         self._models.begin(list(self._sizes))
         if self._models.attached:
-            self._script_end.prepare()
+            self._prepare()
 
 
 def _sample(param: Tensor) -> Tensor:

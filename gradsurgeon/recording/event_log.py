@@ -93,9 +93,20 @@ class Tally:
 class EventLog:
     """Events in order, and one tally per rule. Several threads may write to it."""
 
-    def __init__(self, rules: Sequence[Rule], matched: Sequence[int]) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        matched: Sequence[int],
+        on_event: Callable[[Event], object] | None = None,
+    ) -> None:
         # Is called with each event that is noted.
         self.sink: Callable[[Event], None] | None = None
+        # So is this one, which is the script's, and may raise.
+        self._on_event = on_event
+        self._raised: list[BaseException] = []
+        if on_event is not None:
+            # Nothing may ever ask, where the script ends without another step.
+            weakref.finalize(self, _log_raised, self._raised)
         # Numbered, to be put in order: the first of each kind, and what repeats it, by whether innocent.
         self._numbers = count()
         self._first: dict[tuple[str, str, str], tuple[int, Event]] = {}
@@ -105,6 +116,8 @@ class EventLog:
         self._tallies = {
             rule.id: Tally(number) for rule, number in zip(rules, matched, strict=True)
         }
+        # Of tags nobody knows beforehand whether there are any.
+        self._optional = {rule.id for rule in rules if rule.optional and rule.target == "tensors"}
         self._noticed: set[tuple[str, str]] = set()
         # How often something has happened, and in which step last.
         self._repeated: dict[tuple[str, str], tuple[int, int | None]] = {}
@@ -176,9 +189,40 @@ class EventLog:
                 later.append(numbered)
         if self.sink is not None and not (innocent and full):
             self.sink(event)
+        if self._on_event is not None:
+            self._call_back(self._on_event, event)
         if full:
             text = f"more than {_MOST_EVENTS:,} events: of those that repeat others the oldest are not kept"
             self.notice_once("events", text, step=event.step)
+
+    def _call_back(self, on_event: Callable[[Event], object], event: Event) -> None:
+        """Let the script see an event; what it raises waits until the step can be left as it is.
+
+        Here ranks may be about to meet, and gradients may be hidden.
+        """
+        try:
+            on_event(event)
+        except BaseException as error:  # noqa: BLE001 # it is raised, at the next place where that can be
+            with self._lock:
+                self._raised.append(error)
+
+    def raised(self) -> BaseException | None:
+        """Return what `on_event` has raised since this was asked last; of several the first, the others are logged."""
+        if not self._raised:
+            return None
+        with self._lock:
+            first = self._raised.pop(0) if self._raised else None
+            _log_raised(self._raised)
+        return first
+
+    def raise_raised(self) -> None:
+        if (error := self.raised()) is not None:
+            raise error
+
+    def log_raised(self) -> None:
+        """Show what `on_event` has raised where something else is being raised."""
+        with self._lock:
+            _log_raised(self._raised)
 
     def notice_once(
         self, topic: str, message: str, *, rule: str = "", step: int = 0, warn: bool = False
@@ -199,7 +243,8 @@ class EventLog:
         tally = self._tallies[rule]
         with self._lock:
             tally.fired += count
-            tally.last_step = step
+            # Each optimizer counts its own steps, and what one has reached stays reached.
+            tally.last_step = max(step, tally.last_step or 0)
 
     def count_changed(self, rule: str, count: Tensor | int) -> None:
         """Count firings that altered something, on a device without reading it."""
@@ -269,7 +314,7 @@ class EventLog:
         tally = self._tallies[rule]
         with self._lock:
             tally.quiet += not tally.fired
-            news = not tally.fired and tally.quiet == _QUIET_STEPS
+            news = not tally.fired and tally.quiet == _QUIET_STEPS and self._has_to_fire(rule)
         if news:
             text = f"was due in {_QUIET_STEPS} steps and never fired: {cause()}"
             self.emit("never-fired", text, rule=rule, step=step, warn=True)
@@ -278,13 +323,24 @@ class EventLog:
         """Return the rules that bound to something and never fired, and whether they were due."""
         tallies = self._tallies.items()
         return [
-            (rule, tally.quiet > 0) for rule, tally in tallies if tally.matched and not tally.fired
+            (rule, tally.quiet > 0)
+            for rule, tally in tallies
+            if tally.matched and not tally.fired and self._has_to_fire(rule)
         ]
+
+    def _has_to_fire(self, rule: str) -> bool:
+        """Tell whether it is worth a word that a rule never fires: not if nothing may ever have its tag."""
+        return rule not in self._optional
 
     def status(self, *, wait: bool = True) -> dict[str, RuleStatus]:
         """Return what each rule has done. Without waiting, what devices have counted is a moment old."""
         self.settle(wait=wait)
         return {rule: tally.status() for rule, tally in self._tallies.items()}
+
+
+def _log_raised(errors: list[BaseException]) -> None:
+    while errors:
+        _LOGGER.error("on_event has raised, too late to stop anything", exc_info=errors.pop(0))
 
 
 def _with_rule(message: str, rule: str) -> str:

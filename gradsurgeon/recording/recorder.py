@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +15,16 @@ from torch import Tensor
 
 from gradsurgeon import _numbers, _torch
 from gradsurgeon.actions import ObserverRule, Rule
+from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.recording.device_queue import DeviceQueue
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.pending_statistics import PendingStatistics
+from gradsurgeon.recording.previews import CaptureKey, previews
 from gradsurgeon.store import Key, Records
 
 if TYPE_CHECKING:
+    from gradsurgeon.sinks.delivery import Delivery
     from gradsurgeon.store.writer import RunWriter
 
 # Rows wait on the device so that one transfer serves many; this many of them are a few hundred kB
@@ -34,21 +38,30 @@ _DROPPED = (
     "records in memory have reached their bound: from here on the oldest make room for new ones; a run "
     "directory (record=) keeps all of them"
 )
-CaptureKey = tuple[str, int, int]
 
 
 class Recorder:
     """Collects rows of measurements and moves them to the host in one transfer per flush.
 
     They are kept in memory and, where there is a writer, written after a second at most, with the events
-    and what the event log knows of each rule.
+    and what the event log knows of each rule. So often sinks get them, too.
     """
 
     def __init__(
-        self, records: Records, writer: RunWriter | None = None, event_log: EventLog | None = None
+        self,
+        records: Records,
+        writer: RunWriter | None = None,
+        event_log: EventLog | None = None,
+        sinks: Sequence[Delivery] = (),
     ) -> None:
         self.records = records
         self.writer = writer
+        self._sinks = list(sinks)
+        # Where rows and events go beside memory.
+        self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
+        self.captures: CapturedTensors | None = None
+        # What could not be written, and why.
+        self.lost: list[str] = []
         self._event_log = event_log
         self._pending = PendingStatistics()
         self._ring: DeviceQueue[_Row] = DeviceQueue(self._take)
@@ -56,16 +69,24 @@ class Recorder:
             event_log.sink = self.event
             if writer is None:
                 records.on_drop = lambda step: event_log.notice_once("records", _DROPPED, step=step)
-            else:
-                writer.on_failure = partial(event_log.emit, "notice", warn=True)
-        if writer is not None:
+            for outlet in self._outlets:
+                outlet.on_failure = self._failed
+        if self._outlets:
             # A script may end without `remove()`, on an exception above all. Weakly, because of a
             # session that never began only the list of what is to be done at exit would know.
             self._at_exit = atexit.register(partial(_close, weakref.ref(self)))
 
+    def _failed(self, text: str) -> None:
+        self.lost.append(text)
+        if self._event_log is not None:
+            self._event_log.emit("notice", text, warn=True)
+
     @property
-    def _open_writer(self) -> RunWriter | None:
-        return None if self.writer is None or self.writer.closed else self.writer
+    def _open(self) -> list[RunWriter | Delivery]:
+        return [outlet for outlet in self._outlets if not outlet.closed]
+
+    def _is_due(self) -> bool:
+        return any(outlet.due() for outlet in self._outlets)
 
     def add(
         self, key: Key, step: int, columns: Sequence[int], values: Tensor, *, replace: bool
@@ -74,12 +95,12 @@ class Recorder:
         row = _Row(key, step, columns, replace)
         # By identity: to hash the names of thousands of tensors takes longer than to measure them.
         self._ring.put(row, values, slot=(id(key), step) if replace else None)
-        self._move(due=self.writer is not None and self.writer.due())
+        self._move(due=self._is_due())
 
     def observe(self, rule: ObserverRule, name: str, step: int, tensor: Tensor) -> None:
         """Take the statistics of one tensor as it is now; each call is a value of its own."""
         self._pending.add(rule, name, step, tensor)
-        due = self.writer is not None and self.writer.due()
+        due = self._is_due()
         if due or len(self._pending) >= _MOST_PENDING:
             self._gather()
             self._move(due=due)
@@ -94,7 +115,9 @@ class Recorder:
                 self._ring.put(_Row(key, step, columns, replace=False, parts=parts), values)
 
     def end_step(self) -> None:
-        due = self.writer is not None and self.writer.ends_step()
+        due = False
+        for outlet in self._outlets:  # all of them are to know
+            due |= outlet.ends_step()
         if due:
             self._gather()
         self._move(due=due)
@@ -106,50 +129,81 @@ class Recorder:
             self._commit()
 
     def event(self, event: Event) -> None:
-        if (writer := self._open_writer) is None:
+        if not (outlets := self._open):
             return
         if event.kind in _LAST_WORDS:
             self.flush()
         else:
             self._gather()
             self._ring.send()
-        writer.event(event)
+        for outlet in outlets:
+            outlet.event(event)
 
     def close(self) -> None:
-        if self.writer is not None:
+        if self._outlets:
             atexit.unregister(self._at_exit)
         self._gather()
         self._ring.settle()
-        if self.writer is not None:
+        if self._outlets:
             self._commit(wait=True)
-            self.writer.close()
+        # What they fail at is an event, which the run has.
+        begin = time.monotonic()
+        for sink in self._sinks:
+            sink.end()
+        for sink in self._sinks:
+            sink.close(begin)
+        if self.writer is not None:
+            try:
+                self._write_previews()
+            finally:  # it may take seconds, and Ctrl-C is no reason to leave the run open
+                self.writer.close()
+
+    def _write_previews(self) -> None:
+        """Write what is small of the tensors that rules have kept; a failure becomes a notice."""
+        writer, captures = self.writer, self.captures
+        if (
+            writer is None
+            or writer.closed
+            or captures is None
+            or not captures.rules
+            or _torch.is_capturing()
+        ):
+            return
+        try:
+            writer.captures(previews(captures.rules, captures.of))
+        except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
+            if self._event_log is not None:
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                text = f"the pictures of captured tensors could not be written: {printable(reason)}"
+                self.lost.append(text)
+                self._event_log.notice_once("previews", text)
 
     def discard(self) -> None:
-        if self.writer is not None:
+        if self._outlets:
             atexit.unregister(self._at_exit)
-            self.writer.discard()
-            self.writer = None
+        for outlet in self._outlets:
+            outlet.discard()
+        self.writer, self._sinks, self._outlets = None, [], []
 
     def flush(self) -> None:
         self._gather()
         self._ring.settle()
-        if self.writer is not None and self.writer.due():
+        if self._is_due():
             self._commit()
 
     def _commit(self, *, wait: bool = False) -> None:
-        if (writer := self._open_writer) is None:
-            return
-        if self._event_log is not None:
-            writer.statuses(self._event_log.status(wait=wait))
-        writer.commit()
+        # One that has failed has yet to say so.
+        if self.writer is not None and self._event_log is not None and not self.writer.closed:
+            self.writer.statuses(self._event_log.status(wait=wait))
+        for outlet in self._outlets:
+            outlet.commit()
 
     def _take(self, rows: Sequence[tuple[_Row, Tensor]]) -> None:
         packed = [(row, *row.pack(values)) for row, values in rows]
         # Memory has all of it before anything can go wrong with the file.
-        for store in (self.records, self._open_writer):
-            if store is not None:
-                for row, values, absent in packed:
-                    store.add(row.key, row.step, values, absent, replace=row.replace)
+        for store in (self.records, *self._open):
+            for row, values, absent in packed:
+                store.add(row.key, row.step, values, absent, replace=row.replace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +234,8 @@ class CapturedTensors:
     """Per rule, copies of tensors by name, step and call; the oldest make room for new ones."""
 
     def __init__(self, event_log: EventLog) -> None:
+        # Those that have kept something.
+        self.rules: dict[str, Rule] = {}
         self._event_log = event_log
         self._kept: dict[str, dict[CaptureKey, Tensor]] = {}
         self._bytes: dict[str, int] = {}
@@ -190,6 +246,7 @@ class CapturedTensors:
         last, call = self._calls.get((rule.id, name), (-1, -1))
         call = call + 1 if last == step else 0
         self._calls[rule.id, name] = (step, call)
+        self.rules[rule.id] = rule
         kept = self._kept.setdefault(rule.id, {})
         kept[name, step, call] = copied = tensor.detach().clone()
         limit: int = getattr(rule, "max_bytes", 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from gradsurgeon.runtime.step_counter import StepCounters
 from gradsurgeon.store import Records
 
 if TYPE_CHECKING:
+    from gradsurgeon.sinks.delivery import Delivery
     from gradsurgeon.store.writer import RunWriter
 
 
@@ -30,15 +31,21 @@ class Attachment:
     """Rules acting on one model, until `remove()`. It reaches the model weakly, and lives as long."""
 
     def __init__(
-        self, model: nn.Module, plan: Plan, options: Options, writer: RunWriter | None = None
+        self,
+        model: nn.Module,
+        plan: Plan,
+        options: Options,
+        writer: RunWriter | None = None,
+        sinks: Sequence[Delivery] = (),
     ) -> None:
         program = compile_plan(plan)
         rules = plan.rules.rules
         self.plan = plan
         # Optimizers and scaler are reached weakly once the hooks are on.
         self.options = options._replace(optimizers=None, scaler=None)
-        event_log = EventLog(rules, [len(plan.of(rule.id)) for rule in rules])
-        recorder = Recorder(Records(), writer, event_log)
+        matched = [len(plan.of(rule.id)) for rule in rules]
+        event_log = EventLog(rules, matched, options.on_event)
+        recorder = Recorder(Records(), writer, event_log, sinks)
         self.context = Context(
             program=program,
             parameters=Parameters(model, program.names),
@@ -64,6 +71,7 @@ class Attachment:
         try:
             self.controller.attach()
             compile_support.begin(self.context.program, self.context.event_log, self.step)
+            self.context.event_log.raise_raised()
         except BaseException:
             compile_support.end(self.context.program, self.context.event_log, None)
             self.controller.detach()

@@ -17,6 +17,7 @@ from gradsurgeon.compiler import Program
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import Ranks
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
+from gradsurgeon.events import Event
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import CapturedTensors, Recorder
 from gradsurgeon.runtime.activation_flags import Flags
@@ -44,6 +45,8 @@ class Options(NamedTuple):
     # The launcher has put the rules on: the script has no session, or one that acts before.
     beside: bool = False
     diagnose: Callable[[FailedStep, Path | None], Diagnosis] | None = None
+    # Is called with each event; what it raises stops the training.
+    on_event: Callable[[Event], object] | None = None
 
 
 @dataclass(eq=False)
@@ -68,7 +71,7 @@ class Context:
 
     def __post_init__(self) -> None:
         self.edits = {rule.id: rule.compile() for rule in self.rules if isinstance(rule, EditRule)}
-        self.captures = CapturedTensors(self.event_log)
+        self.captures = self.recorder.captures = CapturedTensors(self.event_log)
         self.flags = Flags(self.event_log)
         self.ranks = Ranks(self.parameters.params)
         self.trapped = frozenset(i for stage in self.program.traps for i in stage.tensors)

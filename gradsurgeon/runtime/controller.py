@@ -229,6 +229,7 @@ class Controller:
                 owner, scale = self.steps.meet(optimizer), self.context.scaling.stepping(optimizer)
                 if owner is not None and owner.begun == begun and scale is not None:
                     self.step_skipped_by_scaler(owner.counter, scale)
+        self.context.event_log.raise_raised()
 
     def why_never(self, *, due: bool) -> str:
         if due:

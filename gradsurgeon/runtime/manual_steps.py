@@ -127,6 +127,7 @@ class ManualSteps:
         self._last = decision
         if decision.error is not None:
             raise decision.error
+        self._context.event_log.raise_raised()
         if decision.skip and (cause := decision.cause) is not None:
             no_skip = _NO_SKIP.format(tick=how_to_tick(self._context))
             raise replace(cause, text=f"{cause.text}\n({no_skip})").error(number)
@@ -156,4 +157,5 @@ class ManualSteps:
             self._events.step_finished(step, took_place=True)
         if decision.error is not None:
             raise decision.error
+        self._context.event_log.raise_raised()
         return not decision.skip

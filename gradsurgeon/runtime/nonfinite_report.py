@@ -14,6 +14,10 @@ from gradsurgeon.runtime.gradient_rules import GradientSnapshot
 from gradsurgeon.tensors.measure import NonfiniteCount, Norms, as_dict
 
 _SHOWN = 12
+_EDITED = (
+    "backward left all of them finite: look at what the script does to gradients after it, such as a clip, a hook "
+    "or an edit of `.grad`"
+)
 _PARTS = "a part is where a rank keeps its share of the sum: any rank may have added it"
 
 
@@ -84,7 +88,7 @@ class GradientEvidence:
 
     def report(self, names: Sequence[str], why: str = "") -> TrapReport:
         """Report the border as it was after the first pass that shows one, else at the update."""
-        passes = len(self.snapshots)
+        passes, edited = len(self.snapshots), False
         for number, snapshot in enumerate(self.snapshots, 1):
             if bad := self._nonfinite(snapshot):
                 moment = "after backward"
@@ -102,8 +106,9 @@ class GradientEvidence:
             )
             if passes:
                 moment += ", and finite after backward: something in between did it"
+                edited = True
                 order = (*self.snapshots[-1].order, *order)
-        report = gradient_report(names, moment, order, bad, as_dict(norms))
+        report = gradient_report(names, moment, order, bad, as_dict(norms), edited=edited)
         bad_now = tuple(names[tensor] for tensor in self.now)
         return replace(report, head=why + report.head, guilty=self._guilty, bad=bad_now)
 
@@ -132,8 +137,13 @@ def gradient_report(
     arrived: Iterable[int],
     bad: Mapping[int, NonfiniteCount],
     norms: Mapping[int, float],
+    *,
+    edited: bool = False,
 ) -> TrapReport:
-    """Tell which gradients are finite and which are not, in the order in which backward delivered them."""
+    """Tell which gradients are finite and which are not, in the order in which backward delivered them.
+
+    Those that were ``edited`` since backward are not finite by that, and the order tells nothing.
+    """
     order = tuple(dict.fromkeys(arrived))
     labels = [printable(names[tensor]) for tensor in order]
     first = next(place for place, tensor in enumerate(order) if tensor in bad)
@@ -143,7 +153,8 @@ def gradient_report(
         for tensor, label in zip(order, labels, strict=True)
     ]
     lines = ["in the order in which backward produced them:", *_window(rows, first)]
-    lines.append(_advice(labels, first, all_bad=len(bad) == len(order)))
+    advice = _EDITED if edited else _advice(labels, first, all_bad=len(bad) == len(order))
+    lines.append(advice)
     ranks = bad[order[first]].ranks
     if ranks:
         lines.append(_PARTS)

@@ -264,10 +264,15 @@ class OptimizerWatch:
                 return
         decision = self._events.step_starting(update)
         update.judged = True
-        if decision.error is not None:
+        raised = self._context.event_log.raised()
+        if decision.error is not None and raised is not None:
+            # What traps raise is caught by its type; so both are shown.
+            decision.error.__context__ = raised
+        error = decision.error or raised
+        if error is not None:
             update.undo()
             self.end(update)
-            raise decision.error
+            raise error
         if decision.skip:
             update.skipped = True
             update.undo()
@@ -293,6 +298,7 @@ class OptimizerWatch:
         if update.skipped:
             update.undo()
         self.end(update)
+        self._context.event_log.raise_raised()
 
     def end(self, update: Update, *, took_place: bool = True) -> None:
         self._running.pop(update.key, None)

@@ -38,6 +38,7 @@ _beside: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDicti
 _changing = RLock()
 # Steps of optimizers, uses of scalers, backward passes, and exchanges of parameters and modules.
 _watching: list[ExitStack] = []
+# One for each who has asked to watch the steps: it is the same for all.
 _watching_steps: list[RemovableHandle] = []
 # There until the next forward pass, once a module of a model has got something new.
 _before_forward: list[RemovableHandle] = []
@@ -52,13 +53,20 @@ def find(model: nn.Module) -> Attachment | None:
 
 
 def watch_steps() -> None:
-    """Take notice of every step of an optimizer, before there is a session and after the last one.
+    """Take notice of every step of an optimizer, with or without a session, until `unwatch_steps`.
 
     Whoever attaches a session from within a step must have called this before: torch does not allow
     the table of its hooks to grow while it goes through it.
     """
+    first = _watching_steps[:1] or [register_optimizer_step_pre_hook(_on_step)]
+    _watching_steps.extend(first)
+
+
+def unwatch_steps() -> None:
+    """End what one call of `watch_steps` has begun."""
+    handle = _watching_steps.pop()
     if not _watching_steps:
-        _watching_steps.append(register_optimizer_step_pre_hook(_on_step))
+        handle.remove()
 
 
 def enter(model: nn.Module, session: Attachment) -> None:
@@ -86,8 +94,8 @@ def enter(model: nn.Module, session: Attachment) -> None:
 
 def _watch() -> ExitStack:
     stack = ExitStack()
-    if not _watching_steps:
-        stack.callback(register_optimizer_step_pre_hook(_on_step).remove)
+    watch_steps()
+    stack.callback(unwatch_steps)
     stack.enter_context(watched(_on_scale, _around_scaler_step))
     stack.callback(Patch(*_torch.BACKWARD, watched_passes(_backward_watches)).undo)
     stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)

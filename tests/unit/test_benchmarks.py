@@ -26,6 +26,7 @@ from benchmarks import (
     startup,
     step_alone,
     targets,
+    trackers,
 )
 from benchmarks.cases import BARE
 from benchmarks.workloads import WORKLOADS
@@ -402,12 +403,17 @@ def test_every_target_names_rows_that_are_measured() -> None:
     ]
     rows.append({"group": "like for like", "of_peer": 0.5})
     rows += [{"group": "pages", "steps": n, "seconds": 1.0, "bytes": 1} for n in pages.LENGTHS]
+    took = {trackers.BARE: 1.0, trackers.NORMS: 1.5, trackers.ALL: 1.75}
+    rows += [{"group": "trackers", "case": case, "step_s": took[case]} for case in took]
     rows += [{"group": "scaling", "axis": "rules", "at": at, "seconds": at} for at in (1, 10)]
     ours = {"fault": diagnosis.HEALTHY, "way": diagnosis.OURS}
     rows.append({"group": "diagnosis", **ours, "forensics": rows[0]["step_ratio"]})
     for device in ("cpu", "cuda"):
         found = targets.judged(rows, device)
         assert {one.verdict for one in found if not one.why} == {"met", "missed"}
+        (of_trackers,) = [one for one in found if "trackers" in one.target.what]
+        assert of_trackers.value is not None
+        assert of_trackers.value.median == 0.5
 
 
 def test_what_ways_say_of_a_fault_is_what_they_raise() -> None:

@@ -227,3 +227,12 @@ def test_several_threads_lose_and_double_nothing(
         ends = ("rule other: bad", "(10 times so far)", "(100 times so far)")
         assert [any(one.endswith(end) for one in said) for end in ends] == [True] * 3
         assert len(said) == 3
+
+
+def test_the_last_step_of_a_rule_is_the_latest_of_all_optimizers() -> None:
+    """Each optimizer counts its own steps: the slower one must not make a rule look as if it had ended."""
+    log = make()
+    for step in (0, 0, 1, 2, 1):
+        log.count_fired("guard", step)
+    assert log.status()["guard"].last_step == 2
+    assert log.status()["other"].last_step is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradsurgeon
-from gradsurgeon import GradSurgeonError, GradSurgeonWarning, errors
+from gradsurgeon import GradSurgeonError, GradSurgeonWarning, errors, integrations, sinks
 from gradsurgeon.actions import ACTIONS
 
 NAMES = [
@@ -114,6 +114,21 @@ def test_signature_of_apply() -> None:
         ("mode", "KEYWORD_ONLY", "act"),
         ("start_step", "KEYWORD_ONLY", 0),
         ("replace", "KEYWORD_ONLY", False),
+        ("sinks", "KEYWORD_ONLY", ()),
+        ("on_event", "KEYWORD_ONLY", None),
+    ]
+
+
+def test_names_of_sinks_and_callbacks() -> None:
+    assert sinks.__all__ == ["MLflow", "Sink", "TensorBoard", "WandB"]
+    assert integrations.__all__ == ["LightningCallback", "TransformersCallback"]
+    assert [name for name in dir(sinks.Sink) if not name.startswith("_")] == [
+        "close",
+        "flush",
+        "histogram",
+        "names",
+        "scalars",
+        "text",
     ]
 
 

@@ -1,0 +1,21 @@
+"""Libraries that are imported where they are needed, and named with their extra where they are missing."""
+
+from importlib import import_module
+from typing import Any
+
+from gradsurgeon.errors import GradSurgeonError
+
+
+def library(name: str, extra: str, what: str) -> Any:
+    """Import a library that comes with an extra.
+
+    Raises:
+        GradSurgeonError: it is missing or cannot be imported; the extra is named.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise GradSurgeonError(
+            f"{what} needs the library {name}, which cannot be imported ({error}): "
+            f"pip install 'gradsurgeon[{extra}]'"
+        ) from error

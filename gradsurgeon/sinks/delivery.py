@@ -1,0 +1,349 @@
+"""The thread on which a sink works, and what waits for it."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from gradsurgeon.errors import printable
+from gradsurgeon.events import Event
+from gradsurgeon.match import compile_pattern
+from gradsurgeon.sinks.sink import Sink
+from gradsurgeon.sinks.summary import Measured, Summary, joined, summary, weight
+from gradsurgeon.store.commit_clock import CommitClock
+from gradsurgeon.store.memory import Key
+
+_LOGGER = logging.getLogger("gradsurgeon")
+_PREFIX = "gradsurgeon"
+# The thread is woken up every two seconds. Python runs one thread at a time, and is to be there for the training:
+# so large a share of the time may be spent here, and some seconds besides that are not due yet. Of more rows than
+# that allows the worst of several steps stands for all of them; but so many are sent each time in any case, and
+# at the end.
+_INTERVAL, _SHARE, _ADVANCE = 2.0, 0.01, 0.5
+_LEAST_ROWS, _LEAST_AT_THE_END = 2, 200
+_MOST_BYTES = 64 * 2**20
+# How long the end of a training waits for a sink.
+_PATIENCE = 10.0
+# The names of the largest norms change; they are written so seldom that they can be read.
+_TOP_EVERY = 100
+
+Item = Measured | Event
+
+
+class _Shared:
+    """What the sessions share that have the same sink, which stays open for the next one."""
+
+    def __init__(self, sink: Sink) -> None:
+        self.sink = sink  # while it lives, no other object has its number
+        self.lock = threading.Lock()
+        self.users = 0
+        self.pid = os.getpid()
+
+
+_shared: dict[int, _Shared] = {}
+_shared_lock = threading.Lock()
+
+
+@atexit.register
+def close_all() -> None:
+    """Close the sinks that this process has used, at its end: until then another session may begin."""
+    with _shared_lock:
+        ended = [one for one in _shared.values() if one.pid == os.getpid() and not one.users]
+        for one in ended:
+            del _shared[id(one.sink)]
+    for one in ended:
+        try:
+            one.sink.close()
+        except Exception:
+            _LOGGER.exception("the sink %s could not be closed", type(one.sink).__name__)
+
+
+class Delivery:
+    """Brings rows and events to one sink. Everything but the work itself is on the thread of the training.
+
+    Args:
+        sink: where they go.
+        title: what this model is called in the names of the curves, where there are several.
+        texts: by name what is written at the beginning.
+    """
+
+    def __init__(
+        self, sink: Sink, *, title: str = "", texts: Mapping[str, str] | None = None
+    ) -> None:
+        self.failed = ""
+        self.on_failure: Callable[[str], None] | None = None
+        self._sink = sink
+        self._texts = dict(texts or {})
+        self._patterns = [compile_pattern(text) for text in sink.names]
+        self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
+        self._waiting: deque[Item] = deque()
+        self._bytes = self._dropped = 0
+        self._lock = threading.Condition()
+        self._ending = threading.Event()
+        self._told: set[str] = set()
+        self._in_hand = 0
+        # The rows of the newest step, by rule: another pass of that step replaces them, and another optimizer adds to them.
+        self._held: dict[tuple[str, str, str], dict[tuple[str, ...], Measured]] = {}
+        self._series: dict[tuple[str, str, str], list[tuple[str, ...]]] = {}
+        self._closed = self._left = False
+        self._pid = os.getpid()
+        self._clock = CommitClock(_INTERVAL)
+        # Seconds that a row takes, as far as is known; seconds that may be spent, and when that was known.
+        self._cost, self._left_to_spend, self._at = 0.002, _ADVANCE, time.monotonic()
+        self._keys: dict[Key, Key] = {}
+        self._kinds: Counter[str] = Counter()
+        self._top_written: dict[str, int] = {}
+        with _shared_lock:
+            self._shared = _shared.setdefault(id(sink), _Shared(sink))
+            self._shared.users += 1
+            if not title and self._shared.users > 1:
+                title = f"model-{self._shared.users}"
+        self._prefix = f"{_PREFIX}/{title}" if title else _PREFIX
+        self._thread = threading.Thread(
+            target=self._work, name=f"gradsurgeon {type(sink).__name__}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is sent any more: closed, failed, or in a child process, which has no such thread."""
+        return self._closed or bool(self.failed) or os.getpid() != self._pid
+
+    def add(
+        self,
+        key: Key,
+        step: int,
+        values: bytes,
+        absent: frozenset[int] = frozenset(),
+        *,
+        replace: bool = False,
+    ) -> None:
+        """Take one row, as `Records.add` does; one that may be replaced is sent once its step is over."""
+        self._put(Measured(key, step, values, absent, replace))
+
+    def event(self, event: Event) -> None:
+        self._put(event)
+        self.commit()
+
+    def _put(self, item: Item) -> None:
+        if self.closed:
+            return
+        with self._lock:
+            self._waiting.append(item)
+            self._bytes += _size(item)
+            while self._bytes > _MOST_BYTES and len(self._waiting) > 1:
+                self._bytes -= _size(self._waiting.popleft())
+                self._dropped += 1
+
+    def due(self) -> bool:
+        """Return whether it is time to wake up the thread."""
+        return self._clock.due() and not self.closed
+
+    def ends_step(self) -> bool:
+        """Mark the end of a step; return whether its rows would be too old at the end of the next."""
+        return self._clock.ends_step() and not self.closed
+
+    def commit(self) -> None:
+        """Wake up the thread; tell of its failure, if there is one."""
+        if os.getpid() != self._pid:
+            return  # the lock may be held by a thread that is not here
+        self._clock.restart()
+        with self._lock:
+            self._lock.notify()
+        self._tell()
+
+    def _tell(self) -> None:
+        texts = {"failed": self.failed}
+        if self._dropped:
+            texts["dropped"] = f"{self._name} cannot keep up: the oldest rows are left out"
+        for kind, text in texts.items():
+            if text and kind not in self._told:
+                self._told.add(kind)
+                if self.on_failure is not None:
+                    self.on_failure(f"{text}; training does not depend on it")
+
+    @property
+    def _name(self) -> str:
+        return f"the sink {type(self._sink).__name__}"
+
+    def end(self) -> None:
+        """Let what waits be sent, and nothing come any more."""
+        if os.getpid() == self._pid and not self._closed:
+            self._closed = True
+            self._ending.set()
+            with self._lock:
+                self._lock.notify()
+
+    def close(self, begin: float | None = None) -> None:
+        """Wait for what is being sent, for a while; a sink that takes longer is left alone.
+
+        Args:
+            begin: since when it is waited, for several sinks together; on the clock of `time.monotonic`.
+        """
+        if os.getpid() != self._pid:
+            return
+        self.end()
+        waited = 0.0 if begin is None else time.monotonic() - begin
+        self._thread.join(max(0.0, _PATIENCE - waited))
+        if self._thread.is_alive() and not self.failed:
+            self.failed = (
+                f"{self._name} has not ended after {_PATIENCE:g} seconds, and is left alone with "
+                f"{len(self._waiting) + self._in_hand:,} rows"
+            )
+        self._tell()
+
+    def discard(self) -> None:
+        """End without a word: the session did not begin. The sink stays open for the next one."""
+        self._texts.clear()
+        self._leave()
+        self._closed = True
+        self._ending.set()
+        with self._lock:
+            self._waiting.clear()
+            self._lock.notify()
+
+    def _work(self) -> None:
+        try:
+            with self._shared.lock:
+                for name, text in self._texts.items():
+                    self._sink.text(0, f"{self._prefix}/{name}", text)
+            while (batch := self._next()) is not None:
+                begin = time.monotonic()
+                with self._shared.lock:
+                    for item in batch:
+                        self._send(item)
+                    self._sink.flush()
+                self._in_hand = 0
+                spent = time.monotonic() - begin
+                self._left_to_spend -= spent
+                self._cost = (self._cost + spent / max(1, len(batch))) / 2
+            self._leave()
+        except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
+            self._leave()
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.failed = f"{self._name} has failed: {printable(reason)}"
+            with self._lock:
+                self._waiting.clear()
+
+    def _next(self) -> list[Summary | Event] | None:
+        """Return what waits, once there is something; ``None`` at the end."""
+        with self._lock:
+            while not self._waiting and not self._ending.is_set():
+                self._lock.wait()
+            batch = list(self._waiting)
+            self._waiting.clear()
+            self._bytes, self._in_hand = 0, len(batch)
+        if not batch and not self._held:
+            return None
+        return list(self._summarised(list(self._complete(batch, last=self._ending.is_set()))))
+
+    def _complete(self, batch: Sequence[Item], *, last: bool) -> Iterator[Item]:
+        """Yield rows of which nothing more can come, those of one rule and step together."""
+        for item in batch:
+            if isinstance(item, Event) or not item.replace:
+                yield item
+                continue
+            group = (item.key.rule, item.key.stat, item.key.point)
+            held = self._held.setdefault(group, {})
+            if any(row.step != item.step for row in held.values()):
+                yield self._joined(group)
+                held = self._held.setdefault(group, {})
+            held[item.key.names] = item
+            if item.key.names not in (known := self._series.setdefault(group, [])):
+                known.append(item.key.names)
+        if last:
+            for group in list(self._held):
+                yield self._joined(group)
+
+    def _joined(self, group: tuple[str, str, str]) -> Measured:
+        """Return the held rows of a rule as one; by another name where only some of its series are there.
+
+        Optimizers that take turns count their steps each on their own, and a sum of whatever is there is of nothing.
+        """
+        rows, known = list(self._held.pop(group).values()), self._series[group]
+        rule = ""
+        if len(rows) < len(known):
+            rule = f"{group[0]}/part-{known.index(rows[0].key.names) + 1}"
+        elif len(rows) == 1:
+            return rows[0]
+        whole = joined(rows, rule=rule)
+        # Rows are told apart by the identity of their keys.
+        return whole._replace(key=self._keys.setdefault(whole.key, whole.key))
+
+    def _summarised(self, batch: Sequence[Item]) -> Iterator[Summary | Event]:
+        now = time.monotonic()
+        # After a pause, such as a validation, not all of it is there to be spent at once.
+        passed = min(now - self._at, 2 * _INTERVAL)
+        self._left_to_spend = min(_ADVANCE, self._left_to_spend + _SHARE * passed)
+        self._at = now
+        least = _LEAST_AT_THE_END if self._ending.is_set() else _LEAST_ROWS
+        most = max(least, int(self._left_to_spend / max(self._cost, 1e-6)))
+        many = -(-len(batch) // most)
+        # By identity: to hash the names of thousands of tensors takes longer than to sum up their norms.
+        waiting: dict[int, list[Measured]] = {}
+        for item in batch:
+            if isinstance(item, Event):
+                yield item
+                continue
+            several = waiting.setdefault(id(item.key), [])
+            several.append(item)
+            if len(several) >= many:
+                yield from self._worst_of(several)
+                several.clear()
+        for several in waiting.values():
+            yield from self._worst_of(several)
+
+    def _worst_of(self, rows: Sequence[Measured]) -> Iterator[Summary]:
+        if rows:
+            row = rows[0] if len(rows) == 1 else max(rows, key=weight)
+            if (found := summary(row, self._of(row.key))) is not None:
+                yield found
+
+    def _of(self, key: Key) -> frozenset[str]:
+        """Return the tensors of a series that have a curve each."""
+        if not self._patterns:
+            return frozenset()
+        chosen = self._chosen.get(key.names)
+        if chosen is None:
+            matching = [n for n in key.names if any(one.matches(n) for one in self._patterns)]
+            chosen = self._chosen[key.names] = frozenset(matching)
+        return chosen
+
+    def _send(self, item: Summary | Event) -> None:
+        if isinstance(item, Event):
+            self._kinds[item.kind] += 1
+            head = f"{self._prefix}/events/{item.kind}"
+            self._sink.scalars(item.step, {head: float(self._kinds[item.kind])})
+            self._sink.text(item.step, f"{head}/message", item.message)
+            return
+        scalars = {f"{self._prefix}/{name}": value for name, value in item.scalars.items()}
+        self._sink.scalars(item.step, scalars)
+        if item.histogram is not None:
+            name = f"{self._prefix}/{item.rule}/log10 of the norms"
+            self._sink.histogram(item.step, name, *item.histogram)
+            self._write_top(f"{self._prefix}/{item.rule}/top/names", item)
+
+    def _write_top(self, name: str, item: Summary) -> None:
+        last = self._top_written.get(name)
+        if last is None or item.step >= last + _TOP_EVERY:
+            self._top_written[name] = item.step
+            lines = [
+                f"{place}. {one}: {value:.6g}" for place, (one, value) in enumerate(item.top, 1)
+            ]
+            self._sink.text(item.step, name, "\n".join(lines))
+
+    def _leave(self) -> None:
+        """Use the sink no longer."""
+        with _shared_lock:
+            if not self._left:
+                self._left = True
+                self._shared.users -= 1
+
+
+def _size(item: Item) -> int:
+    return len(item.values) if isinstance(item, Measured) else len(item.message)

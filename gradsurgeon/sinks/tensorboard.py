@@ -1,0 +1,59 @@
+"""TensorBoard, by the writer that comes with PyTorch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from gradsurgeon._libraries import library
+
+
+class TensorBoard:
+    """Writes event files that ``tensorboard --logdir DIR`` shows.
+
+    Args:
+        directory: where the files go; it may hold other ones.
+        names: patterns, as in rule files, of tensors that get a curve each besides.
+
+    Raises:
+        GradSurgeonError: the package tensorboard is missing.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, names: Sequence[str] = ()) -> None:
+        writing = library("torch.utils.tensorboard", "tensorboard", "the sink TensorBoard")
+        self.names = tuple(names)
+        # The package ships no types.
+        self._writer: Any = writing.SummaryWriter(os.fspath(directory))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def histogram(
+        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
+    ) -> None:
+        middles = [(low + high) / 2 for low, high in pairwise(edges)]
+        weighted = list(zip(middles, counts, strict=True))
+        self._writer.add_histogram_raw(
+            name,
+            min=edges[0],
+            max=edges[-1],
+            num=sum(counts),
+            sum=sum(value * count for value, count in weighted),
+            sum_squares=sum(value * value * count for value, count in weighted),
+            bucket_limits=list(edges[1:]),
+            bucket_counts=list(counts),
+            global_step=step,
+        )
+
+    def text(self, step: int, name: str, text: str) -> None:
+        # It shows Markdown, in which four spaces keep lines and columns as they are.
+        self._writer.add_text(name, "\n".join(f"    {line}" for line in text.split("\n")), step)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

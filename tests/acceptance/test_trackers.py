@@ -1,0 +1,190 @@
+"""Sinks as the trackers themselves read them back: TensorBoard, Weights & Biases, MLflow, all without a network."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon import sinks
+
+pytestmark = [
+    pytest.mark.slow,
+    # Of the clients' own making.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+STEPS, BAD = 40, 25
+TOTAL, TRAP = "gradsurgeon/norms/total", "gradsurgeon/events/trap"
+RULES = {
+    "version": 1,
+    "rules": [
+        {"id": "norms", "action": "norm-log", "params": "*"},
+        {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
+    ],
+}
+
+
+def train(*given: sinks.Sink) -> gradsurgeon.Session:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradsurgeon.apply(model, RULES, sinks=given) as session:
+        for step in range(STEPS):
+            x = torch.randn(16, 4)
+            if step == BAD:
+                x[0, 0] = float("nan")
+            optimizer.zero_grad()
+            (model(x) - x[:, :2]).square().mean().backward()
+            optimizer.step()
+    assert [event.kind for event in session.events] == ["trap", "skipped-step"]
+    return session
+
+
+def whole(session: gradsurgeon.Session) -> dict[int, float]:
+    """Return the norm over all parameters in the steps in which it is finite."""
+    names = [param.name for param in session.plan.manifest.params]
+    rows = zip(*(session.history(name) for name in names), strict=True)
+    norms = {row[0][0]: torch.tensor([value for _, value in row]).norm().item() for row in rows}
+    assert len(norms) == STEPS
+    return {step: norm for step, norm in norms.items() if step != BAD}
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    session = train(sinks.TensorBoard(tmp_path, names=["2.bias"]))
+    everything = {"scalars": 0, "tensors": 0, "histograms": 0}
+    found = reader.EventAccumulator(str(tmp_path), size_guidance=everything).Reload()
+    scalars = {
+        name: {one.step: one.value for one in found.Scalars(name)}
+        for name in found.Tags()["scalars"]
+    }
+    finite = {step: value for step, value in scalars[TOTAL].items() if step != BAD}
+    assert finite == pytest.approx(whole(session), rel=1e-5)
+    assert scalars["gradsurgeon/norms/2.bias/l2"][3] == pytest.approx(
+        session.history("2.bias")[3][1]
+    )
+    assert scalars[TRAP] == {BAD: 1.0}
+    # Neither the number of parameters nor that of steps makes more curves.
+    assert len(scalars) == 3 + 4 + 1 + 2
+    histograms = found.Histograms("gradsurgeon/norms/log10 of the norms")
+    assert {one.step: one.histogram_value.num for one in histograms} == {
+        step: 4.0 for step in range(STEPS) if step != BAD
+    }
+    (text,) = found.Tensors(f"{TRAP}/message/text_summary")
+    told = text.tensor_proto.string_val[0].decode()
+    assert told.replace("    ", "", 1).replace("\n    ", "\n") == session.events[0].message
+    assert "diagnosis (reproduced): the input input of the root" in told
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    sink = sinks.MLflow(uri, experiment="surgery")
+    session = train(sink)
+    sink.close()
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("surgery").experiment_id])
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, TOTAL)
+    finite = {one.step: one.value for one in history if one.step != BAD}
+    assert finite == pytest.approx(whole(session), rel=1e-5)
+    assert run.data.metrics[TRAP] == 1.0
+    path = client.download_artifacts(
+        run.info.run_id, f"{TRAP}/message/step-{BAD}.txt", str(tmp_path)
+    )
+    assert Path(path).read_text(encoding="utf-8") == session.events[0].message
+
+
+def test_mlflow_joins_the_run_that_is_active(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    try:
+        with mlflow.start_run() as active:
+            train(sinks.MLflow())
+            mlflow.log_metric("accuracy", 0.5)
+        run = mlflow.get_run(active.info.run_id)
+    finally:
+        mlflow.set_tracking_uri(None)
+    assert {"accuracy", TOTAL, TRAP} <= run.data.metrics.keys()
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """Yield the records of a file of W&B, which are those of a log of LevelDB: in blocks of 32 KiB, in parts."""
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            yield parts
+            parts = b""
+
+
+def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    sink = sinks.WandB("surgery", dir=str(tmp_path))
+    session = train(sink)
+    sink.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    rows: list[dict[str, Any]] = []
+    metrics = {}
+    for data in _records(file):
+        record = records.Record.FromString(data)
+        if record.HasField("history"):
+            items = record.history.item
+            rows.append(
+                {one.key or "/".join(one.nested_key): json.loads(one.value_json) for one in items}
+            )
+        elif record.HasField("metric"):
+            metrics[record.metric.name or record.metric.glob_name] = record.metric.step_metric
+    assert metrics["gradsurgeon/*"] == "gradsurgeon/step"
+    totals = {row["gradsurgeon/step"]: row[TOTAL] for row in rows if TOTAL in row}
+    assert set(totals) == set(range(STEPS))
+    finite = {step: value for step, value in totals.items() if step != BAD}
+    assert finite == pytest.approx(whole(session), rel=1e-5)
+    # A value of several parts has a key for each.
+    (panel,) = [row[f"{TRAP}/message/path"] for row in rows if f"{TRAP}/message/path" in row]
+    (place,) = tmp_path.glob(f"wandb/offline-run-*/files/{panel}")
+    html = place.read_text(encoding="utf-8")
+    assert "diagnosis (reproduced)" in html
+    counts = [row.get("gradsurgeon/norms/log10 of the norms/values") for row in rows]
+    assert [sum(found) for found in counts if found] == [4] * (STEPS - 1)
+
+
+def test_wandb_leaves_the_steps_of_a_run_of_the_script_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(project="theirs", dir=str(tmp_path)) as theirs:
+        train(sinks.WandB("surgery", dir=str(tmp_path)))
+        assert wandb.run is theirs
+        theirs.log({"loss": 0.5}, step=3)
+        theirs.log({"loss": 0.25}, step=4)
+        theirs.log({}, step=5)
+        assert theirs.summary["loss"] == 0.25

@@ -1,0 +1,101 @@
+"""`gradsurgeon run --sink`: the numbers of a script that nobody edits go to a tracker while it trains."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bounds import TIMEOUT
+from ranks import torchrun
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import torch
+from torch import nn
+
+def train(width):
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(20):
+        optimizer.zero_grad()
+        model(torch.ones(5, 4)).square().mean().backward()
+        optimizer.step()
+    return model
+
+torch.manual_seed(0)
+first, second = train(3), train(6)
+print("done")
+"""
+RULES = 'version: 1\nrules:\n  - {id: norms, action: norm-log, params: "*"}\n'
+
+
+def run(
+    folder: Path, *options: str, start: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    (folder / "train.py").write_text(SCRIPT, encoding="utf-8")
+    (folder / "rules.yaml").write_text(RULES, encoding="utf-8")
+    ours = [sys.executable, "-m", "gradsurgeon", "run", "--rules", "rules.yaml", *options]
+    return subprocess.run(
+        [*ours, *start, "train.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+def totals(folder: Path) -> dict[str, int]:
+    """Return how many points each curve of a whole norm has."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {
+        name: len(found.Scalars(name)) for name in found.Tags()["scalars"] if name.endswith("total")
+    }
+
+
+def test_each_model_has_curves_of_its_own(tmp_path: Path) -> None:
+    done = run(tmp_path, "--sink", "tensorboard:curves")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert f"  sinks: tensorboard:{tmp_path}/curves" in done.stderr.splitlines()
+    assert totals(tmp_path / "curves") == {
+        "gradsurgeon/norms/total": 20,
+        "gradsurgeon/model-2/norms/total": 20,
+    }
+
+
+def test_of_two_ranks_the_first_one_sends(tmp_path: Path) -> None:
+    command = ("--", sys.executable, *torchrun(2))
+    done = run(tmp_path, "--sink", "tensorboard:curves", start=command)
+    assert (done.returncode, done.stdout) == (0, "done\ndone\n")
+    assert len(list((tmp_path / "curves").iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("sink", "text"),
+    [
+        (
+            "tensorbord:x",
+            "`tensorbord:x` is no sink; did you mean `tensorboard`? there are: tensorboard:DIR,",
+        ),
+        (
+            "wandb:",
+            "`wandb:` names no place: there are: tensorboard:DIR, wandb:PROJECT, mlflow:URI",
+        ),
+        ("x", "`x` is no sink; there are: "),
+    ],
+)
+def test_what_is_no_sink_is_refused_before_the_script(tmp_path: Path, sink: str, text: str) -> None:
+    done = run(tmp_path, "--sink", sink)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"gradsurgeon run: --sink: {text}")
+
+
+def test_one_that_cannot_be_made_is_told_and_the_script_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "curves").write_text("a file", encoding="utf-8")
+    done = run(tmp_path, "--sink", "tensorboard:curves")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert f"runs without the sink tensorboard:{tmp_path}/curves: " in done.stderr
