@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from models import data
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -21,18 +18,12 @@ from trainers.by_hand import CLIP, PARTS, RULES, Fault, Hand
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 
+# They set variables of the environment, and keep a state for the process.
+pytestmark = pytest.mark.usefixtures("own_environment")
+
 STEPS = 4
 TABLE = by_hand.table("2.*")
 LOGGED = "0.weight"
-
-
-@pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def make() -> tuple[Any, torch.optim.Optimizer]:

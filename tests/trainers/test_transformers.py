@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from trainers import by_hand
 from trainers.by_hand import CLIP, PARTS, RULES, Fault, Hand
@@ -25,21 +23,15 @@ from transformers import (
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 
+# They set variables of the environment, and keep a state for the process.
+pytestmark = pytest.mark.usefixtures("own_environment")
+
 STEPS = 4
 LR = 0.5
 FIRST = torch.tensor([0])
 PART = "transformer.h.*"
 TABLE = by_hand.table(PART, "transformer.h.0")
 LOGGED = "transformer.wte.weight"
-
-
-@pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
-    before = dict(os.environ)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def make() -> Any:

@@ -1,0 +1,28 @@
+"""Callbacks of trainers: rules act while the trainer trains, and its own log shows what they measure.
+
+* `LightningCallback` for the trainer of Lightning,
+* `TransformersCallback` for the `Trainer` of Hugging Face.
+
+A trainer is imported when its callback is first asked for, and not before.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gradsurgeon.integrations.lightning import LightningCallback
+    from gradsurgeon.integrations.transformers import TransformersCallback
+
+__all__ = ["LightningCallback", "TransformersCallback"]
+
+_MODULE_OF = {"LightningCallback": "lightning", "TransformersCallback": "transformers"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'gradsurgeon.integrations' has no attribute {name!r}")
+    return getattr(import_module(f"gradsurgeon.integrations.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,116 @@
+"""Rules on the model of a trainer, from the beginning of its training to the end, and what its log gets."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradsurgeon import api
+from gradsurgeon.match import compile_pattern
+from gradsurgeon.sinks.summary import Measured, joined, summary
+from gradsurgeon.store.layout import is_absent
+from gradsurgeon.store.memory import Series
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gradsurgeon.events import Event
+    from gradsurgeon.session import Session
+
+_PREFIX = "gradsurgeon"
+
+
+class Applied:
+    """What both callbacks share. All of it is on the thread of the training.
+
+    Args:
+        rules: whatever `gradsurgeon.load` takes; read at once, so that mistakes show before data is loaded.
+        names: patterns of tensors that get a curve each besides.
+        options: of `gradsurgeon.apply`; the first step is that of the trainer.
+    """
+
+    def __init__(self, rules: api.Rules, names: Sequence[str], options: Mapping[str, Any]) -> None:
+        inspect.signature(api.apply).bind(None, rules, start_step=0, **options)
+        self.session: Session | None = None
+        self._acting = False
+        self._rules = api.load(rules)
+        self._patterns = [compile_pattern(text) for text in names]
+        self._options = dict(options)
+        self._on_event = self._options.pop("on_event", None)
+        self._counts: Counter[str] = Counter()
+        self._told: Counter[str] = Counter()
+        self._logged: dict[int, int] = {}
+
+    def begin(self, model: nn.Module, start_step: int) -> Session:
+        """Apply the rules; what an earlier training has left on a model comes off first."""
+        self.end(log_raised=True)
+        self._counts.clear()
+        self._told.clear()
+        self._logged.clear()
+        self.session = api.apply(
+            model, self._rules, start_step=start_step, on_event=self._note, **self._options
+        )
+        self._acting = True
+        return self.session
+
+    def end(self, *, log_raised: bool = False) -> None:
+        """Take the rules off; what `on_event` has raised is raised, or logged where something else is."""
+        acting, self._acting = self._acting, False
+        if acting and self.session is not None:
+            self.session.__exit__(Exception if log_raised else None)
+
+    def _note(self, event: Event) -> None:
+        self._counts[event.kind] += 1
+        if self._on_event is not None:
+            self._on_event(event)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what each rule has measured last, and the counts of events, unless they were returned before.
+
+        It is nothing once the rules are off. On a device it waits for what was measured there.
+        """
+        if not self._acting:
+            return {}
+        found: dict[str, float] = {}
+        for row in self._new_rows():
+            chosen = [
+                name for name in row.key.names if any(p.matches(name) for p in self._patterns)
+            ]
+            # The norms of the ten largest are of other tensors each time, and a trainer's log is for few numbers.
+            largest = f"{row.key.rule}/top/"
+            found |= {
+                name: value
+                for name, value in getattr(summary(row, chosen), "scalars", {}).items()
+                if not name.startswith(largest)
+            }
+        if not found and self._counts == self._told:
+            return {}
+        self._told = self._counts.copy()
+        found |= {f"events/{kind}": float(count) for kind, count in self._counts.items()}
+        return {f"{_PREFIX}/{name}": value for name, value in found.items()}
+
+    def _new_rows(self) -> Iterator[Measured]:
+        """Yield the last row of each rule and statistic; several optimizers have a series each."""
+        if self.session is None:
+            return
+        found: dict[tuple[str, ...], list[Measured]] = {}
+        over = self.session.step
+        for series in list(self.session._attachment.records):  # noqa: SLF001 # all of them at once
+            row = _last(series, over)
+            if row is not None and row.step > self._logged.get(id(series), -1):
+                self._logged[id(series)] = row.step
+                found.setdefault(series.key[:3], []).append(row)
+        for rows in found.values():
+            yield rows[0] if len(rows) == 1 else joined(rows)
+
+
+def _last(series: Series, over: int) -> Measured | None:
+    """Return the last row of a step that is over: with accumulation a later one may not be complete."""
+    for step, values, bits in reversed(series.rows):
+        if step < over:
+            columns = range(len(series.key.names)) if bits is not None else ()
+            absent = frozenset(column for column in columns if is_absent(bits or b"", column))
+            return Measured(series.key, step, values, absent)
+    return None

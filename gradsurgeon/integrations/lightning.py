@@ -1,0 +1,116 @@
+"""Rules in the trainer of Lightning."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from gradsurgeon.api import Rules
+from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.integrations.applied import Applied
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
+
+    from gradsurgeon.session import Session
+
+_CHECKPOINT = "gradsurgeon"
+
+
+def _lightning() -> Any:
+    """Return the package that the script uses, under the one or the other of its names."""
+    names = ["lightning.pytorch", "pytorch_lightning"]
+    for name in sorted(names, key=lambda name: name not in sys.modules):
+        try:
+            return import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name not in (name, name.partition(".")[0]):
+                raise
+    raise GradSurgeonError(
+        "LightningCallback needs Lightning, which is not installed: "
+        "pip install 'gradsurgeon[lightning]'"
+    )
+
+
+_pl = _lightning()
+if not TYPE_CHECKING:
+    Callback = _pl.Callback
+
+
+class LightningCallback(Callback):
+    """Applies rules while ``Trainer.fit`` trains: ``Trainer(callbacks=[LightningCallback("rules.yaml")])``.
+
+    The rules name parameters as the ``state_dict()`` of the `LightningModule` does. They act from the first training
+    step, after a checkpoint was restored, until `fit` ends or raises; the sanity check before it runs without.
+    The plan goes to the log of the trainer, and every ``log_every_n_steps`` steps its loggers get
+    of each rule that records norms the norm of all tensors together, their median and how many are not
+    finite, ``gradsurgeon/<rule>/total``, ``median`` and ``not finite``; and how many events of each kind there
+    were, ``gradsurgeon/events/<kind>``. They are those of the first rank. The diagnosis of a trap needs a
+    ``training_step`` that calls ``self(batch)``, not only parts of the module.
+
+    Args:
+        rules: whatever `gradsurgeon.load` takes.
+        names: patterns, as in rule files, of tensors that get a curve each besides.
+        **options: further options of `gradsurgeon.apply`, but for `start_step`, which is the trainer's.
+
+    Attributes:
+        session: the session of the last `fit`, whose records stay readable; ``None`` before.
+
+    Raises:
+        RuleFileError: the rules are not valid.
+        GradSurgeonError: Lightning is not installed.
+    """
+
+    def __init__(self, rules: Rules, *, names: Sequence[str] = (), **options: Any) -> None:
+        super().__init__()
+        self._applied = Applied(rules, names, options)
+        # How many steps the trainer had counted, which adds up several optimizers, and what ours was.
+        self._clock = {"trainer": 0, "session": 0}
+
+    @property
+    def session(self) -> Session | None:
+        return self._applied.session
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        clock, step = self._clock, int(trainer.global_step)
+        start_step = clock["session"] if clock["trainer"] == step else step
+        session = self._applied.begin(pl_module, start_step)
+        _pl.utilities.rank_zero_info(str(session.plan))
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        # As the callbacks of Lightning itself ask, and with the step that its own metrics have.
+        if trainer._logger_connector.should_update_logs:  # noqa: SLF001 # there is no other way
+            self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)  # noqa: SLF001 # the same
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        self._end(trainer)
+        self._applied.end()
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        if self.session is not None:
+            self._end(trainer)
+            self._applied.end(log_raised=True)
+
+    def on_save_checkpoint(self, trainer: Any, _pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self._read_clock(trainer)
+        checkpoint[_CHECKPOINT] = self._clock
+
+    def on_load_checkpoint(
+        self, _trainer: Any, _pl_module: Any, checkpoint: dict[str, Any]
+    ) -> None:
+        self._clock = checkpoint.get(_CHECKPOINT, self._clock)
+
+    def _read_clock(self, trainer: Any) -> None:
+        if self.session is not None:
+            self._clock = {"trainer": int(trainer.global_step), "session": self.session.step}
+
+    def _end(self, trainer: Any) -> None:
+        self._read_clock(trainer)
+        self._log(trainer, max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1))  # noqa: SLF001 # as above
+
+    def _log(self, trainer: Any, step: int) -> None:
+        if trainer.is_global_zero and trainer.loggers and (metrics := self._applied.metrics()):
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=step)

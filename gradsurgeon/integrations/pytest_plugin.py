@@ -1,0 +1,132 @@
+"""The plugin for pytest: `@pytest.mark.gradsurgeon` puts a trap, or rules, on every model that a test trains.
+
+Every pytest imports this module wherever gradsurgeon is installed. So it imports neither torch nor the rest of
+gradsurgeon before a test is marked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from gradsurgeon.integrations._tested_models import TestedModels, TestedSessions
+
+_MARKER = (
+    'gradsurgeon(rules=None, *, mode="act"): put the rules on every model that the body of the test trains; '
+    "without rules a trap that fails the test where a gradient is NaN or infinite"
+)
+_TRAP = {"id": "nan-trap", "action": "nan-trap", "params": "*", "then": "raise"}
+_MODELS: pytest.StashKey[TestedModels] = pytest.StashKey()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", _MARKER)
+
+
+@pytest.fixture
+def gradsurgeon_sessions(request: pytest.FixtureRequest) -> TestedSessions:
+    """The sessions on the models that the body of the test has trained so far: a live sequence."""
+    if _MODELS not in request.node.stash:
+        pytest.fail(
+            "the fixture gradsurgeon_sessions has nothing to show: the test has no marker. Put "
+            "`@pytest.mark.gradsurgeon` on it",
+            pytrace=False,
+        )
+    sessions: TestedSessions = request.node.stash[_MODELS].sessions
+    return sessions
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Before the fixtures, as all plugins are, and after `skipif`.
+    if (marker := item.get_closest_marker("gradsurgeon")) is not None:
+        try:
+            signature(_models).bind(item, *marker.args, **marker.kwargs)
+        except TypeError as error:
+            raise _failure(f"takes rules and mode=, but {error}") from None
+        item.stash[_MODELS] = _models(item, *marker.args, **marker.kwargs)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    if _MODELS not in item.stash:
+        return (yield)
+    models = item.stash[_MODELS]
+    try:
+        with models:
+            result = yield
+    except BaseException as error:
+        _shorten(error)
+        if type(error).__name__ != "NonFiniteGradientError":  # which tells it
+            _add_diagnosis(item, models)
+        raise
+    _add_diagnosis(item, models)
+    if problem := models.problem():
+        raise _failure(problem)
+    return result
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    # Items live until the end of the run, and records may be large.
+    if _MODELS in item.stash:
+        del item.stash[_MODELS]
+
+
+def _models(item: pytest.Item, rules: Any = None, *, mode: str = "act") -> TestedModels:
+    if mode not in ("act", "observe"):
+        raise _failure(f'takes mode="act" or mode="observe", not {mode!r}')
+    from gradsurgeon import api  # noqa: PLC0415 # only for marked tests
+    from gradsurgeon.errors import RuleFileError  # noqa: PLC0415 # the same
+
+    try:
+        from gradsurgeon.integrations._tested_models import TestedModels  # noqa: PLC0415 # the same
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        why = "needs PyTorch, which is not installed: pip install 'gradsurgeon[torch]'"
+        raise _failure(why) from None
+
+    given: Any = {"version": 1, "rules": [_TRAP]} if rules is None else _found(item, rules)
+    try:
+        loaded = api.load(given)
+    except (RuleFileError, TypeError) as error:
+        raise _failure(f"has rules that cannot be used:\n{error}") from None
+    return TestedModels(loaded, observe=mode == "observe", fails=rules is None)
+
+
+def _found(item: pytest.Item, rules: Any) -> Any:
+    """Return rules as they are, and of a relative path the file: beside the test, else in the root directory."""
+    if not isinstance(rules, str | os.PathLike) or "\n" in str(rules):
+        return rules
+    from gradsurgeon.errors import printable  # noqa: PLC0415 # only for marked tests
+
+    places = [folder / rules for folder in (item.path.parent, item.config.rootpath)]
+    for place in places:
+        if place.is_file():
+            return place
+    looked = " and ".join(dict.fromkeys(printable(str(place)) for place in places))
+    raise _failure(f"names a rule file that is not there, looked for at {looked}: correct the path")
+
+
+def _shorten(error: BaseException | None) -> None:
+    """End the traceback of a trap in the line of the test that took the step."""
+    from gradsurgeon.errors import NonFiniteGradientError  # noqa: PLC0415 # only for marked tests
+    from gradsurgeon.launcher.debugger import cut_behind_the_script  # noqa: PLC0415 # the same
+
+    while error is not None:
+        if isinstance(error, NonFiniteGradientError) and error.__traceback__ is not None:
+            cut_behind_the_script(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _add_diagnosis(item: pytest.Item, models: TestedModels) -> None:
+    if text := models.diagnosis():
+        item.add_report_section("call", "gradsurgeon", text)
+
+
+def _failure(problem: str) -> BaseException:
+    return pytest.fail.Exception(f"@pytest.mark.gradsurgeon: {problem}", pytrace=False)
