@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -106,6 +107,14 @@ def git(folder: pathlib.Path, *arguments: str) -> str:
         ["git", *fixed, *arguments], cwd=folder, capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
+
+
+def pasted(language: str = "") -> str:
+    """Return what the guide tells to paste for editors and CI, in that language."""
+    guide = (ROOT / "rules" / "README.md").read_text(encoding="utf-8")
+    part = guide.partition("\n## Editors and CI\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", part, re.DOTALL | re.MULTILINE)
+    return "\n".join(text for kind, text in blocks if kind == language)
 
 
 def environment() -> dict[str, str]:

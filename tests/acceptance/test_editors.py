@@ -9,10 +9,11 @@ import pathlib
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from commands import ROOT
+from commands import ROOT, pasted
 
 from gradsurgeon.actions import ACTIONS
 from gradsurgeon.cli.schema import rule_schema
@@ -25,15 +26,24 @@ PACKS = sorted((ROOT / "rules").glob("*.yaml"))
 class Editor:
     """A client of the language server protocol that opens files and waits for what is said."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        folder: pathlib.Path | None = None,
+        schemas: dict[str, Any] | None = None,
+    ) -> None:
         self._in, self._out = process.stdin, process.stdout
         self._asked = 0
-        self._send(id=0, method="initialize", params={"capabilities": {}, "processId": None})
+        start: dict[str, Any] = {"capabilities": {}, "processId": None}
+        if folder is not None:
+            start["rootUri"] = folder.as_uri()
+        self._send(id=0, method="initialize", params=start)
         while self._receive().get("id") != 0:
             pass
         self._send(method="initialized", params={})
-        yaml = {"validate": True, "schemaStore": {"enable": False}}
-        self._send(method="workspace/didChangeConfiguration", params={"settings": {"yaml": yaml}})
+        store = {"enable": False}
+        self._settings = {"validate": True, "schemaStore": store, "schemas": schemas or {}}
+        self._send(method="workspace/didChangeConfiguration", params={"settings": {}})
 
     def problems(self, file: pathlib.Path) -> list[tuple[int, str]]:
         """Return line and text of what the editor would underline."""
@@ -73,9 +83,13 @@ class Editor:
             self._answer(message)
 
     def _answer(self, message: dict[str, Any]) -> None:
-        """Say that there is nothing to a question of the server."""
+        """Tell the server its settings where it asks for them, and of all else that there is nothing."""
+        result = None
+        if message.get("method") == "workspace/configuration":
+            asked = [item["section"] for item in message["params"]["items"]]
+            result = [self._settings if section == "yaml" else None for section in asked]
         if "id" in message and "method" in message:
-            self._send(id=message["id"], result=None)
+            self._send(id=message["id"], result=result)
 
     def _send(self, **message: object) -> None:
         assert self._in is not None
@@ -94,8 +108,8 @@ class Editor:
         return found
 
 
-@pytest.fixture(scope="module")
-def editor() -> Iterator[Editor]:
+@contextmanager
+def opened(*settings: Any) -> Iterator[Editor]:
     if SERVER is None:
         pytest.skip("no yaml-language-server here: npm install -g yaml-language-server")
     with subprocess.Popen(
@@ -104,8 +118,14 @@ def editor() -> Iterator[Editor]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     ) as process:
-        yield Editor(process)
+        yield Editor(process, *settings)
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def editor() -> Iterator[Editor]:
+    with opened() as one:
+        yield one
 
 
 @pytest.mark.parametrize("pack", PACKS, ids=lambda pack: pack.stem)
@@ -181,6 +201,26 @@ def test_an_editor_underlines_what_is_wrong(
     assert sorted(found) == list(said), found
     for line, words in said.items():
         assert words in found[line]
+
+
+def test_an_editor_finds_the_schema_by_the_names_that_the_guide_has(tmp_path: pathlib.Path) -> None:
+    settings = json.loads(pasted("json").partition("\n")[2])
+    (target,) = settings["yaml.schemas"]
+    shutil.copy(ROOT / "rules" / "rules.schema.json", tmp_path / target)
+    (tmp_path / "deep").mkdir()
+    found = {}
+    with opened(tmp_path, settings["yaml.schemas"]) as editor:
+        for name in ("rules", "gradsurgeon", "deep/rules", "deep/net.gradsurgeon", "config"):
+            file = tmp_path / f"{name}.yaml"
+            file.write_text("version: 1\nrulez: []\n", encoding="utf-8")
+            found[name] = ["rulez is not allowed" in text for _, text in editor.problems(file)]
+    assert {name: any(said) for name, said in found.items()} == {
+        "rules": True,
+        "gradsurgeon": True,
+        "deep/rules": True,
+        "deep/net.gradsurgeon": True,
+        "config": False,
+    }
 
 
 def test_an_editor_tells_what_a_key_means(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -12,7 +13,8 @@ import sys
 import pytest
 import yaml
 from bounds import TIMEOUT
-from commands import CLEAN, ROOT, environment, git
+from commands import CLEAN, ROOT, environment, git, pasted
+from pull_requests import PARAMS
 
 pytestmark = pytest.mark.slow
 
@@ -114,6 +116,27 @@ def test_arguments_are_taken(here: pathlib.Path) -> None:
     (here / "rules.yaml").write_text(CLEAN.replace("norms", "no"))
     assert commit(here)[0] == 0
     code, text = commit(here, args=["--fail-on", "warning"])
+    assert (code, "[yaml-1.1-lookalike]" in text) == (1, True), text
+
+
+def test_the_guide_says_what_to_paste(here: pathlib.Path) -> None:
+    file = here / ".pre-commit-config.yaml"
+    (one,) = yaml.safe_load(file.read_text())["repos"]
+    text = pasted("yml").partition("# .github")[0]
+    text = text.replace("<this repository>", one["repo"]).replace("<commit>", one["rev"])
+    # The hook of the guide, in an environment that need not be installed first.
+    assert text.count("id: gradsurgeon-lint\n") == 1
+    file.write_text(text.replace("gradsurgeon-lint\n", "gradsurgeon-lint-system\n"))
+    (here / "params.json").write_text(json.dumps(PARAMS))
+    (here / "rules.yaml").write_text(CLEAN)
+    code, text = commit(here)
+    assert (code, "Passed" in text) == (0, True), text
+    (here / "rules.yaml").write_text(CLEAN.replace('"*"', '"head.*"'))
+    code, text = commit(here)
+    assert code == 1, text
+    assert 'no parameter of the model matches "head.*"' in text
+    (here / "rules.yaml").write_text(CLEAN.replace("norms", "no"))
+    code, text = commit(here)
     assert (code, "[yaml-1.1-lookalike]" in text) == (1, True), text
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import CLEAN, EDITS, ROOT, git
+from commands import CLEAN, EDITS, ROOT, git, pasted
 from pull_requests import ACTION, WRONG, Job, pull_request
 
 pytestmark = pytest.mark.slow
@@ -49,6 +49,21 @@ def test_a_comment_is_written_once_and_then_kept_up_to_date(job: Job) -> None:
     assert "unknown action" not in job.github.comments[2]["body"]
     assert job.outputs["changed"] == "false"
     assert [one["body"] for one in job.github.comments[:2]] == ["hello", ""]
+
+
+def test_the_guide_says_what_to_paste(job: Job) -> None:
+    workflow = yaml.safe_load(pasted("yml").partition("# .github/workflows/rules.yml\n")[2])
+    (steps,) = (one["steps"] for one in workflow["jobs"].values())
+    review, upload = steps[1], steps[2]
+    known = yaml.safe_load((ACTION / "action.yml").read_text(encoding="utf-8"))["inputs"]
+    assert set(review["with"]) <= set(known)
+    assert review["uses"].partition("/")[2].partition("@")[0] == ".github/actions/review"
+    assert workflow["permissions"]["security-events"] == "write"
+    job.write({"rules.yaml": WRONG})
+    done = job.run(**{name.replace("-", "_"): value for name, value in review["with"].items()})
+    assert done.returncode == 1, done.stderr
+    sarif = json.loads((job.checkout / upload["with"]["sarif_file"]).read_text(encoding="utf-8"))
+    assert [one["ruleId"] for one in sarif["runs"][0]["results"]] == ["unknown-action"]
 
 
 def test_the_comment_is_found_on_a_later_page_and_only_among_bots(job: Job) -> None:
