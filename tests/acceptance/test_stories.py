@@ -92,9 +92,9 @@ def test_a_layer_dies_and_a_clip_keeps_it_alive(tmp_path: Path) -> None:
     assert said[0].startswith(f"norm exactly 0 since step {died}, and until the end: fc1.weight, ")
     assert any("relu3" in line for line in said)
     assert not any("exactly 0 since" in line for line in with_clip["callouts"])
-    last = {row["name"]: row["last"] for row in without["worst"]}
-    assert last["fc3.weight"] == 0
-    assert last["fc4.bias"] > 0
+    # What comes after the dead layer still learns what share of the digits is which.
+    assert any("fc3.weight" in line for line in said)
+    assert not any("fc4.bias" in line for line in said)
     # The loss was low before, and is that of guessing after.
     assert told.number(r"falls to ([\d.]+) at") == pytest.approx(min(_loss(without)), abs=0.006)
     assert _loss(without).index(min(_loss(without))) < died
