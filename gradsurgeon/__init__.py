@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from gradsurgeon.diagnosis import Diagnosis
     from gradsurgeon.errors import (
         BindError,
+        GradientSpikeError,
         GradSurgeonError,
         GradSurgeonWarning,
         ManifestError,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.planning import ROOT, Plan
 
 
@@ -69,7 +69,7 @@ class Program:
 
     @property
     def step_edits(self) -> tuple[Stage, ...]:
-        return tuple(stage for stage in self.at_step if isinstance(stage.rule, EditRule))
+        return tuple(stage for stage in self.at_step if stage.rule.edits)
 
 
 def compile_plan(plan: Plan) -> Program:

@@ -5,7 +5,9 @@ GradSurgeonError
 ├── ManifestError            all problems of a file that should name the parameters of a model
 ├── ModelError               a model that cannot be imported or built
 ├── BindError                rules that cannot act on this model
-├── NonFiniteGradientError   raised by a ``nan-trap`` rule
+├── TrapError                a rule has stopped an update
+│   ├── NonFiniteGradientError   a ``nan-trap``
+│   └── GradientSpikeError       a ``spike-trap``
 └── RecordError              records that are missing or cannot be read
 
 GradSurgeonWarning           something a rule cannot do, named with rule id and cause
@@ -181,15 +183,16 @@ class BindError(GradSurgeonError):
         return type(self), (self.complaints,)
 
 
-class NonFiniteGradientError(GradSurgeonError):
-    """A ``nan-trap`` rule found a gradient that is NaN or infinite and stopped the update.
+class TrapError(GradSurgeonError):
+    """A rule has stopped an update before any weight moved.
 
     Args:
-        message: the whole report: step, rule, border between finite and non-finite parameters.
+        message: the whole report: step, rule, parameters.
         rule: id of the rule that tripped.
         step: the update that was about to happen, counted from 0.
         rank: rank of this process, 0 without torch.distributed.
-        name: canonical name of the first non-finite parameter in the order of backward.
+        name: canonical name of the parameter to look at first: of a NaN the first one in the order of backward,
+            of a spike the one that carries most of it.
         bundle: path of the post-mortem bundle, ``None`` where none was written.
         diagnosis: what running the step again has shown, a `Diagnosis`; ``None`` where it was not run again.
     """
@@ -212,6 +215,14 @@ class NonFiniteGradientError(GradSurgeonError):
         self.name = name
         self.bundle = bundle
         self.diagnosis: Any = diagnosis
+
+
+class NonFiniteGradientError(TrapError):
+    """A ``nan-trap`` rule found a gradient that is NaN or infinite and stopped the update."""
+
+
+class GradientSpikeError(TrapError):
+    """A ``spike-trap`` rule found a gradient far larger than those before it and stopped the update."""
 
 
 class RecordError(GradSurgeonError):

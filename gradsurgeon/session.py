@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from torch import Tensor
 
 from gradsurgeon import _html
-from gradsurgeon.actions import CaptureRule, ObserverRule
+from gradsurgeon.actions import CaptureRule, FreezeRule, ObserverRule
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Module, Param, Plan
@@ -234,7 +234,7 @@ class Session(RecordQueries):
                 rule.action,
                 f"{of.matched:,}",
                 f"{of.fired:,}",
-                f"{of.changed:.0%}" if rule.role in ("edit", "freeze") else "-",
+                f"{of.changed:.0%}" if rule.edits or isinstance(rule, FreezeRule) else "-",
                 "-" if of.last_step is None else of.last_step,
             )
             for rule in self.plan.rules.rules

@@ -19,6 +19,8 @@ from gradsurgeon.actions._effects import (
     Decision,
     Edit,
     Observer,
+    RunningBound,
+    Spikes,
 )
 from gradsurgeon.actions._fields import Flaw, described, written
 from gradsurgeon.actions._kinds import CaptureRule, EditRule, FreezeRule, ObserverRule, TrapRule
@@ -45,6 +47,8 @@ __all__ = [
     "ObserverRule",
     "Options",
     "Rule",
+    "RunningBound",
+    "Spikes",
     "Steps",
     "Stricter",
     "TargetKind",

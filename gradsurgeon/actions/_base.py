@@ -135,6 +135,11 @@ class Rule(Options):
         return "backward" if self.ref.grad else "forward"
 
     @property
+    def edits(self) -> bool:
+        """Whether the rule changes what it matches."""
+        return self.role == "edit"
+
+    @property
     def keeps_zero(self) -> bool:
         """Whether a zero stays a zero.
 

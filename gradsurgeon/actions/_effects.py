@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, dtype
 
 Then = Literal["raise", "skip-step", "warn"]
+SpikeThen = Literal["clip", "skip-step", "warn", "raise"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,44 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class RunningBound:
+    """A bound on norms that follows the norms of the updates before: n of them, each by itself.
+
+    Attributes:
+        rows: how many numbers it keeps of each. They are zeros before the first update.
+        advance: maps what is kept, of shape ``[rows, n]``, and the norms of an update, of shape ``[n]``, to
+            those norms as the bound lets them through and to what is kept after the update. A norm that is not
+            finite, or 0, leaves what is kept as it is. It never waits for the device.
+        bounds: maps one column of what is kept, as numbers, to the norm above which one is a spike and to
+            what that is made of, in words; ``None`` as long as there is no bound.
+    """
+
+    rows: int
+    advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    bounds: Callable[[Sequence[float]], tuple[float, str] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Spikes:
+    """What becomes of an update whose norm is above a bound that follows the norms before.
+
+    Attributes:
+        bound: the bound.
+        over_rule: whether it is on one norm over all gradients of the rule, instead of one for each.
+        then: what happens to the update where a norm is above it; `clip` takes part in the edits at the step.
+        give_up_after: raise after so many skipped updates in a row.
+        forensics: whether the step is run again at the first spike, to find where the gradient grows.
+    """
+
+    bound: RunningBound
+    over_rule: bool
+    then: SpikeThen
+    give_up_after: int
+    forensics: bool = False
+    bundle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Copies:
     max_bytes: int  # of all that the rule keeps; the oldest make room
 
@@ -100,7 +139,7 @@ class Hidden:
     """The optimizer finds no gradient."""
 
 
-Effect = Edit | Observer | Decision | Copies | Hidden
+Effect = Edit | Observer | Decision | Spikes | Copies | Hidden
 
 
 def _check_statistic(name: str) -> None:

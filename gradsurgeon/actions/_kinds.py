@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 
 from gradsurgeon.actions._base import Point, Role, Rule
-from gradsurgeon.actions._effects import Copies, Decision, Edit, Hidden, Observer, Then
+from gradsurgeon.actions._effects import Copies, Decision, Edit, Hidden, Observer, Spikes, Then
 from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.actions._target import TargetKind
 
@@ -64,7 +64,7 @@ class TrapRule(Rule):
     ] = 10
 
     @abstractmethod
-    def compile(self) -> Decision:
+    def compile(self) -> Decision | Spikes:
         """Return what is asked of the gradients."""
 
     @classmethod

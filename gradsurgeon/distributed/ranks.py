@@ -9,14 +9,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Diagnosis
-from gradsurgeon.errors import GradSurgeonError, NonFiniteGradientError
+from gradsurgeon.errors import (
+    GradientSpikeError,
+    GradSurgeonError,
+    NonFiniteGradientError,
+    TrapError,
+)
 
 # How bad it is for a step: what all ranks agree on is the worst.
 FINE, OVERFLOWED, SKIP, RAISE = range(4)
@@ -31,9 +36,11 @@ class Cause:
     name: str
     text: str
     diagnosis: Diagnosis | None = None
+    kind: Literal["trap", "spike"] = "trap"
 
-    def error(self, step: int) -> NonFiniteGradientError:
-        return NonFiniteGradientError(
+    def error(self, step: int) -> TrapError:
+        kind = GradientSpikeError if self.kind == "spike" else NonFiniteGradientError
+        return kind(
             self.text,
             rule=self.rule,
             step=step,

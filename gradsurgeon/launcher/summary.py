@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from gradsurgeon import planning
-from gradsurgeon.actions import EditRule, TrapRule
+from gradsurgeon.actions import TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.launcher.messages import write
@@ -93,7 +93,7 @@ def write_summary(model: AttachedModel) -> None:
         if not model.plan.of(rule.id):
             continue
         status = statuses[rule.id]
-        changed = f"changed {status.changed:.0%}" if isinstance(rule, EditRule) else ""
+        changed = f"changed {status.changed:.0%}" if rule.edits else ""
         last = "" if status.last_step is None else f"last at step {status.last_step}"
         rows.append((printable(rule.id), rule.action, f"fired {status.fired:,}", changed, last))
     lines += grid(rows)

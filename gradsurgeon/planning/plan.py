@@ -169,7 +169,8 @@ def hook_of(rule: Rule) -> str:
         hook = "hook on the output" if rule.ref.grad else "forward hook"
     else:
         hook = "view of the input" if rule.ref.grad else "forward pre-hook"
-    return f"{hook}, step pre-hook" if isinstance(rule, TrapRule) else hook
+    before = _HOOKS["step"]
+    return f"{hook}, {before}" if isinstance(rule, TrapRule) and hook != before else hook
 
 
 def _head(plan: Plan) -> str:

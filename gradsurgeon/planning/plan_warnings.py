@@ -5,7 +5,7 @@ from functools import cache
 from itertools import chain, combinations, islice
 from typing import Literal
 
-from gradsurgeon.actions import MOMENTS, CaptureRule, EditRule, Moment, ObserverRule, Rule
+from gradsurgeon.actions import MOMENTS, CaptureRule, Moment, ObserverRule, Rule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.manifest import ROOT
 from gradsurgeon.planning.plan import Plan
@@ -49,7 +49,7 @@ def overlaps(plan: Plan) -> Iterator[str]:
 
 
 def _kind(rule: Rule) -> _Kind:
-    if isinstance(rule, EditRule):
+    if rule.edits:
         return "edits", rule.point
     return "reads" if isinstance(rule, ObserverRule | CaptureRule) else "", rule.point
 
@@ -66,7 +66,7 @@ def _warning(plan: Plan, first: Rule, second: Rule, shared: set[str]) -> str:
     order = sorted((first, second), key=lambda rule: MOMENTS.index(rule.point))
     example = next(binding.name for binding in plan.of(first.id) if binding.name in shared)
     what = f"{count(len(shared), noun)} (e.g. {printable(example)})"
-    if isinstance(first, EditRule) and isinstance(second, EditRule):
+    if first.edits and second.edits:
         return (
             f"{first.id} and {second.id} both change {what}; "
             f"effective order: {order[0].id} (at {order[0].point}), "

@@ -41,11 +41,12 @@ _LOGGER = logging.getLogger("gradsurgeon")
 # A trap with `then: warn` can trip in every step of a long run. So many of what repeats others are kept,
 # and as many innocent ones, of which no more are written to a run.
 _MOST_EVENTS = 10_000
-_INNOCENT = frozenset({"notice", "scaler-skip", "hook-rearmed"})
+_INNOCENT = frozenset({"notice", "spike", "scaler-skip", "hook-rearmed"})
 # What can happen in every step, with how it is logged; a trap and the step that it skips are one thing.
 _REPEATED = {
     "trap": ("trap", logging.WARNING),
     "skipped-step": ("trap", logging.WARNING),
+    "spike": ("spike", logging.WARNING),
     "scaler-skip": ("scaler-skip", logging.INFO),
 }
 # One step can pass without a gradient for innocent reasons; three in a row are worth a warning.
@@ -140,9 +141,9 @@ class EventLog:
         step: int = 0,
         name: str = "",
         warn: bool = False,
-        raised: bool = False,
+        quiet: bool = False,
     ) -> None:
-        """Note an event, and tell of it; quietly where it is ``raised``: an exception tells it."""
+        """Note an event, and tell of it; quietly where something else, such as an exception, tells of it."""
         self._note(Event(kind, rule, step, _dist.rank(), name, message))
         text, level = message, logging.INFO
         if kind in _REPEATED:
@@ -154,7 +155,7 @@ class EventLog:
             self.warn(text, rule=rule)
         else:
             lines = "\n".join(map(printable, _with_rule(text, rule).split("\n")))
-            _LOGGER.log(logging.INFO if raised else level, "%s", lines)
+            _LOGGER.log(logging.INFO if quiet else level, "%s", lines)
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
         """Return what to tell of something that happens again and again, empty for nothing."""

@@ -41,7 +41,9 @@ def rule_rows(
         if info.role == "trap":  # it only reads gradients, and its trips are counted in the remark
             fired = "-"
         last = "-" if status.last_step is None else str(status.last_step)
-        remark = _remark(info, status, [e for e in events if (e.kind, e.rule) == ("trap", rule)])
+        remark = _remark(
+            info, status, [e for e in events if e.kind in ("trap", "spike") and e.rule == rule]
+        )
         names = printable(rule), printable(info.action)
         yield *names, f"{status.matched:,}", fired, changed, last, remark
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
+from gradsurgeon.actions import Rule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
@@ -37,7 +38,7 @@ def summary(session: Session | Run) -> Report:
     rules = {
         rule.id: RuleInfo(
             action=rule.action,
-            role=rule.role,
+            role=_role(rule),
             logged=tuple(binding.name for binding in plan.of(rule.id))
             if rule.target == "params" and STAT in getattr(rule, "stats", ())
             else (),
@@ -54,6 +55,11 @@ def summary(session: Session | Run) -> Report:
         start=attachment.options.start_step,
         end=session.step,
     )
+
+
+def _role(rule: Rule) -> str:
+    """Return what a rule is to a reader: a trap that cuts gradients edits them."""
+    return "edit" if rule.edits else rule.role
 
 
 def from_run(run: Run) -> Report:
@@ -168,7 +174,7 @@ def describe(plan: Plan, *, mode: str, start_step: int, torch: str) -> dict[str,
         },
         "plan": plan.to_dict(),
         "roles": {
-            rule.id: {"role": rule.role, "stats": list(getattr(rule, "stats", ()))}
+            rule.id: {"role": _role(rule), "stats": list(getattr(rule, "stats", ()))}
             for rule in rules.rules
         },
     }

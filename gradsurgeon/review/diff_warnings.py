@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from gradsurgeon.actions import MOMENTS, EditRule, Rule
+from gradsurgeon.actions import MOMENTS, Rule
 from gradsurgeon.review.matched_rules import ChainChange, MatchedRules
 from gradsurgeon.review.rule_changes import RulePairs
 
@@ -93,10 +93,8 @@ def _new_overlaps(pairs: RulePairs) -> Iterator[tuple[str, str]]:
     chains = ((before.chains.get(name, ()), chain) for name, chain in after.chains.items())
     seen = set()
     for old, new in dict.fromkeys(chains):
-        known = {
-            pairs.new_ids.get(rule) for rule in old if isinstance(before.rules[rule], EditRule)
-        }
-        edits = [rule for rule in new if isinstance(after.rules[rule], EditRule)]
+        known = {pairs.new_ids.get(rule) for rule in old if before.rules[rule].edits}
+        edits = [rule for rule in new if after.rules[rule].edits]
         edits.sort(key=position.__getitem__)
         for other in (rule for rule in edits if rule not in known):
             for rule in edits:
@@ -109,11 +107,7 @@ def _new_overlaps(pairs: RulePairs) -> Iterator[tuple[str, str]]:
 
 def _edit_same_tensors(first: Rule, second: Rule) -> bool:
     """Tell whether two rules would change the same tensors if they matched the same names."""
-    return (
-        isinstance(first, EditRule)
-        and isinstance(second, EditRule)
-        and (first.target, first.ref) == (second.target, second.ref)
-    )
+    return first.edits and second.edits and (first.target, first.ref) == (second.target, second.ref)
 
 
 def _is_reordered(

@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from gradsurgeon import _torch
-from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
+from gradsurgeon.actions import Decision, EditRule, FreezeRule, Rule, Spikes, TrapRule
 from gradsurgeon.compiler import Program
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import Ranks
@@ -76,13 +76,15 @@ class Context:
         self.ranks = Ranks(self.parameters.params)
         self.trapped = frozenset(i for stage in self.program.traps for i in stage.tensors)
         self.decisions = {r.id: r.compile() for r in self.rules if isinstance(r, TrapRule)}
+        self.spikes = {rule: of for rule, of in self.decisions.items() if isinstance(of, Spikes)}
         # Of modules and tags only flags are kept.
         for rule, _ in self.program.site_rules:
-            if rule.id in self.decisions and self.decisions[rule.id].statistic != NONFINITE:
+            decision = self.decisions.get(rule.id)
+            if isinstance(decision, Decision) and decision.statistic != NONFINITE:
                 raise BindError(
                     [
                         f"rule {rule.id}: a trap on modules and tags can only ask for elements that are not "
-                        f"finite, this one asks for `{self.decisions[rule.id].statistic}`; use `params`"
+                        f"finite, this one asks for `{decision.statistic}`; use `params`"
                     ]
                 )
         self.by_counter = RulesByCounter(self.program, self.counters, self.decisions)

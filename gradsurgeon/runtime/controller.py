@@ -15,13 +15,12 @@ from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.context import Context, Options
-from gradsurgeon.runtime.gradient_rules import StepRules, act_on_contributions, after_pass
+from gradsurgeon.runtime.gradient_rules import act_on_contributions, after_pass
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.kept_calls import KeptCalls
 from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
-from gradsurgeon.runtime.nan_trap import NanTraps
 from gradsurgeon.runtime.notices import (
     awaits_sum,
     count_due_rules,
@@ -33,9 +32,12 @@ from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
+from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.step_rules import StepRules
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
 from gradsurgeon.runtime.training_events import BackwardPass, Logged, Step, StepDecision
+from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 # By then the optimizers of most scripts have stepped; others are looked for.
@@ -52,8 +54,9 @@ class Controller:
         self.context = context
         self._agreement = RankAgreement(context)
         self._kept = KeptCalls(context)
-        self._traps = NanTraps(context, self._agreement, self._kept)
-        self._edits = StepRules(context)
+        self.spikes = SpikeTraps(context)
+        self._traps = Traps(context, self._agreement, self._kept, self.spikes)
+        self._edits = StepRules(context, self.spikes)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
         self._param_hooks = ParamHooks(context, self.backward)
@@ -159,7 +162,7 @@ class Controller:
         due_rules = context.due_rules(counter)
         gradients = Gradients(context, due_rules.final, step.scale)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
-        decision = self._traps.decide(counter, gradients)
+        decision = self._traps.decide(counter, gradients, step.overflow)
         stopped = decision.skip or decision.error is not None
         suspicious = self._edits.run(counter, gradients, acting=not stopped)
         # By the rules alone, which are those of all ranks: they decide together.
@@ -169,6 +172,8 @@ class Controller:
             and any(bound_rule.rule.may_overflow for bound_rule in due_rules.at_step)
         ):
             decision = self._traps.decide_edited(counter, suspicious)
+        if decision.skip or decision.error is not None:
+            self.spikes.forget(counter)
         if context.mode == "act":
             decision = replace(decision, frozen=tuple(sorted(due_rules.frozen)))
         return decision
@@ -176,9 +181,11 @@ class Controller:
     def step_finished(self, step: Step, *, took_place: bool) -> None:
         counter, context = step.counter, self.context
         if took_place:
+            self.spikes.update(counter)
             count_due_rules(context, counter, self._module_counters.of, owned=self.steps.owned)
             if not step.inside:  # the hooks on this very gradient may still be running
                 self.model.after_step(counter)
+        self.spikes.forget(counter)
         self._traps.done(counter)
         self._kept.forget()
         self.tensor_hooks.missed(counter)
@@ -269,8 +276,9 @@ class Controller:
         if self._agreement.is_needed_by_others(counter.tensors, update=True):
             silent = self.context.silent()
             gradients = Gradients(silent, silent.due_rules(counter).final, step.scale)
-            NanTraps(silent, self._agreement, self._kept).measure(counter, gradients)
-            StepRules(silent).run(counter, gradients, acting=False)
+            spikes = SpikeTraps(silent)
+            Traps(silent, self._agreement, self._kept, spikes).measure(counter, gradients)
+            StepRules(silent, spikes).run(counter, gradients, acting=False)
         return self._traps.rest(counter)
 
     def _is_idle(self, counter: StepCounter) -> bool:

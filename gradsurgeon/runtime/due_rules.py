@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gradsurgeon.actions import Decision, EditRule, FreezeRule, Rule
+from gradsurgeon.actions import Decision, FreezeRule, Rule, Spikes, TrapRule
 from gradsurgeon.compiler import Program, Stage
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 from gradsurgeon.store import Key
@@ -45,13 +45,14 @@ class DueRules:
         deciding = [bound for bound in after if bound.decides_by]
         self.traps = [bound for bound in deciding if bound.decides_by == NONFINITE]
         self.thresholds = [bound for bound in deciding if bound.decides_by != NONFINITE]
+        self.spike_traps = [bound for bound in at_step if isinstance(bound.rule, TrapRule)]
         self.watched = _tensors(after)
         self.trapped = _tensors(self.traps)
         # Those whose norm after backward somebody reads.
         self.normed = _tensors([*self.traps, *(bound for bound in after if "l2" in bound.keys)])
         # Those that are judged at the update, or acted on.
         self.final = _tensors([*deciding, *at_step])
-        self.edited = frozenset(_tensors(b for b in at_step if isinstance(b.rule, EditRule)))
+        self.edited = frozenset(_tensors(b for b in at_step if b.rule.edits))
         self.frozen = frozenset(_tensors(b for b in at_step if isinstance(b.rule, FreezeRule)))
 
     @property
@@ -70,10 +71,14 @@ class RulesByCounter:
     """The rules on parameters, divided by the step counter that each parameter goes by."""
 
     def __init__(
-        self, program: Program, counters: StepCounters, decisions: Mapping[str, Decision]
+        self, program: Program, counters: StepCounters, decisions: Mapping[str, Decision | Spikes]
     ) -> None:
         self._program = program
-        self._decides_by = {rule: decision.statistic for rule, decision in decisions.items()}
+        self._decides_by = {
+            rule: decision.statistic
+            for rule, decision in decisions.items()
+            if isinstance(decision, Decision)
+        }
         self._counters = counters
         in_backward: dict[str, tuple[Rule, list[int]]] = {}
         for tensor, rules in program.per_tensor.items():

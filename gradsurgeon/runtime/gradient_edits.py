@@ -78,12 +78,22 @@ def _by_norm(
 
     # What is to be said of them is worked out on the host, of a device once they have arrived.
     event_log.when_read(norms, tell)
+    shorten(context, rule.id, gradients, tensors, factors)
+
+
+def shorten(
+    context: Context, rule: str, gradients: Gradients, tensors: Sequence[int], factors: Tensor
+) -> None:
+    """Multiply gradients by factors, one for all or one for each, that are 1 where nothing is to change.
+
+    How many have changed is counted where that is known without waiting: on the host.
+    """
     if not _torch.is_host(factors):
         _shorten(gradients.writable(tensors), factors)
         return
-    numbers = factors.tolist() * (len(tensors) if edit.over_rule else 1)
+    numbers = factors.tolist() * (len(tensors) // len(factors))
     biting = [i for i, factor in zip(tensors, numbers, strict=True) if factor < 1.0]
-    event_log.count_changed(rule.id, len(biting))
+    context.event_log.count_changed(rule, len(biting))
     if biting:
         shortening = [factor for factor in numbers if factor < 1.0]
         _numbers.scale_(_dist.parts(gradients.writable(biting)), shortening)

@@ -1,16 +1,15 @@
-"""The rules on gradients: what is recorded after a pass, and what is edited right before an update."""
+"""The rules on gradients that a backward pass has left: what is recorded, and what is edited in it."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.actions import CaptureRule, EditRule, FreezeRule, ObserverRule
+from gradsurgeon.actions import CaptureRule, EditRule, ObserverRule
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.gradient_edits import edit_gradients
@@ -134,50 +133,3 @@ def _stack(values: Sequence[Tensor]) -> Tensor:
     if len({value.device for value in values}) > 1:
         values = [value.cpu() for value in values]
     return torch.stack(list(values))
-
-
-class StepRules:
-    """Runs the rules at `step` in file order on the gradients that an update is about to consume."""
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-        # Gradients that were edited as final ones at the end of a pass, before an optimizer turned up
-        # that is about to consume them, unless the script assigns others.
-        self._spared: dict[int, weakref.ref[Tensor]] = {}
-
-    def run(self, counter: StepCounter, gradients: Gradients, *, acting: bool) -> set[int]:
-        """Act on the gradients of one counter; return those that an edit may have made non-finite."""
-        context = self._context
-        due_rules = context.due_rules(counter)
-        spared = {i: self._spared.pop(i) for i in due_rules.edited.intersection(self._spared)}
-        same = {i for i, grad in spared.items() if i in gradients and gradients[i] is grad()}
-        edited = due_rules.edited - same if acting else frozenset()
-        suspicious: set[int] = set()
-        with torch.no_grad(), gradients.in_true_units(edited):
-            for bound_rule in due_rules.at_step:
-                rule = bound_rule.rule
-                if isinstance(rule, ObserverRule | CaptureRule):
-                    observe(context, bound_rule, gradients)
-                    continue
-                tensors = gradients.having(bound_rule.tensors)
-                if isinstance(rule, EditRule):
-                    tensors = [tensor for tensor in tensors if tensor in edited]
-                if not tensors:
-                    continue
-                if isinstance(rule, FreezeRule):
-                    context.event_log.count_changed(rule.id, len(tensors))
-                else:
-                    edit_gradients(context, bound_rule, gradients, tensors)
-                context.event_log.count_fired(rule.id, counter.step, len(tensors))
-                if rule.may_overflow and context.mode == "act":
-                    suspicious.update(tensors)
-        return suspicious
-
-    def arrived(self, tensors: Iterable[int]) -> None:
-        """Note that gradients have got something that no rule at the step has seen."""
-        for tensor in self._spared.keys() & set(tensors) if self._spared else ():
-            del self._spared[tensor]
-
-    def spare(self, edited: Mapping[int, weakref.ref[Tensor]]) -> None:
-        """Leave gradients alone in the next update that have been edited for it already."""
-        self._spared.update(edited)

@@ -87,7 +87,7 @@ class ManualSteps:
         event_log, step = self._context.event_log, self._context.counters.latest
         tick = how_to_tick(self._context)
         event_log.notice_once("manual", _NOTICE.format(tick=tick), step=step)
-        for stage in self._context.program.traps:
+        for stage in (*self._context.program.traps, *self._context.program.at_step):
             if getattr(stage.rule, "then", "") == "skip-step":
                 text = _NO_SKIP.format(tick=tick)
                 event_log.emit("notice", text, rule=stage.rule.id, step=step, warn=True)

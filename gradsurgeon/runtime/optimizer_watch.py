@@ -24,10 +24,10 @@ from gradsurgeon.runtime import optimizers
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.model_changes import ModelChanges
-from gradsurgeon.runtime.nan_trap import SCALER_SKIP
 from gradsurgeon.runtime.optimizers import Arguments, Update
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import TrainingEvents
+from gradsurgeon.runtime.traps import SCALER_SKIP
 
 _LBFGS = (
     "LBFGS moves all parameters together, so that `freeze` cannot hide one from it; make requires_grad "
@@ -259,6 +259,7 @@ class OptimizerWatch:
                 step = update.counter.step
                 text = SCALER_SKIP.format(step=step)
                 self._context.event_log.emit_if(overflow, text, step=step, kind="scaler-skip")
+                update.overflow = overflow
             elif bool(overflow):
                 update.overflowed = scaler
                 return
@@ -271,7 +272,7 @@ class OptimizerWatch:
         error = decision.error or raised
         if error is not None:
             update.undo()
-            self.end(update)
+            self.end(update, took_place=decision.error is not None)
             raise error
         if decision.skip:
             update.skipped = True
@@ -286,7 +287,9 @@ class OptimizerWatch:
     def _needs_to_know(self, counter: StepCounter) -> bool:
         bound_rules = self._context.due_rules(counter).at_step
         return bool(self._context.program.traps) or any(
-            isinstance(bound_rule.rule, ObserverRule | CaptureRule) for bound_rule in bound_rules
+            isinstance(bound_rule.rule, ObserverRule | CaptureRule | TrapRule)
+            and not bound_rule.rule.edits
+            for bound_rule in bound_rules
         )
 
     @uncompiled
@@ -310,4 +313,5 @@ class OptimizerWatch:
 
 
 def _needs_whole_step(rule: Rule) -> bool:
-    return isinstance(rule, TrapRule | FreezeRule) or getattr(rule, "per", "") == "rule"
+    stops = isinstance(rule, TrapRule) and not rule.edits
+    return stops or isinstance(rule, FreezeRule) or getattr(rule, "per", "") == "rule"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.distributed import ranks, session_discovery
 from gradsurgeon.distributed.ranks import FINE, Cause
 from gradsurgeon.distributed.session_discovery import SessionInfo
@@ -141,12 +141,13 @@ class RankAgreement:
         rules = [
             rule.model_dump_json()
             for rule in self._context.rules
-            if _decides(rule) or isinstance(rule, _CHANGING) or (shared and rule.target == "params")
+            if _decides(rule) or _changes(rule) or (shared and rule.target == "params")
         ]
         return hashlib.sha256("\n".join([self._context.mode, *rules]).encode()).hexdigest()
 
 
-_CHANGING = (EditRule, FreezeRule)
+def _changes(rule: Rule) -> bool:
+    return rule.edits or isinstance(rule, FreezeRule)
 
 
 def _decides(rule: Rule) -> bool:
@@ -159,7 +160,7 @@ def _then(rule: Rule) -> str:
 
 def _edits_updates(rule: Rule) -> bool:
     """Tell whether weights differ where some ranks lack a rule: all get what changes before the average."""
-    return isinstance(rule, _CHANGING) and rule.target == "params" and rule.point == "step"
+    return _changes(rule) and rule.target == "params" and rule.point == "step"
 
 
 def _lacking(wanted: Sequence[int], answers: Mapping[int, SessionInfo], info: SessionInfo) -> str:

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from gradsurgeon.distributed.ranks import Cause
-from gradsurgeon.errors import NonFiniteGradientError
+from gradsurgeon.errors import TrapError
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
@@ -53,6 +53,8 @@ class Step:
     counter: StepCounter
     # What a fused optimizer gets its gradients with.
     scale: Tensor | None = None
+    # Whether it is going to be skipped, where only the device knows.
+    overflow: Tensor | None = None
     # It takes place inside a backward pass, on what that pass has finished so far.
     inside: bool = False
 
@@ -64,7 +66,7 @@ class StepDecision:
     # The optimizer must touch nothing.
     skip: bool = False
     # To raise before any weight moves.
-    error: NonFiniteGradientError | None = None
+    error: TrapError | None = None
     # Parameters that a `freeze` rule hides from the optimizer in this step.
     frozen: tuple[int, ...] = ()
     # What led to it, for ranks that have seen nothing.

@@ -128,7 +128,7 @@ def test_what_is_innocent_makes_room_for_traps(few_events: int) -> None:
     journal.sink = written.append
     journal.emit("notice", "the first", rule="guard")
     for step in range(3 * few_events):
-        journal.emit("trap", f"trap {step}", rule="guard", step=step, name="w", raised=True)
+        journal.emit("trap", f"trap {step}", rule="guard", step=step, name="w", quiet=True)
         journal.emit("scaler-skip", f"skip {step}", step=step)
         # So many of either, besides the first of each kind.
         assert len(journal.events) <= 2 * few_events + 4

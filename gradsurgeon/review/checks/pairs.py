@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from gradsurgeon.actions import EditRule, FreezeRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext
 
@@ -168,7 +168,7 @@ class ZeroIsNotFreeze(Check):
 
 def _overlapping_edits(context: LintContext) -> Iterator[tuple[Rule, tuple[Rule, ...]]]:
     """Yield each edit with the edits above it that certainly change the same tensors."""
-    edits = [rule for rule in context.compared if isinstance(rule, EditRule)]
+    edits = [rule for rule in context.compared if rule.edits]
     for index, rule in enumerate(edits):
         others = (
             other
@@ -195,10 +195,10 @@ def _moot(context: LintContext, rule: Rule, by: Rule) -> str:
         return ""
     first = context.acts_before(by, rule)
     if by.action == "freeze":
-        if isinstance(rule, EditRule) or (isinstance(rule, FreezeRule) and first):
+        if rule.edits or (isinstance(rule, FreezeRule) and first):
             return f"does nothing: `{by.id}` keeps the optimizer off these parameters"
         return ""
-    if not isinstance(rule, EditRule):
+    if not rule.edits:
         return ""
     if first:
         return (

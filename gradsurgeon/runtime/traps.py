@@ -1,4 +1,4 @@
-"""The decision of `nan-trap`: taken right before the update, reported by what was seen after backward."""
+"""What traps decide on an update: taken right before it, reported by what was seen after backward."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Decision
+from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import FINE, OVERFLOWED, RAISE, SKIP, Cause
 from gradsurgeon.events import EventKind
@@ -32,6 +32,8 @@ from gradsurgeon.runtime.nonfinite_report import (
 )
 from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.rank_agreement import RankAgreement
+from gradsurgeon.runtime.spike_report import spike_report
+from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
 from gradsurgeon.runtime.training_events import StepDecision
@@ -56,7 +58,7 @@ class Trip:
     """A trap that has tripped: what it reports, and how often it has done so in a row."""
 
     rule: str
-    decision: Decision
+    decision: Decision | Spikes
     in_a_row: int
     report: TrapReport
 
@@ -85,9 +87,12 @@ class Trip:
         }[self.then]
 
 
-class NanTraps:
-    def __init__(self, context: Context, agreement: RankAgreement, kept: KeptCalls) -> None:
+class Traps:
+    def __init__(
+        self, context: Context, agreement: RankAgreement, kept: KeptCalls, spikes: SpikeTraps
+    ) -> None:
         self._context = context
+        self._spikes = spikes
         self._diagnosis = StepDiagnosis(context, kept)
         self._agreement = agreement
         # How often in a row traps have tripped, and scalers have skipped a step.
@@ -111,11 +116,13 @@ class NanTraps:
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
 
-    def decide(self, counter: StepCounter, gradients: Gradients) -> StepDecision:
+    def decide(
+        self, counter: StepCounter, gradients: Gradients, overflow: Tensor | None = None
+    ) -> StepDecision:
         """Judge what the optimizer is about to consume. Reads the device once, and again for a report."""
         self._scaler_skips[counter] = 0
         findings = [
-            *self._judge_gradients(counter, gradients),
+            *self._judge_gradients(counter, gradients, overflow),
             *self._judge_thresholds(counter, gradients),
         ]
         return self._conclude(counter, [*findings, *self._judge_activations(counter)])
@@ -151,20 +158,28 @@ class NanTraps:
         if decision.error is not None:
             raise decision.error
 
-    def _judge_gradients(self, counter: StepCounter, gradients: Gradients) -> list[_Finding]:
+    def _judge_gradients(
+        self, counter: StepCounter, gradients: Gradients, overflow: Tensor | None = None
+    ) -> list[_Finding]:
         context, due_rules = self._context, self._context.due_rules(counter)
         tensors = gradients.having(due_rules.trapped)
-        if not tensors:
-            return []
+        norms = gradients.take_norms(tensors) if tensors else ()
+        judged = self._spikes.judge(counter, gradients, overflow)
+        snapshots = self._snapshots[counter] if tensors else []
+        # What was seen after backward comes to the host along with what is there now, and what is a spike.
+        flags = [one.flags for one in judged]
+        before, doubtful, *spikes = measure.nonfinite(
+            snapshots[-1].norms if snapshots else (), norms, *flags
+        )
+        findings: list[_Finding] = []
+        for one, tripped in zip(judged, spikes, strict=True):
+            report = spike_report(context.program.names, one) if tripped else None
+            findings.append((one.bound_rule.rule.id, report))
         fired = [bound for bound in due_rules.traps if any(i in gradients for i in bound.tensors)]
         for bound in fired:
             context.event_log.count_fired(bound.rule.id, counter.step)
-        snapshots = self._snapshots[counter]
-        norms = gradients.take_norms(tensors)
-        # What was seen after backward comes to the host along with what is there now.
-        before, doubtful = measure.nonfinite(snapshots[-1].norms if snapshots else (), norms)
         if not (before or doubtful):
-            return [(bound.rule.id, None) for bound in fired]
+            return [*((bound.rule.id, None) for bound in fired), *findings]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
         evidence = GradientEvidence(snapshots, tensors, bad, norms)
         for bound in fired:
@@ -174,7 +189,7 @@ class NanTraps:
                 text = _REPAIRED.format(number=len(names), names=shorten_names(names))
                 step, name = counter.step, names[0]
                 context.event_log.emit("notice", text, rule=bound.rule.id, step=step, name=name)
-        return self._findings(fired, evidence)
+        return [*self._findings(fired, evidence), *findings]
 
     def _judge_thresholds(self, counter: StepCounter, gradients: Gradients) -> list[_Finding]:
         """Judge by any statistic. Reads the device once per rule, and again only for a report."""
@@ -186,6 +201,7 @@ class NanTraps:
                 continue
             context.event_log.count_fired(bound.rule.id, counter.step)
             decision, report = context.decisions[bound.rule.id], None
+            assert isinstance(decision, Decision)  # noqa: S101 # it has a threshold
             values = gradients.statistics(decision.statistic, tensors)
             tripped = decision.trips(values).tolist()
             if any(tripped):
@@ -288,8 +304,8 @@ class NanTraps:
             what = "stop" if raised else "skip the step"
             text = f"step {step}: rank {cause.rank} trapped, and all ranks {what}: {text}"
         where: dict[str, Any] = {"rule": cause.rule, "step": step, "name": cause.name}
-        kind: EventKind = "trap" if raised else "skipped-step"
-        self._context.event_log.emit(kind, text, **where, raised=raised)
+        kind: EventKind = cause.kind if raised else "skipped-step"
+        self._context.event_log.emit(kind, text, **where, quiet=raised)
         return _decided(severity, replace(cause, text=text), step)
 
     def _scale(self, counter: StepCounter) -> Tensor | None:
@@ -309,12 +325,13 @@ class NanTraps:
         where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
         then = trip.then if context.mode == "act" else ""
         context.event_log.count_changed(trip.rule, 1)
-        context.event_log.emit("trap", text, **where, warn=then == "warn", raised=then == "raise")
+        kind: Literal["trap", "spike"] = "spike" if isinstance(trip.decision, Spikes) else "trap"
+        context.event_log.emit(kind, text, **where, warn=then == "warn", quiet=then == "raise")
         if then == "skip-step":
             message = f"step {step} skipped: no weight and no optimizer state was touched"
             context.event_log.emit("skipped-step", message, **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
-        return Cause(rank, trip.rule, report.name, text, diagnosis)
+        return Cause(rank, trip.rule, report.name, text, diagnosis, kind)
 
 
 def _decided(severity: int, cause: Cause, step: int) -> StepDecision:

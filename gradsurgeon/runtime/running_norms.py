@@ -1,0 +1,127 @@
+"""The running statistics of `spike-trap` rules, and the norms of one update beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _torch
+from gradsurgeon.actions import Spikes
+from gradsurgeon.runtime.due_rules import BoundRule
+from gradsurgeon.tensors.measure import Norms
+
+# Of the running means of single gradients.
+_BETA = 0.97
+
+
+@dataclass(slots=True, eq=False)
+class RunningStatistic:
+    """What a rule has learnt of the tensors that go by one counter.
+
+    Attributes:
+        tensors: their indices.
+        kept: what its bound keeps, float64, of shape ``[rows, 1]`` or ``[rows, len(tensors)]``.
+        usual: running means of the norms of the tensors, by which a report tells which of them carry a spike;
+            float64 of shape ``[len(tensors)]``, 0 where there was none yet.
+    """
+
+    tensors: tuple[int, ...]
+    kept: Tensor
+    usual: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedNorms:
+    """The norms of one update under one rule, as its bound sees them.
+
+    Attributes:
+        bound_rule: the rule.
+        spikes: what it compiles to.
+        statistic: what it has learnt before this update.
+        tensors: those whose gradients the update is about to consume.
+        columns: the places of the tensors in the statistic.
+        each: their norms, float64 of shape ``[len(tensors)]``.
+        norms: what is compared, one norm over all or those of each.
+        passed: the same as the bound lets them through.
+        after: what is kept if the update takes place.
+    """
+
+    bound_rule: BoundRule
+    spikes: Spikes
+    statistic: RunningStatistic
+    tensors: tuple[int, ...]
+    columns: Tensor
+    each: Tensor
+    norms: Tensor
+    passed: Tensor
+    after: Tensor
+
+    @property
+    def before(self) -> Tensor:
+        """What the rule has learnt before, of shape ``[rows, len(norms)]``."""
+        kept = self.statistic.kept
+        return kept if self.spikes.over_rule else kept[:, self.columns]
+
+    @property
+    def usual(self) -> Tensor:
+        """The running means of the norms of the tensors, 0 where there is none."""
+        return self.statistic.usual[self.columns]
+
+    @property
+    def flags(self) -> Norms:
+        """A number for each norm that is not finite where it is a spike, to be read along with other norms."""
+        passes = self.passed.ge(self.norms) & self.norms.isfinite()
+        places = tuple(range(len(self.norms)))
+        return (
+            (places, torch.zeros_like(passes, dtype=torch.float32).masked_fill(~passes, math.inf)),
+        )
+
+    def factors(self, tensors: Sequence[int]) -> Tensor:
+        """Return what gradients are multiplied by, float32: one for all, or one for each."""
+        factors = (self.passed / self.norms).where(self.passed < self.norms, 1.0).float()
+        if self.spikes.over_rule or len(tensors) == len(self.tensors):
+            return factors
+        place = {tensor: number for number, tensor in enumerate(self.tensors)}
+        places = tuple([place[tensor] for tensor in tensors])
+        return factors[_torch.integers(places, factors.device)]
+
+
+def moved(usual: Tensor, judged: JudgedNorms) -> Tensor:
+    """Return the running means after an update, of which a spike enters as `clip` would have let it through."""
+    each = judged.each * judged.factors(judged.tensors)
+    old = usual[judged.columns]
+    new = (_BETA * old + (1 - _BETA) * each).where(old > 0, each).where(each.isfinite(), old)
+    return usual.index_copy(0, judged.columns, new)
+
+
+def regrouped(
+    spikes: Spikes, tensors: tuple[int, ...], earlier: Sequence[RunningStatistic | None]
+) -> RunningStatistic:
+    rows = spikes.bound.rows
+    device = next((one.kept.device for one in earlier if one is not None), torch.device("cpu"))
+    zeros = torch.zeros(rows, len(tensors), dtype=_wide_dtype(device), device=device)
+    new = RunningStatistic(
+        tensors, zeros[:, :1].clone() if spikes.over_rule else zeros, zeros[0].clone()
+    )
+    for place, (tensor, old) in enumerate(zip(tensors, earlier, strict=True)):
+        if old is not None:
+            column = old.tensors.index(tensor)
+            new.usual[place] = old.usual[column].to(device)
+            if not spikes.over_rule:
+                new.kept[:, place] = old.kept[:, column].to(device)
+    if spikes.over_rule and (known := [one for one in earlier if one is not None]):
+        # Of several the one that has seen most.
+        new.kept = max(known, key=lambda one: float(one.kept[0, 0])).kept.clone()
+    return new
+
+
+def wide(norms: Tensor) -> Tensor:
+    return norms.to(_wide_dtype(norms.device))
+
+
+def _wide_dtype(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # which has no other

@@ -1,0 +1,116 @@
+"""What is said of a gradient that is far larger than those before it, as a person reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from gradsurgeon.actions import Spikes
+from gradsurgeon.errors import printable
+from gradsurgeon.planning.table import count
+from gradsurgeon.runtime.nonfinite_report import TrapReport
+from gradsurgeon.runtime.running_norms import JudgedNorms
+
+_SHOWN = 8
+_NEXT = (
+    "look at the batch of this step (a label, a length, an outlier), at the learning rate, and at what stands right "
+    "before these layers in the forward pass"
+)
+
+
+def spike_report(names: Sequence[str], judged: JudgedNorms) -> TrapReport:
+    """Report which parameters carry a spike. Waits for the device.
+
+    Args:
+        names: of all parameters.
+        judged: norms of which at least one is a spike.
+    """
+    before, norms, passed = judged.before.cpu(), judged.norms.tolist(), judged.passed.tolist()
+    places = [p for p, norm in enumerate(norms) if not (math.isfinite(norm) and passed[p] >= norm)]
+    if judged.spikes.over_rule:
+        head = f"spike: over {count(len(judged.tensors), 'gradient')} {_above(judged.spikes, norms[0], before[:, 0])}"
+        rows = list(_by_share(names, judged))
+        lines = ["what carries it, by its share of the square of the norm:", *_table(rows)]
+    else:
+        places.sort(key=lambda place: -_excess(norms[place], passed[place]))
+        told = [_above(judged.spikes, norms[place], before[:, place]) for place in places[:_SHOWN]]
+        rows = [
+            (names[judged.tensors[place]], text) for place, text in zip(places, told, strict=False)
+        ]
+        head = f"spike: {len(places)} of {count(len(norms), 'gradient')} {'is' if len(places) == 1 else 'are'} "
+        head += (
+            "above the bound of its own past"
+            if len(places) == 1
+            else "above the bounds of their own past"
+        )
+        lines = ["the largest first:", *_table(rows)]
+        if len(places) > _SHOWN:
+            lines.append(f"    ... {len(places) - _SHOWN} more")
+    return TrapReport(rows[0][0], head, [*lines, _NEXT], expect="", reduced=False)
+
+
+def told_of_cut(
+    names: Sequence[str],
+    judged: JudgedNorms,
+    norms: Sequence[float],
+    passed: Sequence[float],
+    before: Tensor,
+) -> tuple[str, str]:
+    """Return in one line what `clip` has cut, and the parameter that it cut most, if each has a bound of its own.
+
+    Args:
+        names: of all parameters.
+        judged: the norms of the update.
+        norms: the same on the host.
+        passed: what the bound let through of them.
+        before: what was kept before the update, on the host.
+    """
+    cut = [place for place, norm in enumerate(norms) if passed[place] < norm]
+    place = max(cut, key=lambda place: _excess(norms[place], passed[place]))
+    told = f"{_above(judged.spikes, norms[place], before[:, place])}: cut to {passed[place]:.3g}"
+    if judged.spikes.over_rule:
+        return f"over {count(len(judged.tensors), 'gradient')} {told}", ""
+    name = names[judged.tensors[place]]
+    several = f" ({len(cut)} gradients were cut in this step)" if len(cut) > 1 else ""
+    return f"of {printable(name)} {told}{several}", name
+
+
+def _above(spikes: Spikes, norm: float, kept: Tensor) -> str:
+    """Return in words by what a norm is a spike."""
+    if not math.isfinite(norm):
+        return f"the norm is {'NaN' if math.isnan(norm) else 'infinite'}"
+    bound = spikes.bound.bounds(kept.tolist())
+    return f"the norm {norm:.3g}" + (
+        "" if bound is None else f" is above {bound[0]:.3g} ({bound[1]})"
+    )
+
+
+def _excess(norm: float, passed: float) -> float:
+    return norm / passed if passed > 0 and math.isfinite(norm) else math.inf
+
+
+def _by_share(names: Sequence[str], judged: JudgedNorms) -> Iterator[tuple[str, str]]:
+    each, usual = judged.each.tolist(), judged.usual.tolist()
+    total = sum(norm * norm for norm in each)
+    rows = sorted(zip(judged.tensors, each, usual, strict=True), key=lambda row: -_size(row[1]))
+    for tensor, norm, mean in rows[:_SHOWN]:
+        if not math.isfinite(norm):
+            yield names[tensor], f"norm {norm}"
+            continue
+        share = f"{norm * norm / total:4.0%}  " if math.isfinite(total) and total else ""
+        times = f", {norm / mean:.3g} times its running mean {mean:.3g}" if mean else ""
+        yield names[tensor], f"{share}norm {norm:.3g}{times}"
+    if len(rows) > _SHOWN:
+        rest = sum(norm * norm for _, norm, _ in rows[_SHOWN:]) / total if total else 0.0
+        yield f"{len(rows) - _SHOWN} more", f"{rest:4.0%}" if math.isfinite(rest) else ""
+
+
+def _size(norm: float) -> float:
+    return math.inf if math.isnan(norm) else norm
+
+
+def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+    width = max(len(printable(name)) for name, _ in rows)
+    return [f"    {printable(name).ljust(width)}  {text}".rstrip() for name, text in rows]

@@ -1,0 +1,135 @@
+"""What `spike-trap` rules have learnt: judged by right before an update, moved on once it has taken place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _torch
+from gradsurgeon.actions import Spikes
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import BoundRule
+from gradsurgeon.runtime.edit_effect import LEFT_ALONE
+from gradsurgeon.runtime.gradient_edits import shorten
+from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.running_norms import JudgedNorms, RunningStatistic, moved, regrouped, wide
+from gradsurgeon.runtime.spike_report import told_of_cut
+from gradsurgeon.runtime.step_counter import StepCounter
+
+
+class SpikeTraps:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        # By rule and tensor. Those of one rule that go by one counter share one.
+        self.statistics: dict[tuple[str, int], RunningStatistic] = {}
+        # Of updates that are about to take place.
+        self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
+
+    def judge(
+        self, counter: StepCounter, gradients: Gradients, overflow: Tensor | None = None
+    ) -> list[JudgedNorms]:
+        """Compare the norms of an update with what came before it; return those that may stop it.
+
+        A collective for sharded gradients. It never waits for the device.
+
+        Args:
+            counter: of the update.
+            gradients: as the script hands them over.
+            overflow: whether the optimizer is going to skip the update, known to the device alone.
+        """
+        context, due_rules = self._context, self._context.due_rules(counter)
+        judged = self._judged[counter] = {}
+        for bound_rule in due_rules.spike_traps:
+            rule = bound_rule.rule.id
+            # What is hidden from the optimizer in this step is not consumed.
+            tensors = [i for i in gradients.having(bound_rule.tensors) if i not in due_rules.frozen]
+            if tensors:
+                with torch.no_grad():
+                    judged[rule] = self._compare(bound_rule, gradients, tensors, overflow)
+                if not bound_rule.rule.edits:
+                    context.event_log.count_fired(rule, counter.step)
+        return [one for one in judged.values() if not one.bound_rule.rule.edits]
+
+    def _compare(
+        self,
+        bound_rule: BoundRule,
+        gradients: Gradients,
+        tensors: Sequence[int],
+        overflow: Tensor | None,
+    ) -> JudgedNorms:
+        spikes = self._context.spikes[bound_rule.rule.id]
+        each = wide(gradients.norms(tensors, 2.0))
+        if overflow is not None:
+            each = each.masked_fill(overflow.to(each.device).bool(), math.nan)
+        norms = torch.linalg.vector_norm(each, keepdim=True) if spikes.over_rule else each
+        statistic = self._statistic(bound_rule, spikes, each.device)
+        columns = _torch.integers(tuple(bound_rule.columns(tensors)), each.device)
+        kept = statistic.kept if spikes.over_rule else statistic.kept[:, columns]
+        passed, after = spikes.bound.advance(kept, norms)
+        return JudgedNorms(
+            bound_rule, spikes, statistic, tuple(tensors), columns, each, norms, passed, after
+        )
+
+    def _statistic(
+        self, bound_rule: BoundRule, spikes: Spikes, device: torch.device
+    ) -> RunningStatistic:
+        """Return what a rule has learnt of the tensors of a counter, on a device.
+
+        Where counters have exchanged tensors since, an optimizer goes on with what has been learnt of them.
+        """
+        rule, tensors = bound_rule.rule.id, bound_rule.tensors
+        earlier = [self.statistics.get((rule, tensor)) for tensor in tensors]
+        statistic = earlier[0]
+        if statistic is None or statistic.tensors != tensors:
+            statistic = regrouped(spikes, tensors, earlier)
+            self.statistics.update({(rule, tensor): statistic for tensor in tensors})
+        if statistic.kept.device != device:
+            statistic.kept = statistic.kept.to(device)
+            statistic.usual = statistic.usual.to(device)
+        return statistic
+
+    def cut(self, bound_rule: BoundRule, gradients: Gradients, tensors: Sequence[int]) -> None:
+        """Shorten gradients by what their norms were above the bound of a rule."""
+        judged = self._judged.get(bound_rule.counter, {}).get(bound_rule.rule.id)
+        if judged is None:
+            return
+        known = set(judged.tensors)
+        tensors = [tensor for tensor in tensors if tensor in known]
+        if not tensors:
+            return
+        shorten(self._context, bound_rule.rule.id, gradients, tensors, judged.factors(tensors))
+        log, rule, step = self._context.event_log, bound_rule.rule.id, bound_rule.counter.step
+        numbers = torch.stack([judged.norms, judged.passed, *judged.before])
+        on_host = _torch.is_host(numbers)
+
+        def tell(numbers: Tensor) -> None:
+            (norms, passed), before = numbers[:2].tolist(), numbers[2:]
+            if not all(map(math.isfinite, norms)):
+                log.emit("notice", LEFT_ALONE, rule=rule, step=step)
+            cut = sum(after < norm for norm, after in zip(norms, passed, strict=True))
+            if cut:
+                text, name = told_of_cut(self._context.program.names, judged, norms, passed, before)
+                log.emit("spike", text, rule=rule, step=step, name=name, quiet=True)
+            if not on_host:
+                log.count_changed(rule, len(tensors) if judged.spikes.over_rule else cut)
+
+        log.when_read(numbers, tell)
+
+    def update(self, counter: StepCounter) -> None:
+        """Let the update that was judged last enter what is learnt: it has taken place."""
+        for judged in self._judged.pop(counter, {}).values():
+            statistic, spikes = judged.statistic, judged.spikes
+            with torch.no_grad():
+                if spikes.over_rule or len(judged.tensors) == len(statistic.tensors):
+                    statistic.kept = judged.after
+                else:
+                    statistic.kept = statistic.kept.index_copy(1, judged.columns, judged.after)
+                if spikes.over_rule and spikes.then != "clip":
+                    statistic.usual = moved(statistic.usual, judged)
+
+    def forget(self, counter: StepCounter) -> None:
+        """Let the update that was judged last be one that did not take place."""
+        self._judged.pop(counter, None)
