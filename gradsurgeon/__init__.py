@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gradsurgeon.actions.norm_log import NormLog
     from gradsurgeon.actions.sanitize import Sanitize
     from gradsurgeon.actions.scale import Scale
+    from gradsurgeon.actions.spike_trap import SpikeTrap
     from gradsurgeon.actions.zero import Zero
     from gradsurgeon.api import apply, load, open_run, plan, remove, replay, tag
     from gradsurgeon.diagnosis import Diagnosis
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         NonFiniteGradientError,
         RecordError,
         RuleFileError,
+        TrapError,
     )
     from gradsurgeon.events import Event, RuleStatus
     from gradsurgeon.planning import Binding, Manifest, Plan
@@ -70,6 +72,7 @@ __all__ = [
     "FreezeRule",
     "GradSurgeonError",
     "GradSurgeonWarning",
+    "GradientSpikeError",
     "Manifest",
     "ManifestError",
     "ModelError",
@@ -88,7 +91,9 @@ __all__ = [
     "Sanitize",
     "Scale",
     "Session",
+    "SpikeTrap",
     "Statistic",
+    "TrapError",
     "TrapRule",
     "Zero",
     "add_statistic",
@@ -113,11 +118,12 @@ _NAMES = {
     "actions.norm_log": "NormLog",
     "actions.sanitize": "Sanitize",
     "actions.scale": "Scale",
+    "actions.spike_trap": "SpikeTrap",
     "actions.zero": "Zero",
     "diagnosis": "Diagnosis",
     "api": "apply load open_run plan remove replay tag",
-    "errors": "BindError GradSurgeonError GradSurgeonWarning ManifestError ModelError "
-    "NonFiniteGradientError RecordError RuleFileError",
+    "errors": "BindError GradSurgeonError GradSurgeonWarning GradientSpikeError ManifestError ModelError "
+    "NonFiniteGradientError RecordError RuleFileError TrapError",
     "events": "Event RuleStatus",
     "planning": "Binding Manifest Plan",
     "report": "Report",

@@ -96,7 +96,8 @@ class RunningBound:
     """A bound on norms that follows the norms of the updates before: n of them, each by itself.
 
     Attributes:
-        rows: how many numbers it keeps of each. They are zeros before the first update.
+        rows: how many numbers it keeps of each: how many updates, their mean, and more. They are zeros before
+            the first update.
         advance: maps what is kept, of shape ``[rows, n]``, and the norms of an update, of shape ``[n]``, to
             those norms as the bound lets them through and to what is kept after the update. A norm that is not
             finite, or 0, leaves what is kept as it is. It never waits for the device.
@@ -118,15 +119,12 @@ class Spikes:
         over_rule: whether it is on one norm over all gradients of the rule, instead of one for each.
         then: what happens to the update where a norm is above it; `clip` takes part in the edits at the step.
         give_up_after: raise after so many skipped updates in a row.
-        forensics: whether the step is run again at the first spike, to find where the gradient grows.
     """
 
     bound: RunningBound
     over_rule: bool
     then: SpikeThen
     give_up_after: int
-    forensics: bool = False
-    bundle: bool = False
 
 
 @dataclass(frozen=True, slots=True)

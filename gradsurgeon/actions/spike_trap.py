@@ -103,6 +103,9 @@ class SpikeTrap(TrapRule):
     running mean is a spike, and is cut to that. The mean starts as the smallest norm of the warm-up. The
     absolute bound that the paper has in its warm-up is a `clip-norm` rule with `steps: {to: 100}`.
 
+    The report of a spike names the parameters that carry it, and at which of them, in the order of backward,
+    gradients begin to be larger than they usually are; where already the first ones are, it came with the loss.
+
     `then: clip` (default) shortens the gradient; `skip-step` lets the optimizer touch nothing in this step,
     and raises after `give_up_after` spikes in a row; `warn` reports and goes on; `raise` stops before any weight moves.
 
@@ -146,12 +149,6 @@ class SpikeTrap(TrapRule):
     ] = "rule"
     then: _Then = "clip"  # type: ignore[assignment] # one more than other traps have
     give_up_after: _GiveUpAfter = None  # type: ignore[assignment] # means nothing where no step is skipped
-    forensics: Annotated[
-        bool,
-        Field(
-            description="Run the step again at the first spike, to find where the gradient grows."
-        ),
-    ] = True
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
@@ -176,13 +173,7 @@ class SpikeTrap(TrapRule):
 
     def compile(self) -> Spikes:
         patience = (self.give_up_after or _PATIENCE) if self.then == "skip-step" else sys.maxsize
-        return Spikes(
-            self.above.bound(),
-            self.per == "rule",
-            self.then,
-            patience,
-            forensics=self.forensics and self.then != "clip",
-        )
+        return Spikes(self.above.bound(), self.per == "rule", self.then, patience)
 
 
 def _zclip(

@@ -69,7 +69,7 @@ class JudgedNorms:
     @property
     def usual(self) -> Tensor:
         """The running means of the norms of the tensors, 0 where there is none."""
-        return self.statistic.usual[self.columns]
+        return self.statistic.usual[self.columns] if self.spikes.over_rule else self.before[1]
 
     @property
     def flags(self) -> Norms:

@@ -14,18 +14,22 @@ from gradsurgeon.runtime.nonfinite_report import TrapReport
 from gradsurgeon.runtime.running_norms import JudgedNorms
 
 _SHOWN = 8
-_NEXT = (
-    "look at the batch of this step (a label, a length, an outlier), at the learning rate, and at what stands right "
-    "before these layers in the forward pass"
+# Less is no growth to speak of.
+_LEAST = 2.0
+_FROM_THE_LOSS = (
+    "it came with the loss: look at the batch of this step (a label, a length, an outlier)"
 )
+_IN_THE_MODEL = "look at this layer, and at what stands around it"
 
 
-def spike_report(names: Sequence[str], judged: JudgedNorms) -> TrapReport:
-    """Report which parameters carry a spike. Waits for the device.
+def spike_report(names: Sequence[str], judged: JudgedNorms, arrived: Sequence[int]) -> TrapReport:
+    """Report which parameters carry a spike, and where it begins. Waits for the device.
 
     Args:
         names: of all parameters.
         judged: norms of which at least one is a spike.
+        arrived: the tensors in the order in which backward has produced their gradients; empty where that is
+            not known.
     """
     before, norms, passed = judged.before.cpu(), judged.norms.tolist(), judged.passed.tolist()
     places = [p for p, norm in enumerate(norms) if not (math.isfinite(norm) and passed[p] >= norm)]
@@ -48,7 +52,8 @@ def spike_report(names: Sequence[str], judged: JudgedNorms) -> TrapReport:
         lines = ["the largest first:", *_table(rows)]
         if len(places) > _SHOWN:
             lines.append(f"    ... {len(places) - _SHOWN} more")
-    return TrapReport(rows[0][0], head, [*lines, _NEXT], expect="", reduced=False)
+    lines += _growth(names, judged, arrived)
+    return TrapReport(rows[0][0], head, lines, expect="", reduced=False)
 
 
 def told_of_cut(
@@ -105,6 +110,40 @@ def _by_share(names: Sequence[str], judged: JudgedNorms) -> Iterator[tuple[str, 
     if len(rows) > _SHOWN:
         rest = sum(norm * norm for _, norm, _ in rows[_SHOWN:]) / total if total else 0.0
         yield f"{len(rows) - _SHOWN} more", f"{rest:4.0%}" if math.isfinite(rest) else ""
+
+
+def _growth(names: Sequence[str], judged: JudgedNorms, arrived: Sequence[int]) -> Iterator[str]:
+    """Tell from where on, in the order of backward, gradients are larger than they have been before."""
+    times = {
+        tensor: norm / mean
+        for tensor, norm, mean in zip(
+            judged.tensors, judged.each.tolist(), judged.usual.tolist(), strict=True
+        )
+        if mean and math.isfinite(norm)
+    }
+    known = [tensor for tensor in arrived if tensor in times]
+    order = known or [*reversed(times)]
+    if not order or max(times.values()) < _LEAST:
+        return
+    # Half of the way there, as factors go.
+    half = math.sqrt(max(times.values()))
+    first = next(place for place, tensor in enumerate(order) if times[tensor] >= half)
+    name, grown = (
+        printable(names[order[first]]),
+        f"{times[order[first]]:.3g} times its running mean",
+    )
+    if first == 0:
+        what = "the first gradient of the backward pass" if known else "the last layer of the model"
+        yield f"{what} ({name}) is {grown} already: {_FROM_THE_LOSS}"
+    else:
+        way = (
+            "in the order of backward" if known else "from the last layer of the model to the first"
+        )
+        before = order[first - 1]
+        yield (
+            f"{way} it begins at {name}, {grown}; {printable(names[before])} right before it is at "
+            f"{times[before]:.3g} times its own: {_IN_THE_MODEL}"
+        )
 
 
 def _size(norm: float) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import EditRule
+from gradsurgeon.actions import Decision, EditRule
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
 from gradsurgeon.distributed.ranks import OVERFLOWED
@@ -34,7 +34,11 @@ class StepDiagnosis:
         self.pending = (
             set()
             if context.diagnose is None
-            else {rule for rule, decision in context.decisions.items() if decision.forensics}
+            else {
+                rule
+                for rule, decision in context.decisions.items()
+                if isinstance(decision, Decision) and decision.forensics
+            }
         )
 
     def of(
@@ -170,7 +174,10 @@ class StepDiagnosis:
         writer = self._context.recorder.writer
         if writer is not None and not writer.closed:
             return writer.path
-        wanted = any(self._context.decisions[rule].bundle for rule in rules)
+        wanted = any(
+            isinstance(decision := self._context.decisions[rule], Decision) and decision.bundle
+            for rule in rules
+        )
         return Path("gradsurgeon-traps") if wanted else None
 
 

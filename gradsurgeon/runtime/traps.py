@@ -173,7 +173,10 @@ class Traps:
         )
         findings: list[_Finding] = []
         for one, tripped in zip(judged, spikes, strict=True):
-            report = spike_report(context.program.names, one) if tripped else None
+            report = None
+            if tripped:
+                arrived = snapshots[-1].order if snapshots else ()
+                report = spike_report(context.program.names, one, arrived)
             findings.append((one.bound_rule.rule.id, report))
         fired = [bound for bound in due_rules.traps if any(i in gradients for i in bound.tensors)]
         for bound in fired:
