@@ -33,6 +33,11 @@ _VARIANTS: Mapping[str, Mapping[str, RuleDict]] = {
     },
     "freeze": {"": {}},
     "nan-trap": {"": {}, "skip-step": {"then": "skip-step"}, "warn": {"then": "warn"}},
+    "spike-trap": {
+        "": {"above": {"sigmas": 2.5, "warmup": 2}},
+        "per parameter": {"above": {"times": 1.05, "warmup": 2}, "per": "parameter"},
+        "skip-step": {"above": {"sigmas": 1e9, "warmup": 2}, "then": "skip-step"},
+    },
     "norm-log": {
         "": {},
         "all statistics": {
