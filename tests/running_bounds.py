@@ -5,8 +5,9 @@ ZClip is arXiv 2504.02507, AdaGC is arXiv 2502.11034. Nothing here knows gradsur
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +16,16 @@ from torch.distributed.tensor import DTensor
 
 
 class Bound(Protocol):
+    """What has been learnt of one norm.
+
+    Attributes:
+        number: how many updates have entered.
+        mean: their running mean.
+    """
+
+    number: int
+    mean: float
+
     def passes(self, norm: float) -> float: ...
     def learn(self, norm: float) -> None: ...
 
@@ -25,7 +36,7 @@ class ZClip:
     def __init__(self, sigmas: float = 2.5, beta: float = 0.97, warmup: int = 25) -> None:
         self.sigmas, self.beta, self.warmup = sigmas, beta, warmup
         self.first: list[float] = []
-        self.mean = self.variance = 0.0
+        self.number, self.mean, self.variance = 0, 0.0, 0.0
 
     def passes(self, norm: float) -> float:
         if len(self.first) < self.warmup or not math.isfinite(norm):
@@ -37,6 +48,7 @@ class ZClip:
     def learn(self, norm: float) -> None:
         if not math.isfinite(norm) or norm == 0:
             return
+        self.number += 1
         if len(self.first) < self.warmup:
             self.first.append(norm)
             self.mean = sum(self.first) / len(self.first)
@@ -89,6 +101,12 @@ class ByHand:
         self.bounds: dict[str, Bound] = {}
         self.cut = 0
         self._passed: dict[str, float] = {}
+
+    def taught_by(self, others: Sequence[ByHand]) -> ByHand:
+        """Go on with what others have learnt."""
+        for other in others:
+            self.bounds.update(copy.deepcopy(other.bounds))
+        return self
 
     def judge(self, grads: Mapping[str, Tensor | None], scale: float = 1.0) -> bool:
         """Clip gradients in place, and return whether the update is to take place.
