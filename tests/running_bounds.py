@@ -90,7 +90,7 @@ class ByHand:
 
     Attributes:
         bounds: by the name of a parameter, or one under no name for all of them.
-        cut: how many norms were cut or, where steps are skipped, how many steps.
+        cut: how many norms were cut or, where they are not, how many steps had a spike.
     """
 
     def __init__(
@@ -108,14 +108,13 @@ class ByHand:
             self.bounds.update(copy.deepcopy(other.bounds))
         return self
 
-    def judge(self, grads: Mapping[str, Tensor | None], scale: float = 1.0) -> bool:
+    def judge(self, grads: Mapping[str, Tensor | None]) -> bool:
         """Clip gradients in place, and return whether the update is to take place.
 
         Args:
             grads: by the name of the parameter.
-            scale: what a scaler has multiplied them by.
         """
-        norms = {n: norm_of(g) / scale for n, g in grads.items() if g is not None}
+        norms = {name: norm_of(grad) for name, grad in grads.items() if grad is not None}
         if self.per == "rule":
             norms = {"": math.sqrt(sum(norm**2 for norm in norms.values()))} if norms else {}
         self._passed = {
@@ -130,11 +129,11 @@ class ByHand:
                 if grad is not None and key in cut:
                     grad.mul_(self._passed[key] / norms[key])
             return True
-        if self.then != "skip-step" or not (
-            cut or any(not math.isfinite(norm) for norm in norms.values())
-        ):
+        if not cut and all(map(math.isfinite, norms.values())):
             return True
         self.cut += 1
+        if self.then == "warn":
+            return True
         self._passed = {}
         return False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from running_bounds import ByHand
 from spikes import (
     ABOVE,
     FACTORS,
+    PER,
     RULES,
     assert_same,
     backward,
@@ -148,6 +150,33 @@ def move_by_hand(model: nn.Module) -> None:
     for param in model.parameters():
         assert param.grad is not None
         param.sub_(0.05 * param.grad)
+
+
+@pytest.mark.parametrize("then", ["warn", "raise"])
+@pytest.mark.parametrize("per", PER)
+def test_of_an_update_by_hand_the_sum_enters_and_no_micro_batch(per: str, then: str) -> None:
+    """Without ticks the end of each backward pass may be that of the step."""
+    rule = spike_trap("sigmas", per, then)
+    model, wanted, hand = make(), make(), ByHand(**rule)
+    calm = [step for step, factor in enumerate(FACTORS) if factor < 2 or then == "warn"]
+    with (
+        warnings.catch_warnings(action="ignore", category=gradsurgeon.GradSurgeonWarning),
+        gradsurgeon.apply(model, rules(rule)) as session,
+    ):
+        for step in calm:
+            backward(model, step, 4)
+            move_by_hand(model)
+    spikes: set[int] = set()
+    for number, step in enumerate(calm):
+        backward(wanted, step)
+        earlier = hand.cut
+        hand.judge(grads(wanted))
+        spikes |= {number} if hand.cut > earlier else set()
+        move_by_hand(wanted)
+        hand.learn()
+    same_as(hand, session)
+    assert {event.step for event in session.events if event.kind == "spike"} == spikes
+    assert (len(spikes) > 2) is (then == "warn")
 
 
 @pytest.mark.cell("updates written by hand", "step")
