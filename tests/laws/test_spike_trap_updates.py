@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -56,6 +57,35 @@ def test_what_a_second_evaluation_sees_takes_the_whole_step_back(then: str) -> N
             optimizer.step(closure)
         assert_same(model.parameters(), before, rtol=0, atol=0)
         assert learnt(session) == known
+
+
+@pytest.mark.parametrize("action", ["spike-trap", "nan-trap"])
+def test_a_row_of_skips_is_one_of_updates_and_not_of_evaluations(action: str) -> None:
+    """The first evaluation of each step is fine, as the weights are those from before."""
+    model = make()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    rule = spike_trap("times", "rule", "skip-step") | {"give_up_after": 3}
+    if action == "nan-trap":
+        options = {"then": "skip-step", "give_up_after": 3, "forensics": False}
+        rule = {"id": "spikes", "action": "nan-trap", "params": "*", **options}
+    bad = {"spike-trap": 50.0, "nan-trap": math.nan}[action]
+    count = [0]
+
+    def closure() -> float:
+        model.zero_grad()
+        count[0] += 1
+        loss = model(data(0, 8, 4)).square().mean()
+        (loss * (bad if step > 5 and step != 8 and count[0] == 2 else 1.0)).backward()
+        return float(loss.detach())
+
+    with gradsurgeon.apply(model, rules(rule)):
+        for step in range(11):
+            count[0] = 0
+            optimizer.step(closure)
+        step, count[0] = 11, 0
+        # Step 8 was fine: the row began anew.
+        with pytest.raises(gradsurgeon.TrapError, match="tripped 3 times in a row"):
+            optimizer.step(closure)
 
 
 # --- whose update it is ---------------------------------------------------------------------------
