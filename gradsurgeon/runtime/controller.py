@@ -158,6 +158,7 @@ class Controller:
             self._agreement.find_sessions(counter.tensors, update=True)
             if self._agreement.is_paused_anywhere(counter.tensors):
                 return self._rest(step)
+            self._agreement.warn_of_own_norms(counter)
             self._catch_up(step)
         if step.again:
             self.spikes.take_back(counter)

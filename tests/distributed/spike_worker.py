@@ -34,6 +34,7 @@ ABOVE: dict[str, dict[str, Any]] = {
 }
 # Three times the usual: nothing but the fault of one rank is that large.
 HIGH: dict[str, Any] = {"times": 3, "beta": 0.9, "warmup": 3}
+CLIP = {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"}
 PER = ("rule", "parameter")
 THEN = ("clip", "skip-step")
 KINDS = ("DDP", "FSDP2", "tensor parallel")
@@ -283,8 +284,10 @@ def apart() -> dict[str, Any]:
             found[f"paused, {kind}, {then}"] = paused(
                 kind, spike_trap(ABOVE["sigmas"], "rule", then)
             )
-    for what in ALONE:
-        found[f"alone, {what}, over all"] = alone(what, spike_trap(HIGH, "rule", "clip"))
+    over_all = spike_trap(HIGH, "rule", "clip")
+    found["over all"] = alone("large", over_all)
+    found["over all, of clip-norm"] = alone("large", CLIP)
+    found["over all but its own"] = alone("large", {**over_all, "exclude": "own.*"})
     for kind in ("DDP", "FSDP2"):
         found[f"raise, {kind}"] = all_at_once(kind, spike_trap(ABOVE["sigmas"], "rule", "raise"))
         patience = spike_trap(ABOVE["times"], "parameter", "skip-step", give_up_after=2)

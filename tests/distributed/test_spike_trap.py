@@ -141,6 +141,28 @@ def test_a_large_gradient_of_one_rank_alone_is_cut_there(ranks: list[dict[str, A
         assert mine[:4] == theirs[:4]
 
 
+@pytest.mark.cell(
+    "DDP",
+    "step",
+    differs="one norm over what DDP averages and what it was told to leave alone differs by rank; one warning "
+    "says so",
+)
+@pytest.mark.parametrize("what", ["over all", "over all, of clip-norm"])
+def test_one_norm_over_what_ddp_averages_and_leaves_alone_is_warned_of(
+    ranks: list[dict[str, Any]], what: str
+) -> None:
+    other, own = (rank["apart"][what] for rank in ranks)
+    assert other["weights"] != own["weights"]
+    for found in (other, own):
+        told = [text for text in found["texts"] if "differ by rank" in text]
+        assert len(told) == 1
+        assert "leaves alone (own.weight)" in told[0]
+        assert found["events"][0] == ["notice", 0, ""]
+    other, own = (rank["apart"]["over all but its own"] for rank in ranks)
+    assert other["weights"] == own["weights"]
+    assert "notice" not in [kind for kind, *_ in own["events"]]
+
+
 @pytest.mark.parametrize("then", ["clip", "skip-step", "raise", "warn"])
 def test_a_gradient_that_one_rank_lacks_is_learnt_where_it_is(
     ranks: list[dict[str, Any]], then: str
