@@ -141,12 +141,6 @@ def test_a_large_gradient_of_one_rank_alone_is_cut_there(ranks: list[dict[str, A
         assert mine[:4] == theirs[:4]
 
 
-@pytest.mark.cell(
-    "DDP",
-    "step",
-    differs="one norm over what DDP averages and what it was told to leave alone differs by rank; one warning "
-    "says so",
-)
 @pytest.mark.parametrize("what", ["over all", "over all, of clip-norm"])
 def test_one_norm_over_what_ddp_averages_and_leaves_alone_is_warned_of(
     ranks: list[dict[str, Any]], what: str
