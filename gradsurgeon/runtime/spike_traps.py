@@ -25,8 +25,9 @@ class SpikeTraps:
         self._context = context
         # By rule and tensor. Those of one rule that go by one counter share one.
         self.statistics: dict[tuple[str, int], RunningStatistic] = {}
-        # What was known before the update that has entered last.
-        self._before: dict[StepCounter, list[tuple[RunningStatistic, Tensor, Tensor]]] = {}
+        # What was known before the update that has entered last, and its counter.
+        self._before: list[tuple[RunningStatistic, Tensor, Tensor]] = []
+        self._entered: StepCounter | None = None
         # Of updates that are about to take place.
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
 
@@ -84,8 +85,10 @@ class SpikeTraps:
         """
         rule, tensors = bound_rule.rule.id, bound_rule.tensors
         earlier = [self.statistics.get((rule, tensor)) for tensor in tensors]
-        statistic = earlier[0]
-        if statistic is None or statistic.tensors != tensors:
+        # Another optimizer may have had some of them meanwhile.
+        own = (one for one in earlier if one is not None and one.tensors == tensors)
+        statistic = next(own, None)
+        if statistic is None:
             statistic = regrouped(spikes, tensors, earlier)
             self.statistics.update({(rule, tensor): statistic for tensor in tensors})
         if statistic.kept.device != device:
@@ -122,10 +125,10 @@ class SpikeTraps:
 
     def update(self, counter: StepCounter) -> None:
         """Let the update that was judged last enter what is learnt: it has taken place."""
-        before = self._before[counter] = []
+        self._before, self._entered = [], counter
         for judged in self._judged.pop(counter, {}).values():
             statistic, spikes = judged.statistic, judged.spikes
-            before.append((statistic, statistic.kept, statistic.usual))
+            self._before.append((statistic, statistic.kept, statistic.usual))
             with torch.no_grad():
                 if spikes.over_rule or len(judged.tensors) == len(statistic.tensors):
                     statistic.kept = judged.after
@@ -136,7 +139,7 @@ class SpikeTraps:
 
     def take_back(self, counter: StepCounter) -> None:
         """Take back what has entered last: it was a part of an update that goes on."""
-        for statistic, kept, usual in self._before.pop(counter, []):
+        for statistic, kept, usual in self._before if self._entered is counter else ():
             statistic.kept, statistic.usual = kept, usual
 
     def forget(self, counter: StepCounter) -> None:
