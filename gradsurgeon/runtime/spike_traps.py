@@ -106,6 +106,7 @@ class SpikeTraps:
         on_host = _torch.is_host(numbers)
 
         def tell(numbers: Tensor) -> None:
+            numbers = numbers.reshape(-1, len(judged.norms))
             (norms, passed), before = numbers[:2].tolist(), numbers[2:]
             if not all(map(math.isfinite, norms)):
                 log.emit("notice", LEFT_ALONE, rule=rule, step=step)
@@ -116,7 +117,7 @@ class SpikeTraps:
             if not on_host:
                 log.count_changed(rule, len(tensors) if judged.spikes.over_rule else cut)
 
-        log.when_read(numbers, tell)
+        log.when_read(numbers.flatten(), tell)
 
     def update(self, counter: StepCounter) -> None:
         """Let the update that was judged last enter what is learnt: it has taken place."""
