@@ -194,8 +194,8 @@ class Controller:
         self._steps += 1
         if self._steps == _SETTLED and self.steps.owned:
             self._tell_of_unowned()
-        context.recorder.end_step()
         self._lead_common(counter)
+        context.recorder.end_step()
 
     def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         try:
