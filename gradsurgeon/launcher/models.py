@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from gradsurgeon import _dist, api, planning
 from gradsurgeon.distributed.session_discovery import lacking
-from gradsurgeon.errors import BindError, RecordError, printable
+from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
@@ -170,8 +170,12 @@ class Models:
                 state |= {"step": step, "common_step": step, "steps": steps}
             session_state.load_state_dict(session.controller, state)
         except Exception as error:  # noqa: BLE001 # a damaged file raises anything: the script goes on
-            why = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
-            text = f"{printable(str(path))} cannot be resumed from: {printable(why.partition(chr(10))[0])}"
+            why = "it is damaged"
+            if isinstance(error, FileNotFoundError):
+                why = "this model, or this rank, has no state in that run"
+            elif isinstance(error, GradSurgeonError):
+                why = str(error)
+            text = f"{printable(str(path))} cannot be resumed from: {printable(why)}"
             if self.settings.strict:
                 launch_status.refuse()
                 say(f"error: {text}")
