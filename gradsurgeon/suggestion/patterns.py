@@ -1,6 +1,7 @@
 """Patterns that select some parameters and no others."""
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from itertools import pairwise
 
@@ -46,9 +47,11 @@ def _matched(text: str, known: Mapping[str, str]) -> set[str]:
 
 def _wide(names: Collection[str]) -> Iterator[str]:
     """Yield a star, the names with stars for numbers, and what they end and begin with."""
-    templates = list(dict.fromkeys(map(template_of, names)))
-    yield from ("*", *templates)
-    for parts in (template.split(".") for template in templates):
+    many = Counter(map(template_of, names))
+    # Of a single name the numbers are part of what it is called.
+    texts = dict.fromkeys(text if many[text := template_of(name)] > 1 else name for name in names)
+    yield from ("*", *texts)
+    for parts in (text.split(".") for text in texts):
         yield from (f"*.{'.'.join(parts[start:])}" for start in range(len(parts) - 1, 0, -1))
         yield from (f"{'.'.join(parts[:end])}.*" for end in range(1, len(parts)))
 

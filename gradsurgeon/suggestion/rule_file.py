@@ -35,13 +35,13 @@ class SuggestedRule(NamedTuple):
         for text in self._comments():
             lines = wrap(printable(text), _WIDTH, break_long_words=False, break_on_hyphens=False)
             yield from (f"  # {line}" for line in lines)
-        follows, value = self.threshold.follows, self.threshold.value
+        drift, value = self.threshold.drift, self.threshold.value
         yield f"  - id: {self.id}"
-        yield f"    action: {'spike-trap' if follows else 'clip-norm'}"
+        yield f"    action: {'spike-trap' if drift else 'clip-norm'}"
         first, *more = map(_quoted, self.patterns)
         yield f"    params: {first}" if not more else "    params:"
         yield from (f"      - {text}" for text in (first, *more) if more)
-        if follows:
+        if drift:
             yield "    per: rule"
             yield f"    above: {{sigmas: {value!r}, beta: {BETA}, warmup: {WARMUP}}}"
             yield "    then: clip"
@@ -60,13 +60,13 @@ class SuggestedRule(NamedTuple):
             f"{count(len(norms.norms), 'step')} from {norms.first} to {norms.last}"
             f"{left_out and f', without {left_out}'}"
         )
-        if not one.follows:  # what is not stationary has said so
+        if not one.drift:  # what is not stationary has said so
             first, second = one.halves
             yield (
                 f"{percent(1 - self.share)} quantile of their norm: {one.quantile:.4g} (first half {first:.4g}, "
                 f"second half {second:.4g})"
             )
-        after = " after the warm-up" if one.follows else ""
+        after = " after the warm-up" if one.drift else ""
         share = percent(one.bites / one.steps)
         yield f"would have bitten in {one.bites:,} of {count(one.steps, 'step')}{after}: {share}"
 

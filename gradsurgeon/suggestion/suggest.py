@@ -60,7 +60,7 @@ def suggest(run: Run, share: float) -> Suggestion:
                 without[", ".join(patterns)] = reason
                 continue
             found = threshold(norms.norms, share)
-            name = rule_id("spikes" if found.follows else "clip", patterns, rules)
+            name = rule_id("spikes" if found.drift else "clip", patterns, rules)
             doubts = (*_doubts(norms, found, share), *_edited_before(run, series.key, group))
             rules[name] = SuggestedRule(
                 name, patterns, len(group), series.key, norms, found, share, doubts
@@ -111,11 +111,11 @@ def _why_none(norms: GroupNorms, share: float) -> str:
 
 
 def _doubts(norms: GroupNorms, found: Threshold, share: float) -> Iterator[str]:
-    if found.follows:
-        (first, second), (in_second, in_first) = found.halves, map(percent, found.crossed)
+    if drift := found.drift:
+        (first, second), (in_second, in_first) = drift.quantiles, map(percent, drift.crossed)
         yield (
-            f"not stationary: the {percent(1 - share)} quantile of the first half, {first:.4g}, would have bitten "
-            f"in {in_second} of the second, and that of the second, {second:.4g}, in {in_first} of the first"
+            f"not stationary: the {percent(1 - drift.share)} quantile of the first half, {first:.4g}, would have "
+            f"bitten in {in_second} of the second, and that of the second, {second:.4g}, in {in_first} of the first"
         )
         if len(norms.norms) < (norms.last - norms.first + 1) / 2:
             yield "norms of few steps: the statistic of the rule moves in every step, and was tried on these"

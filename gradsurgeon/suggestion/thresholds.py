@@ -2,43 +2,60 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import lt
 from typing import NamedTuple
 
 from gradsurgeon.suggestion.spike_statistic import WARMUP, let_through
 
-# Of ten bites expected, six to fourteen come by chance: of fewer nobody can say what the share is.
+# Of ten bites expected, half as many or twice as many come by chance.
 ENOUGH_BITES = 10
-# Of fewer norms a statistic that starts with 25 of them has seen nothing.
+# Of fewer norms a statistic that starts with the first of them has seen nothing.
 _LEAST_STEPS = 2 * WARMUP
-# `clip-norm` divides by the norm and this.
+# What `clip-norm` adds to a norm before it divides by it.
 _EPSILON = 1e-6
-# Norms that more would tell apart are alike: what has been clipped is so, but for rounding.
+# Norms that more digits would tell apart are alike: what has been clipped is so, but for rounding.
 _DIGITS = range(2, 6)
 _ALIKE = 1e-4
+# The halves lie half a run apart, and this run and the next one a whole run: where the share changes by
+# this factor between the halves, it can change by a factor of two until the next run.
+_CHANGE = math.sqrt(2)
+# More norms lie above a lower quantile: it tells sooner whether they drift.
+_MANY = 0.2
+
+
+class Drift(NamedTuple):
+    """How the halves of a run disagree.
+
+    Attributes:
+        share: of the norms of each half that are above its quantile.
+        quantiles: of the first and of the second half.
+        crossed: the share of the second half that is above the quantile of the first, and the other way round.
+    """
+
+    share: float
+    quantiles: tuple[float, float]
+    crossed: tuple[float, float]
 
 
 class Threshold(NamedTuple):
     """A threshold, and what it would have done.
 
     Attributes:
-        follows: whether it is that of a `spike-trap`, in standard deviations; or else a fixed `max_norm`.
-        value: the threshold.
+        value: a fixed `max_norm`, or the standard deviations of a `spike-trap` where there is a drift.
         bites: in how many steps it would have bitten.
         steps: of how many.
         quantile: the norm that the asked share of all steps was above.
         halves: the same of the first and of the second half.
-        crossed: in which share of the other half that of each half would have bitten.
+        drift: why no fixed threshold would last; ``None`` where it would.
     """
 
-    follows: bool
     value: float
     bites: int
     steps: int
     quantile: float
     halves: tuple[float, float]
-    crossed: tuple[float, float]
+    drift: Drift | None
 
 
 def least_steps(share: float) -> int:
@@ -49,12 +66,11 @@ def least_steps(share: float) -> int:
 def threshold(norms: Sequence[float], share: float) -> Threshold:
     """Return a fixed threshold where the halves of the norms agree on it, and else one that follows."""
     middle = len(norms) // 2
-    ordered, *halves = (sorted(part) for part in (norms, norms[:middle], norms[middle:]))
-    whole, first, second = (quantile(part, share) for part in (ordered, *halves))
-    others = ((first, halves[1]), (second, halves[0]))
-    shares = [_above(other, bound) / len(other) for bound, other in others]
-    alike = math.isclose(first, second, rel_tol=_ALIKE)
-    if follows := not alike and _drifts(shares, share, middle):
+    ordered, first, second = map(sorted, (norms, norms[:middle], norms[middle:]))
+    whole, halves = quantile(ordered, share), (quantile(first, share), quantile(second, share))
+    drifts = (_drift(first, second, part) for part in (share, max(share, _MANY)))
+    drift = next(filter(None, drifts), None)
+    if drift:
         steps = max(1, sum(norm > 0 for norm in norms) - WARMUP)
         value, bites = _sigmas(norms, share * steps)
     else:
@@ -62,7 +78,7 @@ def threshold(norms: Sequence[float], share: float) -> Threshold:
         value, bites = _rounded(
             whole + _EPSILON, lambda bound: _above(ordered, bound - _EPSILON), share * steps
         )
-    return Threshold(follows, value, bites, steps, whole, (first, second), (shares[0], shares[1]))
+    return Threshold(value, bites, steps, whole, halves, drift)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -75,14 +91,19 @@ def _above(ordered: Sequence[float], bound: float) -> int:
     return len(ordered) - bisect_right(ordered, bound)
 
 
-def _drifts(crossed: Iterable[float], share: float, steps: int) -> bool:
-    """Tell whether the quantile of one half bites far too often, or too seldom, in the other one."""
-    # The quantile and the count are each taken from about so many norms. Twice their error by chance is
-    # allowed where that is more than a factor of two.
-    asked = share * steps
-    factor = max(2.0, math.exp(min(2 * math.sqrt(2 / asked), 50)))
+def _drift(first: Sequence[float], second: Sequence[float], share: float) -> Drift | None:
+    """Return how the halves disagree, each in ascending order, where that is no chance."""
+    start, end = quantile(first, share), quantile(second, share)
+    asked = share * len(first)
+    # The quantile and the count both err by chance, and twice as much as usual is no drift.
+    error = math.sqrt(2 * (1 - share) / asked)
+    most = max(_CHANGE, math.exp(min(2 * error, 50)))
+    counts = _above(second, start), _above(first, end)
     # One more or less says nothing where few are asked for.
-    return not all(asked / factor - 1 <= found * steps <= asked * factor for found in crossed)
+    agree = all(asked / most - 1 <= found <= asked * most + 1 for found in counts)
+    if agree or math.isclose(start, end, rel_tol=_ALIKE):
+        return None
+    return Drift(share, (start, end), (counts[0] / len(second), counts[1] / len(first)))
 
 
 def _sigmas(norms: Sequence[float], asked: float) -> tuple[float, int]:

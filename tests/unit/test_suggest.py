@@ -13,6 +13,7 @@ import yaml
 from runs import meta, values, write
 
 from gradsurgeon import Event, RecordError
+from gradsurgeon.actions import ACTIONS
 from gradsurgeon.match import compile_pattern, select
 from gradsurgeon.review import lint
 from gradsurgeon.store import Key
@@ -58,7 +59,7 @@ class TestThreshold:
     def test_it_bites_in_the_share_of_steps_that_was_asked(self, share: float) -> None:
         norms = calm(0, steps=5000)
         found = threshold(norms, share)
-        assert not found.follows
+        assert found.drift is None
         bites = sum(norm + 1e-6 > found.value for norm in norms)
         assert bites == found.bites == pytest.approx(share * 5000, rel=0.1)
         assert len(repr(found.value).replace(".", "").lstrip("0")) <= 4
@@ -70,24 +71,33 @@ class TestThreshold:
         assert found.bites == pytest.approx(40, rel=0.1)
 
     def test_halves_that_agree_by_chance_alone_are_stationary(self) -> None:
-        assert sum(threshold(calm(seed), 0.01).follows for seed in range(40)) <= 4
-        assert sum(threshold(calm(seed, steps=300), 0.01).follows for seed in range(40)) <= 4
+        assert sum(threshold(calm(seed), 0.01).drift is not None for seed in range(40)) <= 4
+        assert (
+            sum(threshold(calm(seed, steps=300), 0.01).drift is not None for seed in range(40)) <= 4
+        )
 
     @pytest.mark.parametrize("seed", range(5))
     def test_norms_that_fall_are_not_stationary_and_the_threshold_follows(self, seed: int) -> None:
         norms = falling(seed)
         found = threshold(norms, 0.02)
-        assert found.follows
+        assert found.drift is not None
+        assert found.halves == found.drift.quantiles
         assert found.halves[0] > 1.2 * found.halves[1]
-        assert found.crossed[0] < 0.01
-        assert found.crossed[1] > 0.04
+        assert found.drift.crossed[0] < 0.01
+        assert found.drift.crossed[1] > 0.04
         allowed = list(let_through(norms, found.value))
         bites = sum(a < norm for a, norm in zip(allowed, norms, strict=True))
         assert bites == found.bites == pytest.approx(0.02 * found.steps, rel=0.1)
         assert found.steps == STEPS - 25
 
+    def test_a_drift_that_the_few_largest_norms_do_not_show(self) -> None:
+        norms = [norm * (1 + 0.2 * step / STEPS) for step, norm in enumerate(calm(1))]
+        drift = threshold(norms, 0.005).drift
+        assert drift is not None
+        assert drift.share == 0.2
+
     def test_norms_that_rise_are_not_stationary(self) -> None:
-        assert threshold(falling(0)[::-1], 0.02).follows
+        assert threshold(falling(0)[::-1], 0.02).drift is not None
 
 
 def behaviour(name: str, norm: float, spread: float = 0.2, drift: float = 1.0) -> Behaviour:
@@ -327,6 +337,12 @@ class TestFile:
         (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
         assert lint(str(tmp_path / "rules.yaml")) == []
         assert len(rules_of(text)) == len(odd) + 1
+
+    @pytest.mark.skipif("spike-trap" not in ACTIONS, reason="needs the action `spike-trap`")
+    def test_lint_finds_nothing_where_the_threshold_follows(self, tmp_path: pathlib.Path) -> None:
+        text = suggestion(recorded(tmp_path / "run", w=falling(0))).text
+        (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
+        assert lint(str(tmp_path / "rules.yaml")) == []
 
     def test_a_name_in_a_comment_stays_in_it(self, tmp_path: pathlib.Path) -> None:
         dead = {f"{'n' * 90} {number}\n  - id: evil": [0.0] * STEPS for number in range(3)}
