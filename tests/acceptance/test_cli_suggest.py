@@ -89,11 +89,14 @@ def test_only_a_suggestion_is_written_over(here: pathlib.Path) -> None:
         (("run", "--bites", "0"), "'0' is no share of the steps: a number above 0 and below 1"),
         (("run", "--bites", "1"), "'1' is no share"),
         (("run", "--bites", "nan"), "'nan' is no share"),
-        (("run", "--bites", "1e-4"), "1,000 steps say nothing of a share of 0.01%: it takes 10,000"),
+        (
+            ("run", "--bites", "1e-4"),
+            "1,000 steps say nothing of a share of 0.01%: it takes 10,000",
+        ),
         (("run", "-o", "no/folder"), "cannot write no/folder: No such file"),
         (("several",), "several: is no run itself; name one of the runs inside: several/Net"),
     ],
-)  # fmt: skip
+)
 def test_what_it_cannot_do(here: pathlib.Path, arguments: tuple[str, ...], problem: str) -> None:
     write(here / "several" / "Net", {"w": norms(0)}, point="step").close()
     done = call_here("suggest", *arguments, cwd=here)
@@ -113,12 +116,16 @@ def test_plan_and_diff_take_it_from_there(here: pathlib.Path) -> None:
     names = ("fc1.weight", "fc2.weight", "fc1.bias")
     shape = {"aliases": [], "shape": [2, 2], "dtype": "float32", "requires_grad": True}
     entries = [{"name": name, **shape, "module_type": ["Linear"]} for name in names]
-    (here / "params.json").write_text(json.dumps({**params, "hash": f"sha256:{'0' * 64}", "params": entries}))  # fmt: skip
+    (here / "params.json").write_text(
+        json.dumps({**params, "hash": f"sha256:{'0' * 64}", "params": entries})
+    )
     call_here(*SUGGEST, "-o", "clips.yaml", cwd=here)
     rules = 'version: 1\nrules:\n  - {id: trap, action: nan-trap, params: "*"}\n'
     (here / "old.yaml").write_text(rules)
     (here / "new.yaml").write_text(rules.replace("\n", "\ninclude: [clips.yaml]\n", 1))
-    planned = call_here("plan", "clips.yaml", "--params", "params.json", "--format", "json", cwd=here)  # fmt: skip
+    planned = call_here(
+        "plan", "clips.yaml", "--params", "params.json", "--format", "json", cwd=here
+    )
     bound = {rule["id"]: rule["params"] for rule in json.loads(planned.stdout)["rules"]}
     assert bound == {"clip-fc-weight": ["fc1.weight", "fc2.weight"], "clip-fc1-bias": ["fc1.bias"]}
     changed = call_here("diff", "old.yaml", "new.yaml", "--params", "params.json", cwd=here)
@@ -143,7 +150,9 @@ def test_the_guide_shows_what_it_prints(tmp_path: pathlib.Path) -> None:
     done = call_here(*arguments.split(), cwd=tmp_path)
     assert done.returncode == 1
     # Another machine rounds other last digits.
-    shown, found = (re.sub(r"[\d.,]*\d", "N", text) for text in (output, (tmp_path / "clips.yaml").read_text()))  # fmt: skip
+    shown, found = (
+        re.sub(r"[\d.,]*\d", "N", text) for text in (output, (tmp_path / "clips.yaml").read_text())
+    )
     assert shown == found
 
 

@@ -7,7 +7,9 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import torch
 
+import gradsurgeon
 from gradsurgeon.suggestion.spike_statistic import let_through
 
 
@@ -58,3 +60,14 @@ def test_a_spike_does_not_raise_the_bar_as_its_norm_would() -> None:
     (*_, first, second) = let_through([*calm, 1000.0, 1000.0], 2.5)
     assert 1.0 < first < 1.3
     assert first < second < 1.5
+
+
+def test_it_is_the_statistic_of_the_rule() -> None:
+    norms = [*history(2), 0.0, math.nan, *history(3)]
+    rule = {"id": "spikes", "params": "*", "above": {"sigmas": 2.0}}
+    bound = gradsurgeon.SpikeTrap.model_validate(rule).compile().bound
+    kept, passed = torch.zeros(bound.rows, 1, dtype=torch.float64), []
+    for norm in norms:
+        allowed, kept = bound.advance(kept, torch.tensor([norm], dtype=torch.float64))
+        passed.append(allowed.item())
+    assert passed == pytest.approx(list(let_through(norms, 2.0)), rel=1e-9, nan_ok=True)

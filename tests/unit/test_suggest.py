@@ -151,11 +151,14 @@ class TestPatterns:
             ([n for n in NAMES if n.endswith("q.weight")], ["h.*.q.weight"]),
             ([f"h.{n}.q.weight" for n in range(4)], ["h.{0..3}.q.weight"]),
             ([f"h.{n}.k.bias" for n in (0, 1, 2, 7, 8, 9)], ["h.{0..2}.k.bias", "h.{7..9}.k.bias"]),
-            ([f"moe.{a}.experts.{b}.w" for a in (0, 1) for b in (1, 2)], ["moe.{0..1}.experts.{1..2}.w"]),
+            (
+                [f"moe.{a}.experts.{b}.w" for a in (0, 1) for b in (1, 2)],
+                ["moe.{0..1}.experts.{1..2}.w"],
+            ),
             (["embed.weight"], ["embed.weight"]),
             (["a+b.w", "w[0]"], [r"re:a\+b\.w", r"re:w\[0\]"]),
         ],
-    )  # fmt: skip
+    )
     def test_what_is_written(self, names: list[str], patterns: list[str]) -> None:
         assert patterns_of(names, dict(zip(NAMES, NAMES, strict=True))) == patterns
 
@@ -251,12 +254,20 @@ class TestFile:
         (rule,) = rules_of(text)
         bound = rule.pop("max_norm")
         assert isinstance(bound, float)
-        assert rule == {"id": "clip-all", "action": "clip-norm", "params": "*", "at": "step", "per": "rule"}  # fmt: skip
+        assert rule == {
+            "id": "clip-all",
+            "action": "clip-norm",
+            "params": "*",
+            "at": "step",
+            "per": "rule",
+        }
         bites = sum(2**0.5 * norm + 1e-6 > bound for norm in norms)
         assert bites == pytest.approx(40, rel=0.1)
         comments = [line.strip("# ") for line in text.splitlines() if line.startswith("  #")]
         assert comments[0] == "2 parameters, by `norms` at step: 2,000 steps from 0 to 1999"
-        assert re.fullmatch(r"98% quantile of their norm: \S+ \(first half \S+, second half \S+\)", comments[1])  # fmt: skip
+        assert re.fullmatch(
+            r"98% quantile of their norm: \S+ \(first half \S+, second half \S+\)", comments[1]
+        )
         assert comments[2].startswith(f"would have bitten in {bites} of 2,000 steps: ")
         assert (summary, findings) == ("1 rule for 2 parameters", [])
 
@@ -267,7 +278,13 @@ class TestFile:
         above = spikes.pop("above")
         assert isinstance(above, dict)
         assert above == {"sigmas": pytest.approx(2.5, abs=1), "beta": 0.97, "warmup": 25}
-        assert spikes == {"id": "spikes-falling", "action": "spike-trap", "params": "falling", "per": "rule", "then": "clip"}  # fmt: skip
+        assert spikes == {
+            "id": "spikes-falling",
+            "action": "spike-trap",
+            "params": "falling",
+            "per": "rule",
+            "then": "clip",
+        }
         assert "\n  # not stationary: the 98% quantile of the first half, " in text
         assert [re.match("spikes-falling: not stationary: ", text) for text in findings] != [None]
         assert len(findings) == 1
@@ -308,15 +325,21 @@ class TestFile:
     ) -> None:
         more = {
             "mode": mode,
-            "roles": {"first": {"role": "edit"}, "norms": {"role": "observe"}, "last": {"role": "edit"}},
+            "roles": {
+                "first": {"role": "edit"},
+                "norms": {"role": "observe"},
+                "last": {"role": "edit"},
+            },
             "plan": {"rules": [], "chains": {"w": ["first", "norms", "last"]}},
-        }  # fmt: skip
+        }
         writer = RunWriter(tmp_path, meta=meta(("w",), **more))
         for step, norm in enumerate(calm(0)):
             writer.add(Key("norms", "l2", "step", ("w",)), step, values(norm))
         writer.close()
         findings = suggestion(tmp_path).findings
-        assert ["clip-all: edited before it was measured, by `first`: " in f for f in findings] == [True] * told  # fmt: skip
+        assert ["clip-all: edited before it was measured, by `first`: " in f for f in findings] == [
+            True
+        ] * told
 
     def test_lint_finds_nothing_whatever_the_names(self, tmp_path: pathlib.Path) -> None:
         odd = [
