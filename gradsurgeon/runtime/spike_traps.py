@@ -67,8 +67,12 @@ class SpikeTraps:
             each = each.masked_fill(overflow.to(each.device).bool(), math.nan)
         norms = torch.linalg.vector_norm(each, keepdim=True) if spikes.over_rule else each
         statistic = self._statistic(bound_rule, spikes, each.device)
-        columns = _torch.integers(tuple(bound_rule.columns(tensors)), each.device)
-        kept = statistic.kept if spikes.over_rule else statistic.kept[:, columns]
+        columns = None
+        if len(tensors) < len(bound_rule.tensors):
+            columns = _torch.integers(tuple(bound_rule.columns(tensors)), each.device)
+        kept = statistic.kept
+        if columns is not None and not spikes.over_rule:
+            kept = kept[:, columns]
         passed, after = spikes.bound.advance(kept, norms)
         return JudgedNorms(
             bound_rule, spikes, statistic, tuple(tensors), columns, each, norms, passed, after
@@ -82,9 +86,9 @@ class SpikeTraps:
         Where counters have exchanged tensors since, an optimizer goes on with what has been learnt of them.
         """
         rule, tensors = bound_rule.rule.id, bound_rule.tensors
-        earlier = [self.statistics.get((rule, tensor)) for tensor in tensors]
-        statistic = earlier[0]
+        statistic = self.statistics.get((rule, tensors[0]))
         if statistic is None or statistic.tensors != tensors:
+            earlier = [self.statistics.get((rule, tensor)) for tensor in tensors]
             statistic = regrouped(spikes, tensors, earlier)
             self.statistics.update({(rule, tensor): statistic for tensor in tensors})
         if statistic.kept.device != device:
@@ -188,7 +192,7 @@ class SpikeTraps:
         for judged in self._judged.pop(counter, {}).values():
             statistic, spikes = judged.statistic, judged.spikes
             with torch.no_grad():
-                if spikes.over_rule or len(judged.tensors) == len(statistic.tensors):
+                if spikes.over_rule or judged.columns is None:
                     statistic.kept = judged.after
                 else:
                     statistic.kept = statistic.kept.index_copy(1, judged.columns, judged.after)
