@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from itertools import chain
@@ -451,13 +452,16 @@ def test_the_report_names_the_layer_at_which_gradients_begin_to_grow(per: str) -
     (line,) = [line for line in str(error).splitlines() if "begins at" in line]
     assert line.startswith("in the order of backward it begins at layers.2.")
     assert "; layers.3." in line
+    grown, before = map(float, re.findall(r"\(([\d.]+) times its running mean\)", line))
+    assert 30 < grown < 150
+    assert 0.5 < before < 1.5
 
 
 @pytest.mark.parametrize("per", ["rule", "parameter"])
 def test_the_report_says_where_all_of_it_came_with_the_loss(per: str) -> None:
     text = str(stopped("loss", per=per))
     (line,) = [line for line in text.splitlines() if "the first gradient of the backward" in line]
-    assert "(layers.5." in line
+    assert "already, layers.5." in line
     assert "came with the loss" in line
 
 
