@@ -260,6 +260,11 @@ class TestFile:
         assert comments[2].startswith(f"would have bitten in {bites} of 2,000 steps: ")
         assert (summary, findings) == ("1 rule for 2 parameters", [])
 
+    def test_norms_before_the_clip_of_the_script_are_told_of(self, tmp_path: pathlib.Path) -> None:
+        write(tmp_path, {"w": calm(0)}, point="accumulated").close()
+        text = suggestion(tmp_path).text
+        assert "at accumulated, before any clip of the script's own: 2,000 steps" in text
+
     def test_not_stationary(self, tmp_path: pathlib.Path) -> None:
         text, _, findings = suggestion(recorded(tmp_path, calm=calm(0), falling=falling(1)))
         clip, spikes = rules_of(text)
@@ -294,6 +299,33 @@ class TestFile:
         assert findings[0] == "no rule for dead: the norm is hardly ever above 0"
         assert findings[1].startswith("no rule for rare: 9 steps say nothing of a share of 2%")
         assert all(f"# {finding}\n" in text for finding in findings)
+
+    def test_parameters_without_a_gradient_are_a_note(self, tmp_path: pathlib.Path) -> None:
+        none: list[float | None] = [None] * STEPS
+        recorded(tmp_path / "some", h__0__w=none, h__1__w=none, head=calm(0))
+        text, summary, findings = suggestion(tmp_path / "some")
+        assert "# no gradient: h.*.w\n" in text
+        assert (summary, findings) == ("1 rule for 1 parameter", [])
+        recorded(tmp_path / "all", w=none)
+        with pytest.raises(RecordError, match="all: no gradients were recorded"):
+            suggestion(tmp_path / "all")
+
+    def test_several_ranks(self, tmp_path: pathlib.Path) -> None:
+        writers = [write(tmp_path, {"w": calm(rank)}, rank=rank, point="step") for rank in (0, 1)]
+        for writer in writers:
+            writer.close()
+        text, summary, _ = suggestion(tmp_path)
+        assert "\n# 2 ranks: of each parameter the norms of the lowest that has it\n" in text
+        assert summary == "1 rule for 1 parameter"
+
+    def test_a_plan_that_is_damaged(self, tmp_path: pathlib.Path) -> None:
+        more = {"roles": {"norms": 1}, "plan": {"chains": {"w": [{}, "norms"]}}}
+        model = {"params": [{"name": "w", "aliases": 1}]}
+        writer = RunWriter(tmp_path, meta={**meta(("w",), **more), "model": model})
+        for step, norm in enumerate(calm(0)):
+            writer.add(Key("norms", "l2", "step", ("w",)), step, values(norm))
+        writer.close()
+        assert suggestion(tmp_path).findings == []
 
     @pytest.mark.parametrize("rounding", [0.0, 1e-7])
     def test_norms_that_were_clipped_already(self, tmp_path: pathlib.Path, rounding: float) -> None:
