@@ -198,8 +198,8 @@ class TestWhatIsUsed:
         self, tmp_path: pathlib.Path
     ) -> None:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta(("w", "b", "c"))) for rank in (0, 1)]
-        for writer, names in zip(writers, (("w", "b"), ("w", "c")), strict=True):
-            for step in range(4):
+        for writer, names in zip(writers, (("w", "b"), ("b", "c")), strict=True):
+            for step in range(4 + writer.rank):
                 writer.add(Key("norms", "l2", "accumulated", names), step, values(1.0, 2.0))
                 writer.add(Key("norms", "linf", "step", names), step, values(1.0, 2.0))
                 if writer.rank == 0 and step < 2:
@@ -235,6 +235,15 @@ class TestWhatIsUsed:
         writer.close()
         rules = rules_of(suggestion(tmp_path).text)
         assert [rule["params"] for rule in rules] == ["g.w", "d.w"]
+
+    def test_more_optimizers_than_anybody_reads_rules_for(self, tmp_path: pathlib.Path) -> None:
+        names = [f"h.{number}.w" for number in range(25)]
+        writer = RunWriter(tmp_path, meta=meta(names))
+        for name in names:
+            writer.add(Key("norms", "l2", "step", (name,)), 0, values(1.0))
+        writer.close()
+        with pytest.raises(RecordError, match="25 optimizers share the parameters"):
+            suggestion(tmp_path)
 
     def test_a_run_without_norms(self, tmp_path: pathlib.Path) -> None:
         write(tmp_path, {"w": [1.0] * 9}, point="backward").close()
@@ -276,6 +285,13 @@ class TestFile:
         assert "\n  # not stationary: the 98% quantile of the first half, " in text
         assert [re.match("spikes-falling: not stationary: ", text) for text in findings] != [None]
         assert len(findings) == 1
+
+    def test_norms_of_one_step_in_many(self, tmp_path: pathlib.Path) -> None:
+        writer = RunWriter(tmp_path, meta=meta(("w",)))
+        for number, norm in enumerate(falling(0)):
+            writer.add(Key("norms", "l2", "step", ("w",)), 50 * number, values(norm))
+        writer.close()
+        assert "spikes-all: norms of few steps: " in "\n".join(suggestion(tmp_path).findings)
 
     def test_few_steps_are_told_of_and_too_few_are_refused(self, tmp_path: pathlib.Path) -> None:
         recorded(tmp_path / "few", w=calm(0, steps=300))
@@ -376,9 +392,11 @@ class TestFile:
         (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
         assert lint(str(tmp_path / "rules.yaml")) == []
 
-    def test_a_name_in_a_comment_stays_in_it(self, tmp_path: pathlib.Path) -> None:
+    def test_what_a_comment_quotes_stays_in_it(self, tmp_path: pathlib.Path) -> None:
+        write(tmp_path / "rule", {"w": calm(0)}, point="step", rule="x\x1b[2J\x85- id: y").close()
+        assert r"by `x\x1b[2J\x85- id: y` at step" in suggestion(tmp_path / "rule").text
         dead = {f"{'n' * 90} {number}\n  - id: evil": [0.0] * STEPS for number in range(3)}
-        write(tmp_path, {"w": calm(0), **dead}, point="step").close()
-        text = suggestion(tmp_path).text
+        write(tmp_path / "names", {"w": calm(0), **dead}, point="step").close()
+        text = suggestion(tmp_path / "names").text
         assert [rule["params"] for rule in rules_of(text)] == ["w"]
         assert "evil" in text.splitlines()[1]
