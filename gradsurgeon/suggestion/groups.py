@@ -14,12 +14,12 @@ _Measured: TypeAlias = list[tuple[Sequence[float], _T]]
 
 # In a group the largest median is at most so many times the smallest one; so it is with spread and drift.
 _MOST = tuple(map(math.log, (4.0, 3.0, 1.3)))
-_NUMBER = re.compile(r"[0-9]{1,18}")
+NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 def template_of(name: str) -> str:
     """Return a name with a star for each number."""
-    return _NUMBER.sub("*", name)
+    return NUMBER.sub("*", name)
 
 
 def groups_of(behaviours: Sequence[Behaviour], most: int) -> list[list[str]]:
@@ -28,6 +28,8 @@ def groups_of(behaviours: Sequence[Behaviour], most: int) -> list[list[str]]:
     Names that differ in numbers only belong together, unless some of them behave differently. What is found
     so is joined with what else behaves like it. Where that leaves more than ``most`` groups, they get wider.
     """
+    if not behaviours:
+        return []
     templates: dict[str, list[Behaviour]] = {}
     for one in behaviours:
         templates.setdefault(template_of(one.name), []).append(one)

@@ -9,9 +9,7 @@ from gradsurgeon._expressions import PatternError
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.table import fold_names
-from gradsurgeon.suggestion.groups import template_of
-
-_NUMBER = re.compile(r"[0-9]{1,18}")
+from gradsurgeon.suggestion.groups import NUMBER, template_of
 
 
 def patterns_of(names: Collection[str], known: Mapping[str, str]) -> list[str]:
@@ -61,7 +59,7 @@ def _ranges(names: Collection[str]) -> Iterator[str]:
     yield from fold_names(names)
     runs: list[list[str]] = []
     numbered = sorted(
-        (template_of(name), [*map(int, _NUMBER.findall(name))], name) for name in names
+        (template_of(name), [*map(int, NUMBER.findall(name))], name) for name in names
     )
     for before, (template, numbers, name) in pairwise([("", [0], ""), *numbered]):
         steps = template == before[0] and [

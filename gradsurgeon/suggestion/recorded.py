@@ -19,7 +19,7 @@ STAT = "l2"
 _POINTS = ("accumulated", "step")  # the better one last: there a norm is that of the final gradient
 _SKIPS = frozenset({"skipped-step", "scaler-skip"})
 # Values that tell how parameters behave, and rows of them even of a model with many parameters.
-_SAMPLED, _LEAST_ROWS = 2**20, 64
+_SAMPLED, _LEAST_ROWS = 2**22, 64
 _TINY = 1e-38  # below it a float32 loses its digits
 
 

@@ -55,8 +55,10 @@ class SuggestedRule(NamedTuple):
         yield from self.doubts
         out = {"skipped": norms.skipped, "not finite": norms.nonfinite}
         left_out = ", ".join(f"{number:,} {what}" for what, number in out.items() if number)
+        point = {"accumulated": "accumulated, before any clip of the script's own"}
         yield (
-            f"{count(self.params, 'parameter')}, by `{self.key.rule}` at {self.key.point}: "
+            f"{count(self.params, 'parameter')}, by `{self.key.rule}` at "
+            f"{point.get(self.key.point, self.key.point)}: "
             f"{count(len(norms.norms), 'step')} from {norms.first} to {norms.last}"
             f"{left_out and f', without {left_out}'}"
         )
@@ -67,12 +69,12 @@ class SuggestedRule(NamedTuple):
                 f"second half {second:.4g})"
             )
         after = " after the warm-up" if one.drift else ""
-        share = percent(one.bites / one.steps)
+        share = f"{100 * one.bites / one.steps:.3g}%"
         yield f"would have bitten in {one.bites:,} of {count(one.steps, 'step')}{after}: {share}"
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.4g}%"
+    return f"{100 * share:.6g}%"
 
 
 def rule_id(action: str, patterns: Sequence[str], taken: Collection[str]) -> str:

@@ -45,15 +45,16 @@ def suggest(run: Run, share: float) -> Suggestion:
         remedy = "record them with a `norm-log` rule, `at: step`"
         raise RecordError(f"{where}: has no l2 norms of parameters: {remedy}")
     if len(used) > _MOST_RULES:
-        reason = (
-            f"{len(used)} optimizers share the parameters, and each would need rules of its own"
-        )
-        raise RecordError(f"{where}: {reason}: use `per: parameter`")
+        reason = f"{len(used)} optimizers share the parameters: each would need a rule of its own"
+        raise RecordError(f"{where}: {reason}")
     known, skipped = _known(run), skipped_steps(run)
     rules: dict[str, SuggestedRule] = {}
     without: dict[str, str] = {}
+    silent: list[str] = []
     for series, names in used.items():
-        groups = groups_of(behaviours(series, names), _MOST_RULES // len(used))
+        alive = behaviours(series, names)
+        silent += sorted({*names} - {one.name for one in alive})
+        groups = groups_of(alive, _MOST_RULES // len(used))
         for group, norms in zip(groups, group_norms(series, groups, skipped), strict=True):
             patterns = patterns_of(group, known)
             if reason := _why_none(norms, share):
@@ -69,20 +70,21 @@ def suggest(run: Run, share: float) -> Suggestion:
         reasons = "; ".join(dict.fromkeys(without.values())) or "no gradients were recorded"
         raise RecordError(f"{where}: {reasons}")
     missing = [f"no rule for {names}: {reason}" for names, reason in without.items()]
-    return _written(run, share, list(rules.values()), missing)
+    notes = [f"no gradient: {', '.join(patterns_of(silent, known))}"] if silent else []
+    return _written(run, share, list(rules.values()), missing, notes)
 
 
 def _written(
-    run: Run, share: float, rules: Sequence[SuggestedRule], without: Sequence[str]
+    run: Run,
+    share: float,
+    rules: Sequence[SuggestedRule],
+    without: Sequence[str],
+    notes: Sequence[str],
 ) -> Suggestion:
-    head = [
-        f"{MARK} from {run.path}: thresholds that would have bitten in {percent(share)} of the steps."
-    ]
-    if len(run.ranks) > 1:
-        head.append(
-            f"# {len(run.ranks)} ranks: the norms of each parameter are those of the lowest that has it."
-        )
-    head += [f"# {text}" for text in without]
+    said = f"from {run.path}: thresholds that would have bitten in {percent(share)} of the steps"
+    if (ranks := len(run.ranks)) > 1:
+        notes = (f"{ranks} ranks: of each parameter the norms of the lowest that has it", *notes)
+    head = [f"{MARK} {said}", *(f"# {text}" for text in (*notes, *without))]
     body = ("\n".join(rule.lines()) for rule in rules)
     text = "\n".join([*map(printable, head), "version: 1", "rules:", "\n\n".join(body), ""])
     params = sum(rule.params for rule in rules)
@@ -94,8 +96,9 @@ def _written(
 def _known(run: Run) -> dict[str, str]:
     """Return by any name of a parameter its canonical one."""
     known = {name: name for name in run.params}
-    for param in section(run.meta, "model").get("params", ()):
-        known |= {str(alias): param["name"] for alias in param.get("aliases") or ()}
+    for param in section(run.meta, "model").get("params") or ():
+        if isinstance(aliases := param.get("aliases"), list):
+            known |= {str(alias): param["name"] for alias in aliases}
     return known
 
 
@@ -138,7 +141,8 @@ def _edited_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         chain = chains.get(name)
         if isinstance(chain, list) and key.rule in chain:
-            before |= edits.intersection(chain[: chain.index(key.rule)])
+            earlier = chain[: chain.index(key.rule)]
+            before |= {rule for rule in edits if rule in earlier}
     if before and run.meta.get("mode") != "observe":
         listed = ", ".join(f"`{rule}`" for rule in sorted(before))
         yield f"edited before it was measured, by {listed}: record with `--observe` to see what comes in"

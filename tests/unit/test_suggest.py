@@ -201,8 +201,8 @@ class TestWhatIsUsed:
         self, tmp_path: pathlib.Path
     ) -> None:
         writers = [RunWriter(tmp_path, rank=rank, meta=meta(("w", "b", "c"))) for rank in (0, 1)]
-        for writer, names in zip(writers, (("w", "b"), ("w", "c")), strict=True):
-            for step in range(4):
+        for writer, names in zip(writers, (("w", "b"), ("b", "c")), strict=True):
+            for step in range(4 + writer.rank):
                 writer.add(Key("norms", "l2", "accumulated", names), step, values(1.0, 2.0))
                 writer.add(Key("norms", "linf", "step", names), step, values(1.0, 2.0))
                 if writer.rank == 0 and step < 2:
@@ -239,6 +239,15 @@ class TestWhatIsUsed:
         rules = rules_of(suggestion(tmp_path).text)
         assert [rule["params"] for rule in rules] == ["g.w", "d.w"]
 
+    def test_more_optimizers_than_anybody_reads_rules_for(self, tmp_path: pathlib.Path) -> None:
+        names = [f"h.{number}.w" for number in range(25)]
+        writer = RunWriter(tmp_path, meta=meta(names))
+        for name in names:
+            writer.add(Key("norms", "l2", "step", (name,)), 0, values(1.0))
+        writer.close()
+        with pytest.raises(RecordError, match="25 optimizers share the parameters"):
+            suggestion(tmp_path)
+
     def test_a_run_without_norms(self, tmp_path: pathlib.Path) -> None:
         write(tmp_path, {"w": [1.0] * 9}, point="backward").close()
         with pytest.raises(
@@ -271,6 +280,11 @@ class TestFile:
         assert comments[2].startswith(f"would have bitten in {bites} of 2,000 steps: ")
         assert (summary, findings) == ("1 rule for 2 parameters", [])
 
+    def test_norms_before_the_clip_of_the_script_are_told_of(self, tmp_path: pathlib.Path) -> None:
+        write(tmp_path, {"w": calm(0)}, point="accumulated").close()
+        text = suggestion(tmp_path).text
+        assert "at accumulated, before any clip of the script's own: 2,000 steps" in text
+
     def test_not_stationary(self, tmp_path: pathlib.Path) -> None:
         text, _, findings = suggestion(recorded(tmp_path, calm=calm(0), falling=falling(1)))
         clip, spikes = rules_of(text)
@@ -288,6 +302,13 @@ class TestFile:
         assert "\n  # not stationary: the 98% quantile of the first half, " in text
         assert [re.match("spikes-falling: not stationary: ", text) for text in findings] != [None]
         assert len(findings) == 1
+
+    def test_norms_of_one_step_in_many(self, tmp_path: pathlib.Path) -> None:
+        writer = RunWriter(tmp_path, meta=meta(("w",)))
+        for number, norm in enumerate(falling(0)):
+            writer.add(Key("norms", "l2", "step", ("w",)), 50 * number, values(norm))
+        writer.close()
+        assert "spikes-all: norms of few steps: " in "\n".join(suggestion(tmp_path).findings)
 
     def test_few_steps_are_told_of_and_too_few_are_refused(self, tmp_path: pathlib.Path) -> None:
         recorded(tmp_path / "few", w=calm(0, steps=300))
@@ -311,6 +332,33 @@ class TestFile:
         assert findings[0] == "no rule for dead: the norm is hardly ever above 0"
         assert findings[1].startswith("no rule for rare: 9 steps say nothing of a share of 2%")
         assert all(f"# {finding}\n" in text for finding in findings)
+
+    def test_parameters_without_a_gradient_are_a_note(self, tmp_path: pathlib.Path) -> None:
+        none: list[float | None] = [None] * STEPS
+        recorded(tmp_path / "some", h__0__w=none, h__1__w=none, head=calm(0))
+        text, summary, findings = suggestion(tmp_path / "some")
+        assert "# no gradient: h.*.w\n" in text
+        assert (summary, findings) == ("1 rule for 1 parameter", [])
+        recorded(tmp_path / "all", w=none)
+        with pytest.raises(RecordError, match="all: no gradients were recorded"):
+            suggestion(tmp_path / "all")
+
+    def test_several_ranks(self, tmp_path: pathlib.Path) -> None:
+        writers = [write(tmp_path, {"w": calm(rank)}, rank=rank, point="step") for rank in (0, 1)]
+        for writer in writers:
+            writer.close()
+        text, summary, _ = suggestion(tmp_path)
+        assert "\n# 2 ranks: of each parameter the norms of the lowest that has it\n" in text
+        assert summary == "1 rule for 1 parameter"
+
+    def test_a_plan_that_is_damaged(self, tmp_path: pathlib.Path) -> None:
+        more = {"roles": {"norms": 1}, "plan": {"chains": {"w": [{}, "norms"]}}}
+        model = {"params": [{"name": "w", "aliases": 1}]}
+        writer = RunWriter(tmp_path, meta={**meta(("w",), **more), "model": model})
+        for step, norm in enumerate(calm(0)):
+            writer.add(Key("norms", "l2", "step", ("w",)), step, values(norm))
+        writer.close()
+        assert suggestion(tmp_path).findings == []
 
     @pytest.mark.parametrize("rounding", [0.0, 1e-7])
     def test_norms_that_were_clipped_already(self, tmp_path: pathlib.Path, rounding: float) -> None:
@@ -367,9 +415,11 @@ class TestFile:
         (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
         assert lint(str(tmp_path / "rules.yaml")) == []
 
-    def test_a_name_in_a_comment_stays_in_it(self, tmp_path: pathlib.Path) -> None:
+    def test_what_a_comment_quotes_stays_in_it(self, tmp_path: pathlib.Path) -> None:
+        write(tmp_path / "rule", {"w": calm(0)}, point="step", rule="x\x1b[2J\x85- id: y").close()
+        assert r"by `x\x1b[2J\x85- id: y` at step" in suggestion(tmp_path / "rule").text
         dead = {f"{'n' * 90} {number}\n  - id: evil": [0.0] * STEPS for number in range(3)}
-        write(tmp_path, {"w": calm(0), **dead}, point="step").close()
-        text = suggestion(tmp_path).text
+        write(tmp_path / "names", {"w": calm(0), **dead}, point="step").close()
+        text = suggestion(tmp_path / "names").text
         assert [rule["params"] for rule in rules_of(text)] == ["w"]
         assert "evil" in text.splitlines()[1]
