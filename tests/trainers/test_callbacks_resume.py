@@ -109,7 +109,7 @@ class Reader(nn.Module):
 @pytest.mark.parametrize("by", ["path", "the newest one"])
 def test_transformers(by: str, tmp_path: Path) -> None:
     def train(
-        folder: str, callback: Any, steps: int, resume: str | bool = False
+        folder: str, callback: Any, steps: int, resume: str | None = None
     ) -> Reader:  # as the trainer has it
         model = Reader()
         arguments = TrainingArguments(
