@@ -158,7 +158,10 @@ class Controller:
             self._agreement.find_sessions(counter.tensors, update=True)
             if self._agreement.is_paused_anywhere(counter.tensors):
                 return self._rest(step)
+            self._agreement.warn_of_own_norms(counter)
             self._catch_up(step)
+        if step.again:
+            self.spikes.take_back(counter)
         due_rules = context.due_rules(counter)
         gradients = Gradients(context, due_rules.final, step.scale)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
@@ -174,6 +177,8 @@ class Controller:
             decision = self.traps.decide_edited(counter, suspicious)
         if decision.skip or decision.error is not None:
             self.spikes.forget(counter)
+        elif step.again:
+            self.spikes.update(counter)
         if context.mode == "act":
             decision = replace(decision, frozen=tuple(sorted(due_rules.frozen)))
         return decision

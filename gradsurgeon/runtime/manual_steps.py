@@ -116,7 +116,7 @@ class ManualSteps:
             self._begin()
         if self.declared:
             return
-        step = Step(self._context.counters.common)
+        step = Step(self._context.counters.common, again=accumulated)
         with self.in_step(accumulated=accumulated):
             number, decision = step.counter.step, self._events.step_starting(step)
         if not accumulated:

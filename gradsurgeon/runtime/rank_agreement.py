@@ -22,6 +22,12 @@ from gradsurgeon.errors import GradSurgeonError
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.step_counter import StepCounter
 
+_OWN_NORM = (
+    "takes one norm over gradients that DDP averages and others that it leaves alone ({name}): unless the script "
+    "averages those, the norm and what it leaves of the gradients differ by rank, and the weights drift apart; "
+    "`exclude` them, or use `per: parameter`"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
@@ -51,6 +57,8 @@ class RankAgreement:
         self._measures = any(rule.target == "params" for rule in context.rules)
         # By the name of a group: whether all of its ranks have the session's rules.
         self._complete: dict[str, bool] = {}
+        # The rules, with their tensors, that have been asked for what their norms are over.
+        self._asked: set[tuple[str, tuple[int, ...]]] = set()
 
     def find_sessions(self, tensors: Sequence[int], *, update: bool) -> None:
         """Find the other ranks, before the first measure or update that they take together."""
@@ -100,6 +108,29 @@ class RankAgreement:
         if worst == FINE:
             return replace(alone, groups=groups)
         return Meeting(worst, source, ranks.who(guilty, groups), groups)
+
+    def warn_of_own_norms(self, counter: StepCounter) -> None:
+        """Say once of which rules one norm differs by rank, and with it what is left of gradients alike."""
+        context = self._context
+        averaged = context.ranks.averaged() if self._edits else frozenset()
+        for bound in context.due_rules(counter).at_step if averaged else ():
+            rule, tensors = bound.rule, bound.tensors
+            if getattr(rule, "per", "") != "rule" or (rule.id, tensors) in self._asked:
+                continue
+            self._asked.add((rule.id, tensors))
+            params = zip(tensors, context.parameters.params(tensors), strict=True)
+            own = [
+                tensor
+                for tensor, param in params
+                if param is not None
+                and param.requires_grad
+                and id(param) not in averaged
+                and not _dist.is_divided(param)
+            ]
+            if own and len(own) < len(tensors):
+                text = _OWN_NORM.format(name=context.program.names[own[0]])
+                where: dict[str, Any] = {"rule": rule.id, "step": counter.step, "warn": True}
+                context.event_log.notice_once("own norm", text, **where)
 
     def common(self, counter: StepCounter) -> _dist.Groups:
         """Return the groups whose ranks all have a part in an update, with a session or without."""

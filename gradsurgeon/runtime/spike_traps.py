@@ -26,6 +26,8 @@ class SpikeTraps:
         self._context = context
         # By rule and tensor. Those of one rule that go by one counter share one.
         self.statistics: dict[tuple[str, int], RunningStatistic] = {}
+        # What was known before the update that has entered last.
+        self._before: dict[StepCounter, list[tuple[RunningStatistic, Tensor, Tensor]]] = {}
         # Of updates that are about to take place.
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
 
@@ -189,8 +191,10 @@ class SpikeTraps:
 
     def update(self, counter: StepCounter) -> None:
         """Let the update that was judged last enter what is learnt: it has taken place."""
+        before = self._before[counter] = []
         for judged in self._judged.pop(counter, {}).values():
             statistic, spikes = judged.statistic, judged.spikes
+            before.append((statistic, statistic.kept, statistic.usual))
             with torch.no_grad():
                 if spikes.over_rule or judged.columns is None:
                     statistic.kept = judged.after
@@ -198,6 +202,11 @@ class SpikeTraps:
                     statistic.kept = statistic.kept.index_copy(1, judged.columns, judged.after)
                 if spikes.over_rule and spikes.then != "clip":
                     statistic.usual = moved(statistic.usual, judged)
+
+    def take_back(self, counter: StepCounter) -> None:
+        """Take back what has entered last: it was a part of an update that goes on."""
+        for statistic, kept, usual in self._before.pop(counter, []):
+            statistic.kept, statistic.usual = kept, usual
 
     def forget(self, counter: StepCounter) -> None:
         """Let the update that was judged last be one that did not take place."""

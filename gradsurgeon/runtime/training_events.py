@@ -57,6 +57,8 @@ class Step:
     overflow: Tensor | None = None
     # It takes place inside a backward pass, on what that pass has finished so far.
     inside: bool = False
+    # An update by hand that has been counted goes on: a further backward pass has added to its gradients.
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

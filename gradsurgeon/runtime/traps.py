@@ -97,6 +97,8 @@ class Traps:
         self._agreement = agreement
         # How often in a row traps have tripped, and scalers have skipped a step.
         self._in_a_row: Counter[tuple[StepCounter, str]] = Counter()
+        # The same with the current update, which is judged after each call of a closure.
+        self._with_this: dict[StepCounter, dict[str, int]] = defaultdict(dict)
         self._scaler_skips: Counter[StepCounter] = Counter()
         # The rows that a state has told of, by rule and tensor, until the counter is known that has them.
         self._resumed: dict[tuple[str, int], int] = {}
@@ -145,6 +147,8 @@ class Traps:
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
+        for rule, times in self._with_this.pop(counter, {}).items():
+            self._in_a_row[counter, rule] = times
 
     def decide(
         self, counter: StepCounter, gradients: Gradients, overflow: Tensor | None = None
@@ -320,15 +324,13 @@ class Traps:
         return decision
 
     def _count(self, counter: StepCounter, findings: Sequence[_Finding]) -> list[Trip]:
-        """Count how often in a row traps have tripped; one that has found nothing begins anew."""
+        """Count in how many updates in a row traps have tripped; one that has found nothing begins anew."""
         trips = []
         for rule, report in findings:
-            key = counter, rule
-            if report is None:
-                self._in_a_row[key] = 0
-                continue
-            self._in_a_row[key] = self._row(counter, rule) + 1
-            trips.append(Trip(rule, self._context.decisions[rule], self._in_a_row[key], report))
+            times = 0 if report is None else self._row(counter, rule) + 1
+            self._with_this[counter][rule] = times
+            if report is not None:
+                trips.append(Trip(rule, self._context.decisions[rule], times, report))
         return trips
 
     def _follow(self, step: int, severity: int, cause: Cause) -> StepDecision:

@@ -43,6 +43,19 @@ WORDS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "looks": ({"id": "r", "action": "norm-log", "params": "*", "at": "backward"}, []),
 }
 
+OWN_NORM: dict[str, Any] = {"id": "r", "action": "clip-norm", "max_norm": 0.05, "per": "rule"}
+SPIKES: dict[str, Any] = {"id": "r", "action": "spike-trap", "above": {"times": 2}}
+# The same of one norm over several gradients.
+NORMS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "clip-norm over both": ({**OWN_NORM, "params": "*"}, ["2.weight", "2.bias"]),
+    "spike-trap over both": ({**SPIKES, "params": "*"}, ["2.weight", "2.bias"]),
+    "spike-trap that cuts nothing": ({**SPIKES, "params": "*", "then": "warn"}, ["2.weight"]),
+    "spike-trap of each": ({**SPIKES, "params": "*", "per": "parameter"}, ["2.weight", "2.bias"]),
+    "spike-trap over what is averaged": ({**SPIKES, "params": "0.*"}, ["2.weight", "2.bias"]),
+    "spike-trap over what is left alone": ({**SPIKES, "params": "2.*"}, ["2.weight", "2.bias"]),
+    "spike-trap over all, averaged": ({**SPIKES, "params": "*"}, []),
+}
+
 
 def data(step: int) -> Tensor:
     """Return the whole batch of a step, the same on every rank."""
@@ -91,7 +104,7 @@ def run(
 
 def words(kind: str) -> dict[str, Any]:
     """Train under one rule, and return what was said of it."""
-    rule, left_alone = WORDS[kind]
+    rule, left_alone = (WORDS | NORMS)[kind]
     model = make()
     called: Any = model
     if left_alone:
@@ -140,7 +153,7 @@ def main() -> dict[str, Any]:
     found["no_sync"] = run(ranks=2, rank=rank, when="before", options={}, parts=2)
     found["one process"] = run(ranks=1, rank=0, when="before", options={})
     found["without rules"] = run(ranks=1, rank=0, when="after", options={}, rules=None)
-    found |= {f"words: {kind}": words(kind) for kind in WORDS}
+    found |= {f"words: {kind}": words(kind) for kind in WORDS | NORMS}
     return found
 
 

@@ -31,6 +31,18 @@ ACTIONS: dict[str, list[dict[str, Any]]] = {
         {"id": "r", "action": "clip-norm", **STEP, "max_norm": 0.01, "norm_type": "inf"}
     ],
     "freeze": [{"id": "r", "action": "freeze", "params": "2.*", "steps": {"from": 1}}],
+    "spike-trap, per rule": [
+        {"id": "r", "action": "spike-trap", "params": "*", "above": {"times": 1.01, "warmup": 2}}
+    ],
+    "spike-trap, per parameter": [
+        {
+            "id": "r",
+            "action": "spike-trap",
+            "params": "*",
+            "per": "parameter",
+            "above": {"sigmas": 0.5, "warmup": 2},
+        }
+    ],
     # The rule before it makes the gradients of one step infinite.
     "nan-trap, skip-step": [
         {"id": "r", "action": "scale", **STEP, "factor": 3e38, "steps": {"from": 2, "to": 3}},

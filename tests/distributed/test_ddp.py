@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.ddp_worker import WORDS
+from distributed.ddp_worker import NORMS, WORDS
 from ranks import run_ranks
 
 SETUPS = ["before", "after", "bucket views", "static graph", "unused", "no_sync"]
@@ -85,3 +85,25 @@ def test_a_bound_on_what_ddp_averages_is_told_of_once(
             assert text.startswith(said)
             assert "`at: step`" in text
             assert warned == f"rule r: {text}"
+
+
+@pytest.mark.cell(
+    "DDP",
+    "step",
+    differs="one norm over what DDP averages and what it was told to leave alone differs by rank; one warning "
+    "says so",
+)
+@pytest.mark.parametrize("kind", NORMS)
+def test_one_norm_over_what_ddp_averages_and_leaves_alone_is_told_of_once(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
+    for rank in ranks:
+        told = rank[f"words: {kind}"]
+        if not kind.endswith("over both"):
+            assert told == {"events": [], "warnings": []}
+            continue
+        ((*event, text),) = told["events"]
+        assert event == ["notice", "r", 0]
+        assert text.startswith("takes one norm over gradients that DDP averages and others that it")
+        assert "(2.weight)" in text
+        assert told["warnings"] == [f"rule r: {text}"]

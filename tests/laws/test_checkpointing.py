@@ -60,6 +60,12 @@ RULES: dict[str, Any] = {
         },
         {"id": "half", "action": "scale", "modules": "a.0", "tensor": "output.grad", "factor": 0.5},
         {"id": "more", "action": "scale", "modules": "b.0", "tensor": "output", "factor": 1.5},
+        {
+            "id": "spikes",
+            "action": "spike-trap",
+            "params": "*",
+            "above": {"times": 1.01, "warmup": 2},
+        },
         {"id": "late", "action": "clip-norm", "params": "*", "max_norm": 0.2, "per": "rule"},
         {"id": "norms", "action": "norm-log", "params": "*"},
         {"id": "each", "action": "norm-log", "params": "*", "at": "backward"},

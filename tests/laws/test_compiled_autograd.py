@@ -37,6 +37,8 @@ def rules() -> Iterator[dict[str, Any]]:
         yield {"id": f"norm-log-{point}", "action": "norm-log", "params": "*", "at": point}
         yield {"id": f"capture-{point}", "action": "capture", "params": "*", "at": point}
     yield {"id": "nan-trap-params", "action": "nan-trap", "params": "*"}
+    above = {"times": 1.01, "warmup": 2}
+    yield {"id": "spike-trap", "action": "spike-trap", "params": "*", "above": above}
     for side in SIDES:
         label, site = side.replace(".", "-"), {"modules": "1", "tensor": side}
         low, high = BOUNDS[side]
@@ -163,7 +165,9 @@ def test_training_ends_where_it_does_without_it(way: str) -> None:
     wanted, found = run("eager"), run(way)
     for a, b in zip(found.params, wanted.params, strict=True):
         assert torch.allclose(a, b, atol=1e-6)
-    assert found.events == wanted.events == []
+    (spike,) = wanted.events
+    assert found.events == [spike]
+    assert "is above" in spike
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -25,6 +25,7 @@ RULES: list[dict[str, Any]] = [
     {"id": "norm-log-step", "action": "norm-log", "params": "*", "at": "step"},
     {"id": "capture-step", "action": "capture", "params": "*", "at": "step"},
     {"id": "nan-trap", "action": "nan-trap", "params": "*"},
+    {"id": "spike", "action": "spike-trap", "params": "*", "above": {"times": 1.01, "warmup": 2}},
     {
         "id": "scale-module",
         "action": "scale",

@@ -33,6 +33,7 @@ PARAMS: list[dict[str, Any]] = [
     {"id": "bound", "action": "clamp", "at": "step", "min": -0.1, "max": 0.1, "params": "*"},
     {"id": "norms", "action": "norm-log", "params": "*"},
     {"id": "trap", "action": "nan-trap", "then": "skip-step", "params": "*"},
+    {"id": "spikes", "action": "spike-trap", "above": {"times": 9}, "params": "*"},
 ]
 MODULES: list[dict[str, Any]] = [
     {"id": "out", "action": "scale", "factor": 0.5, "modules": "0", "tensor": "output.grad"},

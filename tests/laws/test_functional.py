@@ -114,6 +114,7 @@ POINTS: dict[str, dict[str, Any]] = {
     "norm-log, backward": {"action": "norm-log", "at": "backward"},
     "norm-log, accumulated": {"action": "norm-log"},
     "nan-trap": {"action": "nan-trap"},
+    "spike-trap": {"action": "spike-trap", "above": {"times": 2}},
 }
 
 
@@ -412,7 +413,7 @@ def test_backward_to_some_parameters_runs_the_rules_of_these() -> None:
         weight = model[2].weight
         model(X).square().sum().backward(inputs=[weight])
         optimizer.step()
-        assert [one.fired for one in session.status().values()] == [1, 1, 1, 1]
+        assert [one.fired for one in session.status().values()] == [1, 1, 1, 1, 1]
         assert session.latest("2.weight") == pytest.approx(weight.grad.norm().item())
         assert session.status()["r0"].fired == 1
         with pytest.raises(gradsurgeon.RecordError, match=r"0\.weight has not been recorded"):

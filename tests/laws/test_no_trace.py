@@ -26,6 +26,7 @@ rules:
   - {id: outputs, action: norm-log, modules: ["*", "."], tensor: output.grad}
   - {id: inputs, action: norm-log, modules: ["*", "."], tensor: input}
   - {id: trap, action: nan-trap, params: "*", then: skip-step}
+  - {id: spikes, action: spike-trap, params: "*", above: {sigmas: 4, warmup: 2}}
 """
 REAL = EVERYTHING.replace(
     '  - {id: final, action: clamp, params: "*", at: step, min: -0.5, max: 0.5}\n', ""

@@ -16,6 +16,7 @@ rules:
   - {id: contributions, action: norm-log, at: backward, params: "*", stats: [l1, std, zeros]}
   - {id: final, action: norm-log, at: step, params: "*", stats: [linf, nonfinite]}
   - {id: trap, action: nan-trap, params: "*"}
+  - {id: spikes, action: spike-trap, params: "*", above: {sigmas: 4, warmup: 2}, then: warn}
 """
 
 

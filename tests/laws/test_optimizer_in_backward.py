@@ -25,6 +25,7 @@ RULES: list[dict[str, Any]] = [
     {"id": "bound", "action": "clamp", "params": "*", "at": "step", "min": -0.01, "max": 0.01},
     {"id": "short", "action": "clip-norm", "params": "*", "max_norm": 0.02},
 ]
+AGAINST_ITSELF = {"per": "parameter"}
 LOG = {"id": "norms", "action": "norm-log", "params": "*"}
 
 
@@ -96,7 +97,8 @@ def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> N
 @pytest.mark.cell(
     "an optimizer per parameter, stepped inside backward",
     "step",
-    refused="`nan-trap`, `freeze` and `per: rule` need all gradients at once: step after backward",
+    refused="`nan-trap`, `freeze`, `per: rule` and a `spike-trap` that does not clip need all gradients at once: "
+    "step after backward",
 )
 @pytest.mark.parametrize("order", ["apply first", "apply last"])
 @pytest.mark.parametrize(
@@ -106,8 +108,28 @@ def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> N
         {"action": "nan-trap", "modules": "0", "tensor": "output"},
         {"action": "freeze", "params": "*"},
         {"action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"},
+        {"action": "spike-trap", "params": "*", "above": {"times": 2}},
+        *(
+            {
+                "action": "spike-trap",
+                "params": "*",
+                "above": {"times": 2},
+                **AGAINST_ITSELF,
+                "then": then,
+            }
+            for then in ("skip-step", "warn", "raise")
+        ),
     ],
-    ids=["nan-trap", "nan-trap on modules", "freeze", "clip-norm per rule"],
+    ids=[
+        "nan-trap",
+        "nan-trap on modules",
+        "freeze",
+        "clip-norm per rule",
+        "spike-trap per rule",
+        "spike-trap, skip-step",
+        "spike-trap, warn",
+        "spike-trap, raise",
+    ],
 )
 def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any]) -> None:
     before = [param.detach().clone() for param in make().parameters()]

@@ -380,3 +380,20 @@ def test_the_error_survives_pickling() -> None:
         "second.bias",
         str(caught.value),
     )
+
+
+def test_what_rules_of_ours_spoil_again_and_again_is_given_up() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    huge = {"action": "scale", "params": "*", "factor": 3e38, "at": "step"}
+    trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+    given = [{"id": "a", **huge}, {"id": "b", **huge}, {**trap, "give_up_after": 3}]
+    with gradsurgeon.apply(model, {"version": 1, "rules": given}):
+        for step in range(3):
+            optimizer.zero_grad()
+            model(data(step, 5, 4)).square().mean().backward()
+            if step < 2:
+                optimizer.step()
+        with pytest.raises(NonFiniteGradientError, match="tripped 3 times in a row"):
+            optimizer.step()

@@ -1,0 +1,200 @@
+"""On several ranks a running bound is that of one process, and what one rank sees alone is decided by all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.spike_worker import ABOVE, FACTORS, FAULT, KINDS, PAUSE, PER, THEN, VARIANTS
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
+
+STEPS = len(FACTORS)
+TOLERANCE = 1e-6
+RULES = [f"{above}, {per}, {then}" for above, per, then in itertools.product(ABOVE, PER, THEN)]
+SETUPS = [
+    f"{kind}, {variant}"
+    for kind in KINDS
+    for variant in (VARIANTS if kind != "tensor parallel" else VARIANTS[:1])
+]
+Weights = list[list[float]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    worker = Path(__file__).with_name("spike_worker.py")
+    return run_ranks(worker, tmp_path_factory.mktemp("spikes") / "seen")
+
+
+def largest_difference(left: Weights, right: Weights) -> float:
+    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
+    gaps = [abs(a - b) for a, b in pairs]
+    return max(gap if math.isfinite(gap) else math.inf for gap in gaps)
+
+
+def unmoved(weights: list[Weights]) -> list[int]:
+    return [step for step in range(1, len(weights)) if weights[step] == weights[step - 1]]
+
+
+@pytest.mark.cell("DDP", "step")
+@pytest.mark.cell("FSDP2 (`fully_shard`)", "step")
+@pytest.mark.cell("tensor parallel", "step")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_all_ranks_end_as_one_process_that_keeps_to_the_bound_by_hand(
+    ranks: list[dict[str, Any]], setup: str, rule: str
+) -> None:
+    plain = "block" if setup.startswith("tensor parallel") else "one process"
+    wanted, bare = (ranks[0]["same"][f"{plain} | {what}"] for what in (rule, "nothing"))
+    for rank in ranks:
+        found = rank["same"][f"{setup} | {rule}"]
+        assert largest_difference(found["weights"], wanted["weights"]) < TOLERANCE
+        spikes = [event for event in found["events"] if event[0] == "spike"]
+        if "skip-step" in rule:
+            assert len(spikes) == wanted["cut"]
+    # The rule bites: without it the run ends elsewhere.
+    assert wanted["cut"] >= 2
+    assert largest_difference(wanted["weights"], bare["weights"]) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("setup", SETUPS)
+def test_all_ranks_learn_and_tell_the_same_bit_by_bit(
+    ranks: list[dict[str, Any]], setup: str, rule: str
+) -> None:
+    one, other = (rank["same"][f"{setup} | {rule}"] for rank in ranks)
+    assert one == other
+    skipped = sum(event[0] == "skipped-step" for event in one["events"])
+    for rows in one["learnt"]:
+        # Each update that took place once: no micro-batch, and none that was skipped.
+        assert set(rows[0]) == {STEPS - skipped}
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_all_ranks_stop_at_the_same_step(ranks: list[dict[str, Any]], kind: str) -> None:
+    for rank in ranks:
+        stopped = rank["apart"][f"raise, {kind}"]
+        assert stopped["error"]["step"] == FAULT
+        assert len(stopped["weights"]) == FAULT
+        given_up = rank["apart"][f"give up, {kind}"]
+        assert "giving up: tripped 2 times in a row" in given_up["error"]["text"]
+        assert given_up["error"]["step"] == FAULT
+        assert unmoved(given_up["weights"]) == [FAULT - 1]
+        assert given_up["weights"] == ranks[0]["apart"][f"give up, {kind}"]["weights"]
+
+
+@pytest.mark.parametrize("what", ["nan", "large"])
+def test_a_spike_of_one_rank_alone_skips_the_step_of_all(
+    ranks: list[dict[str, Any]], what: str
+) -> None:
+    other, own = (rank["apart"][f"alone, {what}, skip-step"] for rank in ranks)
+    assert other["weights"] == own["weights"]
+    assert unmoved(own["weights"]) == [FAULT]
+    assert own["events"] == [["spike", FAULT, "own.weight"], ["skipped-step", FAULT, "own.weight"]]
+    assert other["events"] == [["skipped-step", FAULT, "own.weight"]]
+    assert other["texts"][0].startswith(
+        f"step {FAULT}: rank 1 trapped, and all ranks skip the step: "
+    )
+    # The skipped step has not entered what rank 0 has learnt either, though it saw nothing.
+    for found in (other, own):
+        assert set(found["learnt"][0][0]) == {STEPS - 1}
+
+
+@pytest.mark.parametrize("what", ["nan", "large"])
+def test_a_spike_of_one_rank_alone_stops_all(ranks: list[dict[str, Any]], what: str) -> None:
+    for rank in ranks:
+        found = rank["apart"][f"alone, {what}, raise"]
+        error = found["error"]
+        assert (error["rank"], error["name"], error["step"]) == (1, "own.weight", FAULT)
+        assert len(found["weights"]) == FAULT
+        assert set(found["learnt"][0][0]) == {FAULT}
+    text = ranks[0]["apart"][f"alone, {what}, raise"]["error"]["text"]
+    assert text.startswith(f"step {FAULT}: rank 1 trapped, and all ranks stop: ")
+    assert ranks[1]["apart"][f"alone, {what}, raise"]["error"]["text"] in text
+
+
+@pytest.mark.parametrize("then", ["clip", "warn"])
+def test_a_nan_of_one_rank_alone_is_told_there_and_enters_nothing(
+    ranks: list[dict[str, Any]], then: str
+) -> None:
+    other, own = (rank["apart"][f"alone, nan, {then}"] for rank in ranks)
+    kind = "notice" if then == "clip" else "spike"
+    assert own["events"][0][:2] == [kind, FAULT]
+    assert other["events"][0][1] > FAULT
+    # The last of the five gradients is each rank's own. The NaN is in the weight of rank 1 from then on, in
+    # the average one step later, and in the weight of rank 0 after that.
+    assert own["learnt"][0][0] == [FAULT + 1] * 4 + [FAULT]
+    assert other["learnt"][0][0] == [FAULT + 1] * 4 + [FAULT + 2]
+
+
+def test_a_large_gradient_of_one_rank_alone_is_cut_there(ranks: list[dict[str, Any]]) -> None:
+    other, own = (rank["apart"]["alone, large, clip"] for rank in ranks)
+    assert own["events"] == [["spike", FAULT, "own.weight"]]
+    assert other["events"] == []
+    assert other["weights"] == own["weights"]
+    # What all ranks have is learnt alike.
+    for mine, theirs in zip(own["learnt"][0], other["learnt"][0], strict=True):
+        assert mine[:4] == theirs[:4]
+
+
+@pytest.mark.parametrize("what", ["over all", "over all, of clip-norm"])
+def test_one_norm_over_what_ddp_averages_and_leaves_alone_is_warned_of(
+    ranks: list[dict[str, Any]], what: str
+) -> None:
+    other, own = (rank["apart"][what] for rank in ranks)
+    assert other["weights"] != own["weights"]
+    for found in (other, own):
+        told = [text for text in found["texts"] if "differ by rank" in text]
+        assert len(told) == 1
+        assert "leaves alone (own.weight)" in told[0]
+        assert found["events"][0] == ["notice", 0, ""]
+    other, own = (rank["apart"]["over all but its own"] for rank in ranks)
+    assert other["weights"] == own["weights"]
+    assert "notice" not in [kind for kind, *_ in own["events"]]
+
+
+@pytest.mark.parametrize("then", ["clip", "skip-step", "raise", "warn"])
+def test_a_gradient_that_one_rank_lacks_is_learnt_where_it_is(
+    ranks: list[dict[str, Any]], then: str
+) -> None:
+    other, own = (rank["apart"][f"alone, none, {then}"] for rank in ranks)
+    assert other["weights"] == own["weights"]
+    assert len(own["weights"]) == STEPS
+    assert own["learnt"][0][0] == [STEPS] * 4 + [STEPS // 2]
+    assert other["learnt"][0][0] == [STEPS] * 5
+
+
+def test_a_clip_rests_on_all_ranks_of_a_shard_if_one_is_paused(
+    ranks: list[dict[str, Any]],
+) -> None:
+    first, last = PAUSE
+    one, other = (rank["apart"]["paused, FSDP2, clip"] for rank in ranks)
+    assert one["weights"] == other["weights"]
+    assert one["learnt"] == other["learnt"]
+    # No update of the pause has entered, and its spike was not cut.
+    assert one["learnt"][0][0] == [STEPS - (last - first)]
+    assert one["events"] == [["notice", first, ""], ["spike", 9, ""]]
+    assert "rank 1 is paused" in one["texts"][0]
+    assert other["events"] == [["spike", 9, ""]]
+
+
+@pytest.mark.parametrize("then", ["skip-step", "raise"])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_a_paused_rank_does_what_the_others_decide(
+    ranks: list[dict[str, Any]], kind: str, then: str
+) -> None:
+    one, paused = (rank["apart"][f"paused, {kind}, {then}"] for rank in ranks)
+    assert one["weights"] == paused["weights"]
+    if then == "raise":
+        assert paused["error"]["text"].startswith(f"step {FAULT}: rank 0 trapped, and all ranks")
+        assert len(paused["weights"]) == FAULT
+        return
+    assert unmoved(one["weights"]) == [FAULT, 9]
+    assert paused["texts"][0].startswith(f"step {FAULT}: rank 0 trapped, and all ranks skip")
+    # It has learnt nothing meanwhile, of the one update that took place and of the skipped one.
+    assert one["learnt"][0][0] == [STEPS - 2]
+    assert paused["learnt"][0][0] == [STEPS - 2 - 2]

@@ -1,0 +1,235 @@
+"""Of which update a gradient is judged as a part of, and in which statistic of `spike-trap` it enters."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from running_bounds import ByHand
+from spikes import (
+    ABOVE,
+    FACTORS,
+    PER,
+    RULES,
+    assert_same,
+    backward,
+    grads,
+    learnt,
+    make,
+    rules,
+    same_as,
+    spike_trap,
+)
+from torch import Tensor, nn
+
+import gradsurgeon
+
+
+@pytest.mark.parametrize("then", ["raise", "skip-step"])
+def test_what_a_second_evaluation_sees_takes_the_whole_step_back(then: str) -> None:
+    model = make()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    rule = spike_trap("times", "rule", then)
+    count, factor = [0], 1.0
+
+    def closure() -> float:
+        model.zero_grad()
+        count[0] += 1
+        loss = model(data(0, 8, 4)).square().mean()
+        (loss * (factor if count[0] == 2 else 1.0)).backward()
+        return float(loss.detach())
+
+    with gradsurgeon.apply(model, rules(rule)) as session:
+        for _ in range(6):
+            optimizer.step(closure)
+        before = [param.detach().clone() for param in model.parameters()]
+        known = learnt(session)
+        count[0], factor = 0, 50.0
+        if then == "raise":
+            with pytest.raises(gradsurgeon.GradientSpikeError, match="step 6, rule spikes: "):
+                optimizer.step(closure)
+        else:
+            optimizer.step(closure)
+        assert_same(model.parameters(), before, rtol=0, atol=0)
+        assert learnt(session) == known
+
+
+@pytest.mark.parametrize("action", ["spike-trap", "nan-trap"])
+def test_a_row_of_skips_is_one_of_updates_and_not_of_evaluations(action: str) -> None:
+    """The first evaluation of each step is fine, as the weights are those from before."""
+    model = make()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    rule = spike_trap("times", "rule", "skip-step") | {"give_up_after": 3}
+    if action == "nan-trap":
+        options = {"then": "skip-step", "give_up_after": 3, "forensics": False}
+        rule = {"id": "spikes", "action": "nan-trap", "params": "*", **options}
+    bad = {"spike-trap": 50.0, "nan-trap": math.nan}[action]
+    # Of the second evaluation of a step.
+    factors: list[float] = []
+
+    def closure() -> float:
+        model.zero_grad()
+        loss = model(data(0, 8, 4)).square().mean()
+        (loss * factors.pop(0)).backward()
+        return float(loss.detach())
+
+    with gradsurgeon.apply(model, rules(rule)):
+        # After two bad steps a fine one: the row begins anew.
+        for second in (*[1.0] * 6, bad, bad, 1.0, bad, bad):
+            factors[:] = [1.0, second, 1.0, 1.0]
+            optimizer.step(closure)
+        factors[:] = [1.0, bad]
+        with pytest.raises(gradsurgeon.TrapError, match="tripped 3 times in a row"):
+            optimizer.step(closure)
+
+
+# --- whose update it is ---------------------------------------------------------------------------
+
+
+def sgd(*layers: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.05)
+
+
+def optimizers(kind: str, model: Any) -> Iterator[list[torch.optim.Optimizer]]:
+    """Yield the optimizers of each step."""
+    held = [sgd(model[0]), sgd(model[2])] if kind == "two" else [sgd(model)]
+    if kind == "group added later":
+        held = [sgd(model[0])]
+    for step in range(len(FACTORS)):
+        if kind == "rebuilt" and step in (3, 8):
+            held = [sgd(model)]
+        if kind == "group added later" and step == 6:
+            held[0].add_param_group({"params": list(model[2].parameters()), "lr": 0.02})
+        if kind == "one made two" and step == 6:
+            held = [sgd(model[0]), sgd(model[2])]
+        yield held
+
+
+@pytest.mark.filterwarnings("ignore:rule spikes. gradients come to")
+@pytest.mark.parametrize(("above", "per", "then"), RULES)
+@pytest.mark.parametrize("kind", ["two", "rebuilt", "group added later", "one made two"])
+def test_each_optimizer_has_a_bound_and_goes_on_with_it(
+    kind: str, above: str, per: str, then: str
+) -> None:
+    rule = spike_trap(above, per, then)
+    model, wanted = make(), make()
+    with gradsurgeon.apply(model, rules(rule)) as session:
+        for step, held in enumerate(optimizers(kind, model)):
+            backward(model, step)
+            for optimizer in held:
+                optimizer.step()
+    hands: list[ByHand] = []
+    names = {id(param): name for name, param in wanted.named_parameters()}
+    for step, held in enumerate(optimizers(kind, wanted)):
+        backward(wanted, step)
+        while len(hands) < len(held):
+            hands.append(ByHand(**rule).taught_by(hands[:1]))
+        for optimizer, hand in zip(held, hands, strict=True):
+            owned = [p for group in optimizer.param_groups for p in group["params"]]
+            if hand.judge({names[id(param)]: param.grad for param in owned}):
+                optimizer.step()
+                hand.learn()
+    assert_same(model.parameters(), wanted.parameters())
+    assert sum(hand.cut for hand in hands) > 1
+    assert session.step == len(FACTORS)
+
+
+@pytest.mark.cell("an optimizer per parameter, stepped inside backward", "step")
+@pytest.mark.parametrize("above", ABOVE)
+@pytest.mark.parametrize("order", ["apply first", "apply last"])
+def test_optimizers_inside_backward_clip_each_gradient_by_its_own_past(
+    order: str, above: str
+) -> None:
+    rule = spike_trap(above, "parameter", "clip")
+    wanted, hand = make(), ByHand(**rule)
+    outer = sgd(wanted)
+    for step in range(len(FACTORS)):
+        backward(wanted, step)
+        hand.judge(grads(wanted))
+        outer.step()
+        hand.learn()
+    model = make()
+    inner: dict[Tensor, torch.optim.Optimizer] = {}
+
+    def move(param: Tensor) -> None:
+        inner[param].step()
+        inner[param].zero_grad()
+
+    session = gradsurgeon.apply(model, rules(rule)) if order == "apply first" else None
+    for param in model.parameters():
+        inner[param] = torch.optim.SGD([param], lr=0.05)
+        param.register_post_accumulate_grad_hook(move)
+    with session or gradsurgeon.apply(model, rules(rule)) as session:
+        for step in range(len(FACTORS)):
+            backward(model, step)
+    assert_same(model.parameters(), wanted.parameters())
+    same_as(hand, session)
+    assert hand.cut > 2
+
+
+# --- updates by hand ------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def move_by_hand(model: nn.Module) -> None:
+    for param in model.parameters():
+        assert param.grad is not None
+        param.sub_(0.05 * param.grad)
+
+
+@pytest.mark.parametrize("then", ["warn", "raise"])
+@pytest.mark.parametrize("per", PER)
+def test_of_an_update_by_hand_the_sum_enters_and_no_micro_batch(per: str, then: str) -> None:
+    """Without ticks the end of each backward pass may be that of the step."""
+    rule = spike_trap("sigmas", per, then)
+    model, wanted, hand = make(), make(), ByHand(**rule)
+    calm = [step for step, factor in enumerate(FACTORS) if factor < 2 or then == "warn"]
+    with (
+        warnings.catch_warnings(action="ignore", category=gradsurgeon.GradSurgeonWarning),
+        gradsurgeon.apply(model, rules(rule)) as session,
+    ):
+        for step in calm:
+            backward(model, step, 4)
+            move_by_hand(model)
+    spikes: set[int] = set()
+    for number, step in enumerate(calm):
+        backward(wanted, step)
+        earlier = hand.cut
+        hand.judge(grads(wanted))
+        spikes |= {number} if hand.cut > earlier else set()
+        move_by_hand(wanted)
+        hand.learn()
+    same_as(hand, session)
+    assert {event.step for event in session.events if event.kind == "spike"} == spikes
+    assert (len(spikes) > 2) is (then == "warn")
+
+
+@pytest.mark.cell(
+    "updates written by hand",
+    "step",
+    differs="the end of a backward pass that began on empty gradients is the step, unless `session.tick()` marks "
+    "the steps; `freeze` is refused",
+)
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize(("above", "per", "then"), RULES)
+def test_updates_by_hand_go_by_ticks(above: str, per: str, then: str, parts: int) -> None:
+    rule = spike_trap(above, per, then)
+    model, wanted, hand = make(), make(), ByHand(**rule)
+    with gradsurgeon.apply(model, rules(rule), optimizer=[]) as session:
+        for step in range(len(FACTORS)):
+            backward(model, step, parts)
+            if session.tick():
+                move_by_hand(model)
+    for step in range(len(FACTORS)):
+        backward(wanted, step)
+        if hand.judge(grads(wanted)):
+            move_by_hand(wanted)
+            hand.learn()
+    assert_same(model.parameters(), wanted.parameters())
+    same_as(hand, session)
+    assert hand.cut > 1

@@ -1,0 +1,152 @@
+"""The running bounds of `spike-trap` in plain numbers, written from the papers, and a loop that keeps to them by hand.
+
+ZClip is arXiv 2504.02507, AdaGC is arXiv 2502.11034. Nothing here knows gradsurgeon.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+class Bound(Protocol):
+    """What has been learnt of one norm.
+
+    Attributes:
+        number: how many updates have entered.
+        mean: their running mean.
+    """
+
+    number: int
+    mean: float
+
+    def passes(self, norm: float) -> float: ...
+    def learn(self, norm: float) -> None: ...
+
+
+class ZClip:
+    """A norm whose z-score is above a threshold is cut to `mean + sigmas**2 / z * std`."""
+
+    def __init__(self, sigmas: float = 2.5, beta: float = 0.97, warmup: int = 25) -> None:
+        self.sigmas, self.beta, self.warmup = sigmas, beta, warmup
+        self.first: list[float] = []
+        self.number, self.mean, self.variance = 0, 0.0, 0.0
+
+    def passes(self, norm: float) -> float:
+        if len(self.first) < self.warmup or not math.isfinite(norm):
+            return norm
+        std = math.sqrt(self.variance)
+        z = (norm - self.mean) / (std + 1e-6)
+        return norm if z <= self.sigmas else self.mean + self.sigmas**2 / z * std
+
+    def learn(self, norm: float) -> None:
+        if not math.isfinite(norm) or norm == 0:
+            return
+        self.number += 1
+        if len(self.first) < self.warmup:
+            self.first.append(norm)
+            self.mean = sum(self.first) / len(self.first)
+            self.variance = sum((x - self.mean) ** 2 for x in self.first) / len(self.first)
+            return
+        self.mean = self.beta * self.mean + (1 - self.beta) * norm
+        self.variance = self.beta * self.variance + (1 - self.beta) * (norm - self.mean) ** 2
+
+
+class AdaGC:
+    """A norm above so many times the running mean is cut to that."""
+
+    def __init__(self, times: float = 1.05, beta: float = 0.98, warmup: int = 100) -> None:
+        self.times, self.beta, self.warmup = times, beta, warmup
+        self.number, self.mean = 0, math.inf
+
+    def passes(self, norm: float) -> float:
+        if self.number < self.warmup or not math.isfinite(norm):
+            return norm
+        return min(norm, self.times * self.mean)
+
+    def learn(self, norm: float) -> None:
+        if not math.isfinite(norm) or norm == 0:
+            return
+        if self.number < self.warmup:
+            self.mean = min(self.mean, norm)
+        else:
+            self.mean = self.beta * self.mean + (1 - self.beta) * norm
+        self.number += 1
+
+
+def bound(above: Mapping[str, Any]) -> Bound:
+    """Return what an option `above` asks for."""
+    return ZClip(**above) if "sigmas" in above else AdaGC(**above)
+
+
+class ByHand:
+    """What a rule `spike-trap` does to the updates of one optimizer.
+
+    Attributes:
+        bounds: by the name of a parameter, or one under no name for all of them.
+        cut: how many norms were cut or, where they are not, how many steps had a spike.
+    """
+
+    def __init__(
+        self, above: Mapping[str, Any], per: str = "rule", then: str = "clip", **_: Any
+    ) -> None:
+        self._make: Callable[[], Bound] = lambda: bound(above)
+        self.per, self.then = per, then
+        self.bounds: dict[str, Bound] = {}
+        self.cut = 0
+        self._passed: dict[str, float] = {}
+
+    def taught_by(self, others: Sequence[ByHand]) -> ByHand:
+        """Go on with what others have learnt."""
+        for other in others:
+            self.bounds.update(copy.deepcopy(other.bounds))
+        return self
+
+    def judge(self, grads: Mapping[str, Tensor | None]) -> bool:
+        """Clip gradients in place, and return whether the update is to take place.
+
+        Args:
+            grads: by the name of the parameter.
+        """
+        norms = {name: norm_of(grad) for name, grad in grads.items() if grad is not None}
+        if self.per == "rule":
+            norms = {"": math.sqrt(sum(norm**2 for norm in norms.values()))} if norms else {}
+        self._passed = {
+            name: self.bounds.setdefault(name, self._make()).passes(norm)
+            for name, norm in norms.items()
+        }
+        cut = [name for name, norm in norms.items() if self._passed[name] < norm]
+        if self.then == "clip":
+            self.cut += len(cut)
+            for name, grad in grads.items():
+                key = "" if self.per == "rule" else name
+                if grad is not None and key in cut:
+                    grad.mul_(self._passed[key] / norms[key])
+            return True
+        if not cut and all(map(math.isfinite, norms.values())):
+            return True
+        self.cut += 1
+        if self.then == "warn":
+            return True
+        self._passed = {}
+        return False
+
+    def learn(self) -> None:
+        """Learn from the update that was judged last: it has taken place."""
+        for name, norm in self._passed.items():
+            self.bounds[name].learn(norm)
+        self._passed = {}
+
+
+def norm_of(grad: Tensor) -> float:
+    """Return the norm of a gradient of any kind, taken in double precision."""
+    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    whole = whole.coalesce().values() if whole.is_sparse else whole
+    wide = torch.complex128 if whole.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(whole.detach().to(wide)))

@@ -1,0 +1,84 @@
+"""What the tests of `spike-trap` share: rules, the series of losses, and what a session has learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from models import data
+from running_bounds import ByHand
+from torch import Tensor, nn
+
+import gradsurgeon
+
+# What the loss of each step is multiplied by.
+FACTORS = (1, 1.2, 0.9, 1.1, 1, 30, 1, 1.1, 0.9, 50, 0.8, 1.3, 1, 7, 1)
+ABOVE: dict[str, dict[str, Any]] = {
+    "sigmas": {"sigmas": 2.5, "beta": 0.9, "warmup": 4},
+    "times": {"times": 1.05, "beta": 0.9, "warmup": 4},
+}
+PER = ("rule", "parameter")
+# Each pair of options once.
+RULES = [
+    ("sigmas", "rule", "clip"),
+    ("times", "parameter", "clip"),
+    ("sigmas", "parameter", "skip-step"),
+    ("times", "rule", "skip-step"),
+]
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def backward(model: Any, step: int, parts: int = 1) -> None:
+    model.zero_grad()
+    for part in data(step, 8, 4).chunk(parts):
+        (model(part).square().mean() * FACTORS[step] / parts).backward()
+
+
+def spike_trap(above: str, per: str, then: str, **options: Any) -> dict[str, Any]:
+    rule = {"id": "spikes", "action": "spike-trap", "params": "*", "above": ABOVE[above]}
+    patience = {"give_up_after": 99} if then == "skip-step" else {}
+    return {**rule, "per": per, "then": then, **patience, **options}
+
+
+def rules(*given: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "rules": list(given)}
+
+
+def grads(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: param.grad for name, param in model.named_parameters()}
+
+
+def learnt(session: gradsurgeon.Session) -> dict[str, list[float]]:
+    """Return what is kept of each norm, the number of updates and their mean first, by name."""
+    names = [param.name for param in session.plan.manifest.params]
+    found = {}
+    for (_, tensor), statistic in session._attachment.controller.spikes.statistics.items():
+        over_all = statistic.kept.shape[1] == 1 < len(statistic.tensors)
+        column = 0 if over_all else statistic.tensors.index(tensor)
+        found["" if over_all else names[tensor]] = statistic.kept[:, column].tolist()
+    return found
+
+
+def same_as(hand: ByHand, session: gradsurgeon.Session, rel: float = 1e-5) -> None:
+    """Compare what was learnt: how many updates have entered, and their mean."""
+    found = learnt(session)
+    wanted = {name: bound for name, bound in hand.bounds.items() if bound.number}
+    assert {name: kept[0] for name, kept in found.items() if kept[0]} == {
+        name: bound.number for name, bound in wanted.items()
+    }
+    for name, bound in wanted.items():
+        assert found[name][1] == pytest.approx(bound.mean, rel=rel)
+
+
+def assert_same(
+    left: Iterable[Tensor], right: Iterable[Tensor], rtol: float = 1e-5, atol: float = 1e-6
+) -> None:
+    for one, other in zip(left, right, strict=True):
+        pair = one.detach(), other.detach()
+        torch.testing.assert_close(*pair, rtol=rtol, atol=atol, equal_nan=True)
