@@ -28,6 +28,7 @@ FREEZE = {"id": "freeze", "action": "freeze", **PARAMS}
 SILENCED: list[dict[str, Any]] = [
     {"id": "nan-trap", "action": "nan-trap", **PARAMS},
     {"id": "nan-trap-output-grad", "action": "nan-trap", **OUTPUT},
+    {"id": "spike-trap", "action": "spike-trap", "above": {"sigmas": 2.5}, **PARAMS},
     {"id": "norm-log-backward", "action": "norm-log", "at": "backward", **PARAMS},
     {"id": "norm-log-accumulated", "action": "norm-log", **PARAMS},
     {"id": "norm-log-step", "action": "norm-log", "at": "step", **PARAMS},
@@ -92,8 +93,8 @@ def capture(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor)
     "accumulated",
     "step",
     "modules",
-    refused="rules that look (`norm-log`, `capture`, `nan-trap`) and rules with `steps`: a replay runs no "
-    "Python",
+    refused="rules that look (`norm-log`, `capture`, `nan-trap`, `spike-trap`) and rules with `steps`: a replay "
+    "runs no Python",
 )
 @pytest.mark.cuda
 @cuda

@@ -96,7 +96,8 @@ def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> N
 @pytest.mark.cell(
     "an optimizer per parameter, stepped inside backward",
     "step",
-    refused="`nan-trap`, `freeze` and `per: rule` need all gradients at once: step after backward",
+    refused="`nan-trap`, `freeze`, `per: rule` and a `spike-trap` that does not clip need all gradients at once: "
+    "step after backward",
 )
 @pytest.mark.parametrize("order", ["apply first", "apply last"])
 @pytest.mark.parametrize(
@@ -106,8 +107,23 @@ def test_what_concerns_one_parameter_acts_as_with_one_optimizer(order: str) -> N
         {"action": "nan-trap", "modules": "0", "tensor": "output"},
         {"action": "freeze", "params": "*"},
         {"action": "clip-norm", "params": "*", "max_norm": 1.0, "per": "rule"},
+        {"action": "spike-trap", "params": "*", "above": {"sigmas": 2.5}},
+        {
+            "action": "spike-trap",
+            "params": "*",
+            "above": {"times": 2},
+            "per": "parameter",
+            "then": "warn",
+        },
     ],
-    ids=["nan-trap", "nan-trap on modules", "freeze", "clip-norm per rule"],
+    ids=[
+        "nan-trap",
+        "nan-trap on modules",
+        "freeze",
+        "clip-norm per rule",
+        "spike-trap per rule",
+        "spike-trap that does not clip",
+    ],
 )
 def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any]) -> None:
     before = [param.detach().clone() for param in make().parameters()]
