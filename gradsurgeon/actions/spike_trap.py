@@ -107,7 +107,8 @@ class SpikeTrap(TrapRule):
 
     `above: {times: 1.05, beta: 0.98, warmup: 100}` is AdaGC (arXiv 2502.11034): a norm above so many times the
     running mean is a spike, and is cut to that. The mean starts as the smallest norm of the warm-up. The
-    absolute bound that the paper has in its warm-up is a `clip-norm` rule with `steps: {to: 100}`.
+    absolute bound that the paper has in its warm-up is a `clip-norm` rule with `steps: {to: 100}` below this one; the
+    smallest norm is here that before such a cut.
 
     The report of a spike names the parameters that carry it, and at which of them, in the order of backward,
     gradients begin to be larger than they usually are; where already the first ones are, it came with the loss.
