@@ -302,7 +302,13 @@ class Session(RecordQueries):
         return ", ".join(words)
 
     def _last_trap(self) -> str:
-        traps = [event for event in self._attachment.events if event.kind == "trap"]
+        # What a trap cuts is no trip.
+        cutting = {rule.id for rule in self.plan.rules.rules if rule.edits}
+        traps = [
+            event
+            for event in self._attachment.events
+            if event.kind in ("trap", "spike") and event.rule not in cutting
+        ]
         if not traps:
             return "no trap has tripped"
         last = traps[-1]

@@ -258,6 +258,7 @@ def test_a_spike_that_is_skipped_does_not_enter(above: dict[str, float]) -> None
     assert learnt(one) == learnt(other)
     kinds = [event.kind for event in other.events]
     assert kinds == ["spike", "skipped-step"] * 2
+    assert "the last trap tripped at step 31: rule spikes" in repr(other)
 
 
 @FORMS
