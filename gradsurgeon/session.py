@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Module, Param, Plan
 from gradsurgeon.recording.previews import CaptureKey
+from gradsurgeon.runtime import session_state
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.store import Logged, Lookup, RecordQueries
 
@@ -93,6 +94,29 @@ class Session(RecordQueries):
     def status(self) -> dict[str, RuleStatus]:
         """Return what each rule has done so far, by its id. Waits for the device."""
         return self._attachment.status()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the clocks and what rules have learnt, to be kept in a checkpoint. Waits for the device.
+
+        Returns:
+            Plain tensors on the host, numbers and texts, which ``torch.load(weights_only=True)`` reads. Of
+            sharded models each rank returns the same.
+        """
+        return session_state.state_dict(self._attachment.controller)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another session ended: a run that is stopped and resumed does what an unbroken one does.
+
+        Call it before the first step, as soon as the rules are on. What the state does not say, or says of rules
+        and parameters that are others by now, is a `GradSurgeonWarning` each; those begin anew.
+
+        Args:
+            state: what `state_dict` has returned.
+
+        Raises:
+            GradSurgeonError: it is no such state.
+        """
+        session_state.load_state_dict(self._attachment.controller, state)
 
     def captured(self, rule: str) -> dict[CaptureKey, Tensor]:
         """Return what a `capture` rule has kept, oldest first.
@@ -278,7 +302,13 @@ class Session(RecordQueries):
         return ", ".join(words)
 
     def _last_trap(self) -> str:
-        traps = [event for event in self._attachment.events if event.kind == "trap"]
+        # What a trap cuts is no trip.
+        cutting = {rule.id for rule in self.plan.rules.rules if rule.edits}
+        traps = [
+            event
+            for event in self._attachment.events
+            if event.kind in ("trap", "spike") and event.rule not in cutting
+        ]
         if not traps:
             return "no trap has tripped"
         last = traps[-1]

@@ -68,6 +68,8 @@ class Rule(Options):
     linear: ClassVar[bool] = True
     # Whether the rule needs a number that is taken over a whole gradient.
     measures: ClassVar[bool] = False
+    # Whether what it does is decided by the gradient as the script hands it over, before any edit at `step`.
+    judges_first: ClassVar[bool] = False
     # Options of which at least one must be given.
     either: ClassVar[tuple[str, ...]] = ()
     EXAMPLES: ClassVar[tuple[Example, ...]] = ()

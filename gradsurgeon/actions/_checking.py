@@ -29,6 +29,11 @@ _TYPE_NAMES = {
     "string_type": "a text",
     "model_type": "a mapping",
 }
+_BOUNDS = {
+    "greater_than_equal": ("ge", "{:g} or more"),
+    "greater_than": ("gt", "more than {:g}"),
+    "less_than": ("lt", "less than {:g}"),
+}
 # What people write who know other tools, or have not looked the word up.
 _MEANT = {
     "name": "id",
@@ -169,11 +174,16 @@ class _RuleChecker:
     ) -> None:
         names = [one for one in _keys(model) if one != "at" or path or self.rule.takes_at]
         owners = [name for name, rule in self.actions.items() if key in _keys(rule)]
+        inner = {name: _nested(info) for name, info in _keys(model).items()}
+        holders = [name for name, mapping in inner.items() if mapping and key in _keys(mapping)]
         hint = _suggestion(key, [one for one in names if one not in given])
         if hint:
             self.settled[(*path, hint.split("`")[1])] = value
         elif owners and not path:
             hint = f"`{key}` is an option of {' and '.join(owners)}"
+        elif holders:
+            hint = f"`{key}` is a key of `{holders[0]}`: write `{holders[0]}: {{{key}: ...}}`"
+            self.settled.setdefault((*path, holders[0]), {key: value})
         hint = hint or f"known: {', '.join(names)}"
         message = f"unknown key `{key[:60]}`"
         self.flaws.append(Flaw((*path, key), message, hint, key=True, check="unknown-key"))
@@ -189,7 +199,8 @@ class _RuleChecker:
         path, context = error["loc"], error.get("ctx", {})
         if error["type"] == "flawed":
             # What the keys of the rule mean together was said by `check_together`.
-            for flaw in context["flaws"] if path else ():
+            flaws = context["flaws"] if path else ()
+            for flaw in (one for one in flaws if (*path, *one.path) not in self.settled):
                 named = flaw.check in {"wrong-type", "bad-pattern"}
                 message = f"`{path[-1]}`: {flaw.message}" if named else flaw.message
                 yield replace(flaw, at=(*path, *flaw.path), message=message)
@@ -218,8 +229,9 @@ class _RuleChecker:
             hint = did_you_mean(value, choices) if isinstance(value, str) else ""
             expected = context["expected"].replace("'", "`")
             return Flaw(path, f"`{key}` must be {expected}, found {what}", hint)
-        if kind == "greater_than_equal":
-            return Flaw(path, f"`{key}` must be {context['ge']:g} or more, found {what}")
+        if kind in _BOUNDS:
+            name, words = _BOUNDS[kind]
+            return Flaw(path, f"`{key}` must be {words.format(context[name])}, found {what}")
         optional = "" if self.field_at(path).is_required() else f", or leave `{key}` out"
         if kind == "finite_number":
             hint = f"numbers reach from -1.8e308 to 1.8e308{optional and f'; for no bound leave `{key}` out'}"

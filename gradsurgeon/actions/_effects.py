@@ -96,6 +96,7 @@ class RunningBound:
     """A bound on norms that follows the norms of the updates before: n of them, each by itself.
 
     Attributes:
+        name: the option that asks for it, ``sigmas`` or ``times``.
         rows: how many numbers it keeps of each: how many updates, their mean, and more. They are zeros before
             the first update.
         advance: maps what is kept, of shape ``[rows, n]``, and the norms of an update, of shape ``[n]``, to
@@ -105,6 +106,7 @@ class RunningBound:
             what that is made of, in words; ``None`` as long as there is no bound.
     """
 
+    name: str
     rows: int
     advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     bounds: Callable[[Sequence[float]], tuple[float, str] | None]

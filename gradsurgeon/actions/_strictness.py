@@ -22,16 +22,23 @@ class Stricter:
         tightened: what a stricter value means where the word alone does not tell, may be empty.
         loosened: the same of a value that is less strict.
         incomparable: says why two values cannot be compared; empty where they can.
+        default: the value that one not given stands for, ``None`` where it stands for no bound.
+        one_of_several: where it is not given another option is, with which it cannot be compared.
     """
 
     rank: Callable[[Any], float] | None = None
     tightened: str = ""
     loosened: str = ""
     incomparable: Callable[[Any, Any], str] | None = None
+    default: Any = None
+    one_of_several: bool = False
 
     def compare(self, before: Any, after: Any) -> tuple[Direction, str]:
         """Return whether the new of two different values is stricter, and what that means."""
+        before, after = (self.default if value is None else value for value in (before, after))
         if before is None or after is None:
+            if self.one_of_several:
+                return "changed", ""
             stricter = before is None
         elif self.incomparable is not None and (reason := self.incomparable(before, after)):
             return "changed", reason

@@ -35,7 +35,7 @@ _GiveUpAfter = Annotated[
         ge=1,
         description="With `then: skip-step`: raise after this many spikes in a row, 10 if not given.",
     ),
-    Stricter(operator.neg, "stops sooner", "stops later"),
+    Stricter(operator.neg, "stops sooner", "stops later", default=_PATIENCE),
 ]
 
 
@@ -44,22 +44,28 @@ class Above(Options):
 
     sigmas: Annotated[
         float | None,
-        Field(
-            gt=0, description="Standard deviations above the running mean (ZClip: 2.5, 0.97, 25)."
-        ),
-        Stricter(operator.neg),
+        Field(gt=0, description="A spike is this many standard deviations above the running mean."),
+        Stricter(operator.neg, one_of_several=True),
     ] = None
     times: Annotated[
         float | None,
-        Field(gt=1, description="Multiple of the running mean (AdaGC: 1.05, 0.98, 100)."),
-        Stricter(operator.neg),
+        Field(gt=1, description="A spike is this many times the running mean."),
+        Stricter(operator.neg, one_of_several=True),
     ] = None
     beta: Annotated[
-        float | None, Field(ge=0, lt=1, description="Share of the past in each running number.")
+        float | None,
+        Field(
+            ge=0,
+            lt=1,
+            description="Share of the past in the running numbers: 0.97 with `sigmas`, 0.98 with `times` if not given.",
+        ),
     ] = None
     warmup: Annotated[
         int | None,
-        Field(ge=2, description="Updates that are only measured; nothing is cut in them."),
+        Field(
+            ge=2,
+            description="Updates that are only measured, and never spikes: 25 with `sigmas`, 100 with `times` if not given.",
+        ),
     ] = None
 
     @classmethod
@@ -80,11 +86,13 @@ class Above(Options):
         beta, warmup = self.beta, self.warmup
         if self.sigmas is not None:
             options = (self.sigmas, 0.97 if beta is None else beta, warmup or 25)
-            return RunningBound(3, partial(_zclip, *options), partial(_zclip_bound, *options))
+            return RunningBound(
+                "sigmas", 3, partial(_zclip, *options), partial(_zclip_bound, *options)
+            )
         times = self.times
         assert times is not None  # noqa: S101 # one of the two is given
         options = (times, 0.98 if beta is None else beta, warmup or 100)
-        return RunningBound(2, partial(_adagc, *options), partial(_adagc_bound, *options))
+        return RunningBound("times", 2, partial(_adagc, *options), partial(_adagc_bound, *options))
 
 
 class SpikeTrap(TrapRule):
@@ -101,7 +109,8 @@ class SpikeTrap(TrapRule):
 
     `above: {times: 1.05, beta: 0.98, warmup: 100}` is AdaGC (arXiv 2502.11034): a norm above so many times the
     running mean is a spike, and is cut to that. The mean starts as the smallest norm of the warm-up. The
-    absolute bound that the paper has in its warm-up is a `clip-norm` rule with `steps: {to: 100}`.
+    absolute bound that the paper has in its warm-up is a `clip-norm` rule with `steps: {to: 100}` below this one; the
+    smallest norm is here that before such a cut.
 
     The report of a spike names the parameters that carry it, and at which of them, in the order of backward,
     gradients begin to be larger than they usually are; where already the first ones are, it came with the loss.
@@ -112,13 +121,14 @@ class SpikeTrap(TrapRule):
     ## What is learnt
     Only updates that took place enter the statistic, each once: no micro-batch, no call of a closure, no step
     that a trap or a scaler has skipped. What enters is what the rule let through; under `warn` and while
-    observing, what `clip` would have let through. A norm that is not finite never enters: `clip` leaves such
-    gradients alone and says so, for the others it is a spike. A norm of 0 does not enter either, or a layer that begins
-    without a gradient would be held at 0 for ever. In steps outside of `steps` nothing is learnt.
+    observing, what `clip` would have let through. A norm that is not finite never enters: `then: clip` leaves such
+    gradients alone and says so, for every other `then` it is a spike, in the warm-up too. A norm of 0 does not enter
+    either, or a layer that begins without a gradient would be held at 0 for ever. In steps outside of `steps` nothing
+    is learnt.
 
     ## Why use it
-    Norms drift by a factor of ten over a run. A fixed `clip-norm` bites in every step early on and in none later,
-    while one bad batch must never throw the weights away.
+    Norms drift by a factor of ten over a run. A fixed `clip-norm` then bites in nearly every step at one end of it
+    and lets spikes through at the other, while one bad batch must never throw the weights away.
 
     ## Points
     It judges the gradient as the script hands it over, before any rule at `step`, wherever it stands in the
@@ -133,6 +143,7 @@ class SpikeTrap(TrapRule):
     points: ClassVar[tuple[Point, ...]] = ("step",)
     measures: ClassVar[bool] = True
     linear: ClassVar[bool] = False
+    judges_first: ClassVar[bool] = True
     EXAMPLES: ClassVar = (
         # Of one gradient nothing can be said.
         Example({"above": {"sigmas": 2.5}}, [3.0, 4.0], expect=[3.0, 4.0]),
@@ -167,9 +178,11 @@ class SpikeTrap(TrapRule):
 
     @property
     def notes(self) -> tuple[str, ...]:
+        judged = "it judges the gradient as the script hands it over, before every edit at `step`"
         if self.per != "rule":
-            return ()
-        return ("one norm per optimizer; what a `freeze` hides in this step has no part in it",)
+            return (judged,)
+        norm = "one norm per optimizer; what a `freeze` hides in this step has no part in it"
+        return (judged, norm)
 
     def compile(self) -> Spikes:
         patience = (self.give_up_after or _PATIENCE) if self.then == "skip-step" else sys.maxsize

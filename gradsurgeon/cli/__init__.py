@@ -117,6 +117,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(
         command("replay", "Run a step again that a trap has stopped, and tell what went wrong.")
     )
+    _add_suggest(
+        command("suggest", "Write rules whose thresholds come from the records of a healthy run.")
+    )
     _add_export(command("export", "Write the records of a run, one value per line."))
     return parser
 
@@ -198,6 +201,31 @@ def _add_replay(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="default: standard output")
+
+
+def _add_suggest(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "--bites",
+        type=_share,
+        default=0.01,
+        metavar="SHARE",
+        help="in which share of the steps a threshold would have bitten, default: 0.01",
+    )
+    _add_output(parser)
+    parser.epilog = (
+        "exit codes: 0 a threshold for every parameter, 1 something to look at, which stands on stderr and in "
+        "the file, such as norms that are not stationary, 2 no rules can be written"
+    )
+
+
+def _share(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < (share := float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)) < 1:
+            return share
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is no share of the steps: a number above 0 and below 1, such as 0.01 for one step in a hundred"
+    )
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:

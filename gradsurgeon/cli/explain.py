@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 def action_page(rule: type[Rule]) -> Iterator[str]:
     yield from (f"`{rule.name()}`", "", _summary(rule), *_sections(rule), "", _acts_on(rule))
     if options := keys(rule, shared=False):
-        yield from ("", *options_table([(rule, key) for key in options]))
+        yield from ("", *options_table([(rule, key) for key in options], inner=True))
     yield from ("", *_rule_file(_examples(rule)))
 
 
@@ -101,12 +101,17 @@ def _acts_on(rule: type[Rule]) -> str:
     return f"Acts on {targets}; of parameters at {points} ({default})."
 
 
-def options_table(options: Iterable[tuple[type[Rule], str]]) -> Iterator[str]:
+def options_table(
+    options: Iterable[tuple[type[Rule], str]], *, inner: bool = False
+) -> Iterator[str]:
+    """Yield the lines of a table of options; with ``inner`` the keys of mappings have lines of their own."""
     rows = [("option", "type", "default", "meaning")]
     for rule, key in options:
         branch = rule_schema(rule)
         info = branch["properties"][key]
         rows.append((f"`{key}`", _type(info), _default(branch, key), _meaning(info)))
+        for name, one in info.get("properties", {}).items() if inner else ():
+            rows.append((f"`{name}` in `{key}`", _type(one), _default(info, name), _meaning(one)))
     yield from table(rows)
 
 
@@ -146,7 +151,7 @@ def _meaning(info: Mapping[str, Any]) -> str:
 
 
 def _default(branch: Mapping[str, Any], key: str) -> str:
-    if key in branch["required"]:
+    if key in branch.get("required", ()):
         return "must be given"
     choices = [one for part in branch.get("allOf", ()) for one in part["anyOf"]]
     if key in (kind for one in choices for kind in one["required"]):
@@ -199,6 +204,8 @@ def _numbers(values: Sequence[float]) -> str:
 def _yaml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_yaml, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_yaml(one)}' for key, one in value.items())}}}"
     if isinstance(value, str):
         return value if re.fullmatch(r"[a-z][a-z0-9.-]*", value) else json.dumps(value)
     return written(value)

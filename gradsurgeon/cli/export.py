@@ -15,7 +15,7 @@ from gradsurgeon._expressions import PatternError
 from gradsurgeon.cli import fail
 from gradsurgeon.errors import GradSurgeonError, RecordError, printable
 from gradsurgeon.events import Event
-from gradsurgeon.store.files import replacing, replacing_bytes
+from gradsurgeon.store.files import check_replaceable, replacing, replacing_bytes
 from gradsurgeon.store.json_text import digits, json_text, nonfinite_name
 from gradsurgeon.store.long_form import COLUMNS
 from gradsurgeon.store.parquet import is_export, parquet_library, write_parquet
@@ -56,7 +56,7 @@ def _export(opened: Run, arguments: argparse.Namespace) -> None:
         _FORMATS[arguments.format](sys.stdout, chosen, events)
     else:
         path = Path(arguments.output)
-        _check_replaceable(path, _is_text_export)
+        check_replaceable(path, _is_text_export, "export")
         with replacing(path) as out:
             _FORMATS[arguments.format](out, chosen, events)
 
@@ -67,17 +67,9 @@ def _parquet(output: str | None, chosen: Chosen) -> None:
             "`--format parquet` needs `-o FILE`: parquet is no text for standard output"
         )
     parquet_library()  # before a file is begun
-    _check_replaceable(Path(output), is_export)
+    check_replaceable(Path(output), is_export, "export")
     with replacing_bytes(Path(output)) as file:
         write_parquet(file, chosen)
-
-
-def _check_replaceable(path: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Raise `RecordError` where a file must not be written over; one that is empty may be."""
-    if path.is_file() and path.stat().st_size and not is_ours(path):
-        raise RecordError(
-            f"{printable(str(path))}: is there already and is no export; name another one, or remove it first"
-        )
 
 
 def _is_text_export(path: Path) -> bool:

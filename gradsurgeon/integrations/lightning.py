@@ -43,7 +43,8 @@ class LightningCallback(Callback):
     """Applies rules while ``Trainer.fit`` trains: ``Trainer(callbacks=[LightningCallback("rules.yaml")])``.
 
     The rules name parameters as the ``state_dict()`` of the `LightningModule` does. They act from the first training
-    step, after a checkpoint was restored, until `fit` ends or raises; the sanity check before it runs without.
+    step, after a checkpoint was restored, until `fit` ends or raises; the sanity check before it runs without. A
+    checkpoint has what the rules have learnt, and they go on from there.
     The plan goes to the log of the trainer, and every ``log_every_n_steps`` steps its loggers get
     of each rule that records norms the norm of all tensors together, their median and how many are not
     finite, ``gradsurgeon/<rule>/total``, ``median`` and ``not finite``; and how many events of each kind there
@@ -66,17 +67,18 @@ class LightningCallback(Callback):
     def __init__(self, rules: Rules, *, names: Sequence[str] = (), **options: Any) -> None:
         super().__init__()
         self._applied = Applied(rules, names, options)
-        # How many steps the trainer had counted, which adds up several optimizers, and what ours was.
-        self._clock = {"trainer": 0, "session": 0}
+        # How many steps the trainer had counted, which adds up several optimizers, and what the rules knew.
+        self._kept: dict[str, Any] = {"trainer": 0, "session": None}
 
     @property
     def session(self) -> Session | None:
         return self._applied.session
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        clock, step = self._clock, int(trainer.global_step)
-        start_step = clock["session"] if clock["trainer"] == step else step
-        session = self._applied.begin(pl_module, start_step)
+        kept, step = self._kept, int(trainer.global_step)
+        session = self._applied.begin(pl_module, step)
+        if kept["trainer"] == step and kept["session"] is not None:
+            session.load_state_dict(kept["session"])
         _pl.utilities.rank_zero_info(str(session.plan))
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -94,20 +96,21 @@ class LightningCallback(Callback):
             self._applied.end(log_raised=True)
 
     def on_save_checkpoint(self, trainer: Any, _pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        self._read_clock(trainer)
-        checkpoint[_CHECKPOINT] = self._clock
+        self._keep(trainer)
+        checkpoint[_CHECKPOINT] = self._kept
 
     def on_load_checkpoint(
         self, _trainer: Any, _pl_module: Any, checkpoint: dict[str, Any]
     ) -> None:
-        self._clock = checkpoint.get(_CHECKPOINT, self._clock)
+        self._kept = checkpoint.get(_CHECKPOINT, self._kept)
 
-    def _read_clock(self, trainer: Any) -> None:
+    def _keep(self, trainer: Any) -> None:
         if self.session is not None:
-            self._clock = {"trainer": int(trainer.global_step), "session": self.session.step}
+            state = self.session.state_dict()
+            self._kept = {"trainer": int(trainer.global_step), "session": state}
 
     def _end(self, trainer: Any) -> None:
-        self._read_clock(trainer)
+        self._keep(trainer)
         self._log(trainer, max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1))  # noqa: SLF001 # as above
 
     def _log(self, trainer: Any, step: int) -> None:

@@ -5,19 +5,25 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import torch
+
+from gradsurgeon import _dist
 from gradsurgeon.api import Rules
 from gradsurgeon.errors import GradSurgeonError, GradSurgeonWarning
 from gradsurgeon.integrations.applied import Applied
+from gradsurgeon.store.layout import state_name
 
 if TYPE_CHECKING:
     from gradsurgeon.session import Session
 
 try:
     from transformers import TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ModuleNotFoundError as error:
     if error.name != "transformers":
         raise
@@ -40,7 +46,8 @@ class TransformersCallback(TrainerCallback):
 
     The rules act from the first step, after a checkpoint was restored, until the training ends. The trainer
     tells no callback when it raises: then they stay on the model until its next training begins,
-    or `gradsurgeon.remove` is called. The plan is printed on the first rank. Whatever the trainer logs while it trains,
+    or `gradsurgeon.remove` is called. Each checkpoint of the trainer has what the rules have learnt, in `state-RANK.pt`,
+    and they go on from there. The plan is printed on the first rank. Whatever the trainer logs while it trains,
     on the console, in ``trainer.state.log_history`` and to its reporters, has of each rule that records norms
     the norm of all tensors together, their median and how many are not finite, ``gradsurgeon/<rule>/total``,
     ``median`` and ``not finite``; and how many events of each kind there were, ``gradsurgeon/events/<kind>``.
@@ -65,16 +72,30 @@ class TransformersCallback(TrainerCallback):
     def session(self) -> Session | None:
         return self._applied.session
 
-    def on_train_begin(
-        self, _args: Any, state: Any, _control: Any, *, model: Any, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, _control: Any, *, model: Any, **_: Any) -> None:
         self._come_first()
         if (left := _on.pop(model, None)) is not None:
             left.end(log_raised=True)
         session = self._applied.begin(model, state.global_step)
+        self._resume(session, args, state.global_step)
         _on[model] = self._applied
         if state.is_world_process_zero:
             print(session.plan)  # noqa: T201 # as the trainer prints its log
+
+    def _resume(self, session: Session, args: Any, step: int) -> None:
+        """Go on from what the rules knew at a checkpoint, where the trainer has restored one of this step."""
+        named = args.resume_from_checkpoint
+        folders = [Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{step}"]
+        if isinstance(named, str) and Path(named).name == folders[0].name:
+            folders.insert(0, Path(named))
+        paths = [folder / state_name(_dist.rank()) for folder in folders]
+        if step and (path := next(filter(Path.is_file, paths), None)) is not None:
+            session.load_state_dict(torch.load(path, weights_only=True))
+
+    def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if self.session is not None and folder.is_dir():
+            torch.save(self.session.state_dict(), folder / state_name(_dist.rank()))
 
     def on_log(
         self, _args: Any, state: Any, _control: Any, logs: dict[str, float], **_: Any

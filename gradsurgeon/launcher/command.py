@@ -19,9 +19,10 @@ from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import DISABLE, RULES, STATUS_FILE, Settings, is_on
 from gradsurgeon.sinks.places import FORMS, absolute, why_no_sink
 from gradsurgeon.store import job
+from gradsurgeon.store.layout import RUN_FILE, state_name
 
 _USAGE = "gradsurgeon run [options] (SCRIPT.py | -m MODULE | -- COMMAND) [arguments ...]"
-_WITH_VALUE = ("--rules", "--record", "--start-step", "--sink")
+_WITH_VALUE = ("--rules", "--record", "--resume", "--start-step", "--sink")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
     if is_on(os.environ.get(DISABLE, "")) and not arguments.print_env:
         return _become_target(target, dict(os.environ))
     rules = arguments.rules or os.environ.get(RULES, "")
-    if problem := _problem(rules, arguments.record) or _problem_of_sinks(arguments.sink):
+    problem = _problem(rules, arguments.record) or _problem_of_resuming(arguments.resume)
+    if problem := problem or _problem_of_sinks(arguments.sink):
         return _fail(problem)
     environment = _settings(rules, arguments).environment(os.environ)
     if arguments.print_env:
@@ -54,6 +56,7 @@ def _settings(rules: str, arguments: argparse.Namespace) -> Settings:
         record=str(Path(arguments.record).absolute()) if arguments.record else "",
         dry_run=str(Path("params.json").absolute()) if arguments.dry_run else "",
         start_step=arguments.start_step,
+        resume=str(Path(arguments.resume).absolute()) if arguments.resume else "",
         sinks=tuple(map(absolute, arguments.sink)),
         observe=arguments.observe,
         pdb=arguments.pdb,
@@ -69,6 +72,20 @@ def _problem(rules: str, record: str | None) -> str:
         return f"{printable(rules)}: there is no such rule file"
     if record and job.is_taken(Path(record)):
         return f"{printable(record)} holds a run already: name another directory, or remove it"
+    return ""
+
+
+def _problem_of_resuming(resume: str | None) -> str:
+    if not resume:
+        return ""
+    folder, shown = Path(resume), printable(resume)
+    if not (folder / RUN_FILE).is_file():
+        return f"--resume: {shown} is no run directory"
+    if not any(folder.glob(state_name("*"))):
+        return (
+            f"--resume: {shown} holds no state to go on from: it was ended by force within its first minute, or "
+            "written by an older version; say `--start-step N`"
+        )
     return ""
 
 
@@ -168,7 +185,18 @@ def _parser() -> argparse.ArgumentParser:
         help=f"send aggregates and events to a tracker while training goes on: {', '.join(FORMS)}; may be "
         "given several times",
     )
-    add("--start-step", metavar="N", type=_step, default=0, help="number of the first update")
+    add(
+        "--resume",
+        metavar="RUN",
+        help="go on from what the rules of this run had learnt, and count on from its last update",
+    )
+    add(
+        "--start-step",
+        metavar="N",
+        type=_step,
+        help="number of the first update; with --resume, where the checkpoint of the script is older than the end "
+        "of that run",
+    )
     add(
         "--observe",
         action="store_true",

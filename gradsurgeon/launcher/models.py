@@ -6,23 +6,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, api, planning
 from gradsurgeon.distributed.session_discovery import lacking
-from gradsurgeon.errors import BindError, RecordError, printable
+from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import AttachedModel, write_header
-from gradsurgeon.runtime import Options
+from gradsurgeon.runtime import Attachment, Options, session_state
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.sinks.places import at_place
 from gradsurgeon.sinks.sink import Sink
 from gradsurgeon.store import job
-from gradsurgeon.store.layout import database_name
+from gradsurgeon.store.layout import database_name, state_name
 
 
 class Models:
@@ -97,7 +98,7 @@ class Models:
     def _replace_parts(self, root: nn.Module) -> int:
         """Let go of models that turn out to be a part of this one; return the step they were at."""
         inside = {id(module) for module in root.modules()}
-        step = self.settings.start_step
+        step = self.settings.start_step or 0
         for model in self._alive():
             if id(model.module()) in inside:
                 step = max(step, model.session.step)
@@ -137,6 +138,7 @@ class Models:
                 # Another process may have taken the directory since it was chosen: then there is a next one.
                 if record is None or record != self._folder or record == self._run_directory(""):
                     raise
+        self._resume(session, title)
         self.attached.append(
             AttachedModel(
                 title,
@@ -146,7 +148,7 @@ class Models:
                 str(record or ""),
                 _dist.rank(),
                 observing=self.settings.observe,
-                start=start,
+                start=session.step,
                 sinks=tuple(self._made_sinks()),
             )
         )
@@ -154,6 +156,31 @@ class Models:
             # Models of one script like to have the same names for their parameters.
             for model in self.attached:
                 model.session.context.title = model.title
+
+    def _resume(self, session: Attachment, title: str) -> None:
+        """Let a model go on from what the rules on it have learnt in the run that is resumed."""
+        if not self.settings.resume or session.step > (self.settings.start_step or 0):
+            return  # A larger model takes over from a part that has been trained since.
+        folder = Path(self.settings.resume)
+        path = (folder / title if self.attached else folder) / state_name(_dist.rank())
+        try:
+            state = torch.load(path, weights_only=True)
+            if (step := self.settings.start_step) is not None:
+                steps = dict.fromkeys(state["steps"], step)
+                state |= {"step": step, "common_step": step, "steps": steps}
+            session_state.load_state_dict(session.controller, state)
+        except Exception as error:  # noqa: BLE001 # a damaged file raises anything: the script goes on
+            why = "it is damaged"
+            if isinstance(error, FileNotFoundError):
+                why = "this model, or this rank, has no state in that run"
+            elif isinstance(error, GradSurgeonError):
+                why = str(error)
+            text = f"{printable(str(path))} cannot be resumed from: {printable(why)}"
+            if self.settings.strict:
+                launch_status.refuse()
+                say(f"error: {text}")
+                raise SystemExit(launch_status.REFUSED) from None
+            say(f"{text}: the rules begin anew with what they learn")
 
     def _made_sinks(self) -> dict[str, Sink]:
         """Return the sinks that were asked for, all models the same; a rank but the first one has none."""

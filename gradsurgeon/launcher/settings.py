@@ -11,6 +11,7 @@ RULES, DISABLE = "GRADSURGEON_RULES", "GRADSURGEON_DISABLE"
 # The interpreter that the package is installed for; others on the way are left alone.
 PREFIX = "GRADSURGEON_PREFIX"
 RECORD, START_STEP = "GRADSURGEON_RECORD", "GRADSURGEON_START_STEP"
+RESUME = "GRADSURGEON_RESUME"
 SINKS = "GRADSURGEON_SINKS"  # one in a line
 DRY_RUN, STRICT = "GRADSURGEON_DRY_RUN", "GRADSURGEON_STRICT"
 # The file in which the processes of a launch note how far they came.
@@ -31,7 +32,10 @@ class Settings:
     record: str = ""
     # Where to write the manifest before stopping at the first step.
     dry_run: str = ""
-    start_step: int = 0
+    # Of the first update; of none, where the run that is resumed says it.
+    start_step: int | None = None
+    # The run directory to go on from.
+    resume: str = ""
     # As `sinks.at_place` takes them.
     sinks: tuple[str, ...] = ()
     observe: bool = False
@@ -42,11 +46,12 @@ class Settings:
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         environment = {key: value for key, value in base.items() if key not in _ALL}
         environment |= {RULES: self.rules, PREFIX: sys.prefix}
-        start_step = str(self.start_step or "")
+        start_step = "" if self.start_step is None else str(self.start_step)
         values = {
             RECORD: self.record,
             DRY_RUN: self.dry_run,
             START_STEP: start_step,
+            RESUME: self.resume,
             SINKS: "\n".join(self.sinks),
         }
         environment |= {key: value for key, value in values.items() if value}
@@ -59,7 +64,7 @@ class Settings:
         return environment
 
 
-_ALL = {RULES, PREFIX, RECORD, START_STEP, SINKS, DRY_RUN, *_SWITCHES.values()}
+_ALL = {RULES, PREFIX, RECORD, START_STEP, RESUME, SINKS, DRY_RUN, *_SWITCHES.values()}
 
 
 def is_on(value: str) -> bool:
@@ -71,15 +76,16 @@ def from_environment(environment: Mapping[str, str]) -> Settings | None:
     rules = environment.get(RULES, "")
     if not rules or is_on(environment.get(DISABLE, "")):
         return None
-    step = environment.get(START_STEP, "0")
-    if not step.isdecimal():
+    step = environment.get(START_STEP, "")
+    if step and not step.isdecimal():
         raise ValueError(f"{START_STEP} is a number of steps, 0 or more, not {step!r}")
     switches = {name: is_on(environment.get(key, "")) for name, key in _SWITCHES.items()}
     return Settings(
         rules=_absolute(rules),
         record=_absolute(environment.get(RECORD, "")),
         dry_run=environment.get(DRY_RUN, ""),
-        start_step=int(step),
+        start_step=int(step) if step else None,
+        resume=_absolute(environment.get(RESUME, "")),
         sinks=tuple(environment.get(SINKS, "").split("\n")) if environment.get(SINKS) else (),
         **switches,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import io
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _ROWS_PER_FLUSH = 64
 # Statistics of single tensors, each a copy of 8 kB at most: several steps are measured in one go.
 _MOST_PENDING = 1024
+# A script that is killed goes on from what was there so many seconds before.
+_STATE_SECONDS = 60.0
 # Each may be the last event of a run; where it happens the host has waited for the device anyway.
 _LAST_WORDS = frozenset({"trap", "skipped-step"})
 _DROPPED = (
@@ -60,6 +63,9 @@ class Recorder:
         # Where rows and events go beside memory.
         self._outlets: list[RunWriter | Delivery] = [*([] if writer is None else [writer]), *sinks]
         self.captures: CapturedTensors | None = None
+        # Asks for what a session goes on from; set by whoever knows it.
+        self.state: Callable[[], dict[str, Any]] | None = None
+        self._state_written = time.monotonic()
         # What could not be written, and why.
         self.lost: list[str] = []
         self._event_log = event_log
@@ -172,11 +178,7 @@ class Recorder:
         try:
             writer.captures(previews(captures.rules, captures.of))
         except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
-            if self._event_log is not None:
-                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                text = f"the pictures of captured tensors could not be written: {printable(reason)}"
-                self.lost.append(text)
-                self._event_log.notice_once("previews", text)
+            self._lose("the pictures of captured tensors could not be written", error)
 
     def discard(self) -> None:
         if self._outlets:
@@ -197,6 +199,27 @@ class Recorder:
             self.writer.statuses(self._event_log.status(wait=wait))
         for outlet in self._outlets:
             outlet.commit()
+        if wait or time.monotonic() - self._state_written > _STATE_SECONDS:
+            self._write_state()
+
+    def _write_state(self) -> None:
+        self._state_written = time.monotonic()
+        writer = self.writer
+        if self.state is None or writer is None or writer.closed or _torch.is_capturing():
+            return
+        try:
+            file = io.BytesIO()
+            torch.save(self.state(), file)
+            writer.state(file.getvalue())
+        except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
+            self._lose("the state to resume from could not be written", error)
+
+    def _lose(self, what: str, error: Exception) -> None:
+        if self._event_log is not None:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            text = f"{what}: {printable(reason)}"
+            self.lost.append(text)
+            self._event_log.notice_once(what, text)
 
     def _take(self, rows: Sequence[tuple[_Row, Tensor]]) -> None:
         packed = [(row, *row.pack(values)) for row, values in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -14,7 +15,7 @@ from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
 from gradsurgeon.recording.event_log import EventLog
 from gradsurgeon.recording.recorder import Recorder
-from gradsurgeon.runtime import compile_support
+from gradsurgeon.runtime import compile_support, session_state
 from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.parameters import Parameters
@@ -63,6 +64,7 @@ class Attachment:
         for rule, text in plan.elsewhere.items():
             event_log.emit("notice", text, rule=rule, step=options.start_step)
         self.controller = Controller(model, self.context, plan, options)
+        recorder.state = partial(session_state.state_dict, self.controller)
         self._when_removed: Callable[[], None] | None = None
         self.removed = False
 

@@ -55,7 +55,7 @@ class Controller:
         self._agreement = RankAgreement(context)
         self._kept = KeptCalls(context)
         self.spikes = SpikeTraps(context)
-        self._traps = Traps(context, self._agreement, self._kept, self.spikes)
+        self.traps = Traps(context, self._agreement, self._kept, self.spikes)
         self._edits = StepRules(context, self.spikes)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
@@ -82,7 +82,7 @@ class Controller:
         self._early = set(self.context.parameters.grads()[0])
         self._param_hooks.arm()
         self._module_hooks.refresh(named_modules(self._model()))
-        if self._traps.keeps_calls and (model := self._model()) is not None:
+        if self.traps.keeps_calls and (model := self._model()) is not None:
             self._kept.attach(model)
         # From here on they are held weakly.
         while self._given:
@@ -135,7 +135,7 @@ class Controller:
         accumulated = by_hand and self.manual.accumulates(done)
         with self.manual.in_step(accumulated=accumulated):
             for counter, snapshot in after_pass(context, done).items():
-                self._traps.add_snapshot(counter, snapshot)
+                self.traps.add_snapshot(counter, snapshot)
         count_passes(context, done)
         self._kept.reaching += 1
         if by_hand:
@@ -143,7 +143,7 @@ class Controller:
                 self.manual.after(accumulated=accumulated)
             finally:
                 if accumulated:
-                    self._traps.done(context.counters.common)
+                    self.traps.done(context.counters.common)
 
     def step_starting(self, step: Step) -> StepDecision:
         """Do what is due right before an update: the trap decides, then rules at the step edit."""
@@ -165,7 +165,7 @@ class Controller:
         due_rules = context.due_rules(counter)
         gradients = Gradients(context, due_rules.final, step.scale)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
-        decision = self._traps.decide(counter, gradients, step.overflow)
+        decision = self.traps.decide(counter, gradients, step.overflow)
         stopped = decision.skip or decision.error is not None
         suspicious = self._edits.run(counter, gradients, acting=not stopped)
         # By the rules alone, which are those of all ranks: they decide together.
@@ -174,7 +174,7 @@ class Controller:
             and due_rules.traps
             and any(bound_rule.rule.may_overflow for bound_rule in due_rules.at_step)
         ):
-            decision = self._traps.decide_edited(counter, suspicious)
+            decision = self.traps.decide_edited(counter, suspicious)
         if decision.skip or decision.error is not None:
             self.spikes.forget(counter)
         elif step.again:
@@ -191,7 +191,7 @@ class Controller:
             if not step.inside:  # the hooks on this very gradient may still be running
                 self.model.after_step(counter)
         self.spikes.forget(counter)
-        self._traps.done(counter)
+        self.traps.done(counter)
         self._kept.forget()
         self.tensor_hooks.missed(counter)
         counter.tick()
@@ -199,12 +199,12 @@ class Controller:
         self._steps += 1
         if self._steps == _SETTLED and self.steps.owned:
             self._tell_of_unowned()
-        context.recorder.end_step()
         self._lead_common(counter)
+        context.recorder.end_step()
 
     def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         try:
-            self._traps.skipped_by_scaler(counter, scale)
+            self.traps.skipped_by_scaler(counter, scale)
         finally:
             self.context.flags.forget(counter)
             # No rule at the step point could fire in a step that did not take place.
@@ -284,7 +284,7 @@ class Controller:
             spikes = SpikeTraps(silent)
             Traps(silent, self._agreement, self._kept, spikes).measure(counter, gradients)
             StepRules(silent, spikes).run(counter, gradients, acting=False)
-        return self._traps.rest(counter)
+        return self.traps.rest(counter)
 
     def _is_idle(self, counter: StepCounter) -> bool:
         """Tell whether nothing is due for a counter, by the rules alone: so it is on all ranks."""
@@ -306,7 +306,7 @@ class Controller:
             # A fused optimizer gets them with the scale, any other without.
             done = BackwardPass(tuple(having), scale=step.scale)
             for owner, snapshot in after_pass(self.context, done).items():
-                self._traps.add_snapshot(owner, snapshot)
+                self.traps.add_snapshot(owner, snapshot)
         elif having:
             warn_of_missing_pass(self.context, counter, having)
 
@@ -319,7 +319,7 @@ class Controller:
             counters.start = counter.step
         elif common.step < counter.step:
             count_due_rules(self.context, common, self._module_counters.of, owned=self.steps.owned)
-            self._traps.done(common)
+            self.traps.done(common)
             common.step = counter.step
 
     def _tell_of_unowned(self) -> None:

@@ -99,7 +99,7 @@ class OptimizerWatch:
                 self._refuse(tensors, _LBFGS, lambda rule: isinstance(rule, FreezeRule))
             if not self._owners:
                 self._events.optimizer_found()
-            start = self._context.counters.start
+            start = self._context.counters.begin(tensors)
             owner = Owner(StepCounter(start), self._hooks_on(optimizer))
             self._owners[optimizer] = owner
         # Parameters may have been found again.

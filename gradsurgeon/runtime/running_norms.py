@@ -43,7 +43,7 @@ class JudgedNorms:
         spikes: what it compiles to.
         statistic: what it has learnt before this update.
         tensors: those whose gradients the update is about to consume.
-        columns: the places of the tensors in the statistic.
+        columns: the places of the tensors in the statistic, ``None`` where it has no others.
         each: their norms, float64 of shape ``[len(tensors)]``.
         norms: what is compared, one norm over all or those of each.
         passed: the same as the bound lets them through.
@@ -54,7 +54,7 @@ class JudgedNorms:
     spikes: Spikes
     statistic: RunningStatistic
     tensors: tuple[int, ...]
-    columns: Tensor
+    columns: Tensor | None
     each: Tensor
     norms: Tensor
     passed: Tensor
@@ -64,12 +64,17 @@ class JudgedNorms:
     def before(self) -> Tensor:
         """What the rule has learnt before, of shape ``[rows, len(norms)]``."""
         kept = self.statistic.kept
-        return kept if self.spikes.over_rule else kept[:, self.columns]
+        if self.spikes.over_rule or self.columns is None:
+            return kept
+        return kept[:, self.columns]
 
     @property
     def usual(self) -> Tensor:
         """The running means of the norms of the tensors, 0 where there is none."""
-        return self.statistic.usual[self.columns] if self.spikes.over_rule else self.before[1]
+        if not self.spikes.over_rule:
+            return self.before[1]
+        usual = self.statistic.usual
+        return usual if self.columns is None else usual[self.columns]
 
     @property
     def flags(self) -> Norms:
@@ -93,9 +98,9 @@ class JudgedNorms:
 def moved(usual: Tensor, judged: JudgedNorms) -> Tensor:
     """Return the running means after an update, of which a spike enters as `clip` would have let it through."""
     each = judged.each * judged.factors(judged.tensors)
-    old = usual[judged.columns]
+    old = judged.usual
     new = (_BETA * old + (1 - _BETA) * each).where(old > 0, each).where(each.isfinite(), old)
-    return usual.index_copy(0, judged.columns, new)
+    return new if judged.columns is None else usual.index_copy(0, judged.columns, new)
 
 
 def regrouped(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from gradsurgeon.runtime.running_norms import JudgedNorms
 
 _SHOWN = 8
 # Less is no growth to speak of.
-_LEAST = 2.0
+_LEAST, _GROWN = 2.0, 1.5
 _FROM_THE_LOSS = (
     "it came with the loss: look at the batch of this step (a label, a length, an outlier)"
 )
@@ -128,22 +128,23 @@ def _growth(names: Sequence[str], judged: JudgedNorms, arrived: Sequence[int]) -
     # Half of the way there, as factors go.
     half = math.sqrt(max(times.values()))
     first = next(place for place, tensor in enumerate(order) if times[tensor] >= half)
-    name, grown = (
-        printable(names[order[first]]),
-        f"{times[order[first]]:.3g} times its running mean",
-    )
-    if first == 0:
-        what = "the first gradient of the backward pass" if known else "the last layer of the model"
-        yield f"{what} ({name}) is {grown} already: {_FROM_THE_LOSS}"
-    else:
+    before = max((times[tensor] for tensor in order[:first]), default=0.0)
+    if times[order[first]] >= _LEAST * before > 0:
         way = (
             "in the order of backward" if known else "from the last layer of the model to the first"
         )
-        before = order[first - 1]
+        earlier = order[first - 1]
         yield (
-            f"{way} it begins at {name}, {grown}; {printable(names[before])} right before it is at "
-            f"{times[before]:.3g} times its own: {_IN_THE_MODEL}"
+            f"{way} it begins at {_times(names, times, order[first])}; {_times(names, times, earlier)} right "
+            f"before it: {_IN_THE_MODEL}"
         )
+    elif times[order[0]] >= _GROWN:
+        what = "the first gradient of the backward pass" if known else "the last layer of the model"
+        yield f"{what} is large already, {_times(names, times, order[0])}: {_FROM_THE_LOSS}"
+
+
+def _times(names: Sequence[str], times: Mapping[int, float], tensor: int) -> str:
+    return f"{printable(names[tensor])} ({times[tensor]:.3g} times its running mean)"
 
 
 def _size(norm: float) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,8 +70,12 @@ class SpikeTraps:
             each = each.masked_fill(overflow.to(each.device).bool(), math.nan)
         norms = torch.linalg.vector_norm(each, keepdim=True) if spikes.over_rule else each
         statistic = self._statistic(bound_rule, spikes, each.device)
-        columns = _torch.integers(tuple(bound_rule.columns(tensors)), each.device)
-        kept = statistic.kept if spikes.over_rule else statistic.kept[:, columns]
+        columns = None
+        if len(tensors) < len(bound_rule.tensors):
+            columns = _torch.integers(tuple(bound_rule.columns(tensors)), each.device)
+        kept = statistic.kept
+        if columns is not None and not spikes.over_rule:
+            kept = kept[:, columns]
         passed, after = spikes.bound.advance(kept, norms)
         return JudgedNorms(
             bound_rule, spikes, statistic, tuple(tensors), columns, each, norms, passed, after
@@ -84,10 +89,12 @@ class SpikeTraps:
         Where counters have exchanged tensors since, an optimizer goes on with what has been learnt of them.
         """
         rule, tensors = bound_rule.rule.id, bound_rule.tensors
-        earlier = [self.statistics.get((rule, tensor)) for tensor in tensors]
-        # Another optimizer may have had some of them meanwhile.
-        own = (one for one in earlier if one is not None and one.tensors == tensors)
-        statistic = next(own, None)
+        statistic = self.statistics.get((rule, tensors[0]))
+        if statistic is None or statistic.tensors != tensors:
+            earlier = [self.statistics.get((rule, tensor)) for tensor in tensors]
+            # Another optimizer may have had some of them meanwhile.
+            own = (one for one in earlier if one is not None and one.tensors == tensors)
+            statistic = next(own, None)
         if statistic is None:
             statistic = regrouped(spikes, tensors, earlier)
             self.statistics.update({(rule, tensor): statistic for tensor in tensors})
@@ -111,6 +118,7 @@ class SpikeTraps:
         on_host = _torch.is_host(numbers)
 
         def tell(numbers: Tensor) -> None:
+            numbers = numbers.reshape(-1, len(judged.norms))
             (norms, passed), before = numbers[:2].tolist(), numbers[2:]
             if not all(map(math.isfinite, norms)):
                 log.emit("notice", LEFT_ALONE, rule=rule, step=step)
@@ -121,7 +129,70 @@ class SpikeTraps:
             if not on_host:
                 log.count_changed(rule, len(tensors) if judged.spikes.over_rule else cut)
 
-        log.when_read(numbers, tell)
+        log.when_read(numbers.flatten(), tell)
+
+    def state(self) -> dict[str, Any]:
+        """Return what is learnt, by rule: plain tensors on the host, numbers and texts."""
+        names, found = self._context.program.names, {}
+        for rule, spikes in self._context.spikes.items():
+            of_rule = [one for (of, _), one in self.statistics.items() if of == rule]
+            parts = [
+                {
+                    "params": [names[tensor] for tensor in one.tensors],
+                    "kept": one.kept.cpu(),
+                    "usual": one.usual.cpu(),
+                }
+                for one in {id(one): one for one in of_rule}.values()
+            ]
+            found[rule] = {
+                "bound": spikes.bound.name,
+                "per": "rule" if spikes.over_rule else "parameter",
+                "statistics": parts,
+            }
+        return found
+
+    def load(
+        self, rules: Mapping[str, Mapping[str, Any]], index: Mapping[str, int]
+    ) -> Iterator[tuple[str, str]]:
+        """Go on from what `state` has returned; yield by rule what does not fit.
+
+        Args:
+            rules: what it has returned.
+            index: the number of each parameter by its name.
+        """
+        self.statistics.clear()
+        self._judged.clear()
+        for rule, of_rule in rules.items():
+            spikes = self._context.spikes.get(rule)
+            if spikes is None:
+                yield (
+                    "",
+                    f"the state knows a rule {rule}, which learns nothing here or is gone: left out",
+                )
+                continue
+            per = "rule" if spikes.over_rule else "parameter"
+            if (of_rule["bound"], of_rule["per"]) != (spikes.bound.name, per):
+                old = f"`{of_rule['bound']}`, per: {of_rule['per']}"
+                yield (
+                    rule,
+                    f"has learnt as {old}, and is `{spikes.bound.name}`, per: {per}: it begins anew",
+                )
+                continue
+            for part in of_rule["statistics"]:
+                self._load(rule, spikes, part, index)
+        for rule in self._context.spikes.keys() - rules.keys():
+            yield rule, "the state says nothing of this rule: it begins anew with what it learns"
+
+    def _load(
+        self, rule: str, spikes: Spikes, part: Mapping[str, Any], index: Mapping[str, int]
+    ) -> None:
+        columns = [column for column, name in enumerate(part["params"]) if name in index]
+        if not columns:
+            return
+        tensors = tuple(index[part["params"][column]] for column in columns)
+        kept = part["kept"].clone() if spikes.over_rule else part["kept"][:, columns]
+        statistic = RunningStatistic(tensors, kept, part["usual"][columns])
+        self.statistics.update({(rule, tensor): statistic for tensor in tensors})
 
     def update(self, counter: StepCounter) -> None:
         """Let the update that was judged last enter what is learnt: it has taken place."""
@@ -130,7 +201,7 @@ class SpikeTraps:
             statistic, spikes = judged.statistic, judged.spikes
             self._before.append((statistic, statistic.kept, statistic.usual))
             with torch.no_grad():
-                if spikes.over_rule or len(judged.tensors) == len(statistic.tensors):
+                if spikes.over_rule or judged.columns is None:
                     statistic.kept = judged.after
                 else:
                     statistic.kept = statistic.kept.index_copy(1, judged.columns, judged.after)

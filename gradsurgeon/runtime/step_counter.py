@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -30,6 +30,8 @@ class StepCounters:
         self._of = [self.common] * count
         # Whoever caches a grouping by counter compares this number.
         self.version = 0
+        # Where those go on that a state has told of, by tensor.
+        self._resumed: dict[int, int] = {}
 
     def __getitem__(self, tensor: int) -> StepCounter:
         return self._of[tensor]
@@ -47,6 +49,20 @@ class StepCounters:
     @property
     def latest(self) -> int:
         return max((counter.step for counter in self._of), default=self.common.step)
+
+    def begin(self, tensors: Iterable[int]) -> int:
+        """Return where the counter of an optimizer begins that has met no other before."""
+        return max(
+            [self._resumed.get(tensor, self.start) for tensor in tensors], default=self.start
+        )
+
+    def resume(self, steps: Mapping[int, int], *, common: int, latest: int) -> None:
+        """Go on from numbers that tensors had; what they do not name begins with the latest."""
+        self._resumed = dict(steps)
+        self.common.step, self.start = common, latest
+        for counter in {id(holder): holder for holder in self._of}.values():
+            if counter is not self.common:
+                counter.step = self.begin(counter.tensors)
 
     def claim(self, tensors: Iterable[int], counter: StepCounter) -> None:
         """Give tensors to a counter.

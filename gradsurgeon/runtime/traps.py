@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
@@ -100,6 +100,8 @@ class Traps:
         # The same with the current update, which is judged after each call of a closure.
         self._with_this: dict[StepCounter, dict[str, int]] = defaultdict(dict)
         self._scaler_skips: Counter[StepCounter] = Counter()
+        # The rows that a state has told of, by rule and tensor, until the counter is known that has them.
+        self._resumed: dict[tuple[str, int], int] = {}
         # What was seen after each backward pass of the current step.
         self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
 
@@ -114,6 +116,34 @@ class Traps:
             # A step of many micro-batches must not keep the graph of each.
             snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
             snapshots.append(snapshot)
+
+    def in_a_row(self) -> dict[str, dict[str, int]]:
+        """Return how often in a row traps have tripped, by rule and parameter."""
+        names, rows = self._context.program.names, dict(self._resumed)
+        for (counter, rule), number in self._in_a_row.items():
+            rows.update({(rule, tensor): number for tensor in counter.tensors})
+        found: dict[str, dict[str, int]] = {}
+        for (rule, tensor), number in rows.items():
+            if number:
+                found.setdefault(rule, {})[names[tensor]] = number
+        return found
+
+    def resume(self, in_a_row: Mapping[str, Mapping[str, int]], index: Mapping[str, int]) -> None:
+        """Go on counting what `in_a_row` has returned, with the number of each parameter by its name."""
+        self._in_a_row.clear()
+        self._resumed = {
+            (rule, index[name]): number
+            for rule, rows in in_a_row.items()
+            for name, number in rows.items()
+            if name in index
+        }
+
+    def _row(self, counter: StepCounter, rule: str) -> int:
+        key = counter, rule
+        if key not in self._in_a_row:
+            rows = [self._resumed.get((rule, tensor), 0) for tensor in counter.tensors]
+            self._in_a_row[key] = max(rows, default=0)
+        return self._in_a_row[key]
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
@@ -249,7 +279,8 @@ class Traps:
         for bound in guilty:
             # This trip is one too many, as those after it, until the trap finds nothing.
             key = counter, bound.rule.id
-            self._in_a_row[key] = max(self._in_a_row[key], patience[bound.rule.id] - 1)
+            row = self._row(counter, bound.rule.id)
+            self._in_a_row[key] = max(row, patience[bound.rule.id] - 1)
         why = "its scale is below 1" if low else f"{skips} steps in a row"
         evidence = GradientEvidence(snapshots, list(norms), bad)
         return self._findings(guilty, evidence, f"the GradScaler keeps skipping ({why}): ")
@@ -296,7 +327,7 @@ class Traps:
         """Count in how many updates in a row traps have tripped; one that has found nothing begins anew."""
         trips = []
         for rule, report in findings:
-            times = 0 if report is None else self._in_a_row[counter, rule] + 1
+            times = 0 if report is None else self._row(counter, rule) + 1
             self._with_this[counter][rule] = times
             if report is not None:
                 trips.append(Trip(rule, self._context.decisions[rule], times, report))

@@ -2,10 +2,12 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+from gradsurgeon.errors import RecordError, printable
 
 
 @contextmanager
@@ -23,6 +25,14 @@ def replacing_bytes(path: Path) -> Iterator[IO[bytes]]:
     """Do the same with a file of bytes."""
     with _opened(path, "b") as file:
         yield file
+
+
+def check_replaceable(path: Path, is_ours: Callable[[Path], bool], what: str) -> None:
+    """Raise `RecordError` where a file must not be written over; one that is empty may be."""
+    if path.is_file() and path.stat().st_size and not is_ours(path):
+        raise RecordError(
+            f"{printable(str(path))}: is there already and is no {what}; name another one, or remove it first"
+        )
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The form of a run directory: file names, tables, and how values lie in them.
 
-`run.json` says what was run; each rank has one SQLite file, and `captures-RANK.json` if rules kept tensors. A row of measurements is one blob of
+`run.json` says what was run; each rank has one SQLite file, `state-RANK.pt` to go on from, and
+`captures-RANK.json` if rules kept tensors. A row of measurements is one blob of
 little-endian float32 over all tensors of its series. Rows lie clustered by series, because their id
 is ``series << 32 | number``: reading one series does not touch the others, and no index is needed.
 Every `CHUNK` rows have a summary, from which a report draws a million steps without reading them.
@@ -54,6 +55,10 @@ def database_name(rank: int) -> str:
 
 def captures_name(rank: int) -> str:
     return f"captures-{rank}.json"
+
+
+def state_name(rank: int | str) -> str:
+    return f"state-{rank}.pt"
 
 
 def row_id(series: int, number: int) -> int:

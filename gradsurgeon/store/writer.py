@@ -21,7 +21,7 @@ from gradsurgeon.store import layout
 from gradsurgeon.store.claim import claim, unwritable
 from gradsurgeon.store.commit_clock import CommitClock
 from gradsurgeon.store.database import Batch, WrittenSeries, create, is_busy, write
-from gradsurgeon.store.files import replacing
+from gradsurgeon.store.files import replacing, replacing_bytes
 from gradsurgeon.store.json_text import json_text
 from gradsurgeon.store.memory import Key
 
@@ -125,6 +125,17 @@ class RunWriter:
             if not self.closed:
                 with replacing(self.path / layout.captures_name(self.rank)) as file:
                     file.write(json_text(previews))
+
+    def state(self, content: bytes) -> None:
+        """Write what a session goes on from, in the place of what was there.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with self._lock:
+            if not self.closed:
+                with replacing_bytes(self.path / layout.state_name(self.rank)) as file:
+                    file.write(content)
 
     def due(self) -> bool:
         """Return whether a second has passed since the last commit."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import statistics
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -430,6 +432,67 @@ class TestFinetuneLlm:
         assert moved(model, before) == set(before) - still
         head: Any = model.lm_head
         assert torch.equal(head.weight, before["transformer.wte.weight"])
+
+
+class TestLlmStability:
+    SPIKE, NAN, STEPS = 30, 35, 40
+
+    def train(self, model: nn.Module) -> Iterator[tuple[int, dict[str, Tensor], dict[str, Tensor]]]:
+        """Train, and yield each step with the weights before it and after it."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        rules = included("llm-stability")
+        with gradsurgeon.apply(model, rules, optimizer=optimizer) as self.session:
+            for step in range(self.STEPS):
+                before = weights(model)
+                tokens = torch.randint(0, 11, (4, 6))
+                logits = model(tokens)[:, :-1].flatten(0, 1)
+                loss = F.cross_entropy(logits, tokens[:, 1:].flatten())
+                optimizer.zero_grad()
+                (loss * {self.SPIKE: 50.0, self.NAN: math.nan}.get(step, 1.0)).backward()
+                optimizer.step()
+                yield step, before, weights(model)
+
+    def test_what_it_binds(self) -> None:
+        model = TinyGpt2(layers=2)
+        names = params(model)
+        assert bound(model, included("llm-stability")) == {
+            "llm-stability-spikes": names,
+            "llm-stability-nans": names,
+            "llm-stability-norms": names,
+        }
+
+    def test_a_spike_moves_the_weights_no_more_than_a_usual_step(self) -> None:
+        model, moved_by = seeded(lambda: TinyGpt2(layers=2)), []
+        for _, before, after in self.train(model):
+            moves = [(after[name] - before[name]).norm() for name in before]
+            moved_by.append(float(torch.stack(moves).norm()) / 0.01)
+        histories = [dict(self.session.history(name)) for name in params(model)]
+        norms = [math.hypot(*(one[step] for one in histories)) for step in range(self.STEPS)]
+        assert norms[self.SPIKE] > 10 * max(norms[: self.SPIKE])
+        expected = list(zclip(norms))
+        assert expected[self.SPIKE] < norms[self.SPIKE] / 10
+        assert moved_by == pytest.approx(expected, rel=1e-3)
+        assert math.isnan(norms[self.NAN])
+        events = [(one.kind, one.step) for one in self.session.events if one.step == self.SPIKE]
+        assert ("spike", self.SPIKE) in events
+
+
+def zclip(norms: list[float]) -> Iterator[float]:
+    """Yield the norms as ZClip lets them through (arXiv 2504.02507, 2.5, 0.97, 25); 0 for a skipped step."""
+    warm: list[float] = []
+    for norm in norms:
+        if not math.isfinite(norm):
+            yield 0.0
+        elif len(warm) < 25:
+            warm.append(norm)
+            mean, variance = statistics.fmean(warm), statistics.pvariance(warm)
+            yield norm
+        else:
+            z = (norm - mean) / (math.sqrt(variance) + 1e-6)
+            passed = mean + 2.5**2 / z * math.sqrt(variance) if z > 2.5 else norm
+            mean = 0.97 * mean + 0.03 * passed
+            variance = 0.97 * variance + 0.03 * (passed - mean) ** 2
+            yield passed
 
 
 class TestGan:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
+from gradsurgeon import SpikeTrap
 from gradsurgeon.actions import FreezeRule, Options, Stricter, known_actions
 from gradsurgeon.review.rule_changes import changed_options
 
@@ -52,3 +53,25 @@ def test_options_say_themselves_which_value_is_stricter(
     ]
     found = [(one.name, one.direction, one.meaning) for one in changed_options(*rules)]
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        # The one measure cannot be compared with the other.
+        (
+            {"above": {"sigmas": 2.5}},
+            {"above": {"times": 3}},
+            [("above.sigmas", "changed"), ("above.times", "changed")],
+        ),
+        ({"above": {"times": 3}}, {"above": {"times": 2}}, [("above.times", "tightened")]),
+        # Not given it is 10.
+        ({}, {"give_up_after": 20}, [("give_up_after", "loosened")]),
+        ({}, {"give_up_after": 5}, [("give_up_after", "tightened")]),
+        ({"give_up_after": 5}, {}, [("give_up_after", "loosened")]),
+    ],
+)
+def test_what_is_not_given_stands_for(old: Any, new: Any, expected: list[tuple[str, str]]) -> None:
+    common = {"id": "it", "params": "*", "above": {"sigmas": 2.5}, "then": "skip-step"}
+    rules = [SpikeTrap.model_validate({**common, **options}) for options in (old, new)]
+    assert [(one.name, one.direction) for one in changed_options(*rules)] == expected

@@ -41,6 +41,49 @@ class EffectiveOrder(Check):
                 yield Finding(rule, (key,), message, hint, later)
 
 
+class JudgedBeforeEdits(Check):
+    """A trap that judges before all edits stands below an edit of the same gradients.
+
+    `spike-trap` judges the gradient as the script hands it over, wherever it stands in the file. What an edit
+    at `step` above it has left is not what is compared with the norms before; and where the trap cuts, it
+    shortens by the same factor once more what the edit may have shortened already.
+
+    Put the trap above these edits: then what is judged is what is cut, and the edits see what the cut has left.
+    Edits at `backward` act before the trap judges, wherever they stand.
+    """
+
+    BAD = """
+- id: bound
+  action: clip-norm
+  params: "*"
+  max_norm: 1.0
+  per: rule
+
+- id: spikes
+  action: spike-trap
+  params: "*"
+  above: {sigmas: 2.5}
+"""
+
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in (rule for rule in context.compared if rule.judges_first):
+            above = tuple(
+                other
+                for other in context.compared
+                if other.edits
+                and not other.judges_first
+                and other.point == rule.point
+                and context.acts_before(other, rule)
+                and context.overlap(other, rule)
+                and not _one_is_moot(context, rule, other)
+            )
+            if above:
+                leave = f"leave{'s' * (len(above) == 1)}"
+                message = f"it judges what the script hands over, not what {_listed(above)} above it {leave}"
+                hint = f"put the {rule.name()} first"
+                yield Finding(rule, ("action",), message, hint, above)
+
+
 class OverlappingEdits(Check):
     """Two rules certainly change the same tensors in the same step.
 
@@ -127,7 +170,9 @@ class TrapAfterSanitize(Check):
 
     def find(self, context: LintContext) -> Iterator[Finding]:
         cleaners = [rule for rule in context.compared if rule.action in ("sanitize", "zero")]
-        for trap in (rule for rule in context.compared if isinstance(rule, TrapRule)):
+        # One that judges the final gradient expects to see it sanitized.
+        traps = (rule for rule in context.compared if isinstance(rule, TrapRule))
+        for trap in (rule for rule in traps if not rule.judges_first):
             before = tuple(
                 rule
                 for rule in cleaners

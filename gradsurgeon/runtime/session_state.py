@@ -1,0 +1,73 @@
+"""What a session has to know to go on where another one has ended: the clocks, and what rules have learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.runtime.notices import shorten_names
+
+if TYPE_CHECKING:
+    from gradsurgeon.runtime.controller import Controller
+
+VERSION = 1
+_KEYS = {"version", "step", "common_step", "steps", "in_a_row", "rules"}
+_NOT_OURS = "this is no state of a session: `session.state_dict()` makes one"
+_NEWER = (
+    "the state is of version {version}, and this gradsurgeon reads version 1: update gradsurgeon"
+)
+
+
+def state_dict(controller: Controller) -> dict[str, Any]:
+    """Return the state of a session as plain tensors, numbers and texts. Waits for the device."""
+    context = controller.context
+    names, counters = context.program.names, context.counters
+    return {
+        "version": VERSION,
+        "step": counters.latest,
+        "common_step": counters.common.step,
+        "steps": {name: counters[tensor].step for tensor, name in enumerate(names)},
+        "in_a_row": controller.traps.in_a_row(),
+        "rules": controller.spikes.state(),
+    }
+
+
+def load_state_dict(controller: Controller, state: Any) -> None:
+    """Let a session go on from a state, and say of what it does not fit.
+
+    Raises:
+        GradSurgeonError: it is no state of a session, or one of a newer version; nothing has changed then.
+    """
+    if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
+        raise GradSurgeonError(_NOT_OURS)
+    if state["version"] != VERSION:
+        raise GradSurgeonError(_NEWER.format(version=printable(str(state["version"]))))
+    before = state_dict(controller)
+    try:
+        complaints = list(_resume(controller, state))
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        list(_resume(controller, before))
+        raise GradSurgeonError(f"{_NOT_OURS} ({type(error).__name__}: {error})") from error
+    event_log, step = controller.context.event_log, controller.context.counters.latest
+    for rule, text in complaints:
+        event_log.emit("notice", text, rule=rule, step=step, warn=True)
+
+
+def _resume(controller: Controller, state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Go on from a state; yield what it does not fit, with the rule that it concerns, if it is one."""
+    context = controller.context
+    index = {name: tensor for tensor, name in enumerate(context.program.names)}
+    steps = {index[name]: int(step) for name, step in state["steps"].items() if name in index}
+    context.counters.resume(steps, common=int(state["common_step"]), latest=int(state["step"]))
+    controller.traps.resume(state["in_a_row"], index)
+    yield from _other_names(index, state)
+    yield from controller.spikes.load(state["rules"], index)
+
+
+def _other_names(index: Mapping[str, int], state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if gone := [name for name in state["steps"] if name not in index]:
+        yield "", f"the state knows {shorten_names(gone)}, which this model does not have: left out"
+    if new := [name for name in index if name not in state["steps"]]:
+        text = "of which the state says nothing: rules begin anew with what they learn of them"
+        yield "", f"the model has {shorten_names(new)}, {text}"

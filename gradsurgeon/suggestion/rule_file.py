@@ -1,0 +1,91 @@
+"""Suggested rules as the text of a rule file, with what each threshold was taken from beside it."""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from textwrap import wrap
+from typing import NamedTuple
+
+import yaml
+
+from gradsurgeon.errors import printable
+from gradsurgeon.planning.table import count
+from gradsurgeon.store.memory import Key
+from gradsurgeon.suggestion.recorded import GroupNorms
+from gradsurgeon.suggestion.spike_statistic import BETA, WARMUP
+from gradsurgeon.suggestion.thresholds import Threshold
+
+# What a suggestion begins with: nothing else is written over.
+MARK = "# Suggested by `gradsurgeon suggest`"
+_LONGEST_ID, _WIDTH = 60, 100
+
+
+class SuggestedRule(NamedTuple):
+    """A rule, where its threshold comes from, and what makes it doubtful: texts."""
+
+    id: str
+    patterns: Sequence[str]
+    params: int
+    key: Key
+    recorded: GroupNorms
+    threshold: Threshold
+    share: float
+    doubts: Sequence[str]
+
+    def lines(self) -> Iterator[str]:
+        for text in self._comments():
+            lines = wrap(printable(text), _WIDTH, break_long_words=False, break_on_hyphens=False)
+            yield from (f"  # {line}" for line in lines)
+        drift, value = self.threshold.drift, self.threshold.value
+        yield f"  - id: {self.id}"
+        yield f"    action: {'spike-trap' if drift else 'clip-norm'}"
+        first, *more = map(_quoted, self.patterns)
+        yield f"    params: {first}" if not more else "    params:"
+        yield from (f"      - {text}" for text in (first, *more) if more)
+        if drift:
+            yield "    per: rule"
+            yield f"    above: {{sigmas: {value!r}, beta: {BETA}, warmup: {WARMUP}}}"
+            yield "    then: clip"
+        else:
+            yield "    at: step"
+            yield "    per: rule"
+            yield f"    max_norm: {value!r}"
+
+    def _comments(self) -> Iterator[str]:
+        one, norms = self.threshold, self.recorded
+        yield from self.doubts
+        out = {"skipped": norms.skipped, "not finite": norms.nonfinite}
+        left_out = ", ".join(f"{number:,} {what}" for what, number in out.items() if number)
+        point = {"accumulated": "accumulated, before any clip of the script's own"}
+        yield (
+            f"{count(self.params, 'parameter')}, by `{self.key.rule}` at "
+            f"{point.get(self.key.point, self.key.point)}: "
+            f"{count(len(norms.norms), 'step')} from {norms.first} to {norms.last}"
+            f"{left_out and f', without {left_out}'}"
+        )
+        if not one.drift:  # what is not stationary has said so
+            first, second = one.halves
+            yield (
+                f"{percent(1 - self.share)} quantile of their norm: {one.quantile:.4g} (first half {first:.4g}, "
+                f"second half {second:.4g})"
+            )
+        after = " after the warm-up" if one.drift else ""
+        share = f"{100 * one.bites / one.steps:.3g}%"
+        yield f"would have bitten in {one.bites:,} of {count(one.steps, 'step')}{after}: {share}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.6g}%"
+
+
+def rule_id(action: str, patterns: Sequence[str], taken: Collection[str]) -> str:
+    """Return an id of the words that all patterns have, or else of those of the first one."""
+    words = [re.findall(r"[a-z0-9]+", text.lower()) for text in patterns]
+    common = [word for word in words[0] if all(word in others for others in words)]
+    chosen = common or [*words[0], *(["and", "others"] if len(words) > 1 else [])] or ["all"]
+    base = f"{action}-{'-'.join(chosen)}"[:_LONGEST_ID].strip("-")
+    numbered = (f"{base}-{number}" for number in range(2, len(taken) + 3))
+    return next(text for text in (base, *numbered) if text not in taken)
+
+
+def _quoted(text: str) -> str:
+    return yaml.safe_dump(text, default_style='"', width=float("inf")).rstrip("\n")

@@ -1,0 +1,148 @@
+"""The stages in their order: norms, groups, patterns, thresholds, and the text of a rule file."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from gradsurgeon.errors import RecordError, printable
+from gradsurgeon.planning.table import count
+from gradsurgeon.store.layout import section
+from gradsurgeon.store.memory import Key
+from gradsurgeon.store.run import Run
+from gradsurgeon.suggestion.groups import groups_of
+from gradsurgeon.suggestion.patterns import patterns_of
+from gradsurgeon.suggestion.recorded import (
+    GroupNorms,
+    behaviours,
+    group_norms,
+    skipped_steps,
+    sources,
+)
+from gradsurgeon.suggestion.rule_file import MARK, SuggestedRule, percent, rule_id
+from gradsurgeon.suggestion.thresholds import ENOUGH_BITES, Threshold, least_steps, threshold
+
+# A review reads some tens of rules.
+_MOST_RULES = 24
+
+
+class Suggestion(NamedTuple):
+    """A rule file, what it holds in a few words, and what nobody should overlook in it."""
+
+    text: str
+    summary: str
+    findings: list[str]
+
+
+def suggest(run: Run, share: float) -> Suggestion:
+    """Return rules whose thresholds would have bitten in a share of the steps of a run.
+
+    Raises:
+        RecordError: there are no norms of parameters, or too few.
+    """
+    where = printable(str(run.path))
+    used = sources(run)
+    if not used:
+        remedy = "record them with a `norm-log` rule, `at: step`"
+        raise RecordError(f"{where}: has no l2 norms of parameters: {remedy}")
+    if len(used) > _MOST_RULES:
+        reason = f"{len(used)} optimizers share the parameters: each would need a rule of its own"
+        raise RecordError(f"{where}: {reason}")
+    known, skipped = _known(run), skipped_steps(run)
+    rules: dict[str, SuggestedRule] = {}
+    without: dict[str, str] = {}
+    silent: list[str] = []
+    for series, names in used.items():
+        alive = behaviours(series, names)
+        silent += sorted({*names} - {one.name for one in alive})
+        groups = groups_of(alive, _MOST_RULES // len(used))
+        for group, norms in zip(groups, group_norms(series, groups, skipped), strict=True):
+            patterns = patterns_of(group, known)
+            if reason := _why_none(norms, share):
+                without[", ".join(patterns)] = reason
+                continue
+            found = threshold(norms.norms, share)
+            name = rule_id("spikes" if found.drift else "clip", patterns, rules)
+            doubts = (*_doubts(norms, found, share), *_edited_before(run, series.key, group))
+            rules[name] = SuggestedRule(
+                name, patterns, len(group), series.key, norms, found, share, doubts
+            )
+    if not rules:
+        reasons = "; ".join(dict.fromkeys(without.values())) or "no gradients were recorded"
+        raise RecordError(f"{where}: {reasons}")
+    missing = [f"no rule for {names}: {reason}" for names, reason in without.items()]
+    notes = [f"no gradient: {', '.join(patterns_of(silent, known))}"] if silent else []
+    return _written(run, share, list(rules.values()), missing, notes)
+
+
+def _written(
+    run: Run,
+    share: float,
+    rules: Sequence[SuggestedRule],
+    without: Sequence[str],
+    notes: Sequence[str],
+) -> Suggestion:
+    said = f"from {run.path}: thresholds that would have bitten in {percent(share)} of the steps"
+    if (ranks := len(run.ranks)) > 1:
+        notes = (f"{ranks} ranks: of each parameter the norms of the lowest that has it", *notes)
+    head = [f"{MARK} {said}", *(f"# {text}" for text in (*notes, *without))]
+    body = ("\n".join(rule.lines()) for rule in rules)
+    text = "\n".join([*map(printable, head), "version: 1", "rules:", "\n\n".join(body), ""])
+    params = sum(rule.params for rule in rules)
+    findings = [f"{rule.id}: {doubt}" for rule in rules for doubt in rule.doubts]
+    summary = f"{count(len(rules), 'rule')} for {count(params, 'parameter')}"
+    return Suggestion(text, summary, [*findings, *without])
+
+
+def _known(run: Run) -> dict[str, str]:
+    """Return by any name of a parameter its canonical one."""
+    known = {name: name for name in run.params}
+    for param in section(run.meta, "model").get("params") or ():
+        if isinstance(aliases := param.get("aliases"), list):
+            known |= {str(alias): param["name"] for alias in aliases}
+    return known
+
+
+def _why_none(norms: GroupNorms, share: float) -> str:
+    steps, least = len(norms.norms), least_steps(share)
+    if steps < least:
+        return (
+            f"{count(steps, 'step')} say nothing of a share of {percent(share)}: it takes {least:,}, and "
+            f"{math.ceil(ENOUGH_BITES / share):,} to count on it; record more, or ask for a larger --bites"
+        )
+    silent = sum(norm == 0 for norm in norms.norms)
+    return "the norm is hardly ever above 0" if silent >= steps * (1 - share) - 1 else ""
+
+
+def _doubts(norms: GroupNorms, found: Threshold, share: float) -> Iterator[str]:
+    if drift := found.drift:
+        (first, second), (in_second, in_first) = drift.quantiles, map(percent, drift.crossed)
+        yield (
+            f"not stationary: the {percent(1 - drift.share)} quantile of the first half, {first:.4g}, would have "
+            f"bitten in {in_second} of the second, and that of the second, {second:.4g}, in {in_first} of the first"
+        )
+        if len(norms.norms) < (norms.last - norms.first + 1) / 2:
+            yield "norms of few steps: the statistic of the rule moves in every step, and was tried on these"
+    asked = share * found.steps
+    if asked < ENOUGH_BITES:
+        enough = math.ceil(ENOUGH_BITES / share)
+        yield f"too few steps: by chance alone it may bite twice as often, or half as often; {enough:,} would do"
+    if not asked / 2 <= found.bites <= 2 * asked:
+        yield (
+            f"no threshold bites in {percent(share)} of the steps, this one in {percent(found.bites / found.steps)}: "
+            "norms that are alike have mostly been clipped already"
+        )
+
+
+def _edited_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
+    """Say which rules of the run had changed the gradients before they were measured."""
+    roles, chains = section(run.meta, "roles"), section(section(run.meta, "plan"), "chains")
+    edits = {rule for rule in roles if section(roles, rule).get("role") == "edit"}
+    before = set[str]()
+    for name in names:
+        chain = chains.get(name)
+        if isinstance(chain, list) and key.rule in chain:
+            earlier = chain[: chain.index(key.rule)]
+            before |= {rule for rule in edits if rule in earlier}
+    if before and run.meta.get("mode") != "observe":
+        listed = ", ".join(f"`{rule}`" for rule in sorted(before))
+        yield f"edited before it was measured, by {listed}: record with `--observe` to see what comes in"

@@ -1,0 +1,190 @@
+"""`gradsurgeon run --resume RUN`: a script that is stopped and started again ends as one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from bounds import TIMEOUT
+from commands import environment
+from outside import Folder
+from ranks import torchrun
+
+pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
+
+SCRIPT = """
+import os, sys, torch
+from torch import nn
+first, last, saved = int(os.environ["FIRST"]), int(os.environ["LAST"]), os.environ["SAVED"]
+
+def train(model, name):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if first:
+        state = torch.load("checkpoint." + name)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    for step in range(first, last):
+        x = torch.randn(32, 8, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - x[:, :1]).square().mean() * (30 if step % 11 == 10 else 1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, saved + "." + name)
+
+torch.manual_seed(0)
+train(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)), "mlp")
+train(nn.Linear(8, 1), "linear")
+"""
+SPIKES = """\
+  - {id: spikes, action: spike-trap, params: "*", above: {sigmas: 2.5, beta: 0.9, warmup: 10}}
+  - {id: half, action: scale, params: "*", at: step, factor: 0.5, steps: {every: 7}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path)
+
+
+def part(first: int, last: int, saved: str) -> dict[str, str]:
+    return {"FIRST": str(first), "LAST": str(last), "SAVED": saved}
+
+
+def test_both_models_go_on_bit_for_bit(folder: Folder) -> None:
+    def run(first: int, last: int, saved: str, *options: str) -> list[str]:
+        env = part(first, last, saved)
+        done = folder.run(SCRIPT, *options, rules=SPIKES, record=False, env=env)
+        assert done.code == 0, done.lines
+        return done.lines
+
+    run(0, 60, "whole")
+    run(0, 37, "checkpoint", "--record", "one")
+    lines = run(37, 60, "resumed", "--record", "two", "--resume", "one")
+    assert sum("from step 37" in line for line in lines) == 4  # two headers, two summaries
+    for name in ("mlp", "linear"):
+        whole, resumed = (torch.load(folder.path / f"{of}.{name}") for of in ("whole", "resumed"))
+        for key, value in whole["model"].items():
+            assert torch.equal(value, resumed["model"][key]), key
+    # Without the state the statistic begins anew, and the schedule is another one.
+    run(37, 60, "anew")
+    whole, anew = (torch.load(folder.path / f"{of}.mlp") for of in ("whole", "anew"))
+    assert any(not torch.equal(value, anew["model"][key]) for key, value in whole["model"].items())
+
+
+def test_a_step_that_is_given_goes_before_that_of_the_run(folder: Folder) -> None:
+    folder.run(SCRIPT, rules=SPIKES, env=part(0, 30, "checkpoint"))
+    done = folder.run(
+        SCRIPT,
+        "--resume",
+        "run",
+        "--start-step",
+        "20",
+        rules=SPIKES,
+        record=False,
+        env=part(20, 25, "x"),
+    )
+    assert sum("from step 20" in line for line in done.lines) == 4
+
+
+def test_other_rules_are_told_apart_by_name(folder: Folder) -> None:
+    folder.run(SCRIPT, rules=SPIKES, env=part(0, 30, "checkpoint"))
+    others = SPIKES.replace("sigmas: 2.5", "times: 1.5").replace("id: half", "id: scaled")
+    done = folder.run(SCRIPT, "--resume", "run", rules=others, record=False, env=part(30, 33, "x"))
+    assert done.code == 0
+    told = "has learnt as `sigmas`, per: rule, and is `times`, per: rule: it begins anew"
+    assert f"gradsurgeon: rule spikes: {told}" in done.lines
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        ("no run", "gradsurgeon run: --resume: other is no run directory"),
+        ("no state", "gradsurgeon run: --resume: run holds no state to go on from: "),
+    ],
+)
+def test_what_cannot_be_resumed_is_refused_at_once(folder: Folder, damage: str, told: str) -> None:
+    folder.run(SCRIPT, rules=SPIKES, env=part(0, 3, "checkpoint"))
+    for file in folder.path.glob("run/state-*.pt"):
+        file.unlink()
+    name = "other" if damage == "no run" else "run"
+    done = folder.run(SCRIPT, "--resume", name, rules=SPIKES, record=False, env=part(3, 4, "x"))
+    assert done.code == 2
+    assert done.lines[0].startswith(told)
+    assert not (folder.path / "x.mlp").exists()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_damaged_state_stops_a_strict_launch_alone(folder: Folder, strict: bool) -> None:
+    folder.run(SCRIPT, rules=SPIKES, env=part(0, 3, "checkpoint"))
+    path = folder.path / "run" / "state-0.pt"
+    path.write_bytes(b"junk")
+    options = ("--resume", "run", *(("--strict",) if strict else ()))
+    done = folder.run(SCRIPT, *options, rules=SPIKES, record=False, env=part(3, 5, "x"))
+    assert done.code == (2 if strict else 0)
+    head = "gradsurgeon: error: " if strict else "gradsurgeon: "
+    tail = "" if strict else ": the rules begin anew with what they learn"
+    assert f"{head}{path} cannot be resumed from: it is damaged{tail}" in done.lines
+    assert (folder.path / "x.mlp").exists() is not strict
+
+
+def test_a_script_that_is_terminated_has_kept_its_state(folder: Folder) -> None:
+    script = SCRIPT.replace(
+        "optimizer.step()\n",
+        "optimizer.step()\n        open('ready', 'a').write('x')\n        import time; time.sleep(0.01)\n",
+    )
+    (folder.path / "train.py").write_text(script, encoding="utf-8")
+    (folder.path / "rules.yaml").write_text(f"version: 1\nrules:\n{SPIKES}", encoding="utf-8")
+    words = ["-m", "gradsurgeon", "run", "--rules", "rules.yaml", "--record", "run", "train.py"]
+    env = {**environment(), "OMP_NUM_THREADS": "1", **part(0, 100_000, "checkpoint")}
+    process = subprocess.Popen([sys.executable, *words], cwd=folder.path, env=env)
+    ready, end = folder.path / "ready", time.monotonic() + TIMEOUT
+    while not (ready.exists() and ready.stat().st_size > 20):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGTERM)
+    process.wait(TIMEOUT)
+    state = torch.load(folder.path / "run" / "state-0.pt", weights_only=True)
+    assert state["step"] >= 20
+    assert state["rules"]["spikes"]["statistics"][0]["kept"][0].item() == state["step"]
+
+
+def test_each_rank_has_its_own(folder: Folder) -> None:
+    script = (
+        SCRIPT.replace(
+            "import os, sys, torch\n",
+            "import os, sys, torch\ntorch.distributed.init_process_group('gloo')\n",
+        )
+        .replace(
+            "optimizer = torch.optim",
+            "model = nn.parallel.DistributedDataParallel(model)\n    optimizer = torch.optim",
+        )
+        .replace('"checkpoint." + name', '"checkpoint." + name, weights_only=True')
+        + "\ntorch.distributed.destroy_process_group()\n"
+    )
+    for first, last, saved, options in (
+        (0, 40, "whole", ()),
+        (0, 25, "checkpoint", ("--record", "one")),
+        (25, 40, "resumed", ("--resume", "one")),
+    ):
+        done = folder.run(
+            script,
+            *options,
+            rules=SPIKES,
+            record=False,
+            launch=("--", "python", *torchrun(2), "train.py"),
+            env=part(first, last, saved),
+        )
+        assert done.code == 0, done.lines
+    assert {file.name for file in (folder.path / "one").glob("state-*")} == {
+        "state-0.pt",
+        "state-1.pt",
+    }
+    whole, resumed = (torch.load(folder.path / f"{of}.mlp") for of in ("whole", "resumed"))
+    for key, value in whole["model"].items():
+        assert torch.equal(value, resumed["model"][key]), key

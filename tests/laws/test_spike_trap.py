@@ -1,0 +1,586 @@
+"""`spike-trap` is ZClip and AdaGC as the papers have them, and nothing enters its statistic that did not happen."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurgeon
+
+ZCLIP = {"sigmas": 2.5, "beta": 0.9, "warmup": 10}
+ADAGC = {"times": 1.5, "beta": 0.9, "warmup": 10}
+FORMS = pytest.mark.parametrize("above", [ZCLIP, ADAGC], ids=["sigmas", "times"])
+
+
+class Reference:
+    """The papers in plain numbers: arXiv 2504.02507 (ZClip) and 2502.11034 (AdaGC)."""
+
+    def __init__(self, above: dict[str, float]) -> None:
+        self.above = above
+        self.seen: list[float] = []
+        self.mean = self.variance = 0.0
+
+    def passed(self, norm: float) -> float:
+        """Return what a norm is cut to, and learn it."""
+        beta, warmup = self.above["beta"], self.above["warmup"]
+        if not math.isfinite(norm) or norm == 0:
+            return norm
+        if len(self.seen) < warmup:
+            self.seen.append(norm)
+            if len(self.seen) == warmup:
+                self.mean = sum(self.seen) / warmup
+                self.variance = sum((one - self.mean) ** 2 for one in self.seen) / warmup
+                if "times" in self.above:
+                    self.mean = min(self.seen)
+            return norm
+        passed = norm
+        if "times" in self.above:
+            passed = min(norm, self.above["times"] * self.mean)
+        else:
+            std = math.sqrt(self.variance)
+            z = (norm - self.mean) / (std + 1e-6)
+            if z > self.above["sigmas"]:
+                passed = self.mean + self.above["sigmas"] ** 2 * std / z
+        self.mean = beta * self.mean + (1 - beta) * passed
+        self.variance = beta * self.variance + (1 - beta) * (passed - self.mean) ** 2
+        return passed
+
+
+class Leaves(nn.Module):
+    """Parameters whose gradients the test gives."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__()
+        self.w = nn.ParameterList([nn.Parameter(torch.zeros(size)) for size in sizes])
+
+    def give(self, grads: Sequence[Tensor | None]) -> None:
+        used = [(w, grad) for w, grad in zip(self.w, grads, strict=True) if grad is not None]
+        sum((w * grad).sum() for w, grad in used).backward()
+
+
+def rule(above: dict[str, float], **options: Any) -> dict[str, Any]:
+    return {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, **options}
+
+
+def rules(*several: dict[str, Any]) -> dict[str, Any]:
+    return {"version": 1, "rules": list(several)}
+
+
+def series(number: int = 60, seed: int = 0) -> list[float]:
+    """Return norms that drift by a factor of ten, with noise and a spike now and then."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(number, generator=generator).mul(0.2).exp().tolist()
+    spikes = {number // 3: 20.0, number // 2: 7.0, number - 5: 40.0}
+    return [10 ** (step / number) * noise[step] * spikes.get(step, 1.0) for step in range(number)]
+
+
+def directions(sizes: Sequence[int], seed: int = 1) -> list[Tensor]:
+    """Return tensors whose norm all together is 1."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [torch.randn(size, generator=generator) for size in sizes]
+    whole = torch.cat(made).norm()
+    return [one / whole for one in made]
+
+
+def norm_of(model: Leaves) -> float:
+    grads = [w.grad.double() for w in model.w if w.grad is not None]
+    return float(torch.cat(grads).norm()) if grads else 0.0
+
+
+def learnt(session: gradsurgeon.Session, of: str = "spikes") -> list[Any]:
+    parts = session.state_dict()["rules"][of]["statistics"]
+    return [part["kept"].tolist() for part in parts]
+
+
+# --- what the papers say --------------------------------------------------------------------------
+
+
+@FORMS
+def test_one_norm_over_the_rule_is_that_of_the_paper(above: dict[str, float]) -> None:
+    model, reference = Leaves(3, 40, 7), Reference(above)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    unit = directions([3, 40, 7])
+    cut = 0
+    with gradsurgeon.apply(model, rules(rule(above)), optimizer=optimizer) as session:
+        for norm in series():
+            optimizer.zero_grad()
+            model.give([norm * part for part in unit])
+            before = norm_of(model)
+            optimizer.step()
+            expected = reference.passed(before)
+            cut += expected < before
+            assert norm_of(model) == pytest.approx(expected, rel=1e-6)
+    assert cut >= 3
+    assert session.status()["spikes"].changed == pytest.approx(cut / len(series()))
+    assert [event.kind for event in session.events].count("spike") == cut
+
+
+@FORMS
+def test_each_parameter_goes_by_its_own_past(above: dict[str, float]) -> None:
+    model = Leaves(3, 40, 7)
+    references = [Reference(above) for _ in range(3)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    unit = directions([3, 40, 7])
+    norms = [series(seed=seed) for seed in range(3)]
+    with gradsurgeon.apply(model, rules(rule(above, per="parameter")), optimizer=optimizer):
+        for step in range(len(norms[0])):
+            optimizer.zero_grad()
+            # One of them has no gradient in every fourth step.
+            given = [one[step] * part for one, part in zip(norms, unit, strict=True)]
+            model.give(
+                [None if place == 1 and step % 4 == 3 else g for place, g in enumerate(given)]
+            )
+            before = [None if w.grad is None else float(w.grad.double().norm()) for w in model.w]
+            optimizer.step()
+            for w, norm, reference in zip(model.w, before, references, strict=True):
+                if norm is None:
+                    assert w.grad is None
+                else:
+                    assert w.grad is not None
+                    expected = reference.passed(norm)
+                    assert float(w.grad.double().norm()) == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_is_not_given_is_that_of_the_papers() -> None:
+    zclip, adagc = (
+        gradsurgeon.SpikeTrap.model_validate(rule(above)).compile().bound
+        for above in ({"sigmas": 2.5}, {"times": 1.05})
+    )
+    # The same as when it is spelled out.
+    norms = torch.tensor(series(400), dtype=torch.float64).unsqueeze(1)
+    for bound, above in (
+        (zclip, {"sigmas": 2.5, "beta": 0.97, "warmup": 25}),
+        (adagc, {"times": 1.05, "beta": 0.98, "warmup": 100}),
+    ):
+        kept, reference = torch.zeros(bound.rows, 1, dtype=torch.float64), Reference(above)
+        for norm in norms:
+            passed, kept = bound.advance(kept, norm)
+            assert passed.item() == pytest.approx(reference.passed(norm.item()), rel=1e-9)
+        number, mean = kept[:2, 0].tolist()
+        assert (number, mean) == (len(norms), pytest.approx(reference.mean, rel=1e-9))
+        limit = bound.bounds(kept[:, 0].tolist())
+        assert limit is not None
+        std = math.sqrt(reference.variance)
+        wanted = reference.mean * 1.05 if "times" in above else reference.mean + 2.5 * (std + 1e-6)
+        assert limit[0] == pytest.approx(wanted, rel=1e-9)
+
+
+# --- what enters ----------------------------------------------------------------------------------
+
+
+def trained(
+    above: dict[str, float],
+    norms: Sequence[float],
+    *more: dict[str, Any],
+    mode: Any = "act",
+    **options: Any,
+) -> tuple[gradsurgeon.Session, list[float]]:
+    """Train with gradients of some norms; return the norms that reached the update."""
+    model = Leaves(5, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    unit, reached = directions([5, 6]), []
+    optimizer.register_step_post_hook(lambda *_: reached.append(norm_of(model)))
+    with (
+        warnings.catch_warnings(),
+        gradsurgeon.apply(
+            model, rules(*more, rule(above, **options)), mode=mode, optimizer=optimizer
+        ) as session,
+    ):
+        warnings.simplefilter("ignore", gradsurgeon.GradSurgeonWarning)
+        for norm in norms:
+            optimizer.zero_grad()
+            model.give([norm * part for part in unit])
+            optimizer.step()
+    return session, reached
+
+
+BAD = [math.nan, math.inf]
+
+
+@FORMS
+@pytest.mark.parametrize("then", ["clip", "warn"])
+def test_what_is_not_finite_never_enters(above: dict[str, float], then: str) -> None:
+    healthy = series()
+    spoilt = list(
+        chain.from_iterable((bad, bad, norm) for bad, norm in zip(BAD * 30, healthy, strict=True))
+    )
+    (one, _), (other, reached) = (trained(above, norms, then=then) for norms in (healthy, spoilt))
+    assert learnt(one) == learnt(other)
+    assert sum(not math.isfinite(norm) for norm in reached) == 2 * len(healthy)
+    told = [event.message for event in other.events if event.kind == "notice"]
+    assert any("not finite" in text for text in told) == (then == "clip")
+
+
+@FORMS
+def test_a_norm_of_zero_does_not_enter(above: dict[str, float]) -> None:
+    # An adapter that begins at zero has no gradient in its first steps, and must not stay there.
+    session, reached = trained(above, [0.0] * 30 + [1.0] * 30)
+    assert reached[-1] == pytest.approx(1.0)
+    assert learnt(session)[0][0] == [30.0]
+
+
+@FORMS
+def test_a_step_that_another_trap_skips_does_not_enter(above: dict[str, float]) -> None:
+    model, reference = Leaves(5, 6), Reference(above)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    guard = {"id": "guard", "action": "nan-trap", "params": "w.1", "then": "skip-step"}
+    with gradsurgeon.apply(
+        model, rules({**rule(above), "params": "w.0"}, guard), optimizer=optimizer
+    ):
+        for step, norm in enumerate(series()):
+            optimizer.zero_grad()
+            spoilt = step % 3 == 1
+            model.give([torch.full((5,), norm), torch.full((6,), math.nan if spoilt else 1.0)])
+            grad = model.w[0].grad
+            assert grad is not None
+            before = float(grad.double().norm())
+            optimizer.step()
+            expected = before if spoilt else reference.passed(before)
+            assert float(grad.double().norm()) == pytest.approx(expected, rel=1e-6)
+
+
+@FORMS
+def test_a_spike_that_is_skipped_does_not_enter(above: dict[str, float]) -> None:
+    calm = [1 + 0.1 * math.sin(step) for step in range(40)]
+    with_spikes = [*calm[:30], 50.0, 60.0, *calm[30:]]
+    (one, _), (other, _) = (
+        trained(above, norms, then="skip-step") for norms in (calm, with_spikes)
+    )
+    assert learnt(one) == learnt(other)
+    kinds = [event.kind for event in other.events]
+    assert kinds == ["spike", "skipped-step"] * 2
+    assert "the last trap tripped at step 31: rule spikes" in repr(other)
+
+
+@FORMS
+def test_a_step_that_the_scaler_skips_does_not_enter(above: dict[str, float]) -> None:
+    model = Leaves(5, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
+    unit, reference = directions([5, 6]), Reference(above)
+    with gradsurgeon.apply(model, rules(rule(above)), scaler=scaler) as session:
+        for step, norm in enumerate(series()):
+            optimizer.zero_grad()
+            overflows = step % 9 == 4
+            given = [(math.inf if overflows else norm) * part for part in unit]
+            loss = sum((w * grad).sum() for w, grad in zip(model.w, given, strict=True))
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            before = norm_of(model)
+            scaler.step(optimizer)
+            scaler.update()
+            if not overflows:
+                assert norm_of(model) == pytest.approx(reference.passed(before), rel=1e-6)
+    number = learnt(session)[0][0]
+    assert number == [len(series()) - len(range(4, len(series()), 9))]
+
+
+@FORMS
+def test_micro_batches_and_closures_move_it_once(above: dict[str, float]) -> None:
+    model, reference = Leaves(5, 6), Reference(above)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    unit = directions([5, 6])
+    with gradsurgeon.apply(model, rules(rule(above)), optimizer=optimizer):
+        for step, norm in enumerate(series()):
+            optimizer.zero_grad()
+
+            def closure(norm: float = norm) -> Tensor:
+                optimizer.zero_grad()
+                model.give([0.25 * norm * part for part in unit])
+                model.give([0.75 * norm * part for part in unit])
+                return torch.zeros(())
+
+            if step % 2:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+            assert norm_of(model) == pytest.approx(reference.passed(norm), rel=1e-5)
+
+
+@FORMS
+def test_outside_of_its_steps_nothing_is_learnt(above: dict[str, float]) -> None:
+    norms = series()
+    session, reached = trained(above, norms, steps={"from": 10, "to": 50, "every": 2})
+    reference = Reference(above)
+    for step, (norm, after) in enumerate(zip(norms, reached, strict=True)):
+        due = 10 <= step < 50 and step % 2 == 0
+        assert after == pytest.approx(reference.passed(norm) if due else norm, rel=1e-5)
+    assert learnt(session)[0][0] == [20.0]
+
+
+@FORMS
+def test_warning_and_observing_learn_what_a_clip_would(above: dict[str, float]) -> None:
+    norms = series()
+    clipping, _ = trained(above, norms)
+    for options in ({"then": "warn"}, {"mode": "observe"}, {"mode": "observe", "then": "raise"}):
+        session, reached = trained(above, norms, **options)
+        assert learnt(session) == learnt(clipping), options
+        assert reached == pytest.approx(norms, rel=1e-5)
+        spikes = [event.step for event in session.events if event.kind == "spike"]
+        assert spikes == [event.step for event in clipping.events if event.kind == "spike"]
+
+
+@FORMS
+def test_what_a_freeze_hides_has_no_part(above: dict[str, float]) -> None:
+    model, reference = Leaves(5, 6), Reference(above)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    unit = directions([5, 6])
+    hide = {"id": "hide", "action": "freeze", "params": "w.1", "steps": {"every": 2}}
+    with gradsurgeon.apply(model, rules(rule(above), hide), optimizer=optimizer):
+        for step, norm in enumerate(series()):
+            optimizer.zero_grad()
+            model.give([norm * part for part in unit])
+            grads = [w.grad for w in model.w if w.grad is not None]
+            counted = grads[:1] if step % 2 == 0 else grads
+            before = float(torch.cat(counted).double().norm())
+            factor = reference.passed(before) / before
+            hidden = grads[1].clone()
+            optimizer.step()
+            assert float(grads[0].double().norm()) == pytest.approx(
+                factor * norm * float(unit[0].norm()), rel=1e-5
+            )
+            if step % 2 == 0:
+                assert torch.equal(hidden, grads[1])
+
+
+def test_it_judges_before_the_rules_above_it_and_cuts_after_them() -> None:
+    scale = {"id": "double", "action": "scale", "params": "*", "factor": 2.0, "at": "step"}
+    norms = [1 + 0.1 * math.sin(step) for step in range(30)] + [10.0]
+    plain, after = trained(ZCLIP, norms)
+    doubled, after_doubled = trained(ZCLIP, norms, scale)
+    assert learnt(plain) == learnt(doubled)
+    assert after_doubled == pytest.approx([2 * norm for norm in after], rel=1e-5)
+
+
+def test_two_optimizers_have_two_statistics() -> None:
+    model = Leaves(5, 6)
+    first, second = (torch.optim.SGD([w], lr=0.0) for w in model.w)
+    unit = directions([5, 6])
+    references = [Reference(ZCLIP), Reference(ZCLIP)]
+    with gradsurgeon.apply(model, rules(rule(ZCLIP)), optimizer=[first, second]) as session:
+        for step, norm in enumerate(series()):
+            model.zero_grad()
+            model.give([norm * part for part in unit])
+            owners = [(model.w[0], first, references[0])]
+            if step % 3 == 0:
+                owners.append((model.w[1], second, references[1]))
+            for w, optimizer, reference in owners:
+                assert w.grad is not None
+                before = float(w.grad.double().norm())
+                optimizer.step()
+                after = float(w.grad.double().norm())
+                assert after == pytest.approx(reference.passed(before), rel=1e-6)
+    assert sorted(kept[0] for kept in learnt(session)) == [[20.0], [60.0]]
+
+
+def test_an_optimizer_that_is_rebuilt_goes_on() -> None:
+    model, reference = Leaves(5, 6), Reference(ZCLIP)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    unit = directions([5, 6])
+    with gradsurgeon.apply(model, rules(rule(ZCLIP)), optimizer=optimizer):
+        for step, norm in enumerate(series()):
+            if step == 25:
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+            optimizer.zero_grad()
+            model.give([norm * part for part in unit])
+            before = norm_of(model)
+            optimizer.step()
+            assert norm_of(model) == pytest.approx(reference.passed(before), rel=1e-6)
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(6)])
+        self.boost = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number == 2:
+                # Backward grows here, and nothing else does.
+                x = x + (self.boost - 1) * (x - x.detach())
+        return x
+
+
+def stopped(where: str, **options: Any) -> gradsurgeon.GradientSpikeError:
+    torch.manual_seed(0)
+    model = Deep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    guard = {"id": "guard", "action": "nan-trap", "params": "*"}
+    above = {"sigmas": 6.0, "warmup": 20}
+    with (
+        pytest.raises(gradsurgeon.GradientSpikeError) as caught,
+        gradsurgeon.apply(
+            model, rules(guard, rule(above, then="raise", **options)), optimizer=optimizer
+        ) as session,
+    ):
+        for step in range(31):
+            x = torch.randn(64, 8)
+            model.boost = 100.0 if (step, where) == (30, "layer") else 1.0
+            loss = (model(x) - x).square().mean() * (
+                100.0 if (step, where) == (30, "loss") else 1.0
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            weights = [param.clone() for param in model.parameters()]
+            optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(weights, model.parameters(), strict=True))
+    assert session.step == 31
+    error = caught.value
+    assert (error.rule, error.step, error.rank) == ("spikes", 30, 0)
+    return error
+
+
+@pytest.mark.parametrize("per", ["rule", "parameter"])
+def test_the_report_names_the_layer_at_which_gradients_begin_to_grow(per: str) -> None:
+    error = stopped("layer", per=per)
+    assert error.name is not None
+    assert error.name.startswith(("layers.0.", "layers.1.", "layers.2."))
+    (line,) = [line for line in str(error).splitlines() if "begins at" in line]
+    assert line.startswith("in the order of backward it begins at layers.2.")
+    assert "; layers.3." in line
+    grown, before = map(float, re.findall(r"\(([\d.]+) times its running mean\)", line))
+    assert 30 < grown < 150
+    assert 0.5 < before < 1.5
+
+
+@pytest.mark.parametrize("per", ["rule", "parameter"])
+def test_the_report_says_where_all_of_it_came_with_the_loss(per: str) -> None:
+    text = str(stopped("loss", per=per))
+    (line,) = [line for line in text.splitlines() if "the first gradient of the backward" in line]
+    assert "already, layers.5." in line
+    assert "came with the loss" in line
+
+
+def test_it_gives_up_after_so_many_in_a_row() -> None:
+    norms = [1 + 0.1 * math.sin(step) for step in range(30)] + [50.0] * 10
+    with pytest.raises(gradsurgeon.GradientSpikeError, match="giving up: tripped 3 times in a row"):
+        trained(ZCLIP, norms, then="skip-step", give_up_after=3)
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+def rebuilt(state: Any) -> Any:
+    """Return a state as a checkpoint brings it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def part(several: Sequence[dict[str, Any]], first: int, last: int, state: Any) -> Any:
+    """Train for some of 60 steps, from what an earlier part has left; return what is left."""
+    model = Leaves(5, 6)
+    optimizers = [torch.optim.AdamW([w], lr=1e-2) for w in model.w]
+    with gradsurgeon.apply(model, rules(*several), optimizer=optimizers) as session:
+        if state is not None:
+            model.load_state_dict(state["model"])
+            for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
+                optimizer.load_state_dict(kept)
+            session.load_state_dict(state["session"])
+        for step in range(first, last):
+            model.zero_grad()
+            model.give([series()[step] * unit for unit in directions([5, 6])])
+            for optimizer in optimizers[: 2 if step % 2 else 1]:
+                optimizer.step()
+        kept = [optimizer.state_dict() for optimizer in optimizers]
+        return {"model": model.state_dict(), "optimizers": kept, "session": session.state_dict()}
+
+
+# A rule whose every step was skipped says that it never fired.
+@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
+@pytest.mark.parametrize("per", ["rule", "parameter"])
+@FORMS
+def test_a_resumed_run_is_an_unbroken_one(above: dict[str, float], per: str) -> None:
+    """With schedules, two optimizers, and rows of skipped steps."""
+    several = [
+        rule(above, per=per),
+        {
+            **rule(above, then="skip-step", give_up_after=40),
+            "id": "skips",
+            "steps": {"from": 15},
+        },
+        {
+            "id": "late",
+            "action": "scale",
+            "params": "w.0",
+            "at": "step",
+            "factor": 0.5,
+            "steps": {"every": 7},
+        },
+    ]
+    whole = part(several, 0, 60, None)
+    state: Any = None
+    for first, last in ((0, 5), (5, 29), (29, 56), (56, 60)):
+        state = rebuilt(part(several, first, last, state))
+    for name, value in whole["model"].items():
+        assert torch.equal(value, state["model"][name])
+    one, other = whole["session"], state["session"]
+    rules_of_one, rules_of_other = one.pop("rules"), other.pop("rules")
+    assert one == other
+    for of_rule in ("spikes", "skips"):
+        parts = (of[of_rule]["statistics"] for of in (rules_of_one, rules_of_other))
+        for left, right in zip(*parts, strict=True):
+            assert left["params"] == right["params"]
+            assert torch.equal(left["kept"], right["kept"])
+            assert torch.equal(left["usual"], right["usual"])
+
+
+def test_a_state_of_other_rules_and_parameters_is_told_apart_by_name() -> None:
+    session, _ = trained(ZCLIP, series(), per="parameter")
+    state = session.state_dict()
+    model = Leaves(5, 6, 7)
+    others = rules(rule(ADAGC, per="parameter"), {**rule(ZCLIP), "id": "new"})
+    with gradsurgeon.apply(model, others) as other:
+        with pytest.warns(gradsurgeon.GradSurgeonWarning) as told:
+            other.load_state_dict(state)
+        texts = [str(one.message) for one in told]
+    assert len(texts) == 3
+    assert any("w.2" in text and "the state says nothing" in text for text in texts)
+    assert any("rule spikes" in text and "`sigmas`" in text and "`times`" in text for text in texts)
+    assert any("rule new" in text and "begins anew" in text for text in texts)
+    assert other.step == 60
+    assert learnt(other) == []
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"version": 1}, [1], "x", {"version": 2, "steps": {}, "rules": {}}],
+)
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with (
+        gradsurgeon.apply(Leaves(3), rules(rule(ZCLIP))) as session,
+        pytest.raises(gradsurgeon.GradSurgeonError, match="state"),
+    ):
+        session.load_state_dict(state)
+
+
+def test_a_damaged_state_changes_nothing() -> None:
+    session, _ = trained(ZCLIP, series())
+    state = session.state_dict()
+    broken = {
+        **state,
+        "step": 7,
+        "rules": {"spikes": {**state["rules"]["spikes"], "statistics": [{"params": ["w.0"]}]}},
+    }
+    with gradsurgeon.apply(Leaves(5, 6), rules(rule(ZCLIP))) as other:
+        other.load_state_dict(state)
+        with pytest.raises(gradsurgeon.GradSurgeonError, match="KeyError: 'kept'"):
+            other.load_state_dict(broken)
+        assert other.step == 60
+        assert learnt(other) == learnt(session)

@@ -1,0 +1,425 @@
+"""From records to rules: groups, patterns, thresholds, and the file that comes of them."""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import random
+import re
+from collections.abc import Sequence
+
+import pytest
+import yaml
+from runs import meta, values, write
+
+from gradsurgeon import Event, RecordError
+from gradsurgeon.actions import ACTIONS
+from gradsurgeon.match import compile_pattern, select
+from gradsurgeon.review import lint
+from gradsurgeon.store import Key
+from gradsurgeon.store.run import open_run
+from gradsurgeon.store.writer import RunWriter
+from gradsurgeon.suggestion import Suggestion, suggest
+from gradsurgeon.suggestion.groups import groups_of
+from gradsurgeon.suggestion.patterns import patterns_of
+from gradsurgeon.suggestion.recorded import Behaviour, group_norms, skipped_steps, sources
+from gradsurgeon.suggestion.rule_file import rule_id
+from gradsurgeon.suggestion.spike_statistic import let_through
+from gradsurgeon.suggestion.thresholds import threshold
+
+STEPS = 2000
+
+
+def calm(seed: int, level: float = 1.0, steps: int = STEPS) -> list[float]:
+    rng = random.Random(seed)
+    return [level * rng.lognormvariate(0, 0.2) for _ in range(steps)]
+
+
+def falling(seed: int, level: float = 1.0) -> list[float]:
+    return [norm * (2 - step / STEPS) for step, norm in enumerate(calm(seed, level))]
+
+
+def suggestion(path: pathlib.Path, share: float = 0.02) -> Suggestion:
+    with open_run(path) as run:
+        return suggest(run, share)
+
+
+def recorded(path: pathlib.Path, **histories: Sequence[float | None]) -> pathlib.Path:
+    named = {name.replace("__", "."): history for name, history in histories.items()}
+    write(path, named, point="step").close()
+    return path
+
+
+def rules_of(text: str) -> list[dict[str, object]]:
+    return list(yaml.safe_load(text)["rules"])
+
+
+class TestThreshold:
+    @pytest.mark.parametrize("share", [0.01, 0.02, 0.1, 0.5])
+    def test_it_bites_in_the_share_of_steps_that_was_asked(self, share: float) -> None:
+        norms = calm(0, steps=5000)
+        found = threshold(norms, share)
+        assert found.drift is None
+        bites = sum(norm + 1e-6 > found.value for norm in norms)
+        assert bites == found.bites == pytest.approx(share * 5000, rel=0.1)
+        assert len(repr(found.value).replace(".", "").lstrip("0")) <= 4
+
+    def test_norms_as_small_as_what_the_clip_adds_to_them(self) -> None:
+        norms = calm(0, 1e-7)
+        found = threshold(norms, 0.02)
+        assert sum(found.value / (norm + 1e-6) < 1 for norm in norms) == found.bites
+        assert found.bites == pytest.approx(40, rel=0.1)
+
+    def test_halves_that_agree_by_chance_alone_are_stationary(self) -> None:
+        assert sum(threshold(calm(seed), 0.01).drift is not None for seed in range(40)) <= 4
+        assert (
+            sum(threshold(calm(seed, steps=300), 0.01).drift is not None for seed in range(40)) <= 4
+        )
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_norms_that_fall_are_not_stationary_and_the_threshold_follows(self, seed: int) -> None:
+        norms = falling(seed)
+        found = threshold(norms, 0.02)
+        assert found.drift is not None
+        assert found.halves == found.drift.quantiles
+        assert found.halves[0] > 1.2 * found.halves[1]
+        assert found.drift.crossed[0] < 0.01
+        assert found.drift.crossed[1] > 0.04
+        allowed = list(let_through(norms, found.value))
+        bites = sum(a < norm for a, norm in zip(allowed, norms, strict=True))
+        assert bites == found.bites == pytest.approx(0.02 * found.steps, rel=0.1)
+        assert found.steps == STEPS - 25
+
+    def test_a_drift_that_the_few_largest_norms_do_not_show(self) -> None:
+        norms = [norm * (1 + 0.2 * step / STEPS) for step, norm in enumerate(calm(1))]
+        drift = threshold(norms, 0.005).drift
+        assert drift is not None
+        assert drift.share == 0.2
+
+    def test_norms_that_rise_are_not_stationary(self) -> None:
+        assert threshold(falling(0)[::-1], 0.02).drift is not None
+
+
+def behaviour(name: str, norm: float, spread: float = 0.2, drift: float = 1.0) -> Behaviour:
+    return Behaviour(name, (math.log(norm), math.log(spread), math.log(drift)))
+
+
+class TestGroups:
+    def test_layers_that_behave_alike_are_one_group(self) -> None:
+        layers = [behaviour(f"h.{n}.w", 1 + n / 10) for n in range(12)]
+        assert groups_of(layers, 24) == [[one.name for one in layers]]
+
+    @pytest.mark.parametrize("odd", [{"norm": 20.0}, {"spread": 2.0}, {"drift": 0.5}])
+    def test_a_layer_that_does_not_is_another_one(self, odd: dict[str, float]) -> None:
+        layers = [behaviour(f"h.{n}.w", 1.0) for n in range(4)]
+        layers[2] = behaviour("h.2.w", **{"norm": 1.0, **odd})
+        assert groups_of(layers, 24) == [["h.0.w", "h.1.w", "h.3.w"], ["h.2.w"]]
+
+    def test_what_behaves_alike_is_joined(self) -> None:
+        model = [behaviour("a.w", 1.0), behaviour("a.b", 0.01), behaviour("c.w", 1.5)]
+        assert groups_of(model, 24) == [["a.w", "c.w"], ["a.b"]]
+
+    def test_of_too_many_groups_wider_ones_are_made(self) -> None:
+        model = [behaviour(f"{chr(97 + n)}.w", 10.0**n) for n in range(24)]
+        assert len(groups_of(model, 24)) == 24
+        groups = groups_of(model, 5)
+        assert len(groups) <= 5
+        assert sorted(name for group in groups for name in group) == sorted(o.name for o in model)
+
+
+NAMES = [
+    *(f"h.{n}.{part}.{kind}" for n in range(12) for part in "qk" for kind in ("weight", "bias")),
+    *(f"moe.{layer}.experts.{expert}.w" for layer in range(3) for expert in range(4)),
+    *(
+        "embed.weight",
+        "head.weight",
+        "head.weight_v",
+        "head",
+        "h.12.q.weight.more",
+        "a+b.w",
+        "w[0]",
+    ),
+]
+
+
+class TestPatterns:
+    @pytest.mark.parametrize(
+        ("names", "patterns"),
+        [
+            (NAMES, ["*"]),
+            ([n for n in NAMES if n.endswith("bias")], ["*.bias"]),
+            ([n for n in NAMES if n.endswith("q.weight")], ["h.*.q.weight"]),
+            ([f"h.{n}.q.weight" for n in range(4)], ["h.{0..3}.q.weight"]),
+            ([f"h.{n}.k.bias" for n in (0, 1, 2, 7, 8, 9)], ["h.{0..2}.k.bias", "h.{7..9}.k.bias"]),
+            (
+                [f"moe.{a}.experts.{b}.w" for a in (0, 1) for b in (1, 2)],
+                ["moe.{0..1}.experts.{1..2}.w"],
+            ),
+            (["embed.weight"], ["embed.weight"]),
+            (["a+b.w", "w[0]"], [r"re:a\+b\.w", r"re:w\[0\]"]),
+        ],
+    )
+    def test_what_is_written(self, names: list[str], patterns: list[str]) -> None:
+        assert patterns_of(names, dict(zip(NAMES, NAMES, strict=True))) == patterns
+
+    @pytest.mark.parametrize("seed", range(50))
+    def test_they_select_the_names_and_no_other_one(self, seed: int) -> None:
+        rng = random.Random(seed)
+        names = rng.sample(NAMES, rng.randrange(1, len(NAMES)))
+        patterns = patterns_of(names, dict(zip(NAMES, NAMES, strict=True)))
+        selected = select([compile_pattern(text) for text in patterns], NAMES)
+        assert {NAMES[place] for place in selected} == set(names)
+        assert len(patterns) <= len(names)
+
+    def test_another_name_of_a_tied_parameter_counts_as_its_name(self) -> None:
+        known = {"in.w": "in.w", "out.w": "in.w", "mid.w": "mid.w"}
+        assert patterns_of(["in.w", "mid.w"], known) == ["*"]
+        assert patterns_of(["mid.w"], known) == ["mid.w"]
+        assert patterns_of(["mid.w"], {**known, "mid.w.x": "in.w"}) == ["mid.w"]
+
+    def test_a_name_that_no_pattern_can_hold(self) -> None:
+        name = "x" * 600
+        with pytest.raises(RecordError, match="no pattern can hold this name"):
+            patterns_of([name], {name: name, "y": "y"})
+
+    def test_ids(self) -> None:
+        ids: list[str] = []
+        for patterns in (["*"], ["h.*.q.weight"], ["h.*.q.weight"], ["h.*.w", "H.*.W"], ["a", "b"]):
+            ids.append(rule_id("clip", patterns, ids))
+        assert ids == [
+            "clip-all",
+            "clip-h-q-weight",
+            "clip-h-q-weight-2",
+            "clip-h-w",
+            "clip-a-and-others",
+        ]
+        assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule_id("clip", ["é.Ü", "_" * 300], ids))
+
+
+class TestWhatIsUsed:
+    def test_norms_at_step_before_others_and_each_parameter_of_its_lowest_rank(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        writers = [RunWriter(tmp_path, rank=rank, meta=meta(("w", "b", "c"))) for rank in (0, 1)]
+        for writer, names in zip(writers, (("w", "b"), ("b", "c")), strict=True):
+            for step in range(4 + writer.rank):
+                writer.add(Key("norms", "l2", "accumulated", names), step, values(1.0, 2.0))
+                writer.add(Key("norms", "linf", "step", names), step, values(1.0, 2.0))
+                if writer.rank == 0 and step < 2:
+                    writer.add(Key("late", "l2", "step", ("w",)), step, values(3.0))
+            writer.close()
+        with open_run(tmp_path) as run:
+            used = {(s.rank, s.key.rule, s.key.point): names for s, names in sources(run).items()}
+        assert used == {
+            (0, "late", "step"): ["w"],
+            (0, "norms", "accumulated"): ["b"],
+            (1, "norms", "accumulated"): ["c"],
+        }
+
+    def test_the_norm_of_a_group_and_what_is_left_out(self, tmp_path: pathlib.Path) -> None:
+        nan = float("nan")
+        histories = {"a": [3.0, nan, 3.0, None, None, 6.0], "b": [4.0, 4.0, 4.0, 5.0, None, 8.0]}
+        writer = write(tmp_path, histories, point="step")
+        for kind, step in (("skipped-step", 2), ("notice", 0)):
+            writer.event(Event(kind, "trap", step, 0, "", ""))  # type: ignore[arg-type]
+        writer.close()
+        with open_run(tmp_path) as run:
+            (series,) = sources(run)
+            both, alone = group_norms(series, (("a", "b"), ("b",)), skipped_steps(run))
+        assert list(both.norms) == [5.0, 5.0, 10.0]
+        assert list(alone.norms) == [4.0, 4.0, 5.0, 8.0]
+        assert (both.first, both.last, both.nonfinite, both.skipped) == (0, 5, 1, 1)
+
+    def test_parameters_of_two_optimizers_are_never_one_group(self, tmp_path: pathlib.Path) -> None:
+        writer = RunWriter(tmp_path, meta=meta(("g.w", "d.w")))
+        for step, norm in enumerate(calm(0)):
+            for name in ("g.w", "d.w"):
+                writer.add(Key("norms", "l2", "step", (name,)), step, values(norm))
+        writer.close()
+        rules = rules_of(suggestion(tmp_path).text)
+        assert [rule["params"] for rule in rules] == ["g.w", "d.w"]
+
+    def test_more_optimizers_than_anybody_reads_rules_for(self, tmp_path: pathlib.Path) -> None:
+        names = [f"h.{number}.w" for number in range(25)]
+        writer = RunWriter(tmp_path, meta=meta(names))
+        for name in names:
+            writer.add(Key("norms", "l2", "step", (name,)), 0, values(1.0))
+        writer.close()
+        with pytest.raises(RecordError, match="25 optimizers share the parameters"):
+            suggestion(tmp_path)
+
+    def test_a_run_without_norms(self, tmp_path: pathlib.Path) -> None:
+        write(tmp_path, {"w": [1.0] * 9}, point="backward").close()
+        with pytest.raises(
+            RecordError, match="no l2 norms of parameters: record them with a `norm-"
+        ):
+            suggestion(tmp_path)
+
+
+class TestFile:
+    def test_a_clip_with_what_it_was_taken_from(self, tmp_path: pathlib.Path) -> None:
+        norms = calm(0)
+        text, summary, findings = suggestion(recorded(tmp_path, fc1__w=norms, fc2__w=norms))
+        (rule,) = rules_of(text)
+        bound = rule.pop("max_norm")
+        assert isinstance(bound, float)
+        assert rule == {
+            "id": "clip-all",
+            "action": "clip-norm",
+            "params": "*",
+            "at": "step",
+            "per": "rule",
+        }
+        bites = sum(2**0.5 * norm + 1e-6 > bound for norm in norms)
+        assert bites == pytest.approx(40, rel=0.1)
+        comments = [line.strip("# ") for line in text.splitlines() if line.startswith("  #")]
+        assert comments[0] == "2 parameters, by `norms` at step: 2,000 steps from 0 to 1999"
+        assert re.fullmatch(
+            r"98% quantile of their norm: \S+ \(first half \S+, second half \S+\)", comments[1]
+        )
+        assert comments[2].startswith(f"would have bitten in {bites} of 2,000 steps: ")
+        assert (summary, findings) == ("1 rule for 2 parameters", [])
+
+    def test_norms_before_the_clip_of_the_script_are_told_of(self, tmp_path: pathlib.Path) -> None:
+        write(tmp_path, {"w": calm(0)}, point="accumulated").close()
+        text = suggestion(tmp_path).text
+        assert "at accumulated, before any clip of the script's own: 2,000 steps" in text
+
+    def test_not_stationary(self, tmp_path: pathlib.Path) -> None:
+        text, _, findings = suggestion(recorded(tmp_path, calm=calm(0), falling=falling(1)))
+        clip, spikes = rules_of(text)
+        assert (clip["id"], spikes["id"]) == ("clip-calm", "spikes-falling")
+        above = spikes.pop("above")
+        assert isinstance(above, dict)
+        assert above == {"sigmas": pytest.approx(2.5, abs=1), "beta": 0.97, "warmup": 25}
+        assert spikes == {
+            "id": "spikes-falling",
+            "action": "spike-trap",
+            "params": "falling",
+            "per": "rule",
+            "then": "clip",
+        }
+        assert "\n  # not stationary: the 98% quantile of the first half, " in text
+        assert [re.match("spikes-falling: not stationary: ", text) for text in findings] != [None]
+        assert len(findings) == 1
+
+    def test_norms_of_one_step_in_many(self, tmp_path: pathlib.Path) -> None:
+        writer = RunWriter(tmp_path, meta=meta(("w",)))
+        for number, norm in enumerate(falling(0)):
+            writer.add(Key("norms", "l2", "step", ("w",)), 50 * number, values(norm))
+        writer.close()
+        assert "spikes-all: norms of few steps: " in "\n".join(suggestion(tmp_path).findings)
+
+    def test_few_steps_are_told_of_and_too_few_are_refused(self, tmp_path: pathlib.Path) -> None:
+        recorded(tmp_path / "few", w=calm(0, steps=300))
+        text, _, findings = suggestion(tmp_path / "few")
+        assert "\n  # too few steps: " in text
+        assert findings == [
+            "clip-all: too few steps: by chance alone it may bite twice as often, or half as often; 500 would do"
+        ]
+        recorded(tmp_path / "fewer", w=calm(0, steps=49))
+        problem = re.escape(
+            "49 steps say nothing of a share of 2%: it takes 50, and 500 to count on it"
+        )
+        with pytest.raises(RecordError, match=problem):
+            suggestion(tmp_path / "fewer")
+
+    def test_what_has_no_threshold_is_named(self, tmp_path: pathlib.Path) -> None:
+        rare: list[float | None] = [None] * (STEPS - 9)
+        recorded(tmp_path, w=calm(0), dead=[0.0] * STEPS, rare=[*rare, *[1.0] * 9])
+        text, _, findings = suggestion(tmp_path)
+        assert [rule["params"] for rule in rules_of(text)] == ["w"]
+        assert findings[0] == "no rule for dead: the norm is hardly ever above 0"
+        assert findings[1].startswith("no rule for rare: 9 steps say nothing of a share of 2%")
+        assert all(f"# {finding}\n" in text for finding in findings)
+
+    def test_parameters_without_a_gradient_are_a_note(self, tmp_path: pathlib.Path) -> None:
+        none: list[float | None] = [None] * STEPS
+        recorded(tmp_path / "some", h__0__w=none, h__1__w=none, head=calm(0))
+        text, summary, findings = suggestion(tmp_path / "some")
+        assert "# no gradient: h.*.w\n" in text
+        assert (summary, findings) == ("1 rule for 1 parameter", [])
+        recorded(tmp_path / "all", w=none)
+        with pytest.raises(RecordError, match="all: no gradients were recorded"):
+            suggestion(tmp_path / "all")
+
+    def test_several_ranks(self, tmp_path: pathlib.Path) -> None:
+        writers = [write(tmp_path, {"w": calm(rank)}, rank=rank, point="step") for rank in (0, 1)]
+        for writer in writers:
+            writer.close()
+        text, summary, _ = suggestion(tmp_path)
+        assert "\n# 2 ranks: of each parameter the norms of the lowest that has it\n" in text
+        assert summary == "1 rule for 1 parameter"
+
+    def test_a_plan_that_is_damaged(self, tmp_path: pathlib.Path) -> None:
+        more = {"roles": {"norms": 1}, "plan": {"chains": {"w": [{}, "norms"]}}}
+        model = {"params": [{"name": "w", "aliases": 1}]}
+        writer = RunWriter(tmp_path, meta={**meta(("w",), **more), "model": model})
+        for step, norm in enumerate(calm(0)):
+            writer.add(Key("norms", "l2", "step", ("w",)), step, values(norm))
+        writer.close()
+        assert suggestion(tmp_path).findings == []
+
+    @pytest.mark.parametrize("rounding", [0.0, 1e-7])
+    def test_norms_that_were_clipped_already(self, tmp_path: pathlib.Path, rounding: float) -> None:
+        norms = [min(norm, 1.0 + norm * rounding) for norm in calm(0)]
+        _, _, findings = suggestion(recorded(tmp_path, w=norms))
+        assert len(findings) == 1
+        assert "no threshold bites in 2% of the steps" in findings[0]
+
+    @pytest.mark.parametrize(("mode", "told"), [("act", True), ("observe", False)])
+    def test_gradients_that_the_run_edited(
+        self, tmp_path: pathlib.Path, mode: str, *, told: bool
+    ) -> None:
+        more = {
+            "mode": mode,
+            "roles": {
+                "first": {"role": "edit"},
+                "norms": {"role": "observe"},
+                "last": {"role": "edit"},
+            },
+            "plan": {"rules": [], "chains": {"w": ["first", "norms", "last"]}},
+        }
+        writer = RunWriter(tmp_path, meta=meta(("w",), **more))
+        for step, norm in enumerate(calm(0)):
+            writer.add(Key("norms", "l2", "step", ("w",)), step, values(norm))
+        writer.close()
+        findings = suggestion(tmp_path).findings
+        assert ["clip-all: edited before it was measured, by `first`: " in f for f in findings] == [
+            True
+        ] * told
+
+    def test_lint_finds_nothing_whatever_the_names(self, tmp_path: pathlib.Path) -> None:
+        odd = [
+            "a b",
+            'q"uote',
+            "back\\slash",
+            "\x1b[2J",
+            "é\U0001f600",
+            "\u202e",
+            "*",
+            "re:x",
+            "x.0",
+        ]
+        levels = {f"{name}.{n}": calm(n, 10.0**n) for n, name in enumerate(odd)}
+        write(tmp_path / "run", {**levels, "* {}": calm(99, 1e-5)}, point="step").close()
+        text = suggestion(tmp_path / "run").text
+        assert "\x1b" not in text
+        (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
+        assert lint(str(tmp_path / "rules.yaml")) == []
+        assert len(rules_of(text)) == len(odd) + 1
+
+    @pytest.mark.skipif("spike-trap" not in ACTIONS, reason="needs the action `spike-trap`")
+    def test_lint_finds_nothing_where_the_threshold_follows(self, tmp_path: pathlib.Path) -> None:
+        text = suggestion(recorded(tmp_path / "run", w=falling(0))).text
+        (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
+        assert lint(str(tmp_path / "rules.yaml")) == []
+
+    def test_what_a_comment_quotes_stays_in_it(self, tmp_path: pathlib.Path) -> None:
+        write(tmp_path / "rule", {"w": calm(0)}, point="step", rule="x\x1b[2J\x85- id: y").close()
+        assert r"by `x\x1b[2J\x85- id: y` at step" in suggestion(tmp_path / "rule").text
+        dead = {f"{'n' * 90} {number}\n  - id: evil": [0.0] * STEPS for number in range(3)}
+        write(tmp_path / "names", {"w": calm(0), **dead}, point="step").close()
+        text = suggestion(tmp_path / "names").text
+        assert [rule["params"] for rule in rules_of(text)] == ["w"]
+        assert "evil" in text.splitlines()[1]
