@@ -162,6 +162,7 @@ class SpikeTraps:
         """
         self.statistics.clear()
         self._judged.clear()
+        self._before.clear()
         for rule, of_rule in rules.items():
             spikes = self._context.spikes.get(rule)
             if spikes is None:
@@ -178,7 +179,8 @@ class SpikeTraps:
                     f"has learnt as {old}, and is `{spikes.bound.name}`, per: {per}: it begins anew",
                 )
                 continue
-            for part in of_rule["statistics"]:
+            # An optimizer that has a part of the parameters of another is found by these.
+            for part in sorted(of_rule["statistics"], key=lambda part: -len(part["params"])):
                 self._load(rule, spikes, part, index)
         for rule in self._context.spikes.keys() - rules.keys():
             yield rule, "the state says nothing of this rule: it begins anew with what it learns"

@@ -147,6 +147,43 @@ def test_each_optimizer_has_a_bound_and_goes_on_with_it(
     assert sum(hand.cut for hand in hands) > 1
 
 
+@pytest.mark.parametrize("part", [0, 2], ids=["first layer", "last layer"])
+@pytest.mark.parametrize("resumed", [False, True], ids=["unbroken", "resumed"])
+@pytest.mark.parametrize("per", PER)
+def test_optimizers_that_share_parameters_go_on_each_with_its_own(
+    per: str, resumed: bool, part: int
+) -> None:
+    """Of the whole and of a part, taken on by turns; the part has smaller norms."""
+    rule = spike_trap("times", per, "clip")
+    model: Any = make()
+    held = [sgd(model), sgd(model[part])]
+    session = gradsurgeon.apply(model, rules(rule), optimizer=held)
+    for step in range(len(FACTORS)):
+        if resumed and step == 8:
+            state = session.state_dict()
+            session.remove()
+            session = gradsurgeon.apply(model, rules(rule), optimizer=held)
+            session.load_state_dict(state)
+        for optimizer in held:
+            backward(model, step)
+            optimizer.step()
+    session.remove()
+    wanted: Any = make()
+    hands = [ByHand(**rule)]
+    owned = [dict(wanted.named_parameters())]
+    owned.append({name: param for name, param in owned[0].items() if name[0] == str(part)})
+    for step in range(len(FACTORS)):
+        for number, params in enumerate(owned):
+            backward(wanted, step)
+            if number == len(hands):
+                hands.append(ByHand(**rule).taught_by(hands))
+            hands[number].judge({name: param.grad for name, param in params.items()})
+            sgd(wanted if number == 0 else wanted[part]).step()
+            hands[number].learn()
+    assert_same(model.parameters(), wanted.parameters())
+    assert all(hand.cut > 1 for hand in hands)
+
+
 @pytest.mark.cell("an optimizer per parameter, stepped inside backward", "step")
 @pytest.mark.parametrize("above", ABOVE)
 @pytest.mark.parametrize("order", ["apply first", "apply last"])
