@@ -125,6 +125,7 @@ class SpikeTrap(TrapRule):
     gradients alone and says so, for every other `then` it is a spike, in the warm-up too. A norm of 0 does not enter
     either, or a layer that begins without a gradient would be held at 0 for ever. In steps outside of `steps` nothing
     is learnt.
+    Where an optimizer gets further parameters, one norm over all of them is another quantity: it begins anew.
 
     ## Why use it
     Norms drift by a factor of ten over a run. A fixed `clip-norm` then bites in nearly every step at one end of it

@@ -106,6 +106,10 @@ def moved(usual: Tensor, judged: JudgedNorms) -> Tensor:
 def regrouped(
     spikes: Spikes, tensors: tuple[int, ...], earlier: Sequence[RunningStatistic | None]
 ) -> RunningStatistic:
+    """Return what is known of tensors that several statistics had, or none.
+
+    One norm over tensors of which some are new is another quantity, of which nothing is known.
+    """
     rows = spikes.bound.rows
     device = next((one.kept.device for one in earlier if one is not None), torch.device("cpu"))
     zeros = torch.zeros(rows, len(tensors), dtype=_wide_dtype(device), device=device)
@@ -118,7 +122,8 @@ def regrouped(
             new.usual[place] = old.usual[column].to(device)
             if not spikes.over_rule:
                 new.kept[:, place] = old.kept[:, column].to(device)
-    if spikes.over_rule and (known := [one for one in earlier if one is not None]):
+    known = [one for one in earlier if one is not None]
+    if spikes.over_rule and len(known) == len(tensors):
         # Of several the one that has seen most.
         new.kept = max(known, key=lambda one: float(one.kept[0, 0])).kept.clone()
     return new
