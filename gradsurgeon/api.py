@@ -196,6 +196,8 @@ def attach(
         attachment = runtime.Attachment(model, bound, options, writer, deliveries)
         runtime.enter(model, attachment)
         undo.pop_all()
+    for delivery in deliveries:
+        delivery.begin()
     return cast("Attachment", attachment)
 
 
