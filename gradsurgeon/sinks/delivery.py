@@ -12,8 +12,9 @@ from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.sinks import open_sinks
+from gradsurgeon.sinks.parts import Parts
 from gradsurgeon.sinks.sink import Sink
-from gradsurgeon.sinks.summary import Measured, Summary, joined, summary, weight
+from gradsurgeon.sinks.summary import Measured, Summary, summary, weight
 from gradsurgeon.store.commit_clock import CommitClock
 from gradsurgeon.store.memory import Key
 
@@ -61,7 +62,7 @@ class Delivery:
         self._in_hand = 0
         # The rows of the newest step, by rule: another pass of that step replaces them, and another optimizer adds to them.
         self._held: dict[tuple[str, str, str], dict[tuple[str, ...], Measured]] = {}
-        self._series: dict[tuple[str, str, str], list[tuple[str, ...]]] = {}
+        self._parts: dict[tuple[str, str, str], Parts] = {}
         self._closed = self._left = False
         self._pid = os.getpid()
         self._clock = CommitClock(_INTERVAL)
@@ -255,29 +256,18 @@ class Delivery:
             group = (item.key.rule, item.key.stat, item.key.point)
             held = self._held.setdefault(group, {})
             if any(row.step != item.step for row in held.values()):
-                yield self._joined(group)
+                yield from self._named(group)
                 held = self._held.setdefault(group, {})
             held[item.key.names] = item
-            if item.key.names not in (known := self._series.setdefault(group, [])):
-                known.append(item.key.names)
+            self._parts.setdefault(group, Parts()).meet(item.key.names)
         if last:
             for group in list(self._held):
-                yield self._joined(group)
+                yield from self._named(group)
 
-    def _joined(self, group: tuple[str, str, str]) -> Measured:
-        """Return the held rows of a rule as one; by another name where only some of its series are there.
-
-        Optimizers that take turns count their steps each on their own, and a sum of whatever is there is of nothing.
-        """
-        rows, known = list(self._held.pop(group).values()), self._series[group]
-        rule = ""
-        if len(rows) < len(known):
-            rule = f"{group[0]}/part-{known.index(rows[0].key.names) + 1}"
-        elif len(rows) == 1:
-            return rows[0]
-        whole = joined(rows, rule=rule)
-        # Rows are told apart by the identity of their keys.
-        return whole._replace(key=self._keys.setdefault(whole.key, whole.key))
+    def _named(self, group: tuple[str, str, str]) -> Iterator[Measured]:
+        for row in self._parts[group].named(list(self._held.pop(group).values())):
+            # Rows are told apart by the identity of their keys.
+            yield row._replace(key=self._keys.setdefault(row.key, row.key))
 
     def _summarised(self, rows: Sequence[Measured]) -> Iterator[Summary]:
         now = time.monotonic()

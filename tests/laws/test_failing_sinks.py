@@ -103,8 +103,9 @@ def test_where_rows_are_left_out_events_are_not(monkeypatch: pytest.MonkeyPatch)
     assert len(sink.curves["gradsurgeon/norms/total"]) < 400
 
 
+@pytest.mark.parametrize("params", ["*", "2.bias"])
 def test_one_that_is_behind_gets_the_worst_of_several_steps(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, params: str
 ) -> None:
     monkeypatch.setattr(delivery, "_LEAST_AT_THE_END", 10)
     monkeypatch.setattr(delivery, "_ADVANCE", 0.0)
@@ -112,25 +113,20 @@ def test_one_that_is_behind_gets_the_worst_of_several_steps(
     released = threading.Event()
     sink = Kept(text=lambda: released.wait(30))
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    norms = []
-    with gradsurgeon.apply(model, ONLY_NORMS, sinks=[sink]):
-        for step in range(40):
-            optimizer.zero_grad()
-            factor = 100.0 if step == 17 else math.nan if step == 29 else 1.0 + step / 100
-            (model(torch.ones(5, 3)).square().mean() * factor).backward()
-            norms.append(
-                math.hypot(
-                    *(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
-                )
-            )
-            optimizer.step()
+    optimizer = frozen(model)
+    rules = {"version": 1, "rules": [{**NORMS, "params": params}]}
+    with gradsurgeon.apply(model, rules, sinks=[sink]) as session:
+        for number in range(40):
+            bad = {17: 100.0, 29: math.nan}
+            step(model, optimizer, bad.get(number, 1.0 + number / 100))
+        names = ["2.bias"] if params == "2.bias" else [p.name for p in session.plan.manifest.params]
+        worst = math.hypot(*(dict(session.history(name))[17] for name in names))
         released.set()
-    curve = sink.curves["gradsurgeon/norms/total"]
+    name = "total" if params == "*" else "2.bias/l2"
+    curve = dict(sink.curves[f"gradsurgeon/norms/{name}"])
     assert len(curve) <= 14
-    assert 17 in [step for step, _ in curve]
-    assert dict(curve)[17] == pytest.approx(norms[17])
-    assert math.isnan(dict(curve)[29])
+    assert curve[17] == pytest.approx(worst)
+    assert math.isnan(curve[29])
 
 
 def test_what_has_been_told_to_fail_is_not_shown_again_at_the_end(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kept_sink import ONLY_NORMS, STEPS, Kept, make, train
+from kept_sink import ONLY_NORMS, STEPS, Kept, make, step, train
 from torch import nn
 
 import gradsurgeon
@@ -117,6 +117,20 @@ def test_two_optimizers_are_one_norm_or_two_names(every: int) -> None:
         for step, norm in sink.curves.get(f"gradsurgeon/norms/part-{number}/total", []):
             assert norm == pytest.approx(whole(step, f"{layer}.weight", f"{layer}.bias"))
     assert ("gradsurgeon/norms/part-1/total" in sink.curves) == (every > 1)
+
+
+def test_an_optimizer_that_gets_more_parameters_has_one_norm() -> None:
+    sink, model = Kept(), make()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.0)
+    model[0].requires_grad_(requires_grad=False)
+    with gradsurgeon.apply(model, ONLY_NORMS, optimizer=optimizer, sinks=[sink]):
+        for number in range(6):
+            if number == 3:
+                model[0].requires_grad_(requires_grad=True)
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            step(model, optimizer)
+    assert [at for at, _ in sink.curves["gradsurgeon/norms/total"]] == list(range(6))
+    assert not [name for name in sink.curves if "part-" in name]
 
 
 def test_a_sum_that_goes_on_is_sent_once() -> None:
