@@ -7,6 +7,7 @@ import io
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -146,23 +147,23 @@ class Recorder:
             outlet.event(event)
 
     def close(self) -> None:
-        if self._outlets:
-            atexit.unregister(self._at_exit)
-        self._gather()
-        self._ring.settle()
-        if self._outlets:
-            self._commit(wait=True)
-        # What they fail at is an event, which the run has.
-        begin = time.monotonic()
-        for sink in self._sinks:
-            sink.end()
-        for sink in self._sinks:
-            sink.close(begin)
-        if self.writer is not None:
-            try:
-                self._write_previews()
-            finally:  # it may take seconds, and Ctrl-C is no reason to leave the run open
-                self.writer.close()
+        # It may take seconds, and Ctrl-C is no reason to leave the run open.
+        with ExitStack() as stack:
+            if self._outlets:
+                stack.callback(atexit.unregister, self._at_exit)
+            if self.writer is not None:
+                stack.callback(self.writer.close)
+            self._gather()
+            self._ring.settle()
+            if self._outlets:
+                self._commit(wait=True)
+            begin = time.monotonic()
+            for sink in self._sinks:
+                sink.end()
+            self._write_previews()
+            # What they fail at is an event, which the run has.
+            for sink in self._sinks:
+                sink.close(begin)
 
     def _write_previews(self) -> None:
         """Write what is small of the tensors that rules have kept; a failure becomes a notice."""

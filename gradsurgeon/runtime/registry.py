@@ -82,7 +82,11 @@ def enter(model: nn.Module, session: Attachment) -> None:
         finalizer.detach()
         raise
     if old is not None and not old.removed:
-        old.remove()
+        try:
+            old.remove()
+        except BaseException:  # Ctrl-C, while it waits
+            session.discard()
+            raise
     with _changing:
         if beside:
             _beside.setdefault(model, []).append(session)

@@ -6,6 +6,8 @@ import logging
 import math
 import threading
 import time
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from kept_sink import NORMS, ONLY_NORMS, STEPS, TRAP, Kept, fail, frozen, make, 
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
+from gradsurgeon.runtime import registry
 from gradsurgeon.sinks import delivery, open_sinks
 
 
@@ -153,3 +156,38 @@ def test_several_that_block_are_waited_for_together(monkeypatch: pytest.MonkeyPa
         session.remove()
     assert time.monotonic() - begin < 2.5
     released.set()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_ctrl_c_while_it_waits_for_one_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, replaced: bool
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    model = make()
+    backward = torch.autograd.backward
+    session = gradsurgeon.apply(model, ONLY_NORMS, sinks=[Kept()], record=tmp_path / "run")
+    step(model, frozen(model))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(delivery.Delivery, "close", interrupt)
+        if replaced:
+            gradsurgeon.apply(model, ONLY_NORMS, replace=True)
+        else:
+            session.remove()
+    assert not registry._sessions.get(model)
+    assert torch.autograd.backward is backward
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+    with gradsurgeon.open_run(tmp_path / "run") as run:
+        assert run.states == {0: "finished"}
+
+
+def test_a_warning_that_is_an_error_leaves_nothing_behind() -> None:
+    model = make()
+    session = gradsurgeon.apply(model, ONLY_NORMS, sinks=[Kept(scalars=fail)])
+    step(model, frozen(model))
+    with warnings.catch_warnings(), pytest.raises(GradSurgeonWarning):
+        warnings.simplefilter("error")
+        session.remove()
+    assert not registry._sessions.get(model)
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
