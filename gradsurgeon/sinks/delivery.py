@@ -12,6 +12,7 @@ from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.sinks import open_sinks
+from gradsurgeon.sinks.client import patterns_of
 from gradsurgeon.sinks.parts import Parts
 from gradsurgeon.sinks.sink import Sink
 from gradsurgeon.sinks.summary import Measured, Summary, summary, weight
@@ -50,7 +51,7 @@ class Delivery:
         self.on_failure: Callable[[str], None] | None = None
         self._sink = sink
         self._texts = dict(texts or {})
-        self._patterns = [compile_pattern(text) for text in sink.names]
+        self._patterns = [compile_pattern(text) for text in patterns_of(sink.names)]
         self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
         self._rows: deque[Measured] = deque()
         self._events: deque[Event] = deque()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 from itertools import chain, count
 
@@ -56,6 +57,11 @@ def enter(sink: Sink) -> OpenSink:
     return found
 
 
+def close_at_end(sink: Sink) -> None:
+    """Close a sink that nobody sends anything to when the process ends."""
+    enter(sink).leave(None)
+
+
 @atexit.register
 def close_all() -> None:
     """Close the sinks that this process has used, at its end: until then another session may begin."""
@@ -64,10 +70,23 @@ def close_all() -> None:
         for one in ended:
             del _open[id(one.sink)]
     for one in ended:
+        # Optional: only some trackers ask how the process ends.
+        close_at_exit = getattr(one.sink, "close_at_exit", None)
         try:
-            one.sink.close()
+            if close_at_exit is None:
+                one.sink.close()
+            else:
+                close_at_exit(_uncaught())
         except Exception as error:
             if not one.failed:
                 _LOGGER.exception("the sink %s could not be closed", type(one.sink).__name__)
             else:  # which has been told
                 _LOGGER.info("the sink %s could not be closed: %s", type(one.sink).__name__, error)
+
+
+def _uncaught() -> BaseException | None:
+    """Return the exception that ends the process. What a notebook has shown of a cell has ended nothing."""
+    if hasattr(sys, "ps1"):
+        return None
+    error: BaseException | None = getattr(sys, "last_value", None)
+    return error

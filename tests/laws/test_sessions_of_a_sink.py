@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 
@@ -27,6 +28,34 @@ def test_a_sink_is_open_for_the_next_session_until_the_process_ends(
     open_sinks.close_all()
     assert sink.closed == 1
     assert "the sink Kept could not be closed" in caplog.text
+
+
+@pytest.mark.parametrize("interactive", [False, True])
+def test_one_that_asks_is_told_what_has_ended_the_process(
+    monkeypatch: pytest.MonkeyPatch, *, interactive: bool
+) -> None:
+    class Asking(Kept):
+        ended: BaseException | None = None
+
+        def close_at_exit(self, error: BaseException | None) -> None:
+            self.ended = error
+
+    sink, error = Asking(), ZeroDivisionError()
+    train(sink)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    if interactive:  # where it has only ended a cell
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    open_sinks.close_all()
+    assert sink.ended is (None if interactive else error)
+    assert sink.closed == 0
+
+
+def test_one_of_a_rank_that_sends_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    sink = Kept()
+    train(sink)
+    open_sinks.close_all()
+    assert (sink.texts, sink.closed) == ([], 1)
 
 
 def test_two_models_at_once_have_curves_of_their_own() -> None:

@@ -46,6 +46,14 @@ def test_it_gets_the_numbers_that_the_session_has() -> None:
     assert sink.threads.isdisjoint({threading.get_ident()})
 
 
+def test_one_pattern_may_be_a_text() -> None:
+    sink = Kept()
+    sink.names = "2.*"  # type: ignore[assignment]
+    train(sink)
+    named = {name for name in sink.curves if name.endswith("/l2")}
+    assert named == {"gradsurgeon/norms/2.weight/l2", "gradsurgeon/norms/2.bias/l2"}
+
+
 def test_tensors_get_curves_only_where_they_are_asked_for() -> None:
     sink = Kept(names=["2.*"])
     _, session = train(sink)
