@@ -194,6 +194,11 @@ def attach(
         for delivery in deliveries:
             undo.callback(delivery.discard)
         attachment = runtime.Attachment(model, bound, options, writer, deliveries)
+        for delivery in deliveries:
+            if text := planning.curves_of_nothing(bound, delivery.patterns):
+                attachment.context.event_log.emit(
+                    "notice", f"{delivery.name}: {text}", step=options.start_step, warn=True
+                )
         runtime.enter(model, attachment)
         undo.pop_all()
     for delivery in deliveries:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon import api
+from gradsurgeon import api, planning
 from gradsurgeon.match import compile_pattern
+from gradsurgeon.sinks.client import patterns_of
 from gradsurgeon.sinks.parts import Parts
 from gradsurgeon.sinks.summary import Measured, summary
 from gradsurgeon.store.layout import is_absent
@@ -38,7 +39,8 @@ class Applied:
         self.session: Session | None = None
         self._acting = False
         self._rules = api.load(rules)
-        self._patterns = [compile_pattern(text) for text in names]
+        self._names = patterns_of(names)
+        self._patterns = [compile_pattern(text) for text in self._names]
         self._options = dict(options)
         self._on_event = self._options.pop("on_event", None)
         self._counts: Counter[str] = Counter()
@@ -57,6 +59,9 @@ class Applied:
             model, self._rules, start_step=start_step, on_event=self._note, **self._options
         )
         self._acting = True
+        if text := planning.curves_of_nothing(self.session.plan, self._names):
+            log = self.session._attachment.context.event_log  # noqa: SLF001 # as rules tell of themselves
+            log.emit("notice", text, step=start_step, warn=True)
         return self.session
 
     def end(self, *, log_raised: bool = False) -> None:

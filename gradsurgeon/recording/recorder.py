@@ -67,6 +67,8 @@ class Recorder:
         # Asks for what a session goes on from; set by whoever knows it.
         self.state: Callable[[], dict[str, Any]] | None = None
         self._state_written = time.monotonic()
+        # Tells the step for what is noted here, which has none of its own; the same.
+        self.step: Callable[[], int] = int
         # What could not be written, and why.
         self.lost: list[str] = []
         self._event_log = event_log
@@ -86,7 +88,7 @@ class Recorder:
     def _failed(self, text: str) -> None:
         self.lost.append(text)
         if self._event_log is not None:
-            self._event_log.emit("notice", text, warn=True)
+            self._event_log.emit("notice", text, step=self.step(), warn=True)
 
     @property
     def _open(self) -> list[RunWriter | Delivery]:
@@ -220,7 +222,7 @@ class Recorder:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             text = f"{what}: {printable(reason)}"
             self.lost.append(text)
-            self._event_log.notice_once(what, text)
+            self._event_log.notice_once(what, text, step=self.step())
 
     def _take(self, rows: Sequence[tuple[_Row, Tensor]]) -> None:
         packed = [(row, *row.pack(values)) for row, values in rows]

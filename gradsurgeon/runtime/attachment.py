@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -65,6 +66,7 @@ class Attachment:
             event_log.emit("notice", text, rule=rule, step=options.start_step)
         self.controller = Controller(model, self.context, plan, options)
         recorder.state = partial(session_state.state_dict, self.controller)
+        recorder.step = partial(attrgetter("latest"), self.context.counters)
         self._when_removed: Callable[[], None] | None = None
         self.removed = False
 

@@ -51,7 +51,9 @@ class Delivery:
         self.on_failure: Callable[[str], None] | None = None
         self._sink = sink
         self._texts = dict(texts or {})
-        self._patterns = [compile_pattern(text) for text in patterns_of(sink.names)]
+        self.name = f"the sink {type(sink).__name__}"
+        self.patterns = patterns_of(sink.names)
+        self._patterns = [compile_pattern(text) for text in self.patterns]
         self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
         self._rows: deque[Measured] = deque()
         self._events: deque[Event] = deque()
@@ -154,17 +156,13 @@ class Delivery:
         texts = {"failed": self.failed}
         if self._dropped:
             texts[self._dropped] = (
-                f"{self._name} cannot keep up: the oldest {self._dropped} are left out"
+                f"{self.name} cannot keep up: the oldest {self._dropped} are left out"
             )
         for kind, text in texts.items():
             if text and kind not in self._told:
                 self._told.add(kind)
                 if self.on_failure is not None:
                     self.on_failure(f"{text}; training does not depend on it")
-
-    @property
-    def _name(self) -> str:
-        return f"the sink {type(self._sink).__name__}"
 
     def end(self) -> None:
         """Let what waits be sent, and nothing come any more."""
@@ -188,7 +186,7 @@ class Delivery:
             self._thread.join(max(0.0, _PATIENCE - waited))
         if self._thread.is_alive() and not self.failed:
             self.failed = (
-                f"{self._name} has not ended after {_PATIENCE:g} seconds, and is left alone with "
+                f"{self.name} has not ended after {_PATIENCE:g} seconds, and is left alone with "
                 f"{self._waiting + self._in_hand:,} rows"
             )
         self._tell()
@@ -231,7 +229,7 @@ class Delivery:
         self._leave()
         self._shared.failed = True
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        self.failed = f"{self._name} has failed: {printable(reason)}"
+        self.failed = f"{self.name} has failed: {printable(reason)}"
         with self._lock:
             self._forget()
 

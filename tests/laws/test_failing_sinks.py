@@ -36,6 +36,7 @@ def test_one_that_fails_is_an_event_and_training_is_the_same(
         "notice",
         "the sink Kept has failed: [Errno 28] No space left on device; training does not depend on it",
     )
+    assert event.step == STEPS
     assert len(fine.curves["gradsurgeon/norms/total"]) == STEPS
     if recorded:
         with gradsurgeon.open_run(tmp_path / "run") as run:

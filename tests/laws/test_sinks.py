@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from kept_sink import ONLY_NORMS, STEPS, Kept, make, step, train
+from kept_sink import NORMS, ONLY_NORMS, STEPS, Kept, make, step, train
 from torch import nn
 
 import gradsurgeon
+from gradsurgeon import GradSurgeonWarning
 
 
 def total(session: gradsurgeon.Session) -> list[tuple[int, float]]:
@@ -44,6 +45,19 @@ def test_it_gets_the_numbers_that_the_session_has() -> None:
     ]
     assert sink.texts[2][2].split("\n")[0].startswith("1. ")
     assert sink.threads.isdisjoint({threading.get_ident()})
+
+
+def test_a_pattern_that_matches_nothing_is_told() -> None:
+    with pytest.warns(
+        GradSurgeonWarning, match=r'the sink Kept: names="haed\.\*" matches no tensor'
+    ):
+        _, session = train(Kept(names=["haed.*", "2.*"]))
+    (event,) = session.events
+    assert event.kind == "notice"
+    # Of modules names are known later.
+    outputs = {"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output"}
+    _, session = train(Kept(names=["haed.*"]), rules=[NORMS, outputs])
+    assert session.events == []
 
 
 def test_one_pattern_may_be_a_text() -> None:

@@ -223,6 +223,15 @@ class TestLightning:
         for rule in ("norms", "after"):
             assert kept.having(f"gradsurgeon/{rule}/total") == pytest.approx(wanted), rule
 
+    def test_one_pattern_may_be_a_text_and_one_that_matches_nothing_is_told(
+        self, tmp_path: Path
+    ) -> None:
+        kept = Fit(LightningCallback(rules(), names="net.0.w*"), tmp_path).run(Net())
+        assert len(kept.having(CHOSEN)) == STEPS
+        astray = LightningCallback(rules(), names=["net.7.*"])
+        with pytest.warns(GradSurgeonWarning, match=r'names="net.7.\*" matches no tensor'):
+            Fit(astray, tmp_path).run(Net())
+
     def test_with_accumulation_it_logs_once_for_each_step(self, tmp_path: Path) -> None:
         callback = LightningCallback(rules())
         fit = Fit(callback, tmp_path, accumulate_grad_batches=4, log_every_n_steps=2, max_steps=3)
