@@ -18,7 +18,7 @@ from torch import nn
 import gradsurgeon
 from benchmarks.measure import rounded
 from benchmarks.overhead import Row
-from gradsurgeon.sinks.delivery import close_all
+from gradsurgeon.sinks.open_sinks import close_all
 from gradsurgeon.sinks.places import at_place, why_no_sink
 
 GROUP = "trackers"

@@ -194,8 +194,15 @@ def attach(
         for delivery in deliveries:
             undo.callback(delivery.discard)
         attachment = runtime.Attachment(model, bound, options, writer, deliveries)
+        for delivery in deliveries:
+            if text := planning.curves_of_nothing(bound, delivery.patterns):
+                attachment.context.event_log.emit(
+                    "notice", f"{delivery.name}: {text}", step=options.start_step, warn=True
+                )
         runtime.enter(model, attachment)
         undo.pop_all()
+    for delivery in deliveries:
+        delivery.begin()
     return cast("Attachment", attachment)
 
 
@@ -334,6 +341,7 @@ def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
     if not sinks:
         return []
     from gradsurgeon.sinks.delivery import Delivery  # noqa: PLC0415 # most sessions have none
+    from gradsurgeon.sinks.open_sinks import close_at_end  # noqa: PLC0415 # the same
     from gradsurgeon.sinks.sink import SINK_METHODS  # noqa: PLC0415 # the same
 
     for sink in sinks:
@@ -343,8 +351,12 @@ def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
             )
     from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, which is there by now
 
+    if _dist.rank():
+        for sink in sinks:
+            close_at_end(sink)
+        return []
     texts = {"rules": bound.rules.text, "plan": str(bound)}
-    return [Delivery(sink, title=title, texts=texts) for sink in sinks if _dist.rank() == 0]
+    return [Delivery(sink, title=title, texts=texts) for sink in sinks]
 
 
 def _manifest_of(model: Any) -> Manifest:

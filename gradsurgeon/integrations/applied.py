@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon import api
+from gradsurgeon import api, planning
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.sinks.summary import Measured, joined, summary
+from gradsurgeon.sinks.client import patterns_of
+from gradsurgeon.sinks.parts import Parts
+from gradsurgeon.sinks.summary import Measured, summary
 from gradsurgeon.store.layout import is_absent
 from gradsurgeon.store.memory import Series
 
@@ -36,12 +39,14 @@ class Applied:
         self.session: Session | None = None
         self._acting = False
         self._rules = api.load(rules)
-        self._patterns = [compile_pattern(text) for text in names]
+        self._names = patterns_of(names)
+        self._patterns = [compile_pattern(text) for text in self._names]
         self._options = dict(options)
         self._on_event = self._options.pop("on_event", None)
         self._counts: Counter[str] = Counter()
         self._told: Counter[str] = Counter()
         self._logged: dict[int, int] = {}
+        self._parts: dict[tuple[str, str, str], Parts] = {}
 
     def begin(self, model: nn.Module, start_step: int) -> Session:
         """Apply the rules; what an earlier training has left on a model comes off first."""
@@ -49,10 +54,14 @@ class Applied:
         self._counts.clear()
         self._told.clear()
         self._logged.clear()
+        self._parts.clear()
         self.session = api.apply(
             model, self._rules, start_step=start_step, on_event=self._note, **self._options
         )
         self._acting = True
+        if text := planning.curves_of_nothing(self.session.plan, self._names):
+            log = self.session._attachment.context.event_log  # noqa: SLF001 # as rules tell of themselves
+            log.emit("notice", text, step=start_step, warn=True)
         return self.session
 
     def end(self, *, log_raised: bool = False) -> None:
@@ -95,15 +104,24 @@ class Applied:
         """Yield the last row of each rule and statistic; several optimizers have a series each."""
         if self.session is None:
             return
-        found: dict[tuple[str, ...], list[Measured]] = {}
+        found: dict[tuple[str, str, str], list[Measured]] = {}
         over = self.session.step
         for series in list(self.session._attachment.records):  # noqa: SLF001 # all of them at once
-            row = _last(series, over)
-            if row is not None and row.step > self._logged.get(id(series), -1):
-                self._logged[id(series)] = row.step
+            if (row := _last(series, over)) is not None:
                 found.setdefault(series.key[:3], []).append(row)
-        for rows in found.values():
-            yield rows[0] if len(rows) == 1 else joined(rows)
+        for group, rows in found.items():
+            yield from self._new_of(self._parts.setdefault(group, Parts()), rows)
+
+    def _new_of(self, parts: Parts, rows: Sequence[Measured]) -> Iterator[Measured]:
+        """Yield those of one rule that have not been logged: as one, or by names of their own."""
+        new = [row for row in rows if row.step > self._logged.get(id(row.key), -1)]
+        for row in sorted(new, key=attrgetter("step")):
+            self._logged[id(row.key)] = row.step
+            parts.meet(row.key.names)
+        current = [row for row in rows if parts.are_current(row.key.names)]
+        if new:
+            is_whole = len({row.step for row in current}) == 1
+            yield from parts.named(current if is_whole else [row for row in current if row in new])
 
 
 def _last(series: Series, over: int) -> Measured | None:

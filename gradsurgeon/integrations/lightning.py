@@ -69,6 +69,8 @@ class LightningCallback(Callback):
         self._applied = Applied(rules, names, options)
         # How many steps the trainer had counted, which adds up several optimizers, and what the rules knew.
         self._kept: dict[str, Any] = {"trainer": 0, "session": None}
+        # An update of this batch has begun.
+        self._updating = False
 
     @property
     def session(self) -> Session | None:
@@ -81,10 +83,17 @@ class LightningCallback(Callback):
             session.load_state_dict(kept["session"])
         _pl.utilities.rank_zero_info(str(session.plan))
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        # As the callbacks of Lightning itself ask, and with the step that its own metrics have.
-        if trainer._logger_connector.should_update_logs:  # noqa: SLF001 # there is no other way
-            self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)  # noqa: SLF001 # the same
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._updating = True
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self._updating = False
+        # As Lightning itself asks for its own metrics, and with the step that these have.
+        if not trainer._logger_connector.should_update_logs:  # noqa: SLF001 # there is no other way
+            return
+        if pl_module.automatic_optimization and trainer.fit_loop._should_accumulate():  # noqa: SLF001 # the same
+            return
+        self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)  # noqa: SLF001 # the same
 
     def on_train_end(self, trainer: Any, *_: Any) -> None:
         self._end(trainer)
@@ -111,7 +120,10 @@ class LightningCallback(Callback):
 
     def _end(self, trainer: Any) -> None:
         self._keep(trainer)
-        self._log(trainer, max(0, trainer.fit_loop.epoch_loop._batches_that_stepped - 1))  # noqa: SLF001 # as above
+        # A batch is counted at its end, which one that has raised does not come to.
+        stepped = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001 # as above
+        self._log(trainer, stepped if self._updating else max(0, stepped - 1))
+        self._updating = False
 
     def _log(self, trainer: Any, step: int) -> None:
         if trainer.is_global_zero and trainer.loggers and (metrics := self._applied.metrics()):

@@ -12,7 +12,7 @@ from gradsurgeon.planning.manifest import (
 )
 from gradsurgeon.planning.matching import Thing, examples, name_indexes
 from gradsurgeon.planning.plan import Binding, Plan
-from gradsurgeon.planning.plan_warnings import outside_graphs
+from gradsurgeon.planning.plan_warnings import curves_of_nothing, outside_graphs
 
 __all__ = [
     "NO_MATCH",
@@ -24,6 +24,7 @@ __all__ = [
     "Plan",
     "Thing",
     "bind",
+    "curves_of_nothing",
     "examples",
     "from_model",
     "is_for",

@@ -1,12 +1,13 @@
 """What a reader of a plan must know: rules that meet on the same tensors, and what `torch.compile` makes of it. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import chain, combinations, islice
 from typing import Literal
 
 from gradsurgeon.actions import MOMENTS, CaptureRule, Moment, ObserverRule, Rule
 from gradsurgeon.errors import printable
+from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.manifest import ROOT
 from gradsurgeon.planning.plan import Plan
 from gradsurgeon.planning.table import count
@@ -76,6 +77,22 @@ def _warning(plan: Plan, first: Rule, second: Rule, shared: set[str]) -> str:
         f"{second.id} (at {second.point}) comes before {first.id} (at {first.point}) on "
         f"{what}, although it stands later in the file"
     )
+
+
+def curves_of_nothing(plan: Plan, patterns: Sequence[str]) -> str:
+    """Say which of the tensors that are to have a curve each no rule records; empty where all are there.
+
+    What a rule on modules or tags records has its names only once the model runs.
+    """
+    rules = [rule for rule in plan.rules.rules if isinstance(rule, ObserverRule)]
+    if any(rule.target != "params" for rule in rules):
+        return ""
+    names = [binding.name for rule in rules for binding in plan.of(rule.id)]
+    astray = [text for text in patterns if not any(map(compile_pattern(text).matches, names))]
+    if not astray:
+        return ""
+    shown = ", ".join(f'"{printable(text)}"' for text in astray)
+    return f"names={shown} matches no tensor that a rule records, and gives no curve"
 
 
 def outside_graphs(plan: Plan) -> tuple[int, int]:

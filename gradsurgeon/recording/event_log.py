@@ -14,9 +14,11 @@ and then counted and told in a line: the 10th, the 100th, the 1,000th time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import traceback
 import warnings
 import weakref
 from collections import deque
@@ -57,6 +59,7 @@ _FLAGS_PER_TRANSFER = 256
 _NOT_THE_SCRIPT = (
     *(f"{package}{os.sep}" for package in (Path(__file__).parents[1], Path(torch.__file__).parent)),
     weakref.__file__,  # which tells that a model is gone
+    contextlib.__file__,  # through which what is left of a session is closed
 )
 
 
@@ -155,7 +158,7 @@ class EventLog:
             self.warn(text, rule=rule)
         else:
             lines = "\n".join(map(printable, _with_rule(text, rule).split("\n")))
-            _LOGGER.log(logging.INFO if quiet else level, "%s", lines)
+            _log(logging.INFO if quiet else level, lines)
 
     def _news(self, topic: tuple[str, str], step: int, message: str) -> str:
         """Return what to tell of something that happens again and again, empty for nothing."""
@@ -341,7 +344,19 @@ class EventLog:
 
 def _log_raised(errors: list[BaseException]) -> None:
     while errors:
-        _LOGGER.error("on_event has raised, too late to stop anything", exc_info=errors.pop(0))
+        _log(logging.ERROR, "on_event has raised, too late to stop anything", errors.pop(0))
+
+
+def _log(level: int, text: str, error: BaseException | None = None) -> None:
+    """Log; what a handler or a filter of the script raises goes to stderr, as from handlers of Python itself.
+
+    A server of logs that is gone is no reason to leave a step that a rule has decided about half done.
+    """
+    try:
+        _LOGGER.log(level, "%s", text, exc_info=error)
+    except Exception:  # noqa: BLE001 # whatever a handler raises
+        if logging.raiseExceptions and sys.stderr is not None:
+            traceback.print_exc(file=sys.stderr)
 
 
 def _with_rule(message: str, rule: str) -> str:

@@ -7,6 +7,7 @@ import io
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -66,6 +67,8 @@ class Recorder:
         # Asks for what a session goes on from; set by whoever knows it.
         self.state: Callable[[], dict[str, Any]] | None = None
         self._state_written = time.monotonic()
+        # Tells the step for what is noted here, which has none of its own; the same.
+        self.step: Callable[[], int] = int
         # What could not be written, and why.
         self.lost: list[str] = []
         self._event_log = event_log
@@ -85,7 +88,7 @@ class Recorder:
     def _failed(self, text: str) -> None:
         self.lost.append(text)
         if self._event_log is not None:
-            self._event_log.emit("notice", text, warn=True)
+            self._event_log.emit("notice", text, step=self.step(), warn=True)
 
     @property
     def _open(self) -> list[RunWriter | Delivery]:
@@ -146,23 +149,23 @@ class Recorder:
             outlet.event(event)
 
     def close(self) -> None:
-        if self._outlets:
-            atexit.unregister(self._at_exit)
-        self._gather()
-        self._ring.settle()
-        if self._outlets:
-            self._commit(wait=True)
-        # What they fail at is an event, which the run has.
-        begin = time.monotonic()
-        for sink in self._sinks:
-            sink.end()
-        for sink in self._sinks:
-            sink.close(begin)
-        if self.writer is not None:
-            try:
-                self._write_previews()
-            finally:  # it may take seconds, and Ctrl-C is no reason to leave the run open
-                self.writer.close()
+        # It may take seconds, and Ctrl-C is no reason to leave the run open.
+        with ExitStack() as stack:
+            if self._outlets:
+                stack.callback(atexit.unregister, self._at_exit)
+            if self.writer is not None:
+                stack.callback(self.writer.close)
+            self._gather()
+            self._ring.settle()
+            if self._outlets:
+                self._commit(wait=True)
+            begin = time.monotonic()
+            for sink in self._sinks:
+                sink.end()
+            self._write_previews()
+            # What they fail at is an event, which the run has.
+            for sink in self._sinks:
+                sink.close(begin)
 
     def _write_previews(self) -> None:
         """Write what is small of the tensors that rules have kept; a failure becomes a notice."""
@@ -219,7 +222,7 @@ class Recorder:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             text = f"{what}: {printable(reason)}"
             self.lost.append(text)
-            self._event_log.notice_once(what, text)
+            self._event_log.notice_once(what, text, step=self.step())
 
     def _take(self, rows: Sequence[tuple[_Row, Tensor]]) -> None:
         packed = [(row, *row.pack(values)) for row, values in rows]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -65,6 +66,7 @@ class Attachment:
             event_log.emit("notice", text, rule=rule, step=options.start_step)
         self.controller = Controller(model, self.context, plan, options)
         recorder.state = partial(session_state.state_dict, self.controller)
+        recorder.step = partial(attrgetter("latest"), self.context.counters)
         self._when_removed: Callable[[], None] | None = None
         self.removed = False
 
@@ -94,12 +96,14 @@ class Attachment:
     def remove(self) -> None:
         if not self.removed:
             self.removed = True
-            self.context.flags.close()
-            self.controller.model.compare(closing=True)
-            for rule, due in self.context.event_log.never_fired():
-                text = f"{self.controller.why_never(due=due)} until the end"
-                self.context.event_log.emit("never-fired", text, rule=rule, step=self.step)
-            self._close(at=self.step)
+            try:
+                self.context.flags.close()
+                self.controller.model.compare(closing=True)
+                for rule, due in self.context.event_log.never_fired():
+                    text = f"{self.controller.why_never(due=due)} until the end"
+                    self.context.event_log.emit("never-fired", text, rule=rule, step=self.step)
+            finally:  # a warning that the script has made an error leaves nothing behind
+                self._close(at=self.step)
 
     def discard(self) -> None:
         """Take everything off, the files of the records included: another session takes its place."""
@@ -113,12 +117,14 @@ class Attachment:
 
     def _close(self, at: int | None = None) -> None:
         self.removed = True
-        compile_support.end(self.context.program, self.context.event_log, at)
-        self.context.event_log.settle()
-        self.controller.detach()
-        self.context.recorder.close()
-        if self._when_removed is not None:
-            self._when_removed()
+        # From the last one to the first, each whatever happens to the others: Ctrl-C may come in any of them.
+        with ExitStack() as stack:
+            if self._when_removed is not None:
+                stack.callback(self._when_removed)
+            stack.callback(self.context.recorder.close)
+            stack.callback(self.controller.detach)
+            compile_support.end(self.context.program, self.context.event_log, at)
+            self.context.event_log.settle()
 
     @property
     def step(self) -> int:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from threading import RLock
 from typing import Any
 
@@ -32,8 +33,8 @@ from gradsurgeon.runtime.scaler_watch import watched
 
 # Values are strong: a session lives as long as its model, even if the caller drops it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
-# Sessions of the launcher, beside those that the script itself has asked for.
-_beside: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+# Sessions of the launcher and of a test that it runs, beside those that the script itself has asked for.
+_beside: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
 # Several threads may train, and the tables must not change while they are gone through.
 _changing = RLock()
 # Steps of optimizers, uses of scalers, backward passes, and exchanges of parameters and modules.
@@ -71,8 +72,7 @@ def unwatch_steps() -> None:
 
 def enter(model: nn.Module, session: Attachment) -> None:
     beside = session.options.beside
-    sessions = _beside if beside else _sessions
-    old = sessions.get(model)
+    old = None if beside else _sessions.get(model)
     # The finalizer is what notices a model that goes away; it must not keep the model itself.
     finalizer = weakref.finalize(model, _model_gone, weakref.ref(session))
     finalizer.atexit = False
@@ -82,11 +82,19 @@ def enter(model: nn.Module, session: Attachment) -> None:
         finalizer.detach()
         raise
     if old is not None and not old.removed:
-        old.remove()
+        try:
+            old.remove()
+        except BaseException:  # Ctrl-C, while it waits
+            session.discard()
+            raise
     with _changing:
-        sessions[model] = session
-        if not beside and (other := _beside.get(model)) is not None and not other.removed:
-            other.controller.go_last()
+        if beside:
+            _beside.setdefault(model, []).append(session)
+        else:
+            _sessions[model] = session
+            for other in _beside.get(model, ()):
+                if not other.removed:
+                    other.controller.go_last()
         _count_tags()
         if not _watching:
             _watching.append(_watch())
@@ -143,9 +151,12 @@ def _count_tags() -> None:
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
     finalizer.detach()
     with _changing:
-        for sessions in (_sessions, _beside):
-            for model in [model for model, session in sessions.items() if session.removed]:
-                del sessions[model]
+        for model in [model for model, session in _sessions.items() if session.removed]:
+            del _sessions[model]
+        for model, sessions in list(_beside.items()):
+            sessions[:] = [session for session in sessions if not session.removed]
+            if not sessions:
+                del _beside[model]
         _count_tags()
         if _watching and not _sessions and not _beside:
             _watching.pop().close()
@@ -167,7 +178,7 @@ def _on_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     if _beside and _sessions:
         with _changing:
             others = [other.controller.steps for other in _sessions.values()]
-            beside = [session.controller.steps for session in _beside.values()]
+            beside = [session.controller.steps for session in chain(*_beside.values())]
         for steps in beside:
             steps.go_after(others, optimizer)
 
@@ -216,5 +227,5 @@ def _backward_watches() -> list[BackwardWatch]:
 
 def _controllers() -> list[Controller]:
     with _changing:
-        sessions = [*_sessions.values(), *_beside.values()]
+        sessions = [*_sessions.values(), *chain(*_beside.values())]
     return [session.controller for session in sessions if not session.removed]

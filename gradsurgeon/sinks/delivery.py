@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
 import threading
 import time
@@ -13,12 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.match import compile_pattern
+from gradsurgeon.sinks import open_sinks
+from gradsurgeon.sinks.client import patterns_of
+from gradsurgeon.sinks.parts import Parts
 from gradsurgeon.sinks.sink import Sink
-from gradsurgeon.sinks.summary import Measured, Summary, joined, summary, weight
+from gradsurgeon.sinks.summary import Measured, Summary, summary, weight
 from gradsurgeon.store.commit_clock import CommitClock
 from gradsurgeon.store.memory import Key
 
-_LOGGER = logging.getLogger("gradsurgeon")
 _PREFIX = "gradsurgeon"
 # The thread is woken up every two seconds. Python runs one thread at a time, and is to be there for the training:
 # so large a share of the time may be spent here, and some seconds besides that are not due yet. Of more rows than
@@ -32,39 +32,11 @@ _PATIENCE = 10.0
 # The names of the largest norms change; they are written so seldom that they can be read.
 _TOP_EVERY = 100
 
-Item = Measured | Event
-
-
-class _Shared:
-    """What the sessions share that have the same sink, which stays open for the next one."""
-
-    def __init__(self, sink: Sink) -> None:
-        self.sink = sink  # while it lives, no other object has its number
-        self.lock = threading.Lock()
-        self.users = 0
-        self.pid = os.getpid()
-
-
-_shared: dict[int, _Shared] = {}
-_shared_lock = threading.Lock()
-
-
-@atexit.register
-def close_all() -> None:
-    """Close the sinks that this process has used, at its end: until then another session may begin."""
-    with _shared_lock:
-        ended = [one for one in _shared.values() if one.pid == os.getpid() and not one.users]
-        for one in ended:
-            del _shared[id(one.sink)]
-    for one in ended:
-        try:
-            one.sink.close()
-        except Exception:
-            _LOGGER.exception("the sink %s could not be closed", type(one.sink).__name__)
-
 
 class Delivery:
     """Brings rows and events to one sink. Everything but the work itself is on the thread of the training.
+
+    Nothing is sent before `begin`: the session may be refused, or is to take over from another one.
 
     Args:
         sink: where they go.
@@ -79,17 +51,21 @@ class Delivery:
         self.on_failure: Callable[[str], None] | None = None
         self._sink = sink
         self._texts = dict(texts or {})
-        self._patterns = [compile_pattern(text) for text in sink.names]
+        self.name = f"the sink {type(sink).__name__}"
+        self.patterns = patterns_of(sink.names)
+        self._patterns = [compile_pattern(text) for text in self.patterns]
         self._chosen: dict[tuple[str, ...], frozenset[str]] = {}
-        self._waiting: deque[Item] = deque()
-        self._bytes = self._dropped = 0
+        self._rows: deque[Measured] = deque()
+        self._events: deque[Event] = deque()
+        self._bytes = 0
+        self._dropped = ""
         self._lock = threading.Condition()
         self._ending = threading.Event()
         self._told: set[str] = set()
         self._in_hand = 0
         # The rows of the newest step, by rule: another pass of that step replaces them, and another optimizer adds to them.
         self._held: dict[tuple[str, str, str], dict[tuple[str, ...], Measured]] = {}
-        self._series: dict[tuple[str, str, str], list[tuple[str, ...]]] = {}
+        self._parts: dict[tuple[str, str, str], Parts] = {}
         self._closed = self._left = False
         self._pid = os.getpid()
         self._clock = CommitClock(_INTERVAL)
@@ -98,16 +74,22 @@ class Delivery:
         self._keys: dict[Key, Key] = {}
         self._kinds: Counter[str] = Counter()
         self._top_written: dict[str, int] = {}
-        with _shared_lock:
-            self._shared = _shared.setdefault(id(sink), _Shared(sink))
-            self._shared.users += 1
-            if not title and self._shared.users > 1:
-                title = f"model-{self._shared.users}"
-        self._prefix = f"{_PREFIX}/{title}" if title else _PREFIX
+        self._shared = open_sinks.enter(sink)
+        self._title, self._prefix = title, _PREFIX
+        self._taken: str | None = None
         self._thread = threading.Thread(
             target=self._work, name=f"gradsurgeon {type(sink).__name__}", daemon=True
         )
-        self._thread.start()
+
+    def begin(self) -> None:
+        """Send what there is, and all that comes: the session has begun, and the one that it replaces is over."""
+        self._taken = self._shared.take_title(self._title)
+        if self._taken:
+            self._prefix = f"{_PREFIX}/{self._taken}"
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # there are too many threads
+            self._fail(error)
 
     @property
     def closed(self) -> bool:
@@ -130,23 +112,36 @@ class Delivery:
         self._put(event)
         self.commit()
 
-    def _put(self, item: Item) -> None:
+    def _put(self, item: Measured | Event) -> None:
         if self.closed:
             return
         with self._lock:
-            self._waiting.append(item)
+            if isinstance(item, Event):
+                self._events.append(item)
+            else:
+                self._rows.append(item)
             self._bytes += _size(item)
-            while self._bytes > _MOST_BYTES and len(self._waiting) > 1:
-                self._bytes -= _size(self._waiting.popleft())
-                self._dropped += 1
+            while self._bytes > _MOST_BYTES and self._waiting > 1:
+                # Another row comes in the next step, but an event, and above all the first one, never again.
+                self._dropped = "rows" if self._rows else "events"
+                oldest = self._rows or self._events
+                self._bytes -= _size(oldest.popleft())
+
+    @property
+    def _waiting(self) -> int:
+        return len(self._rows) + len(self._events)
 
     def due(self) -> bool:
-        """Return whether it is time to wake up the thread."""
-        return self._clock.due() and not self.closed
+        """Return whether it is time to wake up the thread, or to tell that it has failed."""
+        return self._clock.due() and (not self.closed or self._has_to_tell)
 
     def ends_step(self) -> bool:
         """Mark the end of a step; return whether its rows would be too old at the end of the next."""
-        return self._clock.ends_step() and not self.closed
+        return self._clock.ends_step() and (not self.closed or self._has_to_tell)
+
+    @property
+    def _has_to_tell(self) -> bool:
+        return bool(self.failed) and "failed" not in self._told and os.getpid() == self._pid
 
     def commit(self) -> None:
         """Wake up the thread; tell of its failure, if there is one."""
@@ -160,16 +155,14 @@ class Delivery:
     def _tell(self) -> None:
         texts = {"failed": self.failed}
         if self._dropped:
-            texts["dropped"] = f"{self._name} cannot keep up: the oldest rows are left out"
+            texts[self._dropped] = (
+                f"{self.name} cannot keep up: the oldest {self._dropped} are left out"
+            )
         for kind, text in texts.items():
             if text and kind not in self._told:
                 self._told.add(kind)
                 if self.on_failure is not None:
                     self.on_failure(f"{text}; training does not depend on it")
-
-    @property
-    def _name(self) -> str:
-        return f"the sink {type(self._sink).__name__}"
 
     def end(self) -> None:
         """Let what waits be sent, and nothing come any more."""
@@ -189,11 +182,12 @@ class Delivery:
             return
         self.end()
         waited = 0.0 if begin is None else time.monotonic() - begin
-        self._thread.join(max(0.0, _PATIENCE - waited))
+        if self._thread.ident is not None:
+            self._thread.join(max(0.0, _PATIENCE - waited))
         if self._thread.is_alive() and not self.failed:
             self.failed = (
-                f"{self._name} has not ended after {_PATIENCE:g} seconds, and is left alone with "
-                f"{len(self._waiting) + self._in_hand:,} rows"
+                f"{self.name} has not ended after {_PATIENCE:g} seconds, and is left alone with "
+                f"{self._waiting + self._in_hand:,} rows"
             )
         self._tell()
 
@@ -204,8 +198,13 @@ class Delivery:
         self._closed = True
         self._ending.set()
         with self._lock:
-            self._waiting.clear()
+            self._forget()
             self._lock.notify()
+
+    def _forget(self) -> None:
+        self._rows.clear()
+        self._events.clear()
+        self._bytes = 0
 
     def _work(self) -> None:
         try:
@@ -224,58 +223,52 @@ class Delivery:
                 self._cost = (self._cost + spent / max(1, len(batch))) / 2
             self._leave()
         except BaseException as error:  # noqa: BLE001 # whatever a client raises, training goes on
-            self._leave()
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            self.failed = f"{self._name} has failed: {printable(reason)}"
-            with self._lock:
-                self._waiting.clear()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._leave()
+        self._shared.failed = True
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        self.failed = f"{self.name} has failed: {printable(reason)}"
+        with self._lock:
+            self._forget()
 
     def _next(self) -> list[Summary | Event] | None:
         """Return what waits, once there is something; ``None`` at the end."""
         with self._lock:
             while not self._waiting and not self._ending.is_set():
                 self._lock.wait()
-            batch = list(self._waiting)
-            self._waiting.clear()
-            self._bytes, self._in_hand = 0, len(batch)
-        if not batch and not self._held:
+            rows, events = list(self._rows), list(self._events)
+            self._in_hand = self._waiting
+            self._forget()
+        if not rows and not events and not self._held:
             return None
-        return list(self._summarised(list(self._complete(batch, last=self._ending.is_set()))))
+        whole = list(self._complete(rows, last=self._ending.is_set()))
+        return [*events, *self._summarised(whole)]
 
-    def _complete(self, batch: Sequence[Item], *, last: bool) -> Iterator[Item]:
+    def _complete(self, rows: Sequence[Measured], *, last: bool) -> Iterator[Measured]:
         """Yield rows of which nothing more can come, those of one rule and step together."""
-        for item in batch:
-            if isinstance(item, Event) or not item.replace:
+        for item in rows:
+            if not item.replace:
                 yield item
                 continue
             group = (item.key.rule, item.key.stat, item.key.point)
             held = self._held.setdefault(group, {})
             if any(row.step != item.step for row in held.values()):
-                yield self._joined(group)
+                yield from self._named(group)
                 held = self._held.setdefault(group, {})
             held[item.key.names] = item
-            if item.key.names not in (known := self._series.setdefault(group, [])):
-                known.append(item.key.names)
+            self._parts.setdefault(group, Parts()).meet(item.key.names)
         if last:
             for group in list(self._held):
-                yield self._joined(group)
+                yield from self._named(group)
 
-    def _joined(self, group: tuple[str, str, str]) -> Measured:
-        """Return the held rows of a rule as one; by another name where only some of its series are there.
+    def _named(self, group: tuple[str, str, str]) -> Iterator[Measured]:
+        for row in self._parts[group].named(list(self._held.pop(group).values())):
+            # Rows are told apart by the identity of their keys.
+            yield row._replace(key=self._keys.setdefault(row.key, row.key))
 
-        Optimizers that take turns count their steps each on their own, and a sum of whatever is there is of nothing.
-        """
-        rows, known = list(self._held.pop(group).values()), self._series[group]
-        rule = ""
-        if len(rows) < len(known):
-            rule = f"{group[0]}/part-{known.index(rows[0].key.names) + 1}"
-        elif len(rows) == 1:
-            return rows[0]
-        whole = joined(rows, rule=rule)
-        # Rows are told apart by the identity of their keys.
-        return whole._replace(key=self._keys.setdefault(whole.key, whole.key))
-
-    def _summarised(self, batch: Sequence[Item]) -> Iterator[Summary | Event]:
+    def _summarised(self, rows: Sequence[Measured]) -> Iterator[Summary]:
         now = time.monotonic()
         # After a pause, such as a validation, not all of it is there to be spent at once.
         passed = min(now - self._at, 2 * _INTERVAL)
@@ -283,15 +276,12 @@ class Delivery:
         self._at = now
         least = _LEAST_AT_THE_END if self._ending.is_set() else _LEAST_ROWS
         most = max(least, int(self._left_to_spend / max(self._cost, 1e-6)))
-        many = -(-len(batch) // most)
+        many = -(-len(rows) // most)
         # By identity: to hash the names of thousands of tensors takes longer than to sum up their norms.
         waiting: dict[int, list[Measured]] = {}
-        for item in batch:
-            if isinstance(item, Event):
-                yield item
-                continue
-            several = waiting.setdefault(id(item.key), [])
-            several.append(item)
+        for row in rows:
+            several = waiting.setdefault(id(row.key), [])
+            several.append(row)
             if len(several) >= many:
                 yield from self._worst_of(several)
                 several.clear()
@@ -339,11 +329,11 @@ class Delivery:
 
     def _leave(self) -> None:
         """Use the sink no longer."""
-        with _shared_lock:
-            if not self._left:
-                self._left = True
-                self._shared.users -= 1
+        with self._lock:
+            left, self._left = self._left, True
+        if not left:
+            self._shared.leave(self._taken)
 
 
-def _size(item: Item) -> int:
+def _size(item: Measured | Event) -> int:
     return len(item.values) if isinstance(item, Measured) else len(item.message)

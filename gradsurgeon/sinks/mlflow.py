@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradsurgeon._libraries import library
+from gradsurgeon.sinks.client import Client
 
 # What a server takes at once, and of which letters a name is made.
 _MOST = 1000
 _OTHERS = re.compile(r"[^\w\-. /]")
 
 
-class MLflow:
+class MLflow(Client):
     """Logs metrics and texts to a run of MLflow: the one that is active, or else a new one.
 
     It has no histograms of its own; texts are artifacts of the run.
@@ -37,27 +39,33 @@ class MLflow:
         run_id: str | None = None,
         names: Sequence[str] = (),
     ) -> None:
-        mlflow = library("mlflow", "mlflow", "the sink MLflow")
-        self.names = tuple(names)
-        self._metric: Any = mlflow.entities.Metric
-        self._client: Any = mlflow.MlflowClient(tracking_uri)
+        super().__init__(names)
+        self._mlflow: Any = library("mlflow", "mlflow", "the sink MLflow")
+        self._tracking_uri, self._experiment = tracking_uri, experiment or "Default"
+        # Of this thread, which is not the one on which a sink works.
+        active = self._mlflow.active_run() if tracking_uri is None else None
+        self._run_id = active.info.run_id if run_id is None and active is not None else run_id
+        self._is_ours = self._run_id is None
         self._waiting: list[Any] = []
-        active = mlflow.active_run() if tracking_uri is None else None
-        self._is_ours = run_id is None and active is None
-        if run_id is None:
-            run_id = active.info.run_id if active is not None else self._new_run(experiment)
-        self._run_id = run_id
+        # How many texts there are of a name and a step.
+        self._texts: Counter[str] = Counter()
+        self._open_first()
 
-    def _new_run(self, experiment: str | None) -> str:
-        name = experiment or "Default"
-        known = self._client.get_experiment_by_name(name)
-        number = self._client.create_experiment(name) if known is None else known.experiment_id
-        return str(self._client.create_run(number, run_name="gradsurgeon").info.run_id)
+    def _open(self) -> Any:
+        client = self._mlflow.MlflowClient(self._tracking_uri)
+        if self._run_id is None:
+            known = client.get_experiment_by_name(self._experiment)
+            number = (
+                client.create_experiment(self._experiment) if known is None else known.experiment_id
+            )
+            self._run_id = str(client.create_run(number, run_name="gradsurgeon").info.run_id)
+        return client
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
         self._waiting += [
-            self._metric(_name(name), value, now, step) for name, value in values.items()
+            self._mlflow.entities.Metric(_name(name), value, now, step)
+            for name, value in values.items()
         ]
 
     def histogram(
@@ -66,18 +74,36 @@ class MLflow:
         """Do nothing: a run of MLflow has none."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._client.log_text(self._run_id, text, f"{_name(name)}/step-{step}.txt")
+        path = f"{_name(name)}/step-{step}"
+        self._texts[path] += 1
+        # Another text of the same path would take its place.
+        more = f"-{self._texts[path]}" if self._texts[path] > 1 else ""
+        client = self._client
+        client.log_text(self._run_id, text, f"{path}{more}.txt")
 
     def flush(self) -> None:
         waiting, self._waiting = self._waiting, []
+        client = self._client
         for start in range(0, len(waiting), _MOST):
-            self._client.log_batch(self._run_id, metrics=waiting[start : start + _MOST])
+            client.log_batch(self._run_id, metrics=waiting[start : start + _MOST])
 
     def close(self) -> None:
-        self.flush()
+        self._end("FINISHED")
+
+    def close_at_exit(self, error: BaseException | None) -> None:
+        """End it with the status that an exception which ends the process gives the run."""
+        stopped = "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+        self._end("FINISHED" if error is None else stopped)
+
+    def _end(self, status: str) -> None:
+        if self._opened is None and not self._waiting:
+            return
         ours, self._is_ours = self._is_ours, False
-        if ours:
-            self._client.set_terminated(self._run_id)
+        try:
+            self.flush()
+        finally:
+            if ours:
+                self._client.set_terminated(self._run_id, status)
 
 
 def _name(name: str) -> str:

@@ -34,4 +34,8 @@ class Sink(Protocol):
         """Let everything that was taken be seen; called after each batch."""
 
     def close(self) -> None:
-        """End it: called when the process ends, so that session after session can have it; or call it yourself."""
+        """End it: called when the process ends, so that session after session can have it; or call it yourself.
+
+        A class that also has a method ``close_at_exit(error)`` gets that called when the process ends, in place
+        of this one, with the exception that has ended it, or ``None``.
+        """

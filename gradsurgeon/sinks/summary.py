@@ -63,24 +63,24 @@ class Measured(NamedTuple):
         return [pair for column, pair in enumerate(pairs) if column not in self.absent]
 
 
-def joined(rows: Sequence[Measured], *, rule: str = "") -> Measured:
-    """Return rows of one rule and statistic as one, with the newest of their steps; by another name where one is given."""
+def joined(rows: Sequence[Measured]) -> Measured:
+    """Return rows of one rule, statistic and step as one."""
     names = tuple(name for row in rows for name in row.key.names)
     absent, start = set[int](), 0
     for row in rows:
         absent |= {start + column for column in row.absent}
         start += len(row.key.names)
-    key = rows[0].key._replace(names=names, rule=rule or rows[0].key.rule)
-    step = max(row.step for row in rows)
-    return Measured(key, step, b"".join(row.values for row in rows), frozenset(absent))
+    key = rows[0].key._replace(names=names)
+    values = b"".join(row.values for row in rows)
+    return Measured(key, rows[0].step, values, frozenset(absent))
 
 
 def weight(row: Measured) -> float:
     """Return by what the row of several steps is chosen that stands for all: the worst, or else the newest."""
-    if row.key.stat != NORM or len(row.key.names) == 1:
-        return float(row.step)
     total = math.hypot(*array("f", row.values))
-    return math.inf if math.isnan(total) else total
+    if not math.isfinite(total):
+        return math.inf
+    return total if row.key.stat == NORM else float(row.step)
 
 
 def summary(row: Measured, chosen: Collection[str] = ()) -> Summary | None:

@@ -8,9 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 from gradsurgeon._libraries import library
+from gradsurgeon.sinks.client import Client
 
 
-class TensorBoard:
+class TensorBoard(Client):
     """Writes event files that ``tensorboard --logdir DIR`` shows.
 
     Args:
@@ -22,21 +23,27 @@ class TensorBoard:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, names: Sequence[str] = ()) -> None:
-        writing = library("torch.utils.tensorboard", "tensorboard", "the sink TensorBoard")
-        self.names = tuple(names)
+        super().__init__(names)
         # The package ships no types.
-        self._writer: Any = writing.SummaryWriter(os.fspath(directory))
+        self._library: Any = library(
+            "torch.utils.tensorboard", "tensorboard", "the sink TensorBoard"
+        )
+        self._directory = os.fspath(directory)
+        self._open_first()
+
+    def _open(self) -> Any:
+        return self._library.SummaryWriter(self._directory)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._client.add_scalar(name, value, step)
 
     def histogram(
         self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
     ) -> None:
         middles = [(low + high) / 2 for low, high in pairwise(edges)]
         weighted = list(zip(middles, counts, strict=True))
-        self._writer.add_histogram_raw(
+        self._client.add_histogram_raw(
             name,
             min=edges[0],
             max=edges[-1],
@@ -50,10 +57,11 @@ class TensorBoard:
 
     def text(self, step: int, name: str, text: str) -> None:
         # It shows Markdown, in which four spaces keep lines and columns as they are.
-        self._writer.add_text(name, "\n".join(f"    {line}" for line in text.split("\n")), step)
+        self._client.add_text(name, "\n".join(f"    {line}" for line in text.split("\n")), step)
 
     def flush(self) -> None:
-        self._writer.flush()
+        self._client.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._opened is not None:
+            self._opened.close()

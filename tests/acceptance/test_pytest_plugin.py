@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import sys
 import tomllib
 
 import pytest
@@ -360,6 +361,47 @@ def test_trace():
 """,
     )
     done.assert_outcomes(passed=4)
+
+
+def test_rules_of_the_launcher_act_beside_those_of_the_marker(runner: pytest.Pytester) -> None:
+    rules = 'version: 1\nrules:\n  - {id: zero, action: zero, params: "2.*"}\n'
+    (runner.path / "zero.yaml").write_text(rules)
+    runner.makepyfile(
+        test_it=HEAD
+        + """
+def weights(model):
+    return [param.detach().clone() for param in model[2].parameters()]
+
+@pytest.mark.gradsurgeon
+def test_marked(gradsurgeon_sessions):
+    model, optimizer = build()
+    before = weights(model)
+    train(model, optimizer)
+    assert all(map(torch.equal, weights(model), before))
+    assert [session.step for session in gradsurgeon_sessions] == [3]
+
+@pytest.mark.gradsurgeon
+def test_trapped():
+    train(*build(), bad=1)
+
+@pytest.fixture(scope="module")
+def shared():
+    return build()
+
+@pytest.mark.gradsurgeon
+def test_first(shared):
+    train(*shared)
+
+def test_unmarked(shared):
+    before = weights(shared[0])
+    train(*shared)
+    assert all(map(torch.equal, weights(shared[0]), before))
+"""
+    )
+    ours = [sys.executable, "-m", "gradsurgeon", "run", "--rules", "zero.yaml"]
+    done = runner.run(*ours, "-m", "pytest")
+    done.assert_outcomes(passed=3, failed=1)
+    assert "step 1, rule nan-trap: 1 of 3 gradients" in part(done, "test_trapped")
 
 
 def test_workers_of_xdist_report_it_too(runner: pytest.Pytester) -> None:

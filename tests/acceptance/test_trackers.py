@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import pickle
 import struct
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import environment
 from torch import nn
 
 import gradsurgeon
@@ -109,6 +114,65 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path(path).read_text(encoding="utf-8") == session.events[0].message
 
 
+def artifacts(client: Any, run: str, path: str | None = None) -> list[str]:
+    found = client.list_artifacts(run, path)
+    return [
+        name
+        for one in found
+        for name in (artifacts(client, run, one.path) if one.is_dir else [one.path])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(None, "FINISHED"), (ValueError(), "FAILED"), (KeyboardInterrupt(), "KILLED")],
+)
+def test_mlflow_keeps_each_text_and_how_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: str
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.chdir(tmp_path)
+    sink = sinks.MLflow(f"sqlite:///{tmp_path}/runs.db")
+    for text in ("one", "two"):
+        sink.text(3, "gradsurgeon/events/trap/message", text)
+    sink.close_at_exit(error)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/runs.db")
+    (run,) = client.search_runs(["0"])
+    assert run.info.status == status
+    paths = sorted(artifacts(client, run.info.run_id))
+    assert paths == [f"{TRAP}/message/step-3{more}.txt" for more in ("-2", "")]
+
+
+def test_a_rank_that_sends_nothing_opens_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "1")
+    uri = f"sqlite:///{tmp_path}/runs.db"
+    board, tracker = sinks.TensorBoard(tmp_path / "board"), sinks.MLflow(uri)
+    for sink in (board, tracker):
+        sink.close()
+    assert not (tmp_path / "board").exists()
+    client = mlflow.MlflowClient(uri)
+    assert client.search_runs(["0"]) == []
+    # One that is used after all is like any other.
+    tracker.scalars(0, {"a": 1.0})
+    tracker.close()
+    (run,) = client.search_runs(["0"])
+    assert (run.info.status, run.data.metrics) == ("FINISHED", {"a": 1.0})
+
+
+def test_one_that_is_sent_to_another_process_says_what_to_do(tmp_path: Path) -> None:
+    sink = sinks.TensorBoard(tmp_path, names="2.*")
+    assert sink.names == ("2.*",)
+    with pytest.raises(TypeError, match=r"TensorBoard cannot be sent to another process.*ddp"):
+        pickle.dumps(sink)
+    sink.close()
+
+
 def test_mlflow_joins_the_run_that_is_active(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +236,49 @@ def test_wandb(tmp_path: Path) -> None:
     assert "diagnosis (reproduced)" in html
     counts = [row.get("gradsurgeon/norms/log10 of the norms/values") for row in rows]
     assert [sum(found) for found in counts if found] == [4] * (STEPS - 1)
+
+
+def test_wandb_has_the_status_with_which_the_process_ends(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    code = (
+        "import gradsurgeon, sys, torch\n"
+        "from gradsurgeon import sinks\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "rules = 'version: 1\\nrules: [{id: norms, action: norm-log, params: \"*\"}]\\n'\n"
+        "tracker = sinks.WandB('surgery', dir='.', mode='offline', settings={'silent': True})\n"
+        "gradsurgeon.apply(model, rules, sinks=[tracker])\n"
+        "sys.exit(3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        # The client would use the service of this process.
+        env={name: value for name, value in environment().items() if "WANDB" not in name},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 3, done.stderr
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    found = map(records.Record.FromString, _records(file))
+    assert [one.exit.exit_code for one in found if one.HasField("exit")] == [3]
+
+
+def test_wandb_without_a_network_tells_of_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+
+    def full(**_: object) -> Any:
+        raise OSError(28, "No space left on device")
+
+    sink = sinks.WandB("surgery", dir=str(tmp_path), mode="offline")
+    sink.flush()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(tempfile, "TemporaryFile", full)
+        sink.flush()
+    sink.close()
 
 
 def test_wandb_leaves_the_steps_of_a_run_of_the_script_alone(tmp_path: Path) -> None:

@@ -3,95 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from kept_sink import NORMS, ONLY_NORMS, STEPS, Kept, make, step, train
+from torch import nn
 
 import gradsurgeon
 from gradsurgeon import GradSurgeonWarning
-from gradsurgeon.sinks import delivery
-
-STEPS = 30
-NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
-TRAP = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
-
-
-class Kept:
-    """Keeps what it is given; does as told at each call of a method."""
-
-    def __init__(self, names: Sequence[str] = (), **does: Any) -> None:
-        self.names = tuple(names)
-        self._does = does
-        self.curves: dict[str, list[tuple[int, float]]] = {}
-        self.histograms: dict[int, tuple[list[float], list[int]]] = {}
-        self.texts: list[tuple[int, str, str]] = []
-        self.threads: set[int] = set()
-        self.flushed = self.closed = 0
-
-    def _do(self, method: str) -> None:
-        self.threads.add(threading.get_ident())
-        if (act := self._does.get(method)) is not None:
-            act()
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        self._do("scalars")
-        for name, value in values.items():
-            self.curves.setdefault(name, []).append((step, value))
-
-    def histogram(
-        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
-    ) -> None:
-        self._do("histogram")
-        assert name.endswith("/log10 of the norms")
-        self.histograms[step] = list(edges), list(counts)
-
-    def text(self, step: int, name: str, text: str) -> None:
-        self._do("text")
-        self.texts.append((step, name, text))
-
-    def flush(self) -> None:
-        self._do("flush")
-        self.flushed += 1
-
-    def close(self) -> None:
-        self._do("close")
-        self.closed += 1
-
-
-def fail() -> None:
-    raise OSError(28, "No space left on device")
-
-
-def make() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def train(
-    *sinks: Any,
-    rules: Sequence[dict[str, Any]] = (NORMS, TRAP),
-    bad: int | None = None,
-    record: Any = None,
-) -> tuple[list[Tensor], gradsurgeon.Session]:
-    """Train under rules; return the weights and the session."""
-    model = make()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
-    with gradsurgeon.apply(
-        model, {"version": 1, "rules": list(rules)}, sinks=sinks, record=record
-    ) as session:
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            factor = math.nan if step == bad else 1.0
-            (model(torch.ones(5, 3) * (step + 1)).square().mean() * factor).backward()
-            optimizer.step()
-    return [param.detach() for param in model.parameters()], session
 
 
 def total(session: gradsurgeon.Session) -> list[tuple[int, float]]:
@@ -122,6 +45,27 @@ def test_it_gets_the_numbers_that_the_session_has() -> None:
     ]
     assert sink.texts[2][2].split("\n")[0].startswith("1. ")
     assert sink.threads.isdisjoint({threading.get_ident()})
+
+
+def test_a_pattern_that_matches_nothing_is_told() -> None:
+    with pytest.warns(
+        GradSurgeonWarning, match=r'the sink Kept: names="haed\.\*" matches no tensor'
+    ):
+        _, session = train(Kept(names=["haed.*", "2.*"]))
+    (event,) = session.events
+    assert event.kind == "notice"
+    # Of modules names are known later.
+    outputs = {"id": "outputs", "action": "norm-log", "modules": "*", "tensor": "output"}
+    _, session = train(Kept(names=["haed.*"]), rules=[NORMS, outputs])
+    assert session.events == []
+
+
+def test_one_pattern_may_be_a_text() -> None:
+    sink = Kept()
+    sink.names = "2.*"  # type: ignore[assignment]
+    train(sink)
+    named = {name for name in sink.curves if name.endswith("/l2")}
+    assert named == {"gradsurgeon/norms/2.weight/l2", "gradsurgeon/norms/2.bias/l2"}
 
 
 def test_tensors_get_curves_only_where_they_are_asked_for() -> None:
@@ -165,118 +109,6 @@ def test_events_are_texts_with_the_diagnosis_and_counts() -> None:
     assert sink.curves["gradsurgeon/norms/not finite"][7] == (7, 4.0)
 
 
-@pytest.mark.parametrize("method", ["scalars", "histogram", "text", "flush"])
-@pytest.mark.parametrize("recorded", [False, True])
-def test_one_that_fails_is_an_event_and_training_is_the_same(
-    tmp_path: Any, method: str, *, recorded: bool
-) -> None:
-    alone, _ = train()
-    does: dict[str, Any] = {method: fail}
-    broken, fine = Kept(**does), Kept()
-    with pytest.warns(GradSurgeonWarning, match="the sink Kept has failed: .*No space left"):
-        weights, session = train(broken, fine, record=tmp_path / "run" if recorded else None)
-    assert all(map(torch.equal, weights, alone))
-    (event,) = session.events
-    assert (event.kind, event.message) == (
-        "notice",
-        "the sink Kept has failed: [Errno 28] No space left on device; training does not depend on it",
-    )
-    assert len(fine.curves["gradsurgeon/norms/total"]) == STEPS
-    if recorded:
-        with gradsurgeon.open_run(tmp_path / "run") as run:
-            assert run.events == session.events
-
-
-def test_one_that_blocks_is_left_alone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "_PATIENCE", 0.2)
-    alone, _ = train()
-    released = threading.Event()
-    sink = Kept(scalars=lambda: released.wait(30))
-    begin = time.monotonic()
-    with pytest.warns(GradSurgeonWarning, match="has not ended after 0.2 seconds"):
-        weights, session = train(sink)
-    took = time.monotonic() - begin
-    released.set()
-    assert took < 15
-    assert all(map(torch.equal, weights, alone))
-    assert len(session.events) == 1
-
-
-def test_what_waits_for_one_that_blocks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "_PATIENCE", 0.2)
-    monkeypatch.setattr(delivery, "_MOST_BYTES", 200)
-    released = threading.Event()
-    sink = Kept(text=lambda: released.wait(30))
-    # Both are said.
-    with (
-        pytest.warns(GradSurgeonWarning, match="has not ended after"),
-        pytest.warns(GradSurgeonWarning, match="cannot keep up: the oldest rows are left out"),
-    ):
-        train(sink)
-    released.set()
-
-
-def test_one_that_is_behind_gets_the_worst_of_several_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(delivery, "_LEAST_AT_THE_END", 10)
-    monkeypatch.setattr(delivery, "_ADVANCE", 0.0)
-    # Until all of them wait.
-    released = threading.Event()
-    sink = Kept(text=lambda: released.wait(30))
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    norms = []
-    with gradsurgeon.apply(model, {"version": 1, "rules": [NORMS]}, sinks=[sink]):
-        for step in range(40):
-            optimizer.zero_grad()
-            factor = 100.0 if step == 17 else math.nan if step == 29 else 1.0 + step / 100
-            (model(torch.ones(5, 3)).square().mean() * factor).backward()
-            norms.append(
-                math.hypot(
-                    *(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
-                )
-            )
-            optimizer.step()
-        released.set()
-    curve = sink.curves["gradsurgeon/norms/total"]
-    assert len(curve) <= 14
-    assert 17 in [step for step, _ in curve]
-    assert dict(curve)[17] == pytest.approx(norms[17])
-    assert math.isnan(dict(curve)[29])
-
-
-def test_a_sink_is_open_for_the_next_session_until_the_process_ends(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    sink, broken = Kept(), Kept(close=fail)
-    train(sink, broken)
-    _, session = train(sink)
-    assert session.events == []
-    assert len(sink.curves["gradsurgeon/norms/total"]) == 2 * STEPS
-    assert sink.closed == 0
-    delivery.close_all()  # as at exit
-    delivery.close_all()
-    assert sink.closed == 1
-    assert "the sink Kept could not be closed" in caplog.text
-
-
-def test_two_models_at_once_have_curves_of_their_own() -> None:
-    sink = Kept()
-    models = [make(), make()]
-    rules = {"version": 1, "rules": [NORMS]}
-    sessions = [gradsurgeon.apply(model, rules, sinks=[sink]) for model in models]
-    for scale, model in enumerate(models, 1):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        (model(torch.ones(5, 3)).sum() * scale).backward()
-        optimizer.step()
-    for session in sessions:
-        session.remove()
-    ((_, one),) = sink.curves["gradsurgeon/norms/total"]
-    ((_, two),) = sink.curves["gradsurgeon/model-2/norms/total"]
-    assert two == pytest.approx(2 * one)
-
-
 @pytest.mark.parametrize("every", [1, 3])
 def test_two_optimizers_are_one_norm_or_two_names(every: int) -> None:
     """Where one of them steps in every third iteration their steps are not the same."""
@@ -284,7 +116,7 @@ def test_two_optimizers_are_one_norm_or_two_names(every: int) -> None:
     model = make()
     often = torch.optim.SGD(model[0].parameters(), lr=0.0)
     seldom = torch.optim.SGD(model[2].parameters(), lr=0.0)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [NORMS]}, sinks=[sink]) as session:
+    with gradsurgeon.apply(model, ONLY_NORMS, sinks=[sink]) as session:
         for step in range(6):
             often.zero_grad()
             seldom.zero_grad()
@@ -309,11 +141,25 @@ def test_two_optimizers_are_one_norm_or_two_names(every: int) -> None:
     assert ("gradsurgeon/norms/part-1/total" in sink.curves) == (every > 1)
 
 
+def test_an_optimizer_that_gets_more_parameters_has_one_norm() -> None:
+    sink, model = Kept(), make()
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.0)
+    model[0].requires_grad_(requires_grad=False)
+    with gradsurgeon.apply(model, ONLY_NORMS, optimizer=optimizer, sinks=[sink]):
+        for number in range(6):
+            if number == 3:
+                model[0].requires_grad_(requires_grad=True)
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            step(model, optimizer)
+    assert [at for at, _ in sink.curves["gradsurgeon/norms/total"]] == list(range(6))
+    assert not [name for name in sink.curves if "part-" in name]
+
+
 def test_a_sum_that_goes_on_is_sent_once() -> None:
     sink = Kept()
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with gradsurgeon.apply(model, {"version": 1, "rules": [NORMS]}, sinks=[sink]) as session:
+    with gradsurgeon.apply(model, ONLY_NORMS, sinks=[sink]) as session:
         for _ in range(2):
             for _ in range(3):
                 model(torch.ones(5, 3)).square().mean().backward()
@@ -331,55 +177,6 @@ def test_a_sum_that_goes_on_is_sent_once() -> None:
     assert curve[0][1] == pytest.approx(first)
 
 
-def test_several_that_block_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(delivery, "_PATIENCE", 1.0)
-    released = threading.Event()
-    sinks = [Kept(scalars=lambda: released.wait(30)) for _ in range(3)]
-    model = make()
-    session = gradsurgeon.apply(model, {"version": 1, "rules": [NORMS]}, sinks=sinks)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(5, 3)).sum().backward()
-    optimizer.step()
-    begin = time.monotonic()
-    with pytest.warns(GradSurgeonWarning, match="is left alone with 1 rows"):
-        session.remove()
-    assert time.monotonic() - begin < 2.5
-    released.set()
-
-
-def test_a_session_that_does_not_begin_leaves_it_open() -> None:
-    sink = Kept()
-    model = make()
-    with gradsurgeon.apply(model, {"version": 1, "rules": [NORMS]}):
-        before = threading.active_count()
-        with pytest.raises(gradsurgeon.BindError):
-            gradsurgeon.apply(
-                model,
-                {"version": 1, "rules": [{**NORMS, "params": "nowhere"}]},
-                sinks=[sink],
-                replace=True,
-            )
-    assert sink.closed == 0
-    deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() <= before
-
-
-def test_a_forked_process_sends_nothing_and_does_not_wait() -> None:
-    sink = Kept()
-    model = make()
-    with gradsurgeon.apply(model, {"version": 1, "rules": [NORMS]}, sinks=[sink]) as session:
-        if (child := os.fork()) == 0:
-            try:
-                session.remove()
-            finally:
-                os._exit(0)
-        _, status = os.waitpid(child, 0)
-    assert status == 0
-    assert sink.closed == 0
-
-
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -391,5 +188,5 @@ def test_a_forked_process_sends_nothing_and_does_not_wait() -> None:
 def test_what_is_no_sink_is_refused(given: Any, text: str) -> None:
     model = make()
     with pytest.raises(TypeError, match=text):
-        gradsurgeon.apply(model, {"version": 1, "rules": [NORMS]}, sinks=given)
+        gradsurgeon.apply(model, ONLY_NORMS, sinks=given)
     assert not model[0].weight._backward_hooks

@@ -116,14 +116,15 @@ class Net(lightning.LightningModule):
 
 
 class Gan(Net):
-    """Two optimizers, stepped by hand."""
+    """Two optimizers, stepped by hand, the second one in every so many batches."""
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 1) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self._every = every
 
     def training_step(self, batch: Tensor, index: int) -> None:  # type: ignore[override]
-        for own in self.optimizers():
+        for own in self.optimizers()[: 1 + (index % self._every == 0)]:
             own.zero_grad()
             self.manual_backward(self.net(batch).square().mean())
             own.step()
@@ -222,6 +223,23 @@ class TestLightning:
         for rule in ("norms", "after"):
             assert kept.having(f"gradsurgeon/{rule}/total") == pytest.approx(wanted), rule
 
+    def test_one_pattern_may_be_a_text_and_one_that_matches_nothing_is_told(
+        self, tmp_path: Path
+    ) -> None:
+        kept = Fit(LightningCallback(rules(), names="net.0.w*"), tmp_path).run(Net())
+        assert len(kept.having(CHOSEN)) == STEPS
+        astray = LightningCallback(rules(), names=["net.7.*"])
+        with pytest.warns(GradSurgeonWarning, match=r'names="net.7.\*" matches no tensor'):
+            Fit(astray, tmp_path).run(Net())
+
+    def test_with_accumulation_it_logs_once_for_each_step(self, tmp_path: Path) -> None:
+        callback = LightningCallback(rules())
+        fit = Fit(callback, tmp_path, accumulate_grad_batches=4, log_every_n_steps=2, max_steps=3)
+        kept = fit.run(Net())
+        session: Any = callback.session
+        assert kept.having(TOTAL) == pytest.approx({s: total(session, s) for s in (1, 2)})
+        assert kept.having("loss").keys() == {1}
+
     def test_after_a_checkpoint_the_steps_go_on(self, tmp_path: Path) -> None:
         first = LightningCallback(rules())
         fit = Fit(first, tmp_path, max_steps=2)
@@ -244,6 +262,18 @@ class TestLightning:
         second = LightningCallback(rules({**NORMS, "at": "step"}))
         Fit(second, tmp_path, max_steps=12).run(Gan(), ckpt_path=str(tmp_path / "last.ckpt"))
         assert [steps_of(second.session, name) for name in NET] == [[4, 5]] * 4
+
+    def test_optimizers_that_take_turns_have_a_name_each(self, tmp_path: Path) -> None:
+        callback = LightningCallback(rules({**NORMS, "at": "step"}))
+        kept = Fit(callback, tmp_path, max_steps=-1, max_epochs=1).run(Gan(every=3))
+        session: Any = callback.session
+        batches = range(2 * STEPS)
+        # In the first batch both step.
+        assert kept.having(TOTAL) == pytest.approx({0: total(session, 0)})
+        often = {step: total(session, step, NET[:2]) for step in batches[1:]}
+        assert kept.having("gradsurgeon/norms/part-1/total") == pytest.approx(often)
+        seldom = {step: total(session, step // 3, NET[2:]) for step in batches[3::3]}
+        assert kept.having("gradsurgeon/norms/part-2/total") == pytest.approx(seldom)
 
     def test_an_error_in_training_takes_the_rules_off(self, tmp_path: Path) -> None:
         model, callback = Net(broken=3), LightningCallback(rules())
@@ -280,8 +310,8 @@ class TestLightning:
         assert [event.kind for event in seen] == kinds
         for kind in kinds:
             counts = fit.logger.having(f"gradsurgeon/events/{kind}")
-            assert set(counts.values()) == {1.0}
-            assert min(step for step in counts if step is not None) >= BAD - (then == "raise")
+            assert counts == dict.fromkeys(range(BAD, BAD + 1 if then == "raise" else STEPS), 1.0)
+        assert list(fit.logger.having(TOTAL)) == list(range(BAD + 1 if then == "raise" else STEPS))
 
     def test_a_second_fit_goes_on_and_another_trainer_begins_anew(self, tmp_path: Path) -> None:
         model, callback = Net(), LightningCallback(rules())

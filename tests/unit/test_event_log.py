@@ -102,6 +102,32 @@ def test_a_trap_that_warns_does_so_and_is_not_logged(caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
+class Gone(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise ConnectionError("the server of logs is gone")
+
+
+@pytest.mark.parametrize("then", ["raise", "skip-step"])
+@pytest.mark.parametrize("by", ["handlers", "filters"])
+def test_what_a_handler_raises_spoils_no_decision(
+    then: str,
+    by: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logger, gone = logging.getLogger("gradsurgeon"), Gone()
+    caplog.set_level(logging.INFO, "gradsurgeon")
+    monkeypatch.setattr(logger, by, [gone if by == "handlers" else gone.emit])
+    if then == "raise":
+        with pytest.raises(NonFiniteGradientError):
+            train(then, 1)
+    else:
+        session = train(then, 3)
+        assert [event.kind for event in session.events] == ["trap", "skipped-step"] * 3
+    assert "ConnectionError: the server of logs is gone" in capsys.readouterr().err
+
+
 def test_a_trap_that_raises_is_told_by_its_error_alone(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(NonFiniteGradientError):
         train("raise", 1)

@@ -6,6 +6,7 @@ import linecache
 
 import pytest
 import torch
+from kept_sink import Kept, fail
 from torch import nn
 
 import gradsurgeon
@@ -22,6 +23,20 @@ def test_a_warning_is_of_the_line_of_the_script() -> None:
         with pytest.warns(GradSurgeonWarning, match="weight was replaced") as warned:
             model(torch.ones(1, 2)).sum().backward()  # here
             optimizer.step()
+    (one,) = warned
+    assert one.filename == __file__
+    assert linecache.getline(one.filename, one.lineno).endswith("# here\n")
+
+
+def test_a_warning_at_the_end_is_of_the_line_that_ends_the_session() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rules = {"version": 1, "rules": [{"id": "norms", "action": "norm-log", "params": "*"}]}
+    session = gradsurgeon.apply(model, rules, sinks=[Kept(scalars=fail)])
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.warns(GradSurgeonWarning, match="has failed") as warned:
+        session.remove()  # here
     (one,) = warned
     assert one.filename == __file__
     assert linecache.getline(one.filename, one.lineno).endswith("# here\n")

@@ -1,0 +1,100 @@
+"""A sink that keeps what it is given, or fails as it is told, and a small training that it gets numbers of."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gradsurgeon
+
+STEPS = 30
+NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
+ONLY_NORMS: dict[str, Any] = {"version": 1, "rules": [NORMS]}
+TRAP = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+
+
+class Kept:
+    """Keeps what it is given; does as told at each call of a method."""
+
+    def __init__(self, names: Sequence[str] = (), **does: Any) -> None:
+        self.names = tuple(names)
+        self._does = does
+        self.curves: dict[str, list[tuple[int, float]]] = {}
+        self.histograms: dict[int, tuple[list[float], list[int]]] = {}
+        self.texts: list[tuple[int, str, str]] = []
+        self.threads: set[int] = set()
+        self.flushed = self.closed = 0
+
+    def _do(self, method: str) -> None:
+        self.threads.add(threading.get_ident())
+        if (act := self._does.get(method)) is not None:
+            act()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._do("scalars")
+        for name, value in values.items():
+            self.curves.setdefault(name, []).append((step, value))
+
+    def histogram(
+        self, step: int, name: str, edges: Sequence[float], counts: Sequence[int]
+    ) -> None:
+        self._do("histogram")
+        assert name.endswith("/log10 of the norms")
+        self.histograms[step] = list(edges), list(counts)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._do("text")
+        self.texts.append((step, name, text))
+
+    def flush(self) -> None:
+        self._do("flush")
+        self.flushed += 1
+
+    def close(self) -> None:
+        self._do("close")
+        self.closed += 1
+
+
+def fail() -> None:
+    raise OSError(28, "No space left on device")
+
+
+def make() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def train(
+    *sinks: Any,
+    rules: Sequence[dict[str, Any]] = (NORMS, TRAP),
+    bad: int | None = None,
+    record: Any = None,
+) -> tuple[list[Tensor], gradsurgeon.Session]:
+    """Train under rules; return the weights and the session."""
+    model = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    with gradsurgeon.apply(
+        model, {"version": 1, "rules": list(rules)}, sinks=sinks, record=record
+    ) as session:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            factor = math.nan if step == bad else 1.0
+            (model(torch.ones(5, 3) * (step + 1)).square().mean() * factor).backward()
+            optimizer.step()
+    return [param.detach() for param in model.parameters()], session
+
+
+def frozen(model: nn.Module) -> torch.optim.SGD:
+    """Return an optimizer that moves nothing."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+def step(model: nn.Module, optimizer: torch.optim.SGD, factor: float = 1.0) -> None:
+    optimizer.zero_grad()
+    (model(torch.ones(5, 3)).sum() * factor).backward()
+    optimizer.step()
