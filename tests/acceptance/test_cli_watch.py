@@ -289,7 +289,7 @@ class TestInATerminal:
 class TestElsewhere:
     def test_a_line_each_time_until_the_run_is_killed(self, tmp_path: pathlib.Path) -> None:
         with another_process(WRITES_FOR_EVER, str(tmp_path / "run")) as process:
-            threading.Timer(3.0, process.kill).start()
+            threading.Timer(8.0, process.kill).start()
             done = call("watch", "run", "--every", "0.3", cwd=tmp_path, code=WITHOUT_TORCH)
         assert (done.returncode, done.stderr) == (0, "")
         *lines, last = done.stdout.splitlines()
@@ -328,7 +328,7 @@ class TestElsewhere:
             writer.add(KEY, 7, values(5.0))
             writer.close()
 
-        late = threading.Timer(2.0, train)
+        late = threading.Timer(8.0, train)
         late.start()
         done = call("watch", "run", "--wait", "--every", "0.2", cwd=tmp_path)
         late.join()

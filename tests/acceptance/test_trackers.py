@@ -19,6 +19,7 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import sinks
+from gradsurgeon.sinks import delivery
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,6 +40,12 @@ RULES = {
         {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"},
     ],
 }
+
+
+@pytest.fixture(autouse=True)
+def all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no step of a fast training stand for others."""
+    monkeypatch.setattr(delivery, "_ADVANCE", 600.0)
 
 
 def train(*given: sinks.Sink) -> gradsurgeon.Session:
