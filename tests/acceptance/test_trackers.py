@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from bounds import TIMEOUT
 from commands import environment
 from torch import nn
 
@@ -222,8 +223,12 @@ def test_wandb(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     rows: list[dict[str, Any]] = []
     metrics = {}
-    for data in _records(file):
-        record = records.Record.FromString(data)
+    # The process of the client writes the last block after it has said that it is done.
+    end = time.monotonic() + TIMEOUT
+    while not (found := [*map(records.Record.FromString, _records(file))])[-1].HasField("exit"):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    for record in found:
         if record.HasField("history"):
             items = record.history.item
             rows.append(
