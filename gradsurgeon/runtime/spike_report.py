@@ -121,15 +121,15 @@ def _growth(names: Sequence[str], judged: JudgedNorms, arrived: Sequence[int]) -
         )
         if mean and math.isfinite(norm)
     }
-    known = [tensor for tensor in arrived if tensor in times]
-    order = known or [*reversed(times)]
+    known = times.keys() <= set(arrived)
+    order = [one for one in arrived if one in times] if known else [*reversed(times)]
     if not order or max(times.values()) < _LEAST:
         return
     # Half of the way there, as factors go.
     half = math.sqrt(max(times.values()))
     first = next(place for place, tensor in enumerate(order) if times[tensor] >= half)
     before = max((times[tensor] for tensor in order[:first]), default=0.0)
-    if times[order[first]] >= _LEAST * before > 0:
+    if 0 < before < _LEAST <= times[order[first]] / before:
         way = (
             "in the order of backward" if known else "from the last layer of the model to the first"
         )

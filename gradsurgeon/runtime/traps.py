@@ -209,7 +209,9 @@ class Traps:
         for one, tripped in zip(judged, spikes, strict=True):
             report = None
             if tripped:
-                arrived = snapshots[-1].order if snapshots else ()
+                # Several passes may have made different ones.
+                passes = [one for snapshot in snapshots for one in snapshot.order]
+                arrived = tuple(dict.fromkeys(passes))
                 report = spike_report(context.program.names, one, arrived)
             findings.append((one.bound_rule.rule.id, report))
         fired = [bound for bound in due_rules.traps if any(i in gradients for i in bound.tensors)]

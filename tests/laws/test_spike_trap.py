@@ -431,6 +431,7 @@ def stopped(where: str, **options: Any) -> gradsurgeon.GradientSpikeError:
         for step in range(31):
             x = torch.randn(64, 8)
             model.boost = 100.0 if (step, where) == (30, "layer") else 1.0
+            x = x * 300.0 if (step, where) == (30, "input") else x
             loss = (model(x) - x).square().mean() * (
                 100.0 if (step, where) == (30, "loss") else 1.0
             )
@@ -458,12 +459,32 @@ def test_the_report_names_the_layer_at_which_gradients_begin_to_grow(per: str) -
     assert 0.5 < before < 1.5
 
 
+@pytest.mark.parametrize("where", ["loss", "input"])
 @pytest.mark.parametrize("per", ["rule", "parameter"])
-def test_the_report_says_where_all_of_it_came_with_the_loss(per: str) -> None:
-    text = str(stopped("loss", per=per))
+def test_the_report_says_where_all_of_it_came_with_the_loss(per: str, where: str) -> None:
+    text = str(stopped(where, per=per))
     (line,) = [line for line in text.splitlines() if "the first gradient of the backward" in line]
     assert "already, layers.5." in line
     assert "came with the loss" in line
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_spike_in_the_first_of_two_passes_is_reported(guarded: bool) -> None:
+    model = Leaves(5, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    guard = {"id": "guard", "action": "nan-trap", "params": "*"}
+    several = [*([guard] if guarded else []), rule(ZCLIP, then="raise")]
+    with gradsurgeon.apply(model, rules(*several), optimizer=optimizer):
+        for step in range(21):
+            optimizer.zero_grad()
+            size = 1 + 0.1 * math.sin(step) + (1000.0 if step == 20 else 0.0)
+            model.give([torch.full((5,), size), None])
+            model.give([None, torch.ones(6)])
+            if step < 20:
+                optimizer.step()
+        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
+            optimizer.step()
+    assert caught.value.name == "w.0"
 
 
 def test_it_gives_up_after_so_many_in_a_row() -> None:
