@@ -193,21 +193,20 @@ class SpikeTrap(TrapRule):
 def _zclip(
     sigmas: float, beta: float, warmup: int, kept: Tensor, norms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Advance ZClip: kept are the number of updates, the mean, and the variance or, in the warm-up, n times it."""
+    """Advance ZClip: kept are the number of updates, the mean and the variance."""
     number, mean, variance = kept.unbind()
     warm = number >= warmup
     std = variance.clamp(min=0).sqrt()
     z = (norms - mean) / (std + _EPSILON)
     spike = warm & (z > sigmas) & norms.isfinite()
     passed = norms.where(~spike, mean + sigmas**2 * std / z)
-    # Welford's way to the mean and the squares of what has come so far.
+    # Welford's way to the mean and the variance of what has come so far.
     after = number + 1
     mean_then = mean + (passed - mean) / after
-    squares = variance + (passed - mean) * (passed - mean_then)
-    squares = squares.where(after != warmup, squares / after)
+    variance_then = variance + ((passed - mean) * (passed - mean_then) - variance) / after
     mean_now = beta * mean + (1 - beta) * passed
     variance_now = beta * variance + (1 - beta) * (passed - mean_now) ** 2
-    mean, variance = mean_now.where(warm, mean_then), variance_now.where(warm, squares)
+    mean, variance = mean_now.where(warm, mean_then), variance_now.where(warm, variance_then)
     return passed, _entered(kept, passed, after, mean, variance)
 
 

@@ -16,6 +16,7 @@ from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.edit_effect import LEFT_ALONE
 from gradsurgeon.runtime.gradient_edits import shorten
 from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.running_norms import JudgedNorms, RunningStatistic, moved, regrouped, wide
 from gradsurgeon.runtime.spike_report import told_of_cut
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -147,6 +148,7 @@ class SpikeTraps:
             found[rule] = {
                 "bound": spikes.bound.name,
                 "per": "rule" if spikes.over_rule else "parameter",
+                "params": self._bound(rule),
                 "statistics": parts,
             }
         return found
@@ -179,15 +181,29 @@ class SpikeTraps:
                     f"has learnt as {old}, and is `{spikes.bound.name}`, per: {per}: it begins anew",
                 )
                 continue
+            if changed := set(self._bound(rule)).symmetric_difference(of_rule["params"]):
+                told = f"acts on other parameters than the state knows of it ({shorten_names(sorted(changed))})"
+                if spikes.over_rule:
+                    yield rule, f"{told}, and its norm is another one: it begins anew"
+                    continue
+                yield rule, f"{told}: it begins anew with those"
             # An optimizer that has a part of the parameters of another is found by these.
             for part in sorted(of_rule["statistics"], key=lambda part: -len(part["params"])):
                 self._load(rule, spikes, part, index)
         for rule in self._context.spikes.keys() - rules.keys():
             yield rule, "the state says nothing of this rule: it begins anew with what it learns"
 
+    def _bound(self, rule: str) -> list[str]:
+        """Return the parameters that a rule is bound to."""
+        program = self._context.program
+        stages = [stage for stage in program.at_step if stage.rule.id == rule]
+        return [program.names[tensor] for stage in stages for tensor in stage.tensors]
+
     def _load(
         self, rule: str, spikes: Spikes, part: Mapping[str, Any], index: Mapping[str, int]
     ) -> None:
+        if not part["kept"].is_floating_point() or part["kept"].shape[0] != spikes.bound.rows:
+            raise ValueError(f"what rule {rule} has learnt is of another form")
         columns = [column for column, name in enumerate(part["params"]) if name in index]
         if not columns:
             return

@@ -605,3 +605,41 @@ def test_a_damaged_state_changes_nothing() -> None:
             other.load_state_dict(broken)
         assert other.step == 60
         assert learnt(other) == learnt(session)
+
+
+@pytest.mark.parametrize("warmup", [2, 20, 50])
+def test_what_is_kept_means_the_same_under_another_warm_up(warmup: int) -> None:
+    norms = torch.tensor(series()[:30], dtype=torch.float64).unsqueeze(1)
+    bound = (
+        gradsurgeon.SpikeTrap.model_validate(rule({"sigmas": 1e9, "warmup": warmup}))
+        .compile()
+        .bound
+    )
+    kept = torch.zeros(bound.rows, 1, dtype=torch.float64)
+    for norm in norms[: min(warmup, 30)]:
+        _, kept = bound.advance(kept, norm)
+    seen = norms[: min(warmup, 30), 0]
+    number, mean, variance = kept[:, 0].tolist()
+    assert number == len(seen)
+    assert mean == pytest.approx(float(seen.mean()), rel=1e-12)
+    assert variance == pytest.approx(float(seen.var(correction=0)), rel=1e-9)
+
+
+@pytest.mark.parametrize(("before", "after"), [("*", "w.0"), ("w.0", "*")])
+@pytest.mark.parametrize("per", ["rule", "parameter"])
+def test_a_rule_on_other_parameters_is_told_of(per: str, before: str, after: str) -> None:
+    model = Leaves(5, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gradsurgeon.apply(
+        model, rules({**rule(ZCLIP, per=per), "params": before}), optimizer=optimizer
+    ) as session:
+        for norm in series():
+            optimizer.zero_grad()
+            model.give([norm * one for one in directions([5, 6])])
+            optimizer.step()
+        state = session.state_dict()
+    changed = {**rule(ZCLIP, per=per), "params": after}
+    with gradsurgeon.apply(model, rules(changed), replace=True, optimizer=optimizer) as other:
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match=r"other parameters .*\(w\.1\)"):
+            other.load_state_dict(state)
+        assert len(learnt(other)) == (0 if per == "rule" else 1)
