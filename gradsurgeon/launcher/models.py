@@ -162,7 +162,10 @@ class Models:
         if not self.settings.resume or session.step > (self.settings.start_step or 0):
             return  # A larger model takes over from a part that has been trained since.
         folder = Path(self.settings.resume)
-        path = (folder / title if self.attached else folder) / state_name(_dist.rank())
+        folder = folder / title if self.attached else folder
+        path = folder / state_name(_dist.rank())
+        if not path.exists():  # There are more ranks than before: what they know is alike on all.
+            path = folder / state_name(0)
         try:
             state = torch.load(path, weights_only=True)
             if (step := self.settings.start_step) is not None:

@@ -130,6 +130,9 @@ class Recorder:
         if due:
             self._gather()
         self._move(due=due)
+        # By its own clock: each event commits what there is, and begins the other one anew.
+        if time.monotonic() - self._state_written > _STATE_SECONDS:
+            self._write_state()
 
     def _move(self, *, due: bool) -> None:
         if due or len(self._ring) >= _ROWS_PER_FLUSH:
@@ -202,7 +205,7 @@ class Recorder:
             self.writer.statuses(self._event_log.status(wait=wait))
         for outlet in self._outlets:
             outlet.commit()
-        if wait or time.monotonic() - self._state_written > _STATE_SECONDS:
+        if wait:
             self._write_state()
 
     def _write_state(self) -> None:

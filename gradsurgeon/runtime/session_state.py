@@ -46,7 +46,14 @@ def load_state_dict(controller: Controller, state: Any) -> None:
     before = state_dict(controller)
     try:
         complaints = list(_resume(controller, state))
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         list(_resume(controller, before))
         raise GradSurgeonError(f"{_NOT_OURS} ({type(error).__name__}: {error})") from error
     event_log, step = controller.context.event_log, controller.context.counters.latest
