@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -244,6 +244,30 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     return tensor if registry is None else cast("Tensor", registry.tag(tensor, name))
 
 
+def backward(losses: Mapping[str, Tensor], *, scaler: GradScaler | None = None) -> None:
+    """Run one backward pass of several named losses, in the place of ``(seg + depth).backward()``.
+
+    Without a rule on losses it is that, bit for bit. Rules with the actions `conflict` and `combine` see, and act on, the
+    gradient of each loss by itself, in all models that have a session; the losses may carry
+    weights of the script's own (``{"seg": 0.3 * seg}``). Gradients accumulate as with `torch.Tensor.backward`; each call
+    combines by itself.
+
+    Args:
+        losses: the losses by name, each with one element, out of one graph or several. One that reaches no parameter, or
+            needs no gradient, takes part as in a sum.
+        scaler: the `torch.amp.GradScaler` of the script, which then multiplies the losses: in the place of
+            ``scaler.scale(seg + depth).backward()``.
+
+    Raises:
+        TypeError: the losses are no mapping of names to tensors.
+        ValueError: there is none, or one has several elements.
+        GradSurgeonError: the gradients of single losses cannot be had, as of sharded parameters, sparse layers,
+            reentrant checkpoints, or graphs that cannot be gone through twice. The text says what to do.
+    """
+    _check_scaler(scaler)
+    _runtime().backward(losses, scaler)
+
+
 def replay(
     bundle: str | os.PathLike[str], model: nn.Module, *, debugger: bool = False
 ) -> Diagnosis:
@@ -314,12 +338,16 @@ def _runtime() -> Any:
 
 
 def _check_options(scaler: object, mode: object, start_step: object) -> None:
-    if scaler is not None and not hasattr(scaler, "unscale_"):
-        raise TypeError(f"scaler= takes a torch.amp.GradScaler, not {type(scaler).__name__}")
+    _check_scaler(scaler)
     if mode not in ("act", "observe"):
         raise ValueError(f'mode is "act" or "observe", not {mode!r}')
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise ValueError(f"start_step is a number of steps, 0 or more, not {start_step!r}")
+
+
+def _check_scaler(scaler: object) -> None:
+    if scaler is not None and not hasattr(scaler, "unscale_"):
+        raise TypeError(f"scaler= takes a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
 def _writer(record: str | os.PathLike[str], bound: Plan, options: Options) -> RunWriter:

@@ -41,16 +41,17 @@ known_actions: dict[str, type[Rule]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What an action does to one gradient: documentation, test and proof at once.
+    """What an action does to one gradient, or to those of ``losses``: documentation, test and proof at once.
 
     Exactly one of ``expect`` (an edited gradient), ``record`` (statistics) and ``trips`` is given.
     """
 
     options: Mapping[str, Any]
-    grad: Sequence[float]
+    grad: Sequence[float] = ()
     expect: Sequence[float] | None = None
     record: Mapping[str, float] | None = None
     trips: bool | None = None
+    losses: Mapping[str, Sequence[float]] | None = None
 
 
 class Rule(Options):

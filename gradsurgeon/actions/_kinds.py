@@ -7,14 +7,26 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import Point, Role, Rule
-from gradsurgeon.actions._effects import Copies, Decision, Edit, Hidden, Observer, Spikes, Then
+from gradsurgeon.actions._effects import (
+    Combination,
+    Comparison,
+    Copies,
+    Decision,
+    Edit,
+    Hidden,
+    Observer,
+    Spikes,
+    Then,
+)
+from gradsurgeon.actions._fields import Flaw, described, flawed
 from gradsurgeon.actions._strictness import Stricter
-from gradsurgeon.actions._target import TargetKind
+from gradsurgeon.actions._target import TargetKind, parse_tensor
 
 _READING: tuple[Point, ...] = ("accumulated", "backward", "step")
 
@@ -97,3 +109,77 @@ class FreezeRule(Rule):
     def compile(self) -> Hidden:
         """Return that the gradient is hidden."""
         return Hidden()
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not value:
+        hint = 'such as ["seg", "depth"]'
+        message = f"expected a list of names of losses, found {described(value)}"
+        raise flawed(Flaw("", message, hint, check="wrong-type"))
+    flaws: list[Flaw] = []
+    for index, name in enumerate(value):
+        at = (index,)
+        if not isinstance(name, str) or not name:
+            message = f"expected the name of a loss, found {described(name)}"
+            flaws.append(Flaw(at, message, "quote it", check="wrong-type"))
+        elif name in value[:index]:
+            message = f"the loss `{name[:60]}` is listed twice"
+            flaws.append(Flaw(at, message, "remove one of them"))
+    if flaws:
+        raise flawed(*flaws)
+    return tuple(value)
+
+
+LossNames = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_names),
+    WithJsonSchema(
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True}
+    ),
+]
+
+
+class LossRule(Rule):
+    """A rule on what several losses, or several modules that take the same tensor, send back."""
+
+    targets: ClassVar[tuple[TargetKind, ...]] = ("params", "modules")
+    points: ClassVar[tuple[Point, ...]] = ("backward",)
+    takes_at: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
+    # The numbers that are recorded in each call.
+    stats: ClassVar[tuple[str, ...]]
+
+    losses: Annotated[
+        LossNames | None,
+        Field(description="Names of losses, as `gradsurgeon.backward` is given them; with `params`."),
+    ] = None
+
+    @abstractmethod
+    def compile(self) -> Combination | Comparison:
+        """Return what becomes of the gradients. Needs torch; called once per session."""
+
+    @classmethod
+    def no_at_reason(cls) -> str:
+        return "it acts while `gradsurgeon.backward` runs, or as modules send their gradients back"
+
+    @classmethod
+    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        yield from super().flaws(given)
+        losses = given.get("losses")
+        if given.get("params") is not None:
+            if losses is None:
+                message = "missing key `losses`: on parameters it needs the losses whose gradients meet there"
+                hint = 'name at least two, as gradsurgeon.backward({"seg": ...}) does; or name `modules`'
+                yield Flaw("losses", message, hint, missing=True, check="missing-key")
+            elif isinstance(losses, list | tuple) and len(losses) == 1:
+                message = "expected at least two losses, found one: nothing can conflict with it"
+                yield Flaw("losses", message, "name the others")
+        elif given.get("modules") is not None:
+            if losses is not None:
+                message = "`losses` is for `params`: of modules each one that takes the tensor counts by itself"
+                yield Flaw("losses", message, "remove it, or name `params`", key=True)
+            tensor = given.get("tensor")
+            ref = parse_tensor("modules", tensor) if isinstance(tensor, str) else ""
+            if not isinstance(ref, str) and not (ref.grad and ref.side == "input"):
+                message = f"{cls.name()} acts where modules take the same tensor, not on `{tensor}`"
+                yield Flaw("tensor", message, "write `tensor: input.grad`")

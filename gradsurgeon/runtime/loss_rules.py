@@ -1,0 +1,306 @@
+"""The rules on the gradients of single losses: what they make of them for each parameter, and what they record."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from gradsurgeon import _dist
+from gradsurgeon.actions import Combination, Comparison, LossRule
+from gradsurgeon.errors import BindError, GradSurgeonError, printable
+from gradsurgeon.runtime.context import Context
+from gradsurgeon.store import Key
+from gradsurgeon.tensors.inner_products import InnerProducts, inner_products
+
+_FSDP = (
+    "the gradients of single losses cannot be had of parameters that are sharded (fully_shard, "
+    "FullyShardedDataParallel, tensor parallelism), as {name} is: combine where the heads take their features, `modules: [...]` and "
+    "`tensor: input.grad`"
+)
+_HOW = (
+    'write gradsurgeon.backward({"seg": seg_loss, ...}) in the place of the `.backward()` of their sum'
+)
+
+
+class _Thread(threading.local):
+    knows = False
+
+
+_thread = _Thread()
+
+
+def losses_are_known() -> bool:
+    """Tell whether the pass that this thread runs is one of named losses."""
+    return _thread.knows
+
+
+@contextmanager
+def knowing_losses() -> Iterator[None]:
+    before, _thread.knows = _thread.knows, True
+    try:
+        yield
+    finally:
+        _thread.knows = before
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DueLossRule:
+    """One rule on losses that is due, with the parameters that it acts on now."""
+
+    rules: LossRules
+    rule: LossRule
+    tensors: tuple[int, ...]
+    params: tuple[Tensor, ...]
+
+    @property
+    def step(self) -> int:
+        return self.rules.context.counters[self.tensors[0]].step
+
+
+class LossRules:
+    """The rules of one session on the gradients of single losses."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self._effects = {
+            rule.id: _compiled(rule) for rule in context.rules if isinstance(rule, LossRule)
+        }
+        # Those in whose graphs the gradients of single losses have added up to that of their sum.
+        self.repeat: set[str] = set()
+
+    def due(self) -> Iterator[DueLossRule]:
+        """Yield the rules on parameters that act on the losses of now.
+
+        Raises:
+            GradSurgeonError: the parameters of one are sharded.
+        """
+        context = self.context
+        for stage in context.program.of_losses:
+            rule, counters = stage.rule, context.counters
+            if not isinstance(rule, LossRule):
+                continue
+            params = {
+                tensor: param
+                for tensor, param in zip(
+                    stage.tensors, context.parameters.params(stage.tensors), strict=True
+                )
+                if param is not None
+                and param.requires_grad
+                and context.is_due(rule, counters[tensor])
+            }
+            for tensor, param in params.items():
+                if _dist.is_divided(param):
+                    text = _FSDP.format(name=printable(context.program.names[tensor]))
+                    raise GradSurgeonError(f"rule {rule.id}: {text}")
+            if params:
+                yield DueLossRule(self, rule, tuple(params), tuple(params.values()))
+
+    def passed(self, tensors: Sequence[int]) -> None:
+        """Warn of a pass that has reached parameters whose rules have seen no single loss of it."""
+        if not self.context.program.of_losses or losses_are_known():
+            return
+        for stage in self.context.program.of_losses:
+            reached = set(tensors).intersection(stage.tensors)
+            due = sorted(t for t in reached if self.context.is_due(stage.rule, self.context.counters[t]))
+            if due:
+                name = printable(self.context.program.names[due[0]])
+                text = f"a backward pass reached {name} without the losses being known: {_HOW}"
+                step = self.context.counters[due[0]].step
+                self.context.event_log.notice_once("plain", text, rule=stage.rule.id, step=step, warn=True)
+
+    def run(
+        self, due: DueLossRule, given: Mapping[str, Mapping[int, Tensor | None]], rest: Sequence[str]
+    ) -> dict[int, Tensor]:
+        """Compare or combine; return the combined gradients by the ids of their parameters.
+
+        Args:
+            due: the rule.
+            given: of each loss its gradients, by the ids of the parameters.
+            rest: the losses that the rule does not name, to be added as they are.
+        """
+        losses = due.rule.losses or ()
+        rows = [[given.get(name, {}).get(id(param)) for param in due.params] for name in losses]
+        effect = self._effects[due.rule.id]
+        if isinstance(effect, Combination):
+            return self._combine(due, effect, losses, rows, given, rest)
+        self._compare(due, effect.per, losses, rows)
+        return {}
+
+    def weights(
+        self, due: DueLossRule, effect: Combination, losses: Sequence[str], known: InnerProducts
+    ) -> list[float] | None:
+        """Return the weight of each gradient and record them; ``None`` where the plain sum is to arrive."""
+        context, rule, step = self.context, due.rule, due.step
+        products = known.products
+        if (culprit := _nonfinite(losses, products)) is not None:
+            context.event_log.notice_once(
+                f"loss {culprit}",
+                f"the gradient of the loss {printable(culprit)} is not finite: the sum of all losses arrives as without "
+                "the rule, for a trap or the scaler to see",
+                rule=rule.id,
+                step=step,
+            )
+            return None
+        groups = _groups(context, due.tensors)
+        try:
+            with _drawing(step):
+                weights = effect.weigh(products)
+        except (ValueError, ArithmeticError, RuntimeError) as error:
+            text = f"no weights could be found ({printable(str(error))}): the sum of all losses arrives as without the rule"
+            context.event_log.notice_once("weights", text, rule=rule.id, step=step, warn=True)
+            return None
+        if groups:
+            # They follow from the same numbers; what solvers make of them on another processor may differ.
+            first = _dist.rank() == min(_dist.members(groups[0]))
+            weights = _dist.reduce(weights if first else torch.zeros_like(weights), groups[:1])
+        self._record(due, "weight", losses, weights)
+        change = weights - 1.0
+        total = math.sqrt(max(0.0, float(products.sum())))
+        moved = math.sqrt(max(0.0, float(change @ products @ change)))
+        distance = moved / total if total else math.inf if moved else 0.0
+        self._record(due, "distance", ("combined",), torch.tensor([distance]))
+        context.event_log.count_changed(rule.id, int(moved > 0.0))
+        return [float(weight) for weight in weights]
+
+    def _combine(
+        self,
+        due: DueLossRule,
+        effect: Combination,
+        losses: Sequence[str],
+        rows: Sequence[Sequence[Tensor | None]],
+        given: Mapping[str, Mapping[int, Tensor | None]],
+        rest: Sequence[str],
+    ) -> dict[int, Tensor]:
+        context = self.context
+        context.event_log.count_fired(due.rule.id, due.step)
+        weights = self.weights(due, effect, losses, self._products(due, rows))
+        if weights is None or context.mode == "observe":
+            return {}
+        combined = {}
+        for place, param in enumerate(due.params):
+            terms = [(row[place], weight) for row, weight in zip(rows, weights, strict=True)]
+            terms += [(given[name].get(id(param)), 1.0) for name in rest]
+            there = [(term, weight) for term, weight in terms if term is not None]
+            if there:
+                combined[id(param)] = _weighted_sum(there, param)
+        return combined
+
+    def _compare(
+        self,
+        due: DueLossRule,
+        per: str,
+        losses: Sequence[str],
+        rows: Sequence[Sequence[Tensor | None]],
+    ) -> None:
+        names = self.context.program.names
+        groups: dict[str, list[int]] = {}
+        for place, tensor in enumerate(due.tensors):
+            group = {"parameter": names[tensor], "module": names[tensor].rpartition(".")[0]}
+            groups.setdefault(group.get(per, ""), []).append(place)
+        compared: dict[str, tuple[float, float, float]] = {}
+        for group, places in groups.items():
+            part = DueLossRule(
+                self,
+                due.rule,
+                tuple(due.tensors[place] for place in places),
+                tuple(due.params[place] for place in places),
+            )
+            known = self._products(part, [[row[p] for p in places] for row in rows], compare=True)
+            prefix = f"{group}:" if group else ""
+            compared |= {f"{prefix}{pair}": numbers for pair, numbers in pairs(losses, known)}
+        self.record_pairs(due, compared)
+
+    def record_pairs(
+        self, due: DueLossRule, compared: Mapping[str, tuple[float, float, float]]
+    ) -> None:
+        for stat, values in zip(due.rule.stats, zip(*compared.values(), strict=True), strict=True):
+            self._record(due, stat, tuple(compared), torch.tensor(values))
+        self.context.event_log.count_fired(due.rule.id, due.step)
+
+    def _products(
+        self,
+        due: DueLossRule,
+        rows: Sequence[Sequence[Tensor | None]],
+        *,
+        compare: bool = False,
+    ) -> InnerProducts:
+        """Return the inner products of gradients in true units, of their averages where ranks average them."""
+        groups = _groups(self.context, due.tensors)
+        average = partial(_averaged, group=groups[0]) if groups else None
+        known = inner_products(rows, due.params, average, compare=compare)
+        scale = self.context.scaling.scale
+        if scale is None:
+            return known
+        square = float(scale) ** 2
+        return InnerProducts(known.products / square, known.opposed / square if known.opposed is not None else None)
+
+    def _record(self, due: DueLossRule, stat: str, names: Sequence[str], values: Tensor) -> None:
+        key = Key(due.rule.id, stat, due.rule.point, tuple(names))
+        values = values.to(torch.float32)
+        self.context.recorder.add(key, due.step, range(len(names)), values, replace=False)
+
+
+def _compiled(rule: LossRule) -> Combination | Comparison:
+    try:
+        return rule.compile()
+    except GradSurgeonError as error:  # a library is missing
+        raise BindError([f"rule {rule.id}: {error}"]) from error
+
+
+def pairs(
+    names: Sequence[str], known: InnerProducts
+) -> Iterator[tuple[str, tuple[float, float, float]]]:
+    """Yield the name of each pair, and cosine, ratio of norms and opposed share; NaN where a gradient is zero."""
+    products = known.products.tolist()
+    opposed = [] if known.opposed is None else known.opposed.tolist()
+    for first, second in itertools.combinations(range(len(names)), 2):
+        one, other = products[first][first], products[second][second]
+        pair = f"{names[first]}/{names[second]}"
+        if not (one > 0 and other > 0 and math.isfinite(one + other)):
+            yield pair, (math.nan, math.nan, math.nan)
+            continue
+        cosine = products[first][second] / math.sqrt(one * other)
+        share = math.sqrt(opposed[first][second] / (one + other))
+        yield pair, (max(-1.0, min(1.0, cosine)), math.sqrt(one / other), share)
+
+
+def _nonfinite(losses: Sequence[str], products: Tensor) -> str | None:
+    finite = products.diagonal().isfinite().tolist()
+    return next((name for name, fine in zip(losses, finite, strict=True) if not fine), None)
+
+
+def _weighted_sum(terms: Sequence[tuple[Tensor, float]], param: Tensor) -> Tensor:
+    """Return a new tensor of the dtype of a parameter. Half precision is rounded once, at the end."""
+    half = param.dtype in (torch.float16, torch.bfloat16)
+    total: Tensor | None = None
+    for term, weight in terms:
+        part = (term.float() if half else term) * weight
+        total = part if total is None else total.add_(part)
+    return param if total is None else total.to(param.dtype)
+
+
+def _groups(context: Context, tensors: Sequence[int]) -> _dist.Groups:
+    if _dist.world() == 1:
+        return ()
+    wrappers = context.ranks.wrappers_of(tensors)
+    return tuple(dict.fromkeys(wrapper.process_group for wrapper in wrappers))
+
+
+def _averaged(block: Tensor, group: object) -> Tensor:
+    return _dist.reduce(block, (group,)) / len(_dist.members(group))
+
+
+@contextmanager
+def _drawing(step: int) -> Iterator[None]:
+    """Let random numbers of the host be the same on all ranks, and leave those of the script as they are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(step)
+        yield
