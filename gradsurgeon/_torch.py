@@ -255,10 +255,8 @@ def preserving_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[Non
     """Let writes to tensors, which put back what is there, go unnoticed by graphs that have saved them."""
     if not tensors:
         return nullcontext()
-    return cast(
-        "AbstractContextManager[None]",
-        torch.autograd._unsafe_preserve_version_counter(tuple(tensors)),  # noqa: SLF001 # no public word
-    )
+    preserve: Any = cast("Any", torch.autograd)._unsafe_preserve_version_counter  # noqa: SLF001 # no public word
+    return cast("AbstractContextManager[None]", preserve(tuple(tensors)))
 
 
 def reinstall_hooks(param: Tensor) -> None:

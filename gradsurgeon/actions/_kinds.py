@@ -151,7 +151,9 @@ class LossRule(Rule):
 
     losses: Annotated[
         LossNames | None,
-        Field(description="Names of losses, as `gradsurgeon.backward` is given them; with `params`."),
+        Field(
+            description="Names of losses, as `gradsurgeon.backward` is given them; with `params`."
+        ),
     ] = None
 
     @abstractmethod

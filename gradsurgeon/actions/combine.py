@@ -103,16 +103,20 @@ class Combine(LossRule):
     ] = None
     alpha: Annotated[
         float | None,
-        Field(ge=0, description="Of `fairgrad`: 0 the average, 1 proportional, large: the worst loss."),
+        Field(
+            ge=0, description="Of `fairgrad`: 0 the average, 1 proportional, large: the worst loss."
+        ),
     ] = None
     n_byzantine: Annotated[
         int | None, Field(ge=0, description="Of `krum`: how many gradients may be anything.")
     ] = None
     n_selected: Annotated[
-        int | None, Field(ge=1, description="Of `krum`: how many gradients are averaged, 1 if not given.")
+        int | None,
+        Field(ge=1, description="Of `krum`: how many gradients are averaged, 1 if not given."),
     ] = None
     weights: Annotated[
-        dict[str, float] | None, Field(description="Of `constant`: the weight of each loss, by name.")
+        dict[str, float] | None,
+        Field(description="Of `constant`: the weight of each loss, by name."),
     ] = None
 
     @classmethod
@@ -126,7 +130,13 @@ class Combine(LossRule):
             value = given.get(option)
             if value is None and method.options.get(option):
                 message = f"missing key `{option}`: `method: {name}` needs it"
-                yield Flaw(option, message, "see `gradsurgeon explain combine`", missing=True, check="missing-key")
+                yield Flaw(
+                    option,
+                    message,
+                    "see `gradsurgeon explain combine`",
+                    missing=True,
+                    check="missing-key",
+                )
             elif value is not None and option not in method.options:
                 of = next(one for one, known in METHODS.items() if option in known.options)
                 message = f"`{option}` belongs to `method: {of}`, not to `{name}`"
@@ -163,7 +173,11 @@ class Combine(LossRule):
     def compile(self) -> Combination:
         """Return how the gradients are weighed."""
         losses = self.losses or ()
-        options = {option: getattr(self, option) for option in _OPTIONS if getattr(self, option) is not None}
+        options = {
+            option: getattr(self, option)
+            for option in _OPTIONS
+            if getattr(self, option) is not None
+        }
         if "weights" in options:
             options["weights"] = [options["weights"][name] for name in losses]
         return Combination(Weigher(self.method, options, self._preferences()))
@@ -179,11 +193,15 @@ class Combine(LossRule):
 def _page_of_methods() -> str:
     lines = []
     for name, method in METHODS.items():
-        asks = ", ".join(f"`{one}`" if must else f"`{one}` if given" for one, must in method.options.items())
+        asks = ", ".join(
+            f"`{one}`" if must else f"`{one}` if given" for one, must in method.options.items()
+        )
         more = [f"takes {asks}"] if asks else []
         more += ["knows `preference`"] if method.takes_preference else []
         rest = "".join(f"; {one}" for one in more)
-        lines.append(f"`{name}` ({method.paper}): {method.about}; without conflict {method.size}{rest}.")
+        lines.append(
+            f"`{name}` ({method.paper}): {method.about}; without conflict {method.size}{rest}."
+        )
     return "\n\n".join(lines).replace("(-)", "")
 
 
@@ -208,7 +226,9 @@ def _flaws_of_names(given: Mapping[str, Any]) -> Iterator[Flaw]:
             if name not in losses:
                 at = (option, index if isinstance(names, list | tuple) else str(name))
                 hint = did_you_mean(str(name)[:60], [one for one in losses if isinstance(one, str)])
-                yield Flaw(at, f"`{str(name)[:60]}` is none of the `losses`", hint or "add it there")
+                yield Flaw(
+                    at, f"`{str(name)[:60]}` is none of the `losses`", hint or "add it there"
+                )
         if option == "weights" and (lacking := [one for one in losses if one not in names]):
             message = f"the loss `{str(lacking[0])[:60]}` has no weight"
             yield Flaw(option, message, "give each of the `losses` one")

@@ -54,14 +54,18 @@ class Conflict(LossRule):
     action: Literal["conflict"] = "conflict"
     per: Annotated[
         Literal["rule", "parameter", "module"],
-        Field(description="What is compared: all that the rule matches at once, or each by itself."),
+        Field(
+            description="What is compared: all that the rule matches at once, or each by itself."
+        ),
     ] = "rule"
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         yield from super().flaws(given)
         if given.get("modules") is not None and given.get("per", "rule") != "rule":
-            message = "`per` divides parameters: on modules the gradients of one tensor are compared"
+            message = (
+                "`per` divides parameters: on modules the gradients of one tensor are compared"
+            )
             yield Flaw("per", message, "remove it", key=True)
 
     def compile(self) -> Comparison:

@@ -135,9 +135,7 @@ class Ranks:
 
     def wrappers_of(self, tensors: Sequence[int]) -> list[Any]:
         """Return the `DistributedDataParallel` wrappers that have some parameters in their care."""
-        return [
-            wrapper for wrapper, known in self._live() if not known.params.isdisjoint(tensors)
-        ]
+        return [wrapper for wrapper, known in self._live() if not known.params.isdisjoint(tensors)]
 
     def shapes(self, group: Any) -> list[tuple[int, ...]]:
         """Return the shapes of what the ranks of a group average or divide."""

@@ -42,7 +42,7 @@ def backward(
         if due:
             models = [model for _, model in sessions]
             stack.enter_context(_delivering(due, scaled, models))
-        total.backward()
+        torch.autograd.backward(total)
 
 
 def _check(losses: object) -> None:
@@ -74,16 +74,13 @@ def _delivering(
     if not parts:
         yield
         return
-    rest = [_REST] if others else []
     if others:
         parts[_REST] = reduce(operator.add, others)
     wrappers = [
         wrapper for one in due for wrapper in one.rules.context.ranks.wrappers_of(one.tensors)
     ]
     taken = loss_gradients.gradients(parts, params, models, wrappers)
-    rows = {
-        name: dict(zip(map(id, params), row, strict=True)) for name, row in taken.items()
-    }
+    rows = {name: dict(zip(map(id, params), row, strict=True)) for name, row in taken.items()}
     del taken
     combined: dict[int, Tensor] = {}
     with torch.no_grad():

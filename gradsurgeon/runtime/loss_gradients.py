@@ -89,7 +89,9 @@ def _of(name: str, loss: Tensor, params: Sequence[Tensor]) -> list[Tensor | None
     if not loss.requires_grad:
         return [None] * len(params)
     try:
-        row = list(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True))
+        row: list[Tensor | None] = list(
+            torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+        )
     except RuntimeError as error:
         if "donated buffer" in str(error):
             raise GradSurgeonError(_COMPILED) from error

@@ -25,9 +25,9 @@ _FSDP = (
     "FullyShardedDataParallel, tensor parallelism), as {name} is: combine where the heads take their features, `modules: [...]` and "
     "`tensor: input.grad`"
 )
-_HOW = (
-    'write gradsurgeon.backward({"seg": seg_loss, ...}) in the place of the `.backward()` of their sum'
-)
+_HOW = 'write gradsurgeon.backward({"seg": seg_loss, ...}) in the place of the `.backward()` of their sum'
+
+_PLAIN = "their plain sum arrives, as without the rule"
 
 
 class _Thread(threading.local):
@@ -70,7 +70,7 @@ class LossRules:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self._effects = {
+        self.effects = {
             rule.id: _compiled(rule) for rule in context.rules if isinstance(rule, LossRule)
         }
         # Those in whose graphs the gradients of single losses have added up to that of their sum.
@@ -109,15 +109,22 @@ class LossRules:
             return
         for stage in self.context.program.of_losses:
             reached = set(tensors).intersection(stage.tensors)
-            due = sorted(t for t in reached if self.context.is_due(stage.rule, self.context.counters[t]))
+            due = sorted(
+                t for t in reached if self.context.is_due(stage.rule, self.context.counters[t])
+            )
             if due:
                 name = printable(self.context.program.names[due[0]])
                 text = f"a backward pass reached {name} without the losses being known: {_HOW}"
                 step = self.context.counters[due[0]].step
-                self.context.event_log.notice_once("plain", text, rule=stage.rule.id, step=step, warn=True)
+                self.context.event_log.notice_once(
+                    "plain", text, rule=stage.rule.id, step=step, warn=True
+                )
 
     def run(
-        self, due: DueLossRule, given: Mapping[str, Mapping[int, Tensor | None]], rest: Sequence[str]
+        self,
+        due: DueLossRule,
+        given: Mapping[str, Mapping[int, Tensor | None]],
+        rest: Sequence[str],
     ) -> dict[int, Tensor]:
         """Compare or combine; return the combined gradients by the ids of their parameters.
 
@@ -126,104 +133,102 @@ class LossRules:
             given: of each loss its gradients, by the ids of the parameters.
             rest: the losses that the rule does not name, to be added as they are.
         """
-        losses = due.rule.losses or ()
+        rule, losses = due.rule, due.rule.losses or ()
         rows = [[given.get(name, {}).get(id(param)) for param in due.params] for name in losses]
-        effect = self._effects[due.rule.id]
-        if isinstance(effect, Combination):
-            return self._combine(due, effect, losses, rows, given, rest)
-        self._compare(due, effect.per, losses, rows)
-        return {}
+        effect = self.effects[rule.id]
+        if not isinstance(effect, Combination):
+            self.record_pairs(rule, due.step, self._compared(due, effect.per, losses, rows))
+            return {}
+        known, groups = self._products(due, rows), _groups(self.context, due.tensors)
+        weights = self.weights(rule, due.step, losses, known, groups)
+        if weights is None or self.context.mode == "observe":
+            return {}
+        rows += [[given[name].get(id(param)) for param in due.params] for name in rest]
+        weights += [1.0] * len(rest)
+        columns = zip(due.params, zip(*rows, strict=True), strict=True)
+        sums = {id(param): weighted_sum(column, weights) for param, column in columns}
+        return {key: total for key, total in sums.items() if total is not None}
 
     def weights(
-        self, due: DueLossRule, effect: Combination, losses: Sequence[str], known: InnerProducts
+        self,
+        rule: LossRule,
+        step: int,
+        names: Sequence[str],
+        known: InnerProducts,
+        groups: _dist.Groups = (),
     ) -> list[float] | None:
-        """Return the weight of each gradient and record them; ``None`` where the plain sum is to arrive."""
-        context, rule, step = self.context, due.rule, due.step
-        products = known.products
-        if (culprit := _nonfinite(losses, products)) is not None:
-            context.event_log.notice_once(
-                f"loss {culprit}",
-                f"the gradient of the loss {printable(culprit)} is not finite: the sum of all losses arrives as without "
-                "the rule, for a trap or the scaler to see",
-                rule=rule.id,
-                step=step,
-            )
+        """Return the weight of each gradient and record them; ``None`` where the plain sum is to arrive.
+
+        Args:
+            rule: one that combines.
+            step: the number of the update that is fed.
+            names: what the gradients are called.
+            known: their inner products.
+            groups: the ranks that must have the same weights.
+        """
+        event_log, effect, products = (
+            self.context.event_log,
+            self.effects[rule.id],
+            known.products,
+        )
+        assert isinstance(effect, Combination)  # noqa: S101 # of a rule that combines
+        event_log.count_fired(rule.id, step)
+        if (culprit := _nonfinite(names, products)) is not None:
+            text = f"the gradient of {printable(culprit)} is not finite: {_PLAIN}, for a trap or a scaler to see"
+            event_log.notice_once(f"loss {culprit}", text, rule=rule.id, step=step)
             return None
-        groups = _groups(context, due.tensors)
         try:
             with _drawing(step):
                 weights = effect.weigh(products)
         except (ValueError, ArithmeticError, RuntimeError) as error:
-            text = f"no weights could be found ({printable(str(error))}): the sum of all losses arrives as without the rule"
-            context.event_log.notice_once("weights", text, rule=rule.id, step=step, warn=True)
+            text = f"no weights could be had for {', '.join(map(printable, names))}: {printable(str(error))}; {_PLAIN}"
+            event_log.notice_once("weights", text, rule=rule.id, step=step, warn=True)
             return None
         if groups:
-            # They follow from the same numbers; what solvers make of them on another processor may differ.
+            # They follow from the same numbers; what a solver makes of them on another processor may differ.
             first = _dist.rank() == min(_dist.members(groups[0]))
             weights = _dist.reduce(weights if first else torch.zeros_like(weights), groups[:1])
-        self._record(due, "weight", losses, weights)
+        self._record(rule, "weight", step, names, weights)
         change = weights - 1.0
-        total = math.sqrt(max(0.0, float(products.sum())))
-        moved = math.sqrt(max(0.0, float(change @ products @ change)))
+        total, moved = (
+            math.sqrt(max(0.0, float(one @ products @ one)))
+            for one in (torch.ones_like(change), change)
+        )
         distance = moved / total if total else math.inf if moved else 0.0
-        self._record(due, "distance", ("combined",), torch.tensor([distance]))
-        context.event_log.count_changed(rule.id, int(moved > 0.0))
+        self._record(rule, "distance", step, ("combined",), torch.tensor([distance]))
+        event_log.count_changed(rule.id, int(moved > 0.0))
         return [float(weight) for weight in weights]
 
-    def _combine(
-        self,
-        due: DueLossRule,
-        effect: Combination,
-        losses: Sequence[str],
-        rows: Sequence[Sequence[Tensor | None]],
-        given: Mapping[str, Mapping[int, Tensor | None]],
-        rest: Sequence[str],
-    ) -> dict[int, Tensor]:
-        context = self.context
-        context.event_log.count_fired(due.rule.id, due.step)
-        weights = self.weights(due, effect, losses, self._products(due, rows))
-        if weights is None or context.mode == "observe":
-            return {}
-        combined = {}
-        for place, param in enumerate(due.params):
-            terms = [(row[place], weight) for row, weight in zip(rows, weights, strict=True)]
-            terms += [(given[name].get(id(param)), 1.0) for name in rest]
-            there = [(term, weight) for term, weight in terms if term is not None]
-            if there:
-                combined[id(param)] = _weighted_sum(there, param)
-        return combined
+    def record_pairs(
+        self, rule: LossRule, step: int, compared: Mapping[str, tuple[float, float, float]]
+    ) -> None:
+        """Record cosine, ratio and opposed share of pairs by name."""
+        for stat, values in zip(rule.stats, zip(*compared.values(), strict=True), strict=True):
+            self._record(rule, stat, step, tuple(compared), torch.tensor(values))
+        self.context.event_log.count_fired(rule.id, step)
 
-    def _compare(
+    def _compared(
         self,
         due: DueLossRule,
         per: str,
         losses: Sequence[str],
         rows: Sequence[Sequence[Tensor | None]],
-    ) -> None:
+    ) -> dict[str, tuple[float, float, float]]:
         names = self.context.program.names
-        groups: dict[str, list[int]] = {}
+        places: dict[str, list[int]] = {}
         for place, tensor in enumerate(due.tensors):
-            group = {"parameter": names[tensor], "module": names[tensor].rpartition(".")[0]}
-            groups.setdefault(group.get(per, ""), []).append(place)
+            name = names[tensor]
+            group = {"parameter": name, "module": name.rpartition(".")[0]}.get(per, "")
+            places.setdefault(group, []).append(place)
         compared: dict[str, tuple[float, float, float]] = {}
-        for group, places in groups.items():
-            part = DueLossRule(
-                self,
-                due.rule,
-                tuple(due.tensors[place] for place in places),
-                tuple(due.params[place] for place in places),
-            )
-            known = self._products(part, [[row[p] for p in places] for row in rows], compare=True)
+        for group, some in places.items():
+            tensors = tuple(due.tensors[place] for place in some)
+            params = tuple(due.params[place] for place in some)
+            part = DueLossRule(self, due.rule, tensors, params)
+            known = self._products(part, [[row[p] for p in some] for row in rows], compare=True)
             prefix = f"{group}:" if group else ""
             compared |= {f"{prefix}{pair}": numbers for pair, numbers in pairs(losses, known)}
-        self.record_pairs(due, compared)
-
-    def record_pairs(
-        self, due: DueLossRule, compared: Mapping[str, tuple[float, float, float]]
-    ) -> None:
-        for stat, values in zip(due.rule.stats, zip(*compared.values(), strict=True), strict=True):
-            self._record(due, stat, tuple(compared), torch.tensor(values))
-        self.context.event_log.count_fired(due.rule.id, due.step)
+        return compared
 
     def _products(
         self,
@@ -240,12 +245,16 @@ class LossRules:
         if scale is None:
             return known
         square = float(scale) ** 2
-        return InnerProducts(known.products / square, known.opposed / square if known.opposed is not None else None)
+        return InnerProducts(
+            known.products / square, known.opposed / square if known.opposed is not None else None
+        )
 
-    def _record(self, due: DueLossRule, stat: str, names: Sequence[str], values: Tensor) -> None:
-        key = Key(due.rule.id, stat, due.rule.point, tuple(names))
-        values = values.to(torch.float32)
-        self.context.recorder.add(key, due.step, range(len(names)), values, replace=False)
+    def _record(
+        self, rule: LossRule, stat: str, step: int, names: Sequence[str], values: Tensor
+    ) -> None:
+        key = Key(rule.id, stat, rule.point, tuple(names))
+        columns = range(len(names))
+        self.context.recorder.add(key, step, columns, values.float(), replace=False)
 
 
 def _compiled(rule: LossRule) -> Combination | Comparison:
@@ -277,14 +286,18 @@ def _nonfinite(losses: Sequence[str], products: Tensor) -> str | None:
     return next((name for name, fine in zip(losses, finite, strict=True) if not fine), None)
 
 
-def _weighted_sum(terms: Sequence[tuple[Tensor, float]], param: Tensor) -> Tensor:
-    """Return a new tensor of the dtype of a parameter. Half precision is rounded once, at the end."""
-    half = param.dtype in (torch.float16, torch.bfloat16)
+def weighted_sum(terms: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
+    """Return a new tensor of the dtype of the terms. Half precision is rounded once, at the end."""
     total: Tensor | None = None
-    for term, weight in terms:
+    dtype = None
+    for term, weight in zip(terms, weights, strict=True):
+        if term is None:
+            continue
+        dtype = term.dtype
+        half = dtype in (torch.float16, torch.bfloat16)
         part = (term.float() if half else term) * weight
         total = part if total is None else total.add_(part)
-    return param if total is None else total.to(param.dtype)
+    return total if total is None else total.to(dtype)
 
 
 def _groups(context: Context, tensors: Sequence[int]) -> _dist.Groups:

@@ -69,7 +69,7 @@ def _blocks(rows: Rows, like: Sequence[Tensor]) -> Iterator[Tensor]:
     for place, tensor in enumerate(like):
         kind, size = (tensor.device, tensor.dtype), tensor.numel()
         if size > _CHUNK:
-            flat = [_flat(row[place], tensor).split(_CHUNK) for row in rows]
+            flat = [torch.split(_flat(row[place], tensor), _CHUNK) for row in rows]
             yield from map(torch.stack, zip(*flat, strict=True))
             continue
         if held.get(kind, 0) + size > _CHUNK:
