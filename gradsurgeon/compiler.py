@@ -1,6 +1,6 @@
 """Plan -> program: everything a session does, sorted by the moment at which it happens. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule
@@ -35,6 +35,8 @@ class Program:
     armed: tuple[int, ...] = ()  # the parameters that some rule acts on
     # Parameter to its rules at `backward`; one tensor hook each.
     per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
+    # Parameter to the rules that edit what one pass contributes, those on losses first.
+    contributing: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
     # The traps are among these: they look there and decide at the step.
     after_backward: tuple[Stage, ...] = ()
     at_step: tuple[Stage, ...] = ()
@@ -100,6 +102,7 @@ def compile_plan(plan: Plan) -> Program:
         names=names,
         armed=tuple(sorted(armed)),
         per_tensor={tensor: tuple(rules) for tensor, rules in sorted(per_tensor.items())},
+        contributing=_contributing(of_losses, per_tensor),
         after_backward=tuple(stages["accumulated"]),
         at_step=tuple(stages["step"]),
         of_losses=tuple(of_losses),
@@ -108,6 +111,18 @@ def compile_plan(plan: Plan) -> Program:
             rule for rule in plan.rules.rules if rule.target == "tensors" and plan.of(rule.id)
         ),
     )
+
+
+def _contributing(
+    of_losses: Sequence[Stage], per_tensor: Mapping[int, Sequence[Rule]]
+) -> dict[int, tuple[Rule, ...]]:
+    rules: dict[int, list[Rule]] = {}
+    for stage in of_losses:
+        for tensor in stage.tensors if stage.rule.edits else ():
+            rules.setdefault(tensor, []).append(stage.rule)
+    for tensor, more in per_tensor.items():
+        rules.setdefault(tensor, []).extend(more)
+    return {tensor: tuple(some) for tensor, some in rules.items()}
 
 
 def _modules(plan: Plan) -> Sequence[ModuleProgram]:

@@ -72,7 +72,6 @@ def gradients(
     """
     rows: dict[str, list[Tensor | None]] = {}
     with ExitStack() as stack:
-        stack.enter_context(_torch.without_hooks(params))
         stack.enter_context(_dist.extra_pass(wrappers))
         devices = sorted({param.device.index or 0 for param in params if param.is_cuda})
         stack.enter_context(torch.random.fork_rng(devices))
@@ -80,7 +79,7 @@ def gradients(
         _thread.taking = True
         stack.callback(setattr, _thread, "taking", False)
         for name, loss in losses.items():
-            with buffers.put_back():
+            with _torch.without_hooks(params), buffers.put_back():
                 rows[name] = _of(name, loss, params)
     return rows
 
@@ -122,22 +121,29 @@ class _Buffers:
             (table, name, buffer)
             for table in tables
             for name, buffer in table.items()
-            if buffer is not None and not _dist.is_sharded(buffer)
+            if buffer is not None and _is_writable(buffer)
         ]
         self._contents = [buffer.detach().clone() for _, _, buffer in self._slots]
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         buffers = [buffer for _, _, buffer in self._slots]
-        before = list(map(_torch.writes, buffers))
         with _torch.preserving_versions(buffers):
             try:
                 yield
             finally:
-                for (table, name, buffer), content, writes in zip(
-                    self._slots, self._contents, before, strict=True
-                ):
-                    table[name] = buffer
-                    if _torch.writes(buffer) != writes:
-                        with torch.no_grad():
-                            buffer.copy_(content)
+                # Whether one was written to cannot be asked: batch norm writes without counting it.
+                with torch.no_grad():
+                    for (table, name, buffer), content in zip(
+                        self._slots, self._contents, strict=True
+                    ):
+                        table[name] = buffer
+                        buffer.copy_(content)
+
+
+def _is_writable(buffer: Tensor) -> bool:
+    # An expanded one has several elements in one place, and nothing writes to such.
+    plain = not (_dist.is_sharded(buffer) or buffer.is_inference() or buffer.is_sparse)
+    return plain and all(
+        stride or size == 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+    )
