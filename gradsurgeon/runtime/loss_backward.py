@@ -16,7 +16,8 @@ from gradsurgeon import _torch
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.runtime import loss_gradients
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.loss_rules import DueLossRule, LossRules, knowing_losses
+from gradsurgeon.runtime.loss_rules import DueLossRule, LossRules, NamedPass, running
+from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 
 # The gradients of single losses add up to that of their sum but for rounding, of which half precision has much.
 _TOLERANCE, _ROUNDING = 0.05, 1e-3
@@ -36,14 +37,20 @@ def backward(
     """
     _check(losses)
     scaled = losses if scaler is None else {n: scaler.scale(loss) for n, loss in losses.items()}
-    due = [one for rules, _ in sessions for one in rules.due()]
+    due: list[DueLossRule] = []
+    if sessions:
+        leaves = list(BackwardGraph(roots_of(list(scaled.values()))).leaves())
+        due = [one for rules, _ in sessions for one in rules.due(leaves)]
     # As a script writes it, so that without a rule the very same operations run.
     total = reduce(operator.add, scaled.values())
-    with knowing_losses(), ExitStack() as stack:
+    named = NamedPass(due)
+    with running(named), ExitStack() as stack:
         if due:
             models = [model for _, model in sessions]
-            stack.enter_context(_delivering(due, scaled, models))
+            stack.enter_context(_delivering(due, scaled, models, named))
         torch.autograd.backward(total)
+    if named.unseen:
+        raise GradSurgeonError(named.unseen[0])
 
 
 def _check(losses: object) -> None:
@@ -65,21 +72,25 @@ def _check(losses: object) -> None:
 
 @contextmanager
 def _delivering(
-    due: Sequence[DueLossRule], losses: Mapping[str, Tensor], models: Sequence[nn.Module]
+    due: Sequence[DueLossRule],
+    losses: Mapping[str, Tensor],
+    models: Sequence[nn.Module],
+    named: NamedPass,
 ) -> Iterator[None]:
     params = list({id(param): param for one in due for param in one.params}.values())
-    named = {name for one in due for name in one.rule.losses or ()}
-    parts = {name: loss for name, loss in losses.items() if name in named}
-    others = [loss for name, loss in losses.items() if name not in named]
+    known = {name for one in due for name in one.rule.losses or ()}
+    parts = {name: loss for name, loss in losses.items() if name in known}
+    others = [loss for name, loss in losses.items() if name not in known]
     _tell_of_unknown(due, losses)
-    if not parts:
+    wrappers = [
+        wrapper for one in due for wrapper in one.rules.context.ranks.wrappers_of(one.tensors)
+    ]
+    # Where ranks average gradients, another one may have what this one lacks.
+    if not (parts or wrappers):
         yield
         return
     if others:
         parts[_REST] = reduce(operator.add, others)
-    wrappers = [
-        wrapper for one in due for wrapper in one.rules.context.ranks.wrappers_of(one.tensors)
-    ]
     taken = loss_gradients.gradients(parts, params, models, wrappers)
     rows = {name: dict(zip(map(id, params), row, strict=True)) for name, row in taken.items()}
     del taken
@@ -89,7 +100,7 @@ def _delivering(
             mine = one.rule.losses or ()
             unlisted = [name for name in parts if name not in mine]
             combined |= one.rules.run(one, rows, unlisted)
-    delivery = _Delivery(due, rows, combined)
+    delivery = _Delivery(due, rows, combined, named)
     del rows, combined
     handles = [_torch.register_first(param, delivery.hook(id(param))) for param in params]
     try:
@@ -114,8 +125,9 @@ class _Delivery:
         due: Sequence[DueLossRule],
         rows: Mapping[str, Mapping[int, Tensor | None]],
         combined: dict[int, Tensor],
+        named: NamedPass,
     ) -> None:
-        self._due = due
+        self._due, self._named = due, named
         self._combined = combined
         self._reached = {
             key for row in rows.values() for key, grad in row.items() if grad is not None
@@ -150,11 +162,7 @@ class _Delivery:
             names = one.rules.context.program.names
             for tensor, param in zip(one.tensors, one.params, strict=True):
                 if id(param) in self._astray:
-                    raise GradSurgeonError(
-                        f"rule {one.rule.id}: {printable(names[tensor])} has got a gradient that no single loss gives "
-                        "it: part of the graph cannot be gone through for one loss alone, as with "
-                        "checkpoint(use_reentrant=True); use use_reentrant=False"
-                    )
+                    self._named.astray(one.rule, names[tensor])
         of = {key: (float(off), float(size)) for key, off, size in self._differences}
         for one in self._asked:
             names = one.rules.context.program.names

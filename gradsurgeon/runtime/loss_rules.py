@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import Combination, Comparison, LossRule
+from gradsurgeon.actions import Combination, Comparison, LossRule, Rule
+from gradsurgeon.compiler import Stage
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.store import Key
@@ -30,25 +32,41 @@ _HOW = 'write gradsurgeon.backward({"seg": seg_loss, ...}) in the place of the `
 _PLAIN = "their plain sum arrives, as without the rule"
 
 
+class NamedPass:
+    """The backward pass of named losses that a thread runs, and what rules have seen of them."""
+
+    def __init__(self, due: Sequence[DueLossRule]) -> None:
+        self._seen = {(one.rules, one.rule.id): set(one.tensors) for one in due}
+        # What has got a gradient although no loss alone gives it one.
+        self.unseen: list[str] = []
+
+    def reached(self, rules: LossRules, rule: LossRule, tensors: Sequence[int]) -> None:
+        seen = self._seen.get((rules, rule.id), ())
+        for tensor in tensors:
+            if tensor not in seen:
+                self.astray(rule, rules.context.program.names[tensor])
+
+    def astray(self, rule: LossRule, name: str) -> None:
+        self.unseen.append(
+            f"rule {rule.id}: {printable(name)} has got a gradient that no single loss gives it: part of the graph cannot "
+            "be gone through for one loss alone, as with checkpoint(use_reentrant=True); use use_reentrant=False"
+        )
+
+
 class _Thread(threading.local):
-    knows = False
+    named: NamedPass | None = None
 
 
 _thread = _Thread()
 
 
-def losses_are_known() -> bool:
-    """Tell whether the pass that this thread runs is one of named losses."""
-    return _thread.knows
-
-
 @contextmanager
-def knowing_losses() -> Iterator[None]:
-    before, _thread.knows = _thread.knows, True
+def running(named: NamedPass) -> Iterator[None]:
+    before, _thread.named = _thread.named, named
     try:
         yield
     finally:
-        _thread.knows = before
+        _thread.named = before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,49 +94,58 @@ class LossRules:
         # Those in whose graphs the gradients of single losses have added up to that of their sum.
         self.repeat: set[str] = set()
 
-    def due(self) -> Iterator[DueLossRule]:
-        """Yield the rules on parameters that act on the losses of now.
+    def due(self, leaves: Sequence[Tensor]) -> Iterator[DueLossRule]:
+        """Yield the rules on parameters that act on losses now, with those parameters that the losses reach.
+
+        Where ranks average gradients it is all that are matched: they must all measure the same.
+
+        Args:
+            leaves: what the losses reach.
 
         Raises:
-            GradSurgeonError: the parameters of one are sharded.
+            GradSurgeonError: the parameters of a rule are sharded.
         """
         context = self.context
+        reached: set[int] | None = None
         for stage in context.program.of_losses:
-            rule, counters = stage.rule, context.counters
-            if not isinstance(rule, LossRule):
-                continue
-            params = {
-                tensor: param
-                for tensor, param in zip(
-                    stage.tensors, context.parameters.params(stage.tensors), strict=True
-                )
-                if param is not None
-                and param.requires_grad
-                and context.is_due(rule, counters[tensor])
-            }
-            for tensor, param in params.items():
+            rule, tensors = _loss_rule(stage), self._due_now(stage.rule, stage.tensors)
+            params = context.parameters.params(tensors)
+            for tensor, param in zip(tensors, params, strict=True):
                 if _dist.is_divided(param):
                     text = _FSDP.format(name=printable(context.program.names[tensor]))
                     raise GradSurgeonError(f"rule {rule.id}: {text}")
-            if params:
-                yield DueLossRule(self, rule, tuple(params), tuple(params.values()))
+            if reached is None:
+                reached = set(context.parameters.owned(leaves))
+            alone = _dist.world() == 1 or not context.ranks.wrappers_of(stage.tensors)
+            there = {
+                tensor: param
+                for tensor, param in zip(tensors, params, strict=True)
+                if param is not None and param.requires_grad and (tensor in reached or not alone)
+            }
+            if there:
+                yield DueLossRule(self, rule, tuple(there), tuple(there.values()))
+
+    def _due_now(self, rule: Rule, tensors: Iterable[int]) -> list[int]:
+        context = self.context
+        return [tensor for tensor in tensors if context.is_due(rule, context.counters[tensor])]
 
     def passed(self, tensors: Sequence[int]) -> None:
-        """Warn of a pass that has reached parameters whose rules have seen no single loss of it."""
-        if not self.context.program.of_losses or losses_are_known():
-            return
+        """Take notice of a pass: rules may have seen no single loss of it."""
         for stage in self.context.program.of_losses:
-            reached = set(tensors).intersection(stage.tensors)
-            due = sorted(
-                t for t in reached if self.context.is_due(stage.rule, self.context.counters[t])
+            rule = _loss_rule(stage)
+            matched = set(stage.tensors)
+            due = self._due_now(rule, (tensor for tensor in tensors if tensor in matched))
+            if not due:
+                continue
+            if _thread.named is not None:
+                _thread.named.reached(self, rule, due)
+                continue
+            name, step = (
+                printable(self.context.program.names[due[0]]),
+                self.context.counters[due[0]].step,
             )
-            if due:
-                name = printable(self.context.program.names[due[0]])
-                text = f"a backward pass reached {name} without the losses being known: {_HOW}"
-                step = self.context.counters[due[0]].step
-                self.context.event_log.notice_once(
-                    "plain", text, rule=stage.rule.id, step=step, warn=True
-                )
+            text = f"a backward pass reached {name} without the losses being known: {_HOW}"
+            self.context.event_log.notice_once("plain", text, rule=rule.id, step=step, warn=True)
 
     def run(
         self,
@@ -255,6 +282,10 @@ class LossRules:
         key = Key(rule.id, stat, rule.point, tuple(names))
         columns = range(len(names))
         self.context.recorder.add(key, step, columns, values.float(), replace=False)
+
+
+def _loss_rule(stage: Stage) -> LossRule:
+    return cast("LossRule", stage.rule)
 
 
 def _compiled(rule: LossRule) -> Combination | Comparison:

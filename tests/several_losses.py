@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,12 @@ Losses = Callable[[nn.Module, Tensor], dict[str, Tensor]]
 class Heads(nn.Module):
     """A trunk under two heads, whose losses conflict."""
 
+    seg: nn.Module
+    depth: nn.Module
+
     def __init__(self, trunk: nn.Module | None = None, width: int = 8) -> None:
         super().__init__()
-        self.trunk = trunk or nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, width))
+        self.trunk: Any = trunk or nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, width))
         self.seg = nn.Linear(width, 3)
         self.depth = nn.Linear(width, 2)
 
@@ -77,7 +80,7 @@ class Checkpointed(nn.Module):
         self.block = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
         self.reentrant = reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x if x.requires_grad else x.detach().requires_grad_(self.reentrant)
         return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
@@ -87,7 +90,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.lstm = nn.LSTM(6, 8, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.lstm(x.unsqueeze(1).expand(-1, 3, -1))[0][:, -1]
 
 
@@ -97,7 +100,7 @@ class Attending(nn.Module):
         self.up = nn.Linear(6, 8)
         self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.layer(self.up(x).unsqueeze(1)).squeeze(1)
 
 
@@ -106,7 +109,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.table = nn.Embedding(20, 8, sparse=sparse)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.table((x[:, 0].abs() * 5).long() % 20)
 
 
@@ -117,7 +120,7 @@ class InPlace(nn.Module):
         self.act = nn.ReLU(inplace=True)
         self.norm = nn.BatchNorm1d(8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.norm(self.act(self.first(x))).add_(1.0)
 
 
@@ -141,7 +144,7 @@ def trunk_of(model: nn.Module) -> list[Tensor]:
     return [param for name, param in model.named_parameters() if name.startswith("trunk.")]
 
 
-def jacobian(losses: Mapping[str, Tensor], params: list[Tensor]) -> Tensor:
+def jacobian(losses: Mapping[str, Tensor], params: Sequence[Tensor]) -> Tensor:
     """Return the gradients of single losses, ``[losses, elements]``."""
     rows = []
     for loss in losses.values():
@@ -153,13 +156,12 @@ def jacobian(losses: Mapping[str, Tensor], params: list[Tensor]) -> Tensor:
     return torch.stack(rows)
 
 
-def flat_grads(params: list[Tensor]) -> Tensor:
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    return torch.cat([grad.flatten() for grad in grads])
+def flat_grads(params: Sequence[Tensor]) -> Tensor:
+    grads: list[Tensor | None] = [param.grad for param in params]
+    pairs = zip(grads, params, strict=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
-    return {
-        name: None if param.grad is None else param.grad.clone()
-        for name, param in model.named_parameters()
-    }
+    grads: dict[str, Tensor | None] = {n: param.grad for n, param in model.named_parameters()}
+    return {name: None if grad is None else grad.clone() for name, grad in grads.items()}
