@@ -163,5 +163,5 @@ def flat_grads(params: Sequence[Tensor]) -> Tensor:
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
-    grads: dict[str, Tensor | None] = {n: param.grad for n, param in model.named_parameters()}
-    return {name: None if grad is None else grad.clone() for name, grad in grads.items()}
+    grads: list[tuple[str, Tensor | None]] = [(n, p.grad) for n, p in model.named_parameters()]
+    return {name: None if grad is None else grad.clone() for name, grad in grads}
