@@ -174,7 +174,7 @@ class Rule(Options):
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         """Yield the flaws of target and `at`; actions add those of their options."""
         target = yield from target_flaws(cls.name(), cls.targets, given)
-        if target in ("modules", "tensors"):
+        if target in ("modules", "tensors") and cls.takes_at:
             if given.get("at") is not None:
                 message = f"`at` is for `params`: {target} act at the moment the tensor is there"
                 yield Flaw("at", message, "remove it", key=True)

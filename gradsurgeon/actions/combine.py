@@ -9,10 +9,10 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role
 from gradsurgeon.actions._effects import Combination
-from gradsurgeon.actions._fields import Flaw, is_number, is_whole
-from gradsurgeon.actions._kinds import LossNames, LossRule
-from gradsurgeon.actions._methods import METHODS, Weigher
-from gradsurgeon.errors import did_you_mean
+from gradsurgeon.actions._fields import Flaw
+from gradsurgeon.actions._kinds import LossNames, LossNumbers, LossRule
+from gradsurgeon.actions._method_flaws import OPTIONS, method_flaws
+from gradsurgeon.actions._methods import METHODS, Method, Weigher
 
 MethodName = Literal[
     "upgrad",
@@ -29,7 +29,6 @@ MethodName = Literal[
     "constant",
     "random",
 ]
-_OPTIONS = ("c", "alpha", "n_byzantine", "n_selected", "weights")
 
 
 class Combine(LossRule):
@@ -91,7 +90,7 @@ class Combine(LossRule):
     action: Literal["combine"] = "combine"
     method: Annotated[MethodName, Field(description="How the gradients become one.")]
     preference: Annotated[
-        dict[str, float] | None,
+        LossNumbers | None,
         Field(description="How much losses count, by name; 1 if not given, where any is."),
     ] = None
     memory: Annotated[
@@ -115,68 +114,29 @@ class Combine(LossRule):
         Field(ge=1, description="Of `krum`: how many gradients are averaged, 1 if not given."),
     ] = None
     weights: Annotated[
-        dict[str, float] | None,
+        LossNumbers | None,
         Field(description="Of `constant`: the weight of each loss, by name."),
     ] = None
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         yield from super().flaws(given)
-        method = METHODS.get(str(given.get("method")))
-        if method is None:
-            return
-        name = given["method"]
-        for option in _OPTIONS:
-            value = given.get(option)
-            if value is None and method.options.get(option):
-                message = f"missing key `{option}`: `method: {name}` needs it"
-                yield Flaw(
-                    option,
-                    message,
-                    "see `gradsurgeon explain combine`",
-                    missing=True,
-                    check="missing-key",
-                )
-            elif value is not None and option not in method.options:
-                of = next(one for one, known in METHODS.items() if option in known.options)
-                message = f"`{option}` belongs to `method: {of}`, not to `{name}`"
-                yield Flaw(option, message, "remove it", key=True, check="unknown-key")
-        yield from _flaws_of_names(given)
-        for option in ("preference", "memory"):
-            knowing = [
-                one
-                for one, known in METHODS.items()
-                if known.takes_preference and (option == "preference" or known.solvers)
-            ]
-            if given.get(option) is not None and name not in knowing:
-                message = f"`method: {name}` knows no `{option}`"
-                yield Flaw(option, message, f"use {' or '.join(knowing)}", key=True)
-        yield from _flaws_of_krum(given)
+        yield from method_flaws(given)
 
     @property
     def notes(self) -> tuple[str, ...]:
         method = METHODS[self.method]
-        size = {
-            "the average": "gives the average where nothing conflicts, while parameters without a `combine` get the sum: "
-            "mind the learning rate",
-            "the sum": "gives the sum where nothing conflicts, as parameters without a `combine` get it",
-        }.get(method.size, "gives neither the sum nor the average: mind the learning rate")
-        notes = [f"{self.method} ({method.paper}) {size}"]
-        if self.target == "modules":
-            notes.append("each rank decides by itself")
-        else:
-            notes.append(
-                "takes one backward pass per loss, and keeps one gradient of these parameters per loss meanwhile"
-            )
-        return tuple(notes)
+        size = "the sum by its `preference`" if self.preference is not None else method.size
+        scale = f"where no two gradients conflict {self.method}{_cited(method)} gives {size}"
+        if size != "the sum":
+            scale += ", while what no `combine` matches gets the sum: mind the learning rate"
+        return (scale, *super().notes)
 
     def compile(self) -> Combination:
         """Return how the gradients are weighed."""
         losses = self.losses or ()
         options = {
-            option: getattr(self, option)
-            for option in _OPTIONS
-            if getattr(self, option) is not None
+            option: getattr(self, option) for option in OPTIONS if getattr(self, option) is not None
         }
         if "weights" in options:
             options["weights"] = [options["weights"][name] for name in losses]
@@ -190,6 +150,10 @@ class Combine(LossRule):
         return [0.0 if name in memory else given.get(name, 1.0) for name in losses]
 
 
+def _cited(method: Method) -> str:
+    return "" if method.paper == "-" else f" ({method.paper})"
+
+
 def _page_of_methods() -> str:
     lines = []
     for name, method in METHODS.items():
@@ -200,54 +164,10 @@ def _page_of_methods() -> str:
         more += ["knows `preference`"] if method.takes_preference else []
         rest = "".join(f"; {one}" for one in more)
         lines.append(
-            f"`{name}` ({method.paper}): {method.about}; without conflict {method.size}{rest}."
+            f"`{name}`{_cited(method)}: {method.about}; without conflict {method.size}{rest}."
         )
-    return "\n\n".join(lines).replace("(-)", "")
+    return "\n\n".join(lines)
 
 
 # From the table, so that none is forgotten.
 Combine.__doc__ = (Combine.__doc__ or "").replace("{METHODS}", _page_of_methods())
-
-
-def _flaws_of_names(given: Mapping[str, Any]) -> Iterator[Flaw]:
-    """Yield what is wrong with names of losses that are not among `losses`, or lack a weight."""
-    losses = given.get("losses")
-    for option in ("preference", "memory", "weights"):
-        names = given.get(option)
-        if names is None:
-            continue
-        if given.get("modules") is not None:
-            message = f"`{option}` names losses, and a rule on modules has none"
-            yield Flaw(option, message, "remove it, or name `params` and `losses`", key=True)
-            continue
-        if not isinstance(names, Mapping | list | tuple) or not isinstance(losses, list | tuple):
-            continue
-        for index, name in enumerate(names):
-            if name not in losses:
-                at = (option, index if isinstance(names, list | tuple) else str(name))
-                hint = did_you_mean(str(name)[:60], [one for one in losses if isinstance(one, str)])
-                yield Flaw(
-                    at, f"`{str(name)[:60]}` is none of the `losses`", hint or "add it there"
-                )
-        if option == "weights" and (lacking := [one for one in losses if one not in names]):
-            message = f"the loss `{str(lacking[0])[:60]}` has no weight"
-            yield Flaw(option, message, "give each of the `losses` one")
-        if option == "memory" and not set(map(str, losses)) - set(map(str, names)):
-            message = "every loss is under `memory`: nothing is left to be constrained"
-            yield Flaw(option, message, "leave out the losses that are trained")
-        if option != "memory" and isinstance(names, Mapping):
-            for name, value in names.items():
-                if is_number(value) and value < 0 and option == "preference":
-                    yield Flaw((option, str(name)), f"a preference cannot be {value}", "0 or more")
-
-
-def _flaws_of_krum(given: Mapping[str, Any]) -> Iterator[Flaw]:
-    losses, byzantine = given.get("losses"), given.get("n_byzantine")
-    if given.get("method") != "krum" or not isinstance(losses, list | tuple):
-        return
-    if is_whole(byzantine) and len(losses) < byzantine + 3:
-        message = f"`n_byzantine: {byzantine}` needs at least {byzantine + 3} losses, there are {len(losses)}"
-        yield Flaw("n_byzantine", message, "name more losses, or lower it")
-    if is_whole(selected := given.get("n_selected")) and selected > len(losses):
-        message = f"`n_selected: {selected}` is more than there are losses"
-        yield Flaw("n_selected", message, "lower it")
