@@ -138,6 +138,11 @@ class Rule(Options):
         return "backward" if self.ref.grad else "forward"
 
     @property
+    def order(self) -> int:
+        """Where the rule stands among those on the same tensor; of equal ones the file order decides."""
+        return 2 * MOMENTS.index(self.point)
+
+    @property
     def edits(self) -> bool:
         """Whether the rule changes what it matches."""
         return self.role == "edit"

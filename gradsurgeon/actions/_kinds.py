@@ -204,6 +204,17 @@ class LossRule(Rule):
         return "it acts while `gradsurgeon.backward` runs, or as modules send their gradients back"
 
     @property
+    def order(self) -> int:
+        # The gradients of single losses are there before their sum is; what modules send back has gone through the
+        # rules on each of them.
+        return super().order + (1 if self.target == "modules" else -1)
+
+    @property
+    @abstractmethod
+    def outcome(self) -> str:
+        """What becomes of the gradients, in a word or two."""
+
+    @property
     def notes(self) -> tuple[str, ...]:
         if self.target == "modules":
             return ("each rank goes by its own gradients",)

@@ -43,7 +43,9 @@ def _lacking_and_foreign(name: str, given: Mapping[str, Any]) -> Iterator[Flaw]:
     for option, example in OPTIONS.items():
         if given.get(option) is None:
             if wanted.get(option) and on_modules and option in _OF_LOSSES:
-                message = f"`method: {name}` goes by the names of losses, and on modules there are none"
+                message = (
+                    f"`method: {name}` goes by the names of losses, and on modules there are none"
+                )
                 yield Flaw("method", message, "use `mean` or `sum`, or name `params` and `losses`")
             elif wanted.get(option):
                 message, hint = (

@@ -13,6 +13,7 @@ from gradsurgeon.actions._fields import Flaw
 from gradsurgeon.actions._kinds import LossNames, LossNumbers, LossRule
 from gradsurgeon.actions._method_flaws import OPTIONS, method_flaws
 from gradsurgeon.actions._methods import METHODS, Method, Weigher
+from gradsurgeon.actions._strictness import Stricter
 
 MethodName = Literal[
     "upgrad",
@@ -29,6 +30,12 @@ MethodName = Literal[
     "constant",
     "random",
 ]
+
+
+def _other_size(before: str, after: str) -> str:
+    """Return what another method means for the length of what comes out, for a review."""
+    was, now = METHODS[before].size, METHODS[after].size
+    return "" if was == now else f"without conflict it gives {now}, no longer {was}"
 
 
 class Combine(LossRule):
@@ -88,7 +95,11 @@ class Combine(LossRule):
     stats: ClassVar = ("weight", "distance")
 
     action: Literal["combine"] = "combine"
-    method: Annotated[MethodName, Field(description="How the gradients become one.")]
+    method: Annotated[
+        MethodName,
+        Field(description="How the gradients become one."),
+        Stricter(incomparable=_other_size),
+    ]
     preference: Annotated[
         LossNumbers | None,
         Field(description="How much losses count, by name; 1 if not given, where any is."),
@@ -122,6 +133,13 @@ class Combine(LossRule):
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         yield from super().flaws(given)
         yield from method_flaws(given)
+
+    @property
+    def outcome(self) -> str:
+        options = [f"{key}: {getattr(self, key)}" for key in OPTIONS if key != "weights"]
+        given = [one for one in options if not one.endswith(": None")]
+        more = [f"{key}" for key in ("weights", "preference", "memory") if getattr(self, key)]
+        return f"{self.method}{f' ({chr(44).join(given + more)})' if given + more else ''}"
 
     @property
     def notes(self) -> tuple[str, ...]:
