@@ -71,6 +71,8 @@ class Rule(Options):
     measures: ClassVar[bool] = False
     # Whether what it does is decided by the gradient as the script hands it over, before any edit at `step`.
     judges_first: ClassVar[bool] = False
+    # Options that a target needs.
+    needs: ClassVar[Mapping[TargetKind, str]] = {}
     # Options of which at least one must be given.
     either: ClassVar[tuple[str, ...]] = ()
     EXAMPLES: ClassVar[tuple[Example, ...]] = ()

@@ -185,6 +185,7 @@ class LossRule(Rule):
     points: ClassVar[tuple[Point, ...]] = ("backward",)
     takes_at: ClassVar[bool] = False
     linear: ClassVar[bool] = False
+    needs: ClassVar[Mapping[TargetKind, str]] = {"params": "losses"}
     # The numbers that are recorded in each call.
     stats: ClassVar[tuple[str, ...]]
 
@@ -247,6 +248,9 @@ class LossRule(Rule):
         if given.get("losses") is not None:
             message = "`losses` is for `params`: of modules each one that takes the tensor counts by itself"
             yield Flaw("losses", message, "remove it, or name `params`", key=True)
+        if given.get("when") is not None:
+            message = "`when` is for edits of outputs and inputs: gradients exist in training only"
+            yield Flaw("when", message, "remove it", key=True)
         tensor = given.get("tensor")
         ref = parse_tensor("modules", tensor) if isinstance(tensor, str) else ""
         if not isinstance(ref, str) and not (ref.grad and ref.side == "input"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -59,7 +60,8 @@ class Combine(LossRule):
     ## Methods
     {METHODS}
 
-    `preference` makes losses count more than others where the method knows that. Losses under `memory` only
+    `preference` makes losses count more than others where the method knows that: without conflict the sum of
+    the gradients times the preferences comes out. Losses under `memory` only
     constrain: what comes out must not conflict with them (A-GEM, arXiv 1812.00420).
 
     ## Why use it
@@ -68,8 +70,8 @@ class Combine(LossRule):
 
     ## Points
     None: it acts while `gradsurgeon.backward` runs, before any rule at `backward`. Each call combines by itself: with
-    several per update (accumulation) their sum can conflict again. Mind the scale: most methods
-    average, while heads get sums; what was tuned for a sum of n losses wants a learning rate n times as
+    several per update (accumulation) their sum can conflict again. Mind the scale: where a method gives an average,
+    heads still get sums, and what was tuned for a sum of n losses wants a learning rate n times as
     large on the matched parameters. Where ranks average gradients (DDP), the weights follow from the averages and are the same on all ranks; on
     modules each rank decides by itself. Sharded parameters (FSDP) are refused: use the form on modules.
 
@@ -97,7 +99,10 @@ class Combine(LossRule):
     action: Literal["combine"] = "combine"
     method: Annotated[
         MethodName,
-        Field(description="How the gradients become one."),
+        Field(
+            description="How the gradients become one.",
+            json_schema_extra={"enumDescriptions": [known.about for known in METHODS.values()]},
+        ),
         Stricter(incomparable=_other_size),
     ]
     preference: Annotated[
@@ -188,4 +193,4 @@ def _page_of_methods() -> str:
 
 
 # From the table, so that none is forgotten.
-Combine.__doc__ = (Combine.__doc__ or "").replace("{METHODS}", _page_of_methods())
+Combine.__doc__ = inspect.cleandoc(Combine.__doc__ or "").replace("{METHODS}", _page_of_methods())

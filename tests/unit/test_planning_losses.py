@@ -86,7 +86,7 @@ class TestTwoThatMeet:
 
     def test_a_tied_parameter_is_met_under_either_name(self) -> None:
         model = Heads()
-        model.seg.weight = model.trunk[2].weight  # type: ignore[assignment]
+        model.seg.weight = model.trunk[2].weight
         (text,) = refused(
             combine(), combine("head", params="seg.weight"), manifest=from_model(model)
         )
@@ -153,9 +153,17 @@ class TestPlan:
         part = text.partition("gradients that meet\n")[2].partition("\n\n")[0]
         trunk = "seg, depth on 4 parameters: trunk.{0,2}.weight, trunk.{0,2}.bias"
         assert [line.split() for line in part.splitlines()] == [
-            ["tasks", *trunk.split(), "->", *"compared in pairs, each module by itself".split()],
+            [
+                "tasks",
+                *trunk.split(),
+                "->",
+                *["compared", "in", "pairs,", "each", "module", "by", "itself"],
+            ],
             ["surgery", *trunk.split(), "->", "cagrad", "(c:", "0.4)"],
-            ["heads", *"on input.grad of 2 modules: seg, depth -> pcgrad".split()],
+            [
+                "heads",
+                *["on", "input.grad", "of", "2", "modules:", "seg,", "depth", "->", "pcgrad"],
+            ],
         ]
 
     def test_has_no_such_part_without_such_rules(self) -> None:
@@ -184,13 +192,13 @@ class TestPlan:
 
     @pytest.mark.parametrize("method", METHODS)
     def test_the_scale_is_told(self, method: str) -> None:
-        option = {
+        options: dict[str, dict[str, Any]] = {
             "cagrad": {"c": 1},
             "fairgrad": {"alpha": 1},
             "krum": {"n_byzantine": 0, "losses": ["a", "b", "c"]},
             "constant": {"weights": {"seg": 1, "depth": 1}},
-        }.get(method, {})
-        scale, *_ = plan(combine(method=method, **option)).rule_warnings["surgery"]
+        }
+        scale, *_ = plan(combine(method=method, **options.get(method, {}))).rule_warnings["surgery"]
         assert f"{method}" in scale
         assert f"gives {METHODS[method].size}" in scale
         assert ("mind the learning rate" in scale) is (METHODS[method].size != "the sum")
