@@ -219,6 +219,7 @@ for method, options in eval(sys.argv[2]).items():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["quadprog,qpsolvers,cvxpy,clarabel,scipy", "torchjd"])
 def test_a_library_that_is_not_installed_is_named_with_the_extra(missing: str) -> None:
     options = repr({method: GIVEN.get(method, {}) for method in METHODS})
