@@ -197,6 +197,7 @@ function show(index, state = {}) {
   head(run);
   if (data.runs.length > 1) beside(data.runs);
   happened(run);
+  losses(run);
   standsOut(run);
   const done = norms(run, current, state);
   captures(run);
