@@ -18,8 +18,9 @@ from gradsurgeon.report.loss_lines import (
     pair_cells,
     weight_rows,
 )
-from gradsurgeon.report.losses import Combined, Compared, Curve, Pair, by_step, means_of
+from gradsurgeon.report.losses import Combined, Compared, Pair
 from gradsurgeon.report.page_values import line_data, number
+from gradsurgeon.report.signed_curve import Curve, by_step, means_of
 from gradsurgeon.report.whole_norm import Line
 
 _PAIRS, _MATRICES, _CURVES, _WEIGHTS = 100, 12, 8, 20
@@ -34,7 +35,8 @@ def compared_data(found: Compared) -> dict[str, Any]:
     return {
         "title": compared_title(found),
         "remarks": list(compared_remarks(found)),
-        "hints": [MATRIX_HINT, *PAIR_HINTS],
+        "hints": list(PAIR_HINTS),
+        "matrix_hint": MATRIX_HINT,
         "matrices": [_matrix(part, found.losses, found.parts[part]) for part in shown],
         "parts_left_out": len(parts) - len(shown),
         "head": _without_history(PAIR_HEAD),

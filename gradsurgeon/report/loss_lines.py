@@ -7,20 +7,12 @@ from collections.abc import Iterator, Sequence
 
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count, grid
-from gradsurgeon.report.losses import (
-    CELLS,
-    FAR,
-    Combined,
-    Compared,
-    Curve,
-    OfLosses,
-    Pair,
-    means_of,
-)
+from gradsurgeon.report.losses import FAR, Combined, Compared, OfLosses, Pair
+from gradsurgeon.report.signed_curve import CELLS, Curve, means_of
 from gradsurgeon.report.sparkline import level_line
 
 _LEAST_CELLS = 8
-_PAIRS, _MATRICES, _WEIGHTS = 10, 3, 20
+_PAIRS, _MATRICES, _WEIGHTS, _SAID = 10, 3, 20, 5
 PAIR_HEAD = (
     "losses",
     "history",
@@ -154,9 +146,11 @@ def compared_remarks(found: Compared) -> Iterator[str]:
         by_name: dict[str, list[Pair]] = {}
         for one in low:
             by_name.setdefault(one.name, []).append(one)
-        for name, some in list(by_name.items())[:_PAIRS]:
+        for name, some in list(by_name.items())[:_SAID]:
             known = sum(one.name == name and one.calls > 0 for one in found.pairs)
             yield f"{printable(name)} conflict on average in {len(some):,} of {known:,} parts"
+        if len(by_name) > _SAID:
+            yield f"... and {count(len(by_name) - _SAID, 'more pair')} somewhere"
     else:
         one = low[0]
         yield (

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
 from operator import itemgetter
 from statistics import fmean
 from typing import NamedTuple
 
 from gradsurgeon.report.measurements import WholeMeasurements
 from gradsurgeon.report.rules_and_events import RuleInfo
+from gradsurgeon.report.signed_curve import Curve, runs_below
 from gradsurgeon.store import Key
 from gradsurgeon.store.layout import Stored, unpack_absent
 
@@ -25,13 +25,8 @@ LOSS_STATS = frozenset({COSINE, RATIO, OPPOSED, WEIGHT, DISTANCE})
 
 # So many values are read; of more one call in a few.
 MOST_VALUES = 2 * 2**20
-CELLS = 32
-# Of fewer calls a mean says more of their batches than of the losses.
-_LEAST_CALLS = 4
 # From here on a weight helps more than a method: the smaller gradient turns the larger one by less than a degree.
 FAR = 100.0
-
-Curve = Sequence[tuple[int, float]]
 
 
 class Pair(NamedTuple):
@@ -72,26 +67,21 @@ class Pair(NamedTuple):
     @property
     def since(self) -> int | None:
         """The step from which on they conflict on average, until the end; ``None`` where they do not at the end."""
-        runs = self._runs()
+        runs = runs_below(self.curve)
         return runs[-1][1] if runs and runs[-1][0] else None
 
     @property
     def when(self) -> str:
         """In words, when they conflicted on average over some calls."""
-        runs = self._runs()
+        runs = runs_below(self.curve)
         if not any(below for below, _ in runs):
-            return "in single calls" if self.below else "never"
+            # Nothing of what noise could be is called a time of conflict.
+            return "at times" if self.below else "never"
         if len(runs) == 1:
             return "throughout"
         if runs[-1][0]:
             return f"since step {runs[-1][1]}"
         return f"until step {runs[-1][1]}" if len(runs) == 2 else "at times"  # noqa: PLR2004 # one run below, one not
-
-    def _runs(self) -> list[tuple[bool, int]]:
-        """Return whether the mean of a few calls was below 0, with the first step from which on it was so."""
-        means = means_of(self.curve, min(CELLS, max(1, self.calls // _LEAST_CALLS)))
-        sides = [(mean < 0, step) for step, mean in means]
-        return [next(run) for _, run in groupby(sides, key=itemgetter(0))]
 
 
 class Compared(NamedTuple):
@@ -311,22 +301,6 @@ def split_pair(name: str, losses: Collection[str]) -> tuple[str, str, str] | Non
 
 def _places(text: str, letter: str) -> list[int]:
     return [place for place, one in enumerate(text) if one == letter]
-
-
-def by_step(curve: Curve) -> Curve:
-    """Return the mean of each step: there may be several calls in one."""
-    steps = groupby(curve, key=itemgetter(0))
-    return [(step, fmean([value for _, value in calls])) for step, calls in steps]
-
-
-def means_of(curve: Curve, most: int) -> list[tuple[int, float]]:
-    """Return at most so many points of a curve, each the first step and the mean of a few calls."""
-    cells = min(most, len(curve))
-    edges = [cell * len(curve) // cells for cell in range(cells + 1)] if cells else []
-    return [
-        (curve[start][0], fmean([value for _, value in curve[start:stop]]))
-        for start, stop in pairwise(edges)
-    ]
 
 
 def _finite(curve: Curve) -> list[float]:

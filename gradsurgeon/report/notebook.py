@@ -21,7 +21,7 @@ from gradsurgeon.report.loss_lines import (
     pair_cells,
     weight_rows,
 )
-from gradsurgeon.report.losses import Curve, OfLosses, means_of
+from gradsurgeon.report.losses import OfLosses
 from gradsurgeon.report.norms import (
     NORM_NUMBERS,
     NormTable,
@@ -38,6 +38,7 @@ from gradsurgeon.report.rules_and_events import (
     event_groups,
     rule_rows,
 )
+from gradsurgeon.report.signed_curve import Curve, means_of
 from gradsurgeon.report.sparkline import decades, largest
 
 if TYPE_CHECKING:

@@ -93,6 +93,8 @@ class LossRules:
         }
         # Those in whose graphs the gradients of single losses have added up to that of their sum.
         self.repeat: set[str] = set()
+        # Sinks tell rows apart by the identity of their keys.
+        self._keys: dict[Key, Key] = {}
 
     def due(self, leaves: Sequence[Tensor]) -> Iterator[DueLossRule]:
         """Yield the rules on parameters that act on losses now, with those parameters that the losses reach.
@@ -280,6 +282,7 @@ class LossRules:
         self, rule: LossRule, stat: str, step: int, names: Sequence[str], values: Tensor
     ) -> None:
         key = Key(rule.id, stat, rule.point, tuple(names))
+        key = self._keys.setdefault(key, key)
         columns = range(len(names))
         self.context.recorder.add(key, step, columns, values.float(), replace=False)
 

@@ -30,7 +30,7 @@ function losses(run) {
   const hint = (text) => element("p", { class: "hint" }, text);
   const remarks = (one) => element("ul", { class: "callouts" }, ...one.remarks.map((text) => element("li", {}, text)));
   for (const one of run.conflicts) {
-    part.append(element("h3", {}, one.title), remarks(one), element("div", { class: "matrices" }, ...one.matrices.map(lossMatrix)));
+    part.append(element("h3", {}, one.title), remarks(one), element("div", { class: "matrices" }, ...one.matrices.map(lossMatrix)), hint(one.matrix_hint));
     if (one.parts_left_out) part.append(hint(`and ${one.parts_left_out} more parts; those with the lowest mean cosines are shown`));
     part.append(table(one.head, one.pairs, { numbers: [1, 2, 3, 4, 5, 6] }));
     if (one.left_out) part.append(hint(`and ${one.left_out} more pairs; the lowest mean cosines are shown`));

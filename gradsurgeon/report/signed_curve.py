@@ -1,0 +1,59 @@
+"""A number that has a sign, over the calls of a run: its mean in a few of them, and when it was below 0."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby, pairwise
+from operator import itemgetter
+from statistics import fmean, stdev
+
+CELLS = 32
+# Of fewer calls a mean says more of their batches than of the losses; so many standard errors from 0 it is no noise.
+_LEAST_CALLS, _ERRORS = 8, 3.0
+
+# Steps and values, oldest first; a step may have several.
+Curve = Sequence[tuple[int, float]]
+
+
+def by_step(curve: Curve) -> Curve:
+    """Return the mean of each step: there may be several calls in one."""
+    steps = groupby(curve, key=itemgetter(0))
+    return [(step, fmean([value for _, value in calls])) for step, calls in steps]
+
+
+def means_of(curve: Curve, most: int) -> list[tuple[int, float]]:
+    """Return at most so many points of a curve, each the first step and the mean of a few calls."""
+    windows = _windows(curve, most)
+    return [(window[0][0], fmean([value for _, value in window])) for window in windows]
+
+
+def _windows(curve: Curve, most: int) -> Iterator[Curve]:
+    cells = min(most, len(curve))
+    edges = [cell * len(curve) // cells for cell in range(cells + 1)] if cells else []
+    return (curve[start:stop] for start, stop in pairwise(edges))
+
+
+def runs_below(curve: Curve) -> list[tuple[bool, int]]:
+    """Return in turn whether a cosine was below 0 beyond noise, with the first step from which on it was so."""
+    windows = list(_windows(curve, min(CELLS, max(1, len(curve) // _LEAST_CALLS))))
+    means = [fmean([value for _, value in window]) for window in windows]
+    sides = list(map(_side, windows, means))
+    if not any(side is not None for side in sides):
+        return []
+    # Where noise hides the side, a turn has begun already if the mean is where it ends.
+    for place in reversed(range(len(sides) - 1)):
+        if sides[place] is None and sides[place + 1] == (means[place] < 0):
+            sides[place] = sides[place + 1]
+    side = next(side for side in sides if side is not None)
+    settled = []
+    for window, one in zip(windows, sides, strict=True):
+        side = side if one is None else one
+        settled.append((side, window[0][0]))
+    return [next(run) for _, run in groupby(settled, key=itemgetter(0))]
+
+
+def _side(window: Curve, mean: float) -> bool | None:
+    values = [value for _, value in window]
+    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+    return mean < 0 if abs(mean) > _ERRORS * error else None
