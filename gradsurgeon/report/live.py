@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
@@ -68,7 +68,7 @@ class Snapshot:
     total: TotalNorm | None
     rules: Mapping[str, RuleInfo]
     statuses: Mapping[str, RuleStatus]
-    of_losses: OfLosses = OfLosses()
+    of_losses: OfLosses = field(default_factory=OfLosses)
 
     @property
     def state(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from gradsurgeon.errors import printable
@@ -140,24 +141,38 @@ def compared_remarks(found: Compared) -> Iterator[str]:
     """Yield what stands out, a sentence each."""
     worst = found.worst()
     low = [one for one in worst if one.cosine < 0]
-    if not low:
+    # Those that began late agree on average, and are what goes wrong now.
+    begun = [one for one in worst if one.when.startswith("since")]
+    if not low and not begun:
         yield "no losses conflict on average"
     elif len(found.parts) > 1:
-        by_name: dict[str, list[Pair]] = {}
-        for one in low:
-            by_name.setdefault(one.name, []).append(one)
-        for name, some in list(by_name.items())[:_SAID]:
-            known = sum(one.name == name and one.calls > 0 for one in found.pairs)
-            yield f"{printable(name)} conflict on average in {len(some):,} of {known:,} parts"
-        if len(by_name) > _SAID:
-            yield f"... and {count(len(by_name) - _SAID, 'more pair')} somewhere"
-    else:
+        yield from _parts(found, low)
+    elif low:
         one = low[0]
         yield (
             f"the worst: {printable(one.name)}, mean cosine {cosine(one.cosine)}, below 0 in {share(one.below)} of "
             f"{count(one.calls, 'call')}; conflicting {one.when}"
         )
-    if far := [one for one in worst if not 1 / FAR < one.ratio < FAR and one.calls]:
+    if begun:
+        named = [f"{pair_cells(one)[0]} {one.when}" for one in begun[:_SAID]]
+        more = f", and {len(begun) - _SAID:,} more" if len(begun) > _SAID else ""
+        yield f"conflicts that have begun: {', '.join(named)}{more}"
+    yield from _far(found)
+    yield from _unknown(found)
+
+
+def _parts(found: Compared, low: Sequence[Pair]) -> Iterator[str]:
+    known = Counter(one.name for one in found.pairs if one.calls)
+    conflicting = Counter(one.name for one in low)  # in the order of the worst of each
+    for name, many in list(conflicting.items())[:_SAID]:
+        yield f"{printable(name)} conflict on average in {many:,} of {known[name]:,} parts"
+    if len(conflicting) > _SAID:
+        yield f"... and {count(len(conflicting) - _SAID, 'more pair')} in some parts"
+
+
+def _far(found: Compared) -> Iterator[str]:
+    far = [one for one in found.pairs if one.ratio >= FAR or one.ratio <= 1 / FAR]  # never of NaN
+    if far:
         one = max(far, key=lambda pair: abs(math.log(pair.ratio)))
         large, small = (one.first, one.second) if one.ratio > 1 else (one.second, one.first)
         more = f" (and {len(far) - 1:,} more)" if len(far) > 1 else ""
@@ -167,7 +182,6 @@ def compared_remarks(found: Compared) -> Iterator[str]:
             f"the gradient of {printable(large)} is {times:.3g} times that of {printable(small)}{where}{more}: that is no "
             "conflict, a loss wants another weight"
         )
-    yield from _unknown(found)
 
 
 def _unknown(found: Compared) -> Iterator[str]:

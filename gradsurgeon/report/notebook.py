@@ -93,7 +93,7 @@ def level_line(curve: Curve, low: float, high: float) -> _html.Markup:
         return f"{_HEIGHT - 2 - (value - low) / (high - low) * room:.1f}"
 
     points = [f"{(at + 0.5) * step:.1f},{height(value)}" for at, (_, value) in enumerate(means)]
-    zero = f'<path d="M0 {height(0.0)}H{_WIDTH}" stroke-opacity="0.3"/>'
+    zero = f'<path d="M0 {height(0.0)}H{_WIDTH}" stroke-width="0.3"/>'
     drawn = f'<polyline points="{" ".join([*points, *points[-1:]])}"/>'
     return _svg(f"{zero}{drawn}")
 

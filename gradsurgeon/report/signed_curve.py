@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
-from statistics import fmean, stdev
+from statistics import fmean
 
 CELLS = 32
 # Of fewer calls a mean says more of their batches than of the losses; so many standard errors from 0 it is no noise.
-_LEAST_CALLS, _ERRORS = 8, 3.0
+_LEAST_CALLS, _ERRORS = 8, 3.5
 
 # Steps and values, oldest first; a step may have several.
 Curve = Sequence[tuple[int, float]]
@@ -38,9 +38,16 @@ def runs_below(curve: Curve) -> list[tuple[bool, int]]:
     """Return in turn whether a cosine was below 0 beyond noise, with the first step from which on it was so."""
     windows = list(_windows(curve, min(CELLS, max(1, len(curve) // _LEAST_CALLS))))
     means = [fmean([value for _, value in window]) for window in windows]
-    sides = list(map(_side, windows, means))
+    noise = _ERRORS * _noise([value for _, value in curve])
+    sides = [
+        mean < 0 if abs(mean) > noise / math.sqrt(len(window)) else None
+        for window, mean in zip(windows, means, strict=True)
+    ]
     if not any(side is not None for side in sides):
-        return []
+        # All calls together may tell what no few of them do.
+        whole = fmean([value for _, value in curve]) if curve else 0.0
+        decided = bool(curve) and abs(whole) > noise / math.sqrt(len(curve))
+        return [(whole < 0, curve[0][0])] if decided else []
     # Where noise hides the side, a turn has begun already if the mean is where it ends.
     for place in reversed(range(len(sides) - 1)):
         if sides[place] is None and sides[place + 1] == (means[place] < 0):
@@ -53,7 +60,7 @@ def runs_below(curve: Curve) -> list[tuple[bool, int]]:
     return [next(run) for _, run in groupby(settled, key=itemgetter(0))]
 
 
-def _side(window: Curve, mean: float) -> bool | None:
-    values = [value for _, value in window]
-    error = stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
-    return mean < 0 if abs(mean) > _ERRORS * error else None
+def _noise(values: Sequence[float]) -> float:
+    """Return the standard deviation from call to call, to which a trend adds nothing."""
+    steps = [(after - before) ** 2 for before, after in pairwise(values)]
+    return math.sqrt(fmean(steps) / 2) if steps else 0.0
