@@ -6,11 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
-from statistics import fmean
+from statistics import fmean, median
 
 CELLS = 32
 # Of fewer calls a mean says more of their batches than of the losses; so many standard errors from 0 it is no noise.
 _LEAST_CALLS, _ERRORS = 8, 3.5
+# The standard deviation of normal numbers, as a multiple of the median distance of two of them.
+_OF_MEDIAN = 1.0483
 
 # Steps and values, oldest first; a step may have several.
 Curve = Sequence[tuple[int, float]]
@@ -61,6 +63,6 @@ def runs_below(curve: Curve) -> list[tuple[bool, int]]:
 
 
 def _noise(values: Sequence[float]) -> float:
-    """Return the standard deviation from call to call, to which a trend adds nothing."""
-    steps = [(after - before) ** 2 for before, after in pairwise(values)]
-    return math.sqrt(fmean(steps) / 2) if steps else 0.0
+    """Return the standard deviation from call to call, to which neither a trend nor a single jump adds."""
+    steps = [abs(after - before) for before, after in pairwise(values)]
+    return _OF_MEDIAN * median(steps) if steps else 0.0
