@@ -25,7 +25,7 @@ def losses_run(path: Path, *, losses: tuple[str, str, str], parts: int = 0) -> P
     )
     writer = RunWriter(path, rank=0, meta=about)
     one, two, three = losses
-    pairs = (f"{one}/{two}", f"{one}/{three}", f"{two}/{three}")
+    pairs: tuple[str, ...] = (f"{one}/{two}", f"{one}/{three}", f"{two}/{three}")
     if parts:
         pairs = tuple(f"w{part}:{pair}" for part in range(parts) for pair in pairs)
     for step in range(80):
