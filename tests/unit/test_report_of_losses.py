@@ -257,6 +257,26 @@ def test_of_several_ranks_it_is_the_lowest(tmp_path: pathlib.Path) -> None:
     assert found.pairs[0].cosine == pytest.approx(-0.3125, abs=1e-6)
 
 
+@pytest.mark.parametrize("long", [False, True])
+def test_another_rank_adds_pairs_that_only_it_has(
+    tmp_path: pathlib.Path, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if long:
+        monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
+    writers = [RunWriter(tmp_path / "run", rank=rank, meta=about()) for rank in range(2)]
+    for writer, names in zip(writers, (("seg/depth",), ("seg/depth", "seg/edges")), strict=True):
+        rank = writer.rank
+        key = Key("tasks", "cosine", "backward", names)
+        writer.add(key, 0, values(*[0.5 - rank] * len(names)), frozenset())
+        writer.close()
+    with open_run(tmp_path / "run") as opened:
+        (found,) = from_run(opened).of_losses().compared
+    assert [(one.name, one.curve) for one in found.pairs] == [
+        ("seg/depth", [(0, 0.5)]),
+        ("seg/edges", [(0, -0.5)]),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "losses", "split"),
     [
