@@ -222,8 +222,8 @@ class TestJSON:
                 {"kind": "skipped-step", "rule": "", "step": 11, "rank": 0, "name": "", "message": "the step was skipped"},
             ],
             "conflicts": [],
-        "combined": [],
-        "median_of_one_step_in": 1,
+            "combined": [],
+            "median_of_one_step_in": 1,
             "inside": [],
         }  # fmt: skip
         source = {"rule": "norms", "point": "accumulated"}
