@@ -81,6 +81,8 @@ class LightningCallback(Callback):
         session = self._applied.begin(pl_module, step)
         if kept["trainer"] == step and kept["session"] is not None:
             session.load_state_dict(kept["session"])
+        elif step:
+            self._applied.begins_anew("the checkpoint was written without this callback")
         _pl.utilities.rank_zero_info(str(session.plan))
 
     def on_before_optimizer_step(self, *_: Any) -> None:

@@ -591,17 +591,83 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
         session.load_state_dict(state)
 
 
-def test_a_damaged_state_changes_nothing() -> None:
+def _set(state: Any, value: Any, *place: Any) -> None:
+    for key in place[:-1]:
+        state = state[key]
+    state[place[-1]] = value
+
+
+DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
+    "a step below 0": (("step",), -3, "state['step']: -3 should be greater than or equal to 0"),
+    "a step that is none": (
+        ("steps", "w.0"),
+        "x",
+        "state['steps']['w.0']: 'x' should be a valid integer",
+    ),
+    "a step with a fraction": (
+        ("common_step",),
+        1.0,
+        "state['common_step']: 1.0 should be a valid integer",
+    ),
+    "a row below 0": (("in_a_row",), {"t": {"w.0": -1}}, "['in_a_row']['t']['w.0']: -1 should"),
+    "no statistics": (("rules", "spikes"), {"bound": "sigmas"}, "['spikes']['per']: is missing"),
+    "a word": (("rules", "spikes", "per"), "row", "['per']: 'row' should be 'rule' or 'parameter'"),
+    "a number": (("rules", "spikes", "statistics", 0, "kept"), 1.0, "['kept']: 1.0 should be an"),
+    "no fractions": (
+        ("rules", "spikes", "statistics", 0, "kept"),
+        torch.ones(3, 1, dtype=torch.long),
+        "['kept']: is of torch.int64 on cpu",
+    ),
+    "NaN": (
+        ("rules", "spikes", "statistics", 0, "kept", (1, 0)),
+        math.nan,
+        "['kept']: 1 of 3 numbers are NaN or infinite",
+    ),
+    "a norm below 0": (
+        ("rules", "spikes", "statistics", 0, "usual", 1),
+        -1.0,
+        "['usual']: has numbers below 0",
+    ),
+    "another size": (
+        ("rules", "spikes", "statistics", 0, "kept"),
+        torch.ones(2, 1),
+        "'kept' is of size (2, 1) and, of 2 parameters, should be of (3, 1)",
+    ),
+    "a name less": (
+        ("rules", "spikes", "statistics", 0, "params"),
+        ["w.0"],
+        "'usual' is of size (2,) and, of 1 parameters, should be of (1,)",
+    ),
+}
+
+
+def test_a_damaged_state_tells_all_of_its_damage_and_changes_nothing() -> None:
     session, _ = trained(ZCLIP, series())
     state = session.state_dict()
-    broken = {
-        **state,
-        "step": 7,
-        "rules": {"spikes": {**state["rules"]["spikes"], "statistics": [{"params": ["w.0"]}]}},
-    }
+    file = io.BytesIO()
+    torch.save({**state, "step": 7}, file)
+
+    def fresh() -> Any:
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
     with gradsurgeon.apply(Leaves(5, 6), rules(rule(ZCLIP))) as other:
         other.load_state_dict(state)
-        with pytest.raises(gradsurgeon.GradSurgeonError, match="KeyError: 'kept'"):
+        for place, value, told in DAMAGE.values():
+            broken = fresh()
+            _set(broken, value, *place)
+            with pytest.raises(gradsurgeon.GradSurgeonError) as raised:
+                other.load_state_dict(broken)
+            assert str(raised.value).startswith("1 problem in the state") or "missing" in told
+            assert told in str(raised.value)
+        broken, all_of_it = fresh(), ("a step below 0", "a row below 0", "NaN", "a norm below 0")
+        for place, value, _ in map(DAMAGE.__getitem__, all_of_it):
+            _set(broken, value, *place)
+        with pytest.raises(gradsurgeon.GradSurgeonError, match="4 problems") as raised:
+            other.load_state_dict(broken)
+        assert all(DAMAGE[name][2] in str(raised.value) for name in all_of_it)
+        broken["steps"] = dict.fromkeys(map(str, range(10_000)), -1)
+        with pytest.raises(gradsurgeon.GradSurgeonError, match=r"9,98\d more"):
             other.load_state_dict(broken)
         assert other.step == 60
         assert learnt(other) == learnt(session)
