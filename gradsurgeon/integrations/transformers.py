@@ -51,7 +51,7 @@ class TransformersCallback(TrainerCallback):
     The rules act from the first step, after a checkpoint was restored, until the training ends. The trainer
     tells no callback when it raises: then they stay on the model until its next training begins,
     or `gradsurgeon.remove` is called. Each checkpoint of the trainer has what the rules have learnt, in `state-RANK.pt`,
-    and they go on from there. The plan is printed on the first rank. Whatever the trainer logs while it trains,
+    and they go on from the one that the trainer resumes from, wherever it is; where it has none, a warning says so. The plan is printed on the first rank. Whatever the trainer logs while it trains,
     on the console, in ``trainer.state.log_history`` and to its reporters, has of each rule that records norms
     the norm of all tensors together, their median and how many are not finite, ``gradsurgeon/<rule>/total``,
     ``median`` and ``not finite``; and how many events of each kind there were, ``gradsurgeon/events/<kind>``.

@@ -60,29 +60,30 @@ class Net(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
-def test_lightning(tmp_path: Path) -> None:
-    def fit(steps: int, callback: Any, checkpoint: str | None = None) -> tuple[Net, Any]:
-        model = Net()
-        trainer = lightning.Trainer(
-            accelerator="cpu",
-            devices=1,
-            logger=False,
-            callbacks=[callback],
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=str(tmp_path),
-            max_steps=steps,
-        )
-        batches: Any = torch.utils.data.DataLoader(torch.zeros(2 * STEPS, 1), batch_size=None)  # type: ignore[arg-type]
-        trainer.fit(model, batches, ckpt_path=checkpoint)
-        return model, trainer
+def fit(folder: Path, steps: int, callback: Any, checkpoint: str | None = None) -> tuple[Net, Any]:
+    model = Net()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        callbacks=[] if callback is None else [callback],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(folder),
+        max_steps=steps,
+    )
+    batches: Any = torch.utils.data.DataLoader(torch.zeros(2 * STEPS, 1), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(model, batches, ckpt_path=checkpoint)
+    return model, trainer
 
-    whole, _ = fit(STEPS, LightningCallback(RULES))
-    _, trainer = fit(BROKEN_OFF, LightningCallback(RULES))
+
+def test_lightning(tmp_path: Path) -> None:
+    whole, _ = fit(tmp_path, STEPS, LightningCallback(RULES))
+    _, trainer = fit(tmp_path, BROKEN_OFF, LightningCallback(RULES))
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     callback = LightningCallback(RULES)
-    resumed, _ = fit(STEPS, callback, str(tmp_path / "last.ckpt"))
+    resumed, _ = fit(tmp_path, STEPS, callback, str(tmp_path / "last.ckpt"))
     assert same(whole, resumed)
     session: Any = callback.session
     assert session.step == STEPS
@@ -90,6 +91,20 @@ def test_lightning(tmp_path: Path) -> None:
     (part,) = session.state_dict()["rules"]["spikes"]["statistics"]
     assert part["kept"][0].item() == STEPS
     assert session.status()["spikes"].changed > 0
+
+
+def test_a_checkpoint_of_lightning_without_the_callback_is_told_of(tmp_path: Path) -> None:
+    _, trainer = fit(tmp_path, BROKEN_OFF, None)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    callback = LightningCallback(RULES)
+    with pytest.warns(GradSurgeonWarning) as told:
+        fit(tmp_path, STEPS, callback, str(tmp_path / "last.ckpt"))
+    assert [str(one.message) for one in told if one.category is GradSurgeonWarning] == [
+        f"training goes on from step {BROKEN_OFF}, and the rules begin anew with what they learn: the checkpoint was "
+        "written without this callback"
+    ]
+    assert callback.session is not None
+    assert callback.session.step == STEPS
 
 
 class Reader(nn.Module):
