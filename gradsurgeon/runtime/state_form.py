@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
+import torch
 from pydantic import AfterValidator, Field, InstanceOf, TypeAdapter, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError
 from torch import Tensor
@@ -23,23 +24,26 @@ _REMEDY = "it is damaged: go on from another one, or from none, and the rules be
 
 def _numbers(tensor: Tensor) -> Tensor:
     flaws = []
-    if not tensor.is_floating_point() or tensor.device.type == "meta":
-        flaws.append(
-            f"is of {tensor.dtype} on {tensor.device}, and should hold numbers with a fraction"
-        )
+    # Of what is no plain memory even the questions below cannot be asked.
+    is_plain = tensor.layout == torch.strided and tensor.device.type != "meta"
+    if not (is_plain and tensor.is_floating_point()):
+        kind = f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        flaws.append(f"is of {kind}, and should hold numbers with a fraction")
     elif bad := int((~tensor.isfinite()).sum()):
         flaws.append(
             f"{bad} of {tensor.numel()} numbers are NaN or infinite, and such a norm is never learnt"
         )
     elif bool((tensor[:_ABOVE_0] if tensor.dim() > 1 else tensor).lt(0).any()):
         flaws.append("has numbers below 0, and counts and norms are none")
-    return _sound(tensor, flaws)
+    return _sound(tensor.detach(), flaws)
 
 
 def _sizes(rule: LearntByRule, info: ValidationInfo) -> LearntByRule:
     rows: Mapping[str, int] = info.context or {}
     flaws = []
     for number, part in enumerate(rule.statistics):
+        if len(set(part.params)) < len(part.params):
+            flaws.append(f"the statistic {number} names a parameter twice")
         count, kept, usual = len(part.params), tuple(part.kept.shape), tuple(part.usual.shape)
         height = rows.get(rule.bound, kept[0] if kept else 0)
         wanted = {"kept": (height, 1 if rule.per == "rule" else count), "usual": (count,)}
@@ -56,7 +60,7 @@ def _sound(value: _Value, flaws: list[str]) -> _Value:
     return value
 
 
-_Count = Annotated[int, Field(strict=True, ge=0)]
+_Count = Annotated[int, Field(strict=True, ge=0, le=2**53)]
 _Numbers = Annotated[InstanceOf[Tensor], AfterValidator(_numbers)]
 
 

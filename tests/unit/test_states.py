@@ -94,7 +94,12 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
     "no fractions": (
         ("rules", "spikes", "statistics", 0, "kept"),
         torch.ones(3, 1, dtype=torch.long),
-        "['kept']: is of torch.int64 on cpu",
+        "['kept']: is of torch.int64, torch.strided, on cpu",
+    ),
+    "sparse": (
+        ("rules", "spikes", "statistics", 0, "kept"),
+        torch.ones(3, 1).to_sparse(),
+        "['kept']: is of torch.float32, torch.sparse_coo",
     ),
     "NaN": (
         ("rules", "spikes", "statistics", 0, "kept", (1, 0)),
@@ -110,6 +115,12 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         ("rules", "spikes", "statistics", 0, "kept"),
         torch.ones(2, 1),
         "'kept' is of size (2, 1) and, of 4 parameters, should be of (3, 1)",
+    ),
+    "a step beyond all": (("step",), 10**30, "should be less than or equal to 9007199254740992"),
+    "a name twice": (
+        ("rules", "spikes", "statistics", 0, "params", 1),
+        "0.weight",
+        "the statistic 0 names a parameter twice",
     ),
     "a name less": (
         ("rules", "spikes", "statistics", 0, "params"),
