@@ -111,7 +111,7 @@ class Traps:
         return bool(self._diagnosis.pending)
 
     def add_snapshot(self, counter: StepCounter, snapshot: GradientSnapshot) -> None:
-        if self._context.program.traps:
+        if self._context.program.traps or self._context.due_rules(counter).reported:
             snapshots = self._snapshots[counter]
             # A step of many micro-batches must not keep the graph of each.
             snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
@@ -209,10 +209,9 @@ class Traps:
         for one, tripped in zip(judged, spikes, strict=True):
             report = None
             if tripped:
-                # Several passes may have made different ones.
-                passes = [one for snapshot in snapshots for one in snapshot.order]
-                arrived = tuple(dict.fromkeys(passes))
+                arrived = _arrived(self._snapshots[counter])
                 report = spike_report(context.program.names, one, arrived)
+            self._spikes.follow(one, counter.step, tripped=bool(tripped))
             findings.append((one.bound_rule.rule.id, report))
         fired = [bound for bound in due_rules.traps if any(i in gradients for i in bound.tensors)]
         for bound in fired:
@@ -270,7 +269,7 @@ class Traps:
         if not stuck or context.mode == "observe":
             return []
         # A scaler looks before the script can repair or clip, and so must the trap.
-        if snapshots := self._snapshots[counter]:
+        if (snapshots := self._snapshots[counter]) and snapshots[-1].norms:
             seen = snapshots[-1].norms
         else:
             seen = measure.norms(*context.parameters.grads(due_rules.trapped))
@@ -370,6 +369,12 @@ class Traps:
             context.event_log.emit("skipped-step", message, **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
         return Cause(rank, trip.rule, report.name, text, diagnosis, kind)
+
+
+def _arrived(snapshots: Sequence[GradientSnapshot]) -> list[list[int]]:
+    """Return in which order the gradients of an update came; nothing where its passes differ in what they reach."""
+    reached = {frozenset(snapshot.done.tensors) for snapshot in snapshots}
+    return snapshots[-1].arrived if len(reached) == 1 else []
 
 
 def _decided(severity: int, cause: Cause, step: int) -> StepDecision:
