@@ -69,7 +69,7 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
             by_position.update(zip(positions, measured, strict=True))
         # Not by an index, which would have to come from the host: a CUDA graph cannot wait for that.
         found = torch.stack([by_position[position] for position in range(len(grads))]).float()
-        if _may_have_overflowed(found.max(), order):
+        if found.is_cpu and _may_have_overflowed(found.max(), order):
             for position, measured in enumerate(found.tolist()):
                 if math.isinf(measured):
                     found[position] = _scaled_norm(dense[position], order)

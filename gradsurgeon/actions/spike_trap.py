@@ -86,9 +86,8 @@ class Above(Options):
         beta, warmup = self.beta, self.warmup
         if self.sigmas is not None:
             options = (self.sigmas, 0.97 if beta is None else beta, warmup or 25)
-            return RunningBound(
-                "sigmas", 3, partial(_zclip, *options), partial(_zclip_bound, *options)
-            )
+            advance, bounds = partial(_zclip, *options), partial(_zclip_bound, *options)
+            return RunningBound("sigmas", 3, advance, bounds, slack=self.sigmas * _EPSILON)
         times = self.times
         assert times is not None  # noqa: S101 # one of the two is given
         options = (times, 0.98 if beta is None else beta, warmup or 100)

@@ -17,9 +17,11 @@ from gradsurgeon.runtime.running_norms import JudgedNorms, NormsOnHost, RunningS
 # In healthy series, with the options of the papers, rows are long as well: the median of the longest of 2,000
 # updates is 98 for `times`. But there the bound comes after the norms, or is close to the least of them.
 _LONG = 100
-_LOOK_EVERY = 50
+LOOK_EVERY = 50
 # A bound that needs so many more updates will not get there in time.
 _FAR = 1000
+# Norms of which the slack of a bound is so many times the usual are not bounded by it.
+_SLACK = 10
 _HINTS = {
     "sigmas": "raise `sigmas` or lower `beta`",
     "times": "raise `times` or lower `beta`",
@@ -58,7 +60,7 @@ class LockedBounds:
         for owner, place in cut.items():
             row = rows.setdefault(owner, _Row())
             row.length, row.least = row.length + 1, min(row.least, known.norms[place])
-            if row.length % _LOOK_EVERY:
+            if row.length % LOOK_EVERY:
                 continue
             bound = judged.spikes.bound.bounds(known.before[:, place].tolist())
             earlier, row.bound = row.bound, math.nan if bound is None else bound[0]
@@ -89,4 +91,26 @@ def _missing(earlier: float, row: _Row) -> float:
         return 0.0
     if not 0 < earlier < row.bound:
         return math.inf
-    return _LOOK_EVERY * math.log(row.least / row.bound) / math.log(row.bound / earlier)
+    return LOOK_EVERY * math.log(row.least / row.bound) / math.log(row.bound / earlier)
+
+
+def told_of_size(
+    names: Sequence[str], judged: JudgedNorms, numbers: Sequence[float], means: Sequence[float]
+) -> str:
+    """Return what is to be said of norms that are too small for their bound, by what has entered of each; else nothing."""
+    bound = judged.spikes.bound
+    known = zip(_owners(judged), numbers, means, strict=True)
+    small = [
+        (owner, mean)
+        for owner, number, mean in known
+        if number >= LOOK_EVERY and 0 < mean * _SLACK < bound.slack
+    ]
+    if not small:
+        return ""
+    owner, mean = small[0]
+    of = "" if judged.spikes.over_rule else f" of {printable(names[owner])}"
+    more = f" (and {len(small) - 1} more)" if len(small) > 1 else ""
+    return (
+        f"the usual norm{of} is {mean:.3g}{more}: nothing is a spike that is not {bound.slack:.3g} above it, which ZClip "
+        "has so that a deviation of 0 can be divided by; use `times`"
+    )

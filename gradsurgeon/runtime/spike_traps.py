@@ -16,7 +16,7 @@ from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.edit_effect import LEFT_ALONE
 from gradsurgeon.runtime.gradient_edits import shorten
 from gradsurgeon.runtime.gradients import Gradients
-from gradsurgeon.runtime.locked_bounds import LockedBounds
+from gradsurgeon.runtime.locked_bounds import LOOK_EVERY, LockedBounds, told_of_size
 from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.running_norms import (
     JudgedNorms,
@@ -64,9 +64,26 @@ class SpikeTraps:
             if tensors:
                 with torch.no_grad():
                     judged[rule] = self._compare(bound_rule, gradients, tensors, overflow)
+                if counter.step % LOOK_EVERY == 0:
+                    self._look_at_size(judged[rule], counter.step)
                 if not bound_rule.rule.edits:
                     context.event_log.count_fired(rule, counter.step)
         return [one for one in judged.values() if not one.bound_rule.rule.edits]
+
+    def _look_at_size(self, judged: JudgedNorms, step: int) -> None:
+        """Say once of norms, as soon as they can be read, that they are too small for a bound to see a spike."""
+        rule, names, log = (
+            judged.bound_rule.rule.id,
+            self._context.program.names,
+            self._context.event_log,
+        )
+        if judged.spikes.bound.slack and not log.is_noticed("small", rule):
+
+            def tell(kept: Tensor) -> None:
+                if text := told_of_size(names, judged, *kept.reshape(2, -1).tolist()):
+                    log.notice_once("small", text, rule=rule, step=step, warn=True)
+
+            log.when_read(judged.before[:2].flatten(), tell)
 
     def _compare(
         self,

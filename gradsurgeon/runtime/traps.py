@@ -95,13 +95,12 @@ class Traps:
         self._spikes = spikes
         self._diagnosis = StepDiagnosis(context, kept)
         self._agreement = agreement
-        # How often in a row traps have tripped, and scalers have skipped a step.
-        self._in_a_row: Counter[tuple[StepCounter, str]] = Counter()
+        # How often in a row traps have tripped, by rule and tensor: a script may rebuild its optimizer.
+        self._in_a_row: dict[tuple[str, int], int] = {}
         # The same with the current update, which is judged after each call of a closure.
         self._with_this: dict[StepCounter, dict[str, int]] = defaultdict(dict)
+        # How often in a row scalers have skipped a step.
         self._scaler_skips: Counter[StepCounter] = Counter()
-        # The rows that a state has told of, by rule and tensor, until the counter is known that has them.
-        self._resumed: dict[tuple[str, int], int] = {}
         # What was seen after each backward pass of the current step.
         self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
 
@@ -119,36 +118,36 @@ class Traps:
 
     def in_a_row(self) -> dict[str, dict[str, int]]:
         """Return how often in a row traps have tripped, by rule and parameter."""
-        names, rows = self._context.program.names, dict(self._resumed)
-        for (counter, rule), number in self._in_a_row.items():
-            rows.update({(rule, tensor): number for tensor in counter.tensors})
+        names = self._context.program.names
         found: dict[str, dict[str, int]] = {}
-        for (rule, tensor), number in rows.items():
-            if number:
-                found.setdefault(rule, {})[names[tensor]] = number
+        for (rule, tensor), number in self._in_a_row.items():
+            found.setdefault(rule, {})[names[tensor]] = number
         return found
 
     def resume(self, in_a_row: Mapping[str, Mapping[str, int]], index: Mapping[str, int]) -> None:
         """Go on counting what `in_a_row` has returned, with the number of each parameter by its name."""
-        self._in_a_row.clear()
-        self._resumed = {
+        self._in_a_row = {
             (rule, index[name]): number
             for rule, rows in in_a_row.items()
             for name, number in rows.items()
-            if name in index
+            if number and name in index
         }
 
     def _row(self, counter: StepCounter, rule: str) -> int:
-        key = counter, rule
-        if key not in self._in_a_row:
-            rows = [self._resumed.get((rule, tensor), 0) for tensor in counter.tensors]
-            self._in_a_row[key] = max(rows, default=0)
-        return self._in_a_row[key]
+        rows = (self._in_a_row.get((rule, tensor), 0) for tensor in counter.tensors)
+        return max(rows, default=0)
+
+    def _set_row(self, counter: StepCounter, rule: str, number: int) -> None:
+        if number:
+            self._in_a_row.update({(rule, tensor): number for tensor in counter.tensors})
+        elif self._in_a_row:
+            for tensor in counter.tensors:
+                self._in_a_row.pop((rule, tensor), None)
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
         for rule, times in self._with_this.pop(counter, {}).items():
-            self._in_a_row[counter, rule] = times
+            self._set_row(counter, rule, times)
 
     def decide(
         self, counter: StepCounter, gradients: Gradients, overflow: Tensor | None = None
@@ -279,9 +278,8 @@ class Traps:
         guilty = [bound for bound in stuck if not bad.keys().isdisjoint(bound.tensors)]
         for bound in guilty:
             # This trip is one too many, as those after it, until the trap finds nothing.
-            key = counter, bound.rule.id
-            row = self._row(counter, bound.rule.id)
-            self._in_a_row[key] = max(row, patience[bound.rule.id] - 1)
+            rule = bound.rule.id
+            self._set_row(counter, rule, max(self._row(counter, rule), patience[rule] - 1))
         why = "its scale is below 1" if low else f"{skips} steps in a row"
         evidence = GradientEvidence(snapshots, list(norms), bad)
         return self._findings(guilty, evidence, f"the GradScaler keeps skipping ({why}): ")
