@@ -520,14 +520,16 @@ def odd_history(rng: random.Random, steps: int) -> list[float | None]:
 def bites(rule: dict[str, object], norms: Sequence[float]) -> int:
     """Count by loops of its own in how many steps a rule bites."""
     if rule["action"] == "clip-norm":
-        return sum(float(str(rule["max_norm"])) / (norm + 1e-6) < 1 for norm in norms)
+        bound = rule["max_norm"]
+        assert isinstance(bound, float)
+        return sum(bound / (norm + 1e-6) < 1 for norm in norms)
     assert isinstance(rule["above"], dict)
-    bound, found = ZClip(**rule["above"]), 0
+    statistic, found = ZClip(**rule["above"]), 0
     for norm in norms:
-        passed = bound.passes(norm)
+        passed = statistic.passes(norm)
         # Of a deviation that is only rounding both sides are right.
         found += passed < norm and norm - passed > 1e-12 * norm
-        bound.learn(passed)
+        statistic.learn(passed)
     return found
 
 
