@@ -352,9 +352,11 @@ class TestFile:
         text, _, findings = suggestion(tmp_path, share)
         assert [rule["params"] for rule in rules_of(text)] == ["calm"]
         (finding,) = findings
-        assert finding.startswith("no rule for w: not stationary, and no `spike-trap` that tells ")
-        assert f"(in {most}" in finding
-        assert finding.endswith("% at most): ask for another --bites")
+        assert finding.startswith(
+            f"no rule for w: not stationary, and no `spike-trap` bites in {100 * share:g}% of the steps"
+        )
+        assert f"the closest one bites in {most}" in finding
+        assert finding.endswith("%: ask for another --bites")
 
     def test_norms_that_are_hardly_ever_above_0(self, tmp_path: pathlib.Path) -> None:
         norms = [0.0] * 930 + [0.0, 1.0] * 35
@@ -425,9 +427,13 @@ class TestFile:
     @pytest.mark.parametrize("rounding", [0.0, 1e-7])
     def test_norms_that_were_clipped_already(self, tmp_path: pathlib.Path, rounding: float) -> None:
         norms = [min(norm, 1.0 + norm * rounding) for norm in calm(0)]
-        _, _, findings = suggestion(recorded(tmp_path, w=norms))
-        assert len(findings) == 1
-        assert "no threshold bites in 2% of the steps" in findings[0]
+        text, _, findings = suggestion(recorded(tmp_path, w=norms, calm=calm(1, 100.0)))
+        assert [rule["params"] for rule in rules_of(text)] == ["calm"]
+        (finding,) = findings
+        assert finding.startswith(
+            "no rule for w: no threshold bites in 2% of the steps, the closest"
+        )
+        assert finding.endswith("%: norms that are alike have mostly been clipped already")
 
     @pytest.mark.parametrize("mode", ["act", "observe"])
     @pytest.mark.parametrize("point", ["accumulated", "step"])
@@ -452,7 +458,7 @@ class TestFile:
             writer.add(Key("norms", "l2", point, ("w",)), step, values(norm))
         writer.close()
         told = "clip-all: edited before it was measured, by "
-        moved = f"{told}`first`: record again with `norms` above that, with `--observe` or without"
+        moved = f"{told}`first`: put `norms` above that and record again, `--observe` does not help"
         observed = f"{told}`hook`: record with `--observe` to see what comes in"
         wanted = [moved] * (point == "step") + [observed] * (mode == "act")
         assert suggestion(tmp_path).findings == wanted
@@ -551,7 +557,9 @@ def test_whatever_was_recorded_lint_passes_and_the_counts_are_right(
     try:
         text, _, findings = suggestion(tmp_path / "run", share)
     except RecordError as error:
-        assert re.search("not stationary, and|say nothing of|hardly ever above 0", str(error))  # noqa: PT017
+        assert re.search(
+            "not stationary, and|say nothing of|hardly ever above 0|no threshold bites", str(error)
+        )  # noqa: PT017
         return
     (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
     assert lint(str(tmp_path / "rules.yaml")) == []
