@@ -20,6 +20,10 @@ _ALIKE = 1e-4
 # The halves lie half a run apart, and this run and the next one a whole run: where the share changes by
 # this factor between the halves, it can change by a factor of two until the next run.
 _CHANGE = math.sqrt(2)
+# Deviations that no norm is as few of above the mean, even where what the rule adds to them is far larger.
+_LOWEST, _HIGHEST = 1e-9, 1e6
+# A threshold that bites as often as one next to 0 does tells no spike from anything else.
+_MOST = 0.9
 # More norms lie above a lower quantile: it tells sooner whether they drift.
 _MANY = 0.2
 
@@ -42,15 +46,16 @@ class Threshold(NamedTuple):
     """A threshold, and what it would have done.
 
     Attributes:
-        value: a fixed `max_norm`, or the standard deviations of a `spike-trap` where there is a drift.
-        bites: in how many steps it would have bitten.
+        value: a fixed `max_norm`, or the standard deviations of a `spike-trap` where there is a drift;
+            ``None`` where no such number bites about as often as was asked.
+        bites: in how many steps it would have bitten; without a value, what comes closest would have.
         steps: of how many.
         quantile: the norm that the asked share of all steps was above.
         halves: the same of the first and of the second half.
         drift: why no fixed threshold would last; ``None`` where it would.
     """
 
-    value: float
+    value: float | None
     bites: int
     steps: int
     quantile: float
@@ -71,7 +76,7 @@ def threshold(norms: Sequence[float], share: float) -> Threshold:
     drifts = (_drift(first, second, part) for part in (share, max(share, _MANY)))
     drift = next(filter(None, drifts), None)
     if drift:
-        steps = max(1, sum(norm > 0 for norm in norms) - WARMUP)
+        steps = max(0, sum(norm > 0 for norm in norms) - WARMUP)
         value, bites = _sigmas(norms, share * steps)
     else:
         steps = len(norms)
@@ -106,14 +111,18 @@ def _drift(first: Sequence[float], second: Sequence[float], share: float) -> Dri
     return Drift(share, (start, end), (counts[0] / len(second), counts[1] / len(first)))
 
 
-def _sigmas(norms: Sequence[float], asked: float) -> tuple[float, int]:
+def _sigmas(norms: Sequence[float], asked: float) -> tuple[float | None, int]:
     """Return the threshold of a `spike-trap` that would have bitten so often, and how often it would have."""
 
     def bites(sigmas: float) -> int:
         return sum(map(lt, let_through(norms, sigmas), norms))
 
+    if asked > _MOST * (most := bites(_LOWEST)):
+        return None, most
     low, high = 0.0, 4.0
-    while bites(high) > asked and high < 1e6:  # noqa: PLR2004 # a deviation of next to nothing
+    while (found := bites(high)) > asked:
+        if high > _HIGHEST:  # a deviation of next to nothing
+            return None, found
         low, high = high, 2 * high
     while high - low > high / 256:
         middle = (low + high) / 2

@@ -6,10 +6,12 @@ import math
 import pathlib
 import random
 import re
+from array import array
 from collections.abc import Sequence
 
 import pytest
 import yaml
+from running_bounds import ZClip
 from runs import meta, values, write
 
 from gradsurgeon import Event, RecordError
@@ -28,6 +30,10 @@ from gradsurgeon.suggestion.spike_statistic import let_through
 from gradsurgeon.suggestion.thresholds import threshold
 
 STEPS = 2000
+
+
+def float32(number: float) -> float:
+    return array("f", [number])[0]
 
 
 def calm(seed: int, level: float = 1.0, steps: int = STEPS) -> list[float]:
@@ -303,12 +309,68 @@ class TestFile:
         assert [re.match("spikes-falling: not stationary: ", text) for text in findings] != [None]
         assert len(findings) == 1
 
-    def test_norms_of_one_step_in_many(self, tmp_path: pathlib.Path) -> None:
-        writer = RunWriter(tmp_path, meta=meta(("w",)))
-        for number, norm in enumerate(falling(0)):
-            writer.add(Key("norms", "l2", "step", ("w",)), 50 * number, values(norm))
+    @pytest.mark.parametrize("every", [2, 50])
+    def test_norms_of_one_step_in_many(self, tmp_path: pathlib.Path, every: int) -> None:
+        names = {"w": calm(1), "v": falling(0, 100.0)}
+        writer = RunWriter(tmp_path, meta=meta(tuple(names)))
+        for number, norms in enumerate(zip(*names.values(), strict=True)):
+            writer.add(Key("norms", "l2", "step", tuple(names)), every * number, values(*norms))
         writer.close()
-        assert "spikes-all: norms of few steps: " in "\n".join(suggestion(tmp_path).findings)
+        text, _, (finding,) = suggestion(tmp_path)
+        # A quantile is that of all steps, whichever were recorded.
+        assert [(rule["params"], rule["action"]) for rule in rules_of(text)] == [("w", "clip-norm")]
+        assert finding.startswith(
+            "no rule for v: not stationary, and the statistic of a `spike-trap` "
+        )
+        assert finding.endswith(f": record again without `every: {every}` in `norms`")
+
+    def test_steps_without_a_gradient_or_a_record_leave_no_gap(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        norms: list[float | None] = []
+        for norm in falling(0):
+            norms += [norm, None]
+        writer = RunWriter(tmp_path, meta=meta(("w",)))
+        for step, norm in enumerate(norms):
+            if step % 100 != 7:  # a scaler has skipped it
+                gone = frozenset([0] if norm is None else [])
+                writer.add(Key("norms", "l2", "step", ("w",)), step, values(norm or 0.0), gone)
+        writer.close()
+        assert [rule["action"] for rule in rules_of(suggestion(tmp_path).text)] == ["spike-trap"]
+
+    @pytest.mark.parametrize(
+        ("norms", "share", "most"),
+        [
+            ([2.0 - step / STEPS for step in range(STEPS)], 0.02, "0%"),
+            ([10 * norm * 0.1 ** (step / 500) for step, norm in enumerate(calm(3))], 0.9, ""),
+        ],
+    )
+    def test_norms_that_no_spike_trap_fits(
+        self, tmp_path: pathlib.Path, norms: list[float], share: float, most: str
+    ) -> None:
+        recorded(tmp_path, w=norms, calm=[100 * norm for norm in calm(0)])
+        text, _, findings = suggestion(tmp_path, share)
+        assert [rule["params"] for rule in rules_of(text)] == ["calm"]
+        (finding,) = findings
+        assert finding.startswith("no rule for w: not stationary, and no `spike-trap` that tells ")
+        assert f"(in {most}" in finding
+        assert finding.endswith("% at most): ask for another --bites")
+
+    def test_norms_that_are_hardly_ever_above_0(self, tmp_path: pathlib.Path) -> None:
+        norms = [0.0] * 930 + [0.0, 1.0] * 35
+        recorded(tmp_path, w=norms, calm=calm(0, 100.0, 1000))
+        _, _, findings = suggestion(tmp_path)
+        assert findings == [
+            "no rule for w: not stationary, and a norm above 0 in 35 steps only: record more"
+        ]
+
+    def test_a_norm_that_no_float32_holds_is_not_finite(self, tmp_path: pathlib.Path) -> None:
+        recorded(tmp_path, a=calm(0, 3e38, 1000), b=calm(1, 3e38, 1000))
+        with open_run(tmp_path) as run:
+            (series,) = sources(run)
+            (both,) = group_norms(series, (("a", "b"),), frozenset())
+        assert both.nonfinite > 0
+        assert max(both.norms) < math.inf
 
     def test_few_steps_are_told_of_and_too_few_are_refused(self, tmp_path: pathlib.Path) -> None:
         recorded(tmp_path / "few", w=calm(0, steps=300))
@@ -367,27 +429,43 @@ class TestFile:
         assert len(findings) == 1
         assert "no threshold bites in 2% of the steps" in findings[0]
 
-    @pytest.mark.parametrize(("mode", "told"), [("act", True), ("observe", False)])
+    @pytest.mark.parametrize("mode", ["act", "observe"])
+    @pytest.mark.parametrize("point", ["accumulated", "step"])
     def test_gradients_that_the_run_edited(
-        self, tmp_path: pathlib.Path, mode: str, *, told: bool
+        self, tmp_path: pathlib.Path, mode: str, point: str
     ) -> None:
+        points = {"hook": "backward", "first": "step", "norms": point, "last": "step"}
+        chain = [one for one in points if one != "first" or point == "step"]
         more = {
             "mode": mode,
-            "roles": {
-                "first": {"role": "edit"},
-                "norms": {"role": "observe"},
-                "last": {"role": "edit"},
+            "roles": {one: {"role": "observe" if one == "norms" else "edit"} for one in chain},
+            "plan": {
+                "rules": [
+                    {"id": one, "action": "x", "point": points[one], "params": ["w"]}
+                    for one in chain
+                ],
+                "chains": {"w": chain},
             },
-            "plan": {"rules": [], "chains": {"w": ["first", "norms", "last"]}},
         }
         writer = RunWriter(tmp_path, meta=meta(("w",), **more))
         for step, norm in enumerate(calm(0)):
-            writer.add(Key("norms", "l2", "step", ("w",)), step, values(norm))
+            writer.add(Key("norms", "l2", point, ("w",)), step, values(norm))
         writer.close()
-        findings = suggestion(tmp_path).findings
-        assert ["clip-all: edited before it was measured, by `first`: " in f for f in findings] == [
-            True
-        ] * told
+        told = "clip-all: edited before it was measured, by "
+        moved = f"{told}`first`: record again with `norms` above that, with `--observe` or without"
+        observed = f"{told}`hook`: record with `--observe` to see what comes in"
+        wanted = [moved] * (point == "step") + [observed] * (mode == "act")
+        assert suggestion(tmp_path).findings == wanted
+
+    def test_norms_of_a_parameter_that_the_run_does_not_list(self, tmp_path: pathlib.Path) -> None:
+        recorded(tmp_path, w=calm(0))
+        said = (tmp_path / "run.json").read_text(encoding="utf-8")
+        (tmp_path / "run.json").write_text(said.replace('"params"', '"qarams"'), encoding="utf-8")
+        problem = (
+            r"run.json: is damaged, .*: it does not list w, of which .*; restore it, or record the"
+        )
+        with pytest.raises(RecordError, match=problem):
+            suggestion(tmp_path)
 
     def test_lint_finds_nothing_whatever_the_names(self, tmp_path: pathlib.Path) -> None:
         odd = [
@@ -423,3 +501,79 @@ class TestFile:
         text = suggestion(tmp_path / "names").text
         assert [rule["params"] for rule in rules_of(text)] == ["w"]
         assert "evil" in text.splitlines()[1]
+
+
+def odd_history(rng: random.Random, steps: int) -> list[float | None]:
+    """Return norms of any size that drift, jump, are alike, zero, missing, or not finite."""
+    level, spread = 10 ** rng.uniform(-12, 30), rng.choice([0.0, 1e-3, 0.2, 1.0])
+    drift, jump = rng.choice([0.0, 0.0, -2.0, 2.0]), rng.choice([1.0, 1.0, 10.0])
+    rare = {rng.choice([0.0, math.nan, math.inf, 1e37, None]): rng.choice([0.0, 0.02, 0.6])}
+    ceiling = level * rng.choice([1.0, math.inf])
+    found: list[float | None] = []
+    for step in range(steps):
+        norm = level * math.exp(rng.gauss(0, spread) + drift * step / steps)
+        found.append(min(norm, ceiling) * (jump if 2 * step > steps else 1))
+        found[-1] = next((odd for odd, share in rare.items() if rng.random() < share), found[-1])
+    return found
+
+
+def bites(rule: dict[str, object], norms: Sequence[float]) -> int:
+    """Count by loops of its own in how many steps a rule bites."""
+    if rule["action"] == "clip-norm":
+        bound = rule["max_norm"]
+        assert isinstance(bound, float)
+        return sum(bound / (norm + 1e-6) < 1 for norm in norms)
+    assert isinstance(rule["above"], dict)
+    statistic, found = ZClip(**rule["above"]), 0
+    for norm in norms:
+        passed = statistic.passes(norm)
+        # Of a deviation that is only rounding both sides are right.
+        found += passed < norm and norm - passed > 1e-12 * norm
+        statistic.learn(passed)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_was_recorded_lint_passes_and_the_counts_are_right(
+    tmp_path: pathlib.Path, seed: int
+) -> None:
+    rng = random.Random(seed)
+    steps, every = rng.choice([60, 300, 1000]), rng.choice([1, 1, 1, 3])
+    share = rng.choice([0.02, 0.05, 0.3, 0.5, 0.9, 0.99])
+    histories = {name: odd_history(rng, steps) for name in "abc"}
+    writer = RunWriter(tmp_path / "run", meta=meta(tuple(histories)))
+    for step in range(0, steps, every):
+        row = [histories[name][step] for name in histories]
+        gone = frozenset(place for place, norm in enumerate(row) if norm is None)
+        key = Key("norms", "l2", "step", tuple(histories))
+        writer.add(key, step, values(*(norm or 0.0 for norm in row)), gone)
+    writer.close()
+    try:
+        text, _, findings = suggestion(tmp_path / "run", share)
+    except RecordError as error:
+        assert re.search("not stationary, and|say nothing of|hardly ever above 0", str(error))  # noqa: PT017
+        return
+    (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
+    assert lint(str(tmp_path / "rules.yaml")) == []
+    told = [
+        (int(number), int(of))
+        for number, of in re.findall(
+            r"would have bitten in (\d+) of (\d+) steps?\b", text.replace(",", "")
+        )
+    ]
+    rules, covered = rules_of(text), set[str]()
+    assert len(rules) == len(told)
+    for rule, counts in zip(rules, told, strict=True):
+        patterns = [rule["params"]] if isinstance(rule["params"], str) else rule["params"]
+        names = [
+            "abc"[place] for place in select([compile_pattern(one) for one in patterns], "abc")
+        ]
+        covered.update(names)
+        rows = zip(*(histories[name][::every] for name in names), strict=True)
+        present = [[float32(norm) for norm in row if norm is not None] for row in rows]
+        norms = [float32(math.hypot(*row)) for row in present if row]
+        finite = [norm for norm in norms if math.isfinite(norm)]
+        warm = 25 if rule["action"] == "spike-trap" else 0
+        assert counts == (bites(rule, finite), len([n for n in finite if n > 0 or not warm]) - warm)
+        assert not warm or every == 1
+    assert len(covered) + len([f for f in findings if f.startswith("no rule for")]) <= 3
