@@ -114,7 +114,7 @@ class Session(RecordQueries):
             state: what `state_dict` has returned.
 
         Raises:
-            GradSurgeonError: it is no such state.
+            GradSurgeonError: it is no such state, or a damaged one; nothing has changed then.
         """
         session_state.load_state_dict(self._attachment.controller, state)
 

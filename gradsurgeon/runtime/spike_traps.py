@@ -19,6 +19,7 @@ from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.running_norms import JudgedNorms, RunningStatistic, moved, regrouped, wide
 from gradsurgeon.runtime.spike_report import told_of_cut
+from gradsurgeon.runtime.state_form import Learnt, LearntByRule
 from gradsurgeon.runtime.step_counter import StepCounter
 
 
@@ -154,12 +155,12 @@ class SpikeTraps:
         return found
 
     def load(
-        self, rules: Mapping[str, Mapping[str, Any]], index: Mapping[str, int]
+        self, rules: Mapping[str, LearntByRule], index: Mapping[str, int]
     ) -> Iterator[tuple[str, str]]:
         """Go on from what `state` has returned; yield by rule what does not fit.
 
         Args:
-            rules: what it has returned.
+            rules: what it has returned, checked.
             index: the number of each parameter by its name.
         """
         self.statistics.clear()
@@ -174,21 +175,21 @@ class SpikeTraps:
                 )
                 continue
             per = "rule" if spikes.over_rule else "parameter"
-            if (of_rule["bound"], of_rule["per"]) != (spikes.bound.name, per):
-                old = f"`{of_rule['bound']}`, per: {of_rule['per']}"
+            if (of_rule.bound, of_rule.per) != (spikes.bound.name, per):
+                old = f"`{of_rule.bound}`, per: {of_rule.per}"
                 yield (
                     rule,
                     f"has learnt as {old}, and is `{spikes.bound.name}`, per: {per}: it begins anew",
                 )
                 continue
-            if changed := set(self._bound(rule)).symmetric_difference(of_rule["params"]):
+            if changed := set(self._bound(rule)).symmetric_difference(of_rule.params):
                 told = f"acts on other parameters than the state knows of it ({shorten_names(sorted(changed))})"
                 if spikes.over_rule:
                     yield rule, f"{told}, and its norm is another one: it begins anew"
                     continue
                 yield rule, f"{told}: it begins anew with those"
             # An optimizer that has a part of the parameters of another is found by these.
-            for part in sorted(of_rule["statistics"], key=lambda part: -len(part["params"])):
+            for part in sorted(of_rule.statistics, key=lambda part: -len(part.params)):
                 self._load(rule, spikes, part, index)
         for rule in self._context.spikes.keys() - rules.keys():
             yield rule, "the state says nothing of this rule: it begins anew with what it learns"
@@ -199,17 +200,13 @@ class SpikeTraps:
         stages = [stage for stage in program.at_step if stage.rule.id == rule]
         return [program.names[tensor] for stage in stages for tensor in stage.tensors]
 
-    def _load(
-        self, rule: str, spikes: Spikes, part: Mapping[str, Any], index: Mapping[str, int]
-    ) -> None:
-        if not part["kept"].is_floating_point() or part["kept"].shape[0] != spikes.bound.rows:
-            raise ValueError(f"what rule {rule} has learnt is of another form")
-        columns = [column for column, name in enumerate(part["params"]) if name in index]
+    def _load(self, rule: str, spikes: Spikes, part: Learnt, index: Mapping[str, int]) -> None:
+        columns = [column for column, name in enumerate(part.params) if name in index]
         if not columns:
             return
-        tensors = tuple(index[part["params"][column]] for column in columns)
-        kept = part["kept"].clone() if spikes.over_rule else part["kept"][:, columns]
-        statistic = RunningStatistic(tensors, kept, part["usual"][columns])
+        tensors = tuple(index[part.params[column]] for column in columns)
+        kept = part.kept.clone() if spikes.over_rule else part.kept[:, columns]
+        statistic = RunningStatistic(tensors, kept, part.usual[columns])
         self.statistics.update({(rule, tensor): statistic for tensor in tensors})
 
     def update(self, counter: StepCounter) -> None:
