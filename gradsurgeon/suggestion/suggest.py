@@ -65,7 +65,7 @@ def suggest(run: Run, share: float) -> Suggestion:
                 without[", ".join(patterns)] = "; ".join((found, *edited))
                 continue
             name = rule_id("spikes" if found.drift else "clip", patterns, rules)
-            doubts = (*_doubts(norms, found, share), *edited)
+            doubts = (*_doubts(found, share), *edited)
             rules[name] = SuggestedRule(
                 name, patterns, len(group), series.key, norms, found, share, doubts
             )
@@ -160,7 +160,7 @@ def _why_none_follows(norms: GroupNorms, found: Threshold, share: float, rule: s
     return ""
 
 
-def _doubts(norms: GroupNorms, found: Threshold, share: float) -> Iterator[str]:
+def _doubts(found: Threshold, share: float) -> Iterator[str]:
     if drift := found.drift:
         (first, second), (in_second, in_first) = drift.quantiles, map(percent, drift.crossed)
         yield (

@@ -66,6 +66,7 @@ class TestThreshold:
         norms = calm(0, steps=5000)
         found = threshold(norms, share)
         assert found.drift is None
+        assert found.value is not None
         bites = sum(norm + 1e-6 > found.value for norm in norms)
         assert bites == found.bites == pytest.approx(share * 5000, rel=0.1)
         assert len(repr(found.value).replace(".", "").lstrip("0")) <= 4
@@ -73,6 +74,7 @@ class TestThreshold:
     def test_norms_as_small_as_what_the_clip_adds_to_them(self) -> None:
         norms = calm(0, 1e-7)
         found = threshold(norms, 0.02)
+        assert found.value is not None
         assert sum(found.value / (norm + 1e-6) < 1 for norm in norms) == found.bites
         assert found.bites == pytest.approx(40, rel=0.1)
 
@@ -87,6 +89,7 @@ class TestThreshold:
         norms = falling(seed)
         found = threshold(norms, 0.02)
         assert found.drift is not None
+        assert found.value is not None
         assert found.halves == found.drift.quantiles
         assert found.halves[0] > 1.2 * found.halves[1]
         assert found.drift.crossed[0] < 0.01
@@ -331,10 +334,10 @@ class TestFile:
         for norm in falling(0):
             norms += [norm, None]
         writer = RunWriter(tmp_path, meta=meta(("w",)))
-        for step, norm in enumerate(norms):
+        for step, found in enumerate(norms):
             if step % 100 != 7:  # a scaler has skipped it
-                gone = frozenset([0] if norm is None else [])
-                writer.add(Key("norms", "l2", "step", ("w",)), step, values(norm or 0.0), gone)
+                gone = frozenset({0}) if found is None else frozenset[int]()
+                writer.add(Key("norms", "l2", "step", ("w",)), step, values(found or 0.0), gone)
         writer.close()
         assert [rule["action"] for rule in rules_of(suggestion(tmp_path).text)] == ["spike-trap"]
 
@@ -557,9 +560,9 @@ def test_whatever_was_recorded_lint_passes_and_the_counts_are_right(
     try:
         text, _, findings = suggestion(tmp_path / "run", share)
     except RecordError as error:
-        assert re.search(
-            "not stationary, and|say nothing of|hardly ever above 0|no threshold bites", str(error)
-        )
+        reasons = "not stationary, and|say nothing of|hardly ever above 0|no threshold bites"
+        if not re.search(reasons, str(error)):
+            raise
         return
     (tmp_path / "rules.yaml").write_text(text, encoding="utf-8")
     assert lint(str(tmp_path / "rules.yaml")) == []
@@ -572,7 +575,8 @@ def test_whatever_was_recorded_lint_passes_and_the_counts_are_right(
     rules, covered = rules_of(text), set[str]()
     assert len(rules) == len(told)
     for rule, counts in zip(rules, told, strict=True):
-        patterns = [rule["params"]] if isinstance(rule["params"], str) else rule["params"]
+        given = rule["params"]
+        patterns = given if isinstance(given, list) else [str(given)]
         names = [
             "abc"[place] for place in select([compile_pattern(one) for one in patterns], "abc")
         ]
