@@ -69,8 +69,7 @@ class SuggestedRule(NamedTuple):
                 f"second half {second:.4g})"
             )
         after = " after the warm-up" if one.drift else ""
-        share = f"{100 * one.bites / one.steps:.3g}%"
-        yield f"would have bitten in {one.bites:,} of {count(one.steps, 'step')}{after}: {share}"
+        yield f"would have bitten in {one.bites:,} of {count(one.steps, 'step')}{after}: {one.bitten}"
 
 
 def percent(share: float) -> str:

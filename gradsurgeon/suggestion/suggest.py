@@ -60,11 +60,12 @@ def suggest(run: Run, share: float) -> Suggestion:
         for group, norms in zip(groups, group_norms(series, groups, skipped), strict=True):
             patterns = patterns_of(group, known)
             found = _threshold(norms, share, series.key.rule)
+            edited = tuple(_edited_before(run, series.key, group))
             if isinstance(found, str):
-                without[", ".join(patterns)] = found
+                without[", ".join(patterns)] = "; ".join((found, *edited))
                 continue
             name = rule_id("spikes" if found.drift else "clip", patterns, rules)
-            doubts = (*_doubts(norms, found, share), *_edited_before(run, series.key, group))
+            doubts = (*_doubts(found, share), *edited)
             rules[name] = SuggestedRule(
                 name, patterns, len(group), series.key, norms, found, share, doubts
             )
@@ -119,7 +120,14 @@ def _threshold(norms: GroupNorms, share: float, rule: str) -> Threshold | str:
     if reason := _why_none(norms, share):
         return reason
     found = threshold(norms.norms, share)
-    return (found.drift and _why_none_follows(norms, found, share, rule)) or found
+    if found.drift:
+        return _why_none_follows(norms, found, share, rule) or found
+    if found.value is None:
+        return (
+            f"no threshold bites in {percent(share)} of the steps, the closest one in {found.bitten}: norms that are "
+            "alike have mostly been clipped already"
+        )
+    return found
 
 
 def _why_none(norms: GroupNorms, share: float) -> str:
@@ -146,13 +154,13 @@ def _why_none_follows(norms: GroupNorms, found: Threshold, share: float, rule: s
         return f"not stationary, and a norm above 0 in {count(found.steps + WARMUP, 'step')} only: record more"
     if found.value is None:
         return (
-            f"not stationary, and no `spike-trap` that tells large norms from others bites in {percent(share)} of "
-            f"the steps (in {100 * found.bites / found.steps:.3g}% at most): ask for another --bites"
+            f"not stationary, and no `spike-trap` bites in {percent(share)} of the steps and tells large norms from "
+            f"others, the closest one bites in {found.bitten}: ask for another --bites"
         )
     return ""
 
 
-def _doubts(norms: GroupNorms, found: Threshold, share: float) -> Iterator[str]:
+def _doubts(found: Threshold, share: float) -> Iterator[str]:
     if drift := found.drift:
         (first, second), (in_second, in_first) = drift.quantiles, map(percent, drift.crossed)
         yield (
@@ -163,14 +171,6 @@ def _doubts(norms: GroupNorms, found: Threshold, share: float) -> Iterator[str]:
     if asked < ENOUGH_BITES:
         enough = math.ceil(ENOUGH_BITES / share)
         yield f"too few steps: by chance alone it may bite twice as often, or half as often; {enough:,} would do"
-    if not asked / 2 <= found.bites <= 2 * asked:
-        cause = (
-            "it jumps" if found.drift else "norms that are alike have mostly been clipped already"
-        )
-        yield (
-            f"no threshold bites in {percent(share)} of the steps, this one in "
-            f"{100 * found.bites / found.steps:.3g}%: {cause}"
-        )
 
 
 def _edited_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
@@ -191,7 +191,7 @@ def _edited_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
     here = {rule for rule in before if points.get(rule) == key.point}
     told = "edited before it was measured, by"
     if here:
-        yield f"{told} {_listed(here)}: record again with `{key.rule}` above that, with `--observe` or without"
+        yield f"{told} {_listed(here)}: put `{key.rule}` above that and record again, `--observe` does not help"
     if before - here and run.meta.get("mode") != "observe":
         yield f"{told} {_listed(before - here)}: record with `--observe` to see what comes in"
 

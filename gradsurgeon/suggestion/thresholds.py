@@ -62,6 +62,10 @@ class Threshold(NamedTuple):
     halves: tuple[float, float]
     drift: Drift | None
 
+    @property
+    def bitten(self) -> str:
+        return f"{100 * self.bites / self.steps:.3g}%"
+
 
 def least_steps(share: float) -> int:
     """Return the steps without which no norm lies above the quantile."""
@@ -83,7 +87,9 @@ def threshold(norms: Sequence[float], share: float) -> Threshold:
         value, bites = _rounded(
             whole + _EPSILON, lambda bound: _above(ordered, bound - _EPSILON), share * steps
         )
-    return Threshold(value, bites, steps, whole, halves, drift)
+    # Half as often or twice is near enough, and one bite more or less where few were asked for.
+    near = share * steps / 2 - 0.5 <= bites <= 2 * share * steps + 0.5
+    return Threshold(value if near else None, bites, steps, whole, halves, drift)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -117,7 +123,7 @@ def _sigmas(norms: Sequence[float], asked: float) -> tuple[float | None, int]:
     def bites(sigmas: float) -> int:
         return sum(map(lt, let_through(norms, sigmas), norms))
 
-    if asked > _MOST * (most := bites(_LOWEST)):
+    if asked >= _MOST * (most := bites(_LOWEST)):
         return None, most
     low, high = 0.0, 4.0
     while (found := bites(high)) > asked:
