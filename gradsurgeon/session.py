@@ -50,7 +50,11 @@ class Session(RecordQueries):
         self._attachment.context.event_log.raise_raised()
 
     def pause(self) -> None:
-        """Let no rule act until `resume()`. Steps are still counted."""
+        """Let no rule act until `resume()`. Steps are still counted.
+
+        On several ranks pause all of them. Under DDP a paused rank leaves its gradients as they are while the others
+        edit theirs, so that the weights drift apart; of sharded parameters all ranks leave them if one is paused.
+        """
         self._attachment.context.paused = True
 
     def resume(self) -> None:
@@ -114,7 +118,7 @@ class Session(RecordQueries):
             state: what `state_dict` has returned.
 
         Raises:
-            GradSurgeonError: it is no such state.
+            GradSurgeonError: it is no such state, or a damaged one; nothing has changed then.
         """
         session_state.load_state_dict(self._attachment.controller, state)
 

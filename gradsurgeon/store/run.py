@@ -211,7 +211,8 @@ class Run(RecordQueries):
             name = param.get("name") if isinstance(param, dict) else None
             if not isinstance(name, str):
                 raise RecordError(
-                    f"{printable(str(self.path / RUN_FILE))}: is damaged: a parameter has no name"
+                    f"{printable(str(self.path / RUN_FILE))}: is damaged: a parameter has no name; restore "
+                    "it, or record the run again"
                 )
             yield name
             for alias in _items(param.get("aliases")):
@@ -274,18 +275,20 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
-        meta = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        meta = json.loads(text)
     except OSError as error:
         raise RecordError(
             f"{printable(str(path.parent))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
             "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
         ) from None
     except (ValueError, RecursionError):
-        meta = None
+        meta = ...
     form = meta.get("format") if isinstance(meta, dict) else None
     if not isinstance(form, int):
         raise RecordError(
-            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`"
+            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`, "
+            f"but {_found(meta) if text else 'nothing at all'}; restore it, or record the run again"
         )
     if form > FORMAT:
         raise RecordError(
@@ -293,6 +296,19 @@ def _read_meta(path: Path) -> dict[str, Any]:
             "by a newer one; upgrade gradsurgeon"
         )
     return dict(meta)
+
+
+def _found(value: object) -> str:
+    """Say in words what was read instead of what a run says of itself."""
+    if isinstance(value, dict):
+        return (
+            "a mapping without one"
+            if "format" not in value
+            else "a `format` that is no whole number"
+        )
+    if isinstance(value, list):
+        return "a list"
+    return "text that is no JSON" if value is ... else "a single value"
 
 
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:

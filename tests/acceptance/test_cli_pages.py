@@ -85,6 +85,18 @@ class TestExplain:
         ) in done.stdout
         assert max(len(line) for line in lines if not line.startswith("|")) <= 100
 
+    @pytest.mark.parametrize("action", sorted(ACTIONS))
+    def test_what_has_to_be_given_comes_first(
+        self, action: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.main(["explain", action]) == 0
+        own = capsys.readouterr().out.partition("**Options of every rule.**")[0]
+        rows = [line.split(" | ") for line in own.splitlines() if line.startswith("| `")]
+        # The keys of a mapping have lines of their own below it.
+        must = ["must be given" in row for row in rows if "` in `" not in row[0]]
+        assert must == sorted(must, reverse=True)
+        assert any(must) or action not in ("spike-trap", "scale", "clip-norm")
+
     def test_what_an_observer_records_and_what_trips_a_trap(self, tmp_path: pathlib.Path) -> None:
         norms, trap = (
             call("explain", name, cwd=tmp_path).stdout for name in ("norm-log", "nan-trap")
