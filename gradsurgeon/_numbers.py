@@ -69,7 +69,7 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
             by_position.update(zip(positions, measured, strict=True))
         # Not by an index, which would have to come from the host: a CUDA graph cannot wait for that.
         found = torch.stack([by_position[position] for position in range(len(grads))]).float()
-        if found.is_cpu and _may_have_overflowed(found.max(), order):
+        if _torch.is_host(found) and _may_have_overflowed(found.max(), order):
             for position, measured in enumerate(found.tolist()):
                 if math.isinf(measured):
                     found[position] = _scaled_norm(dense[position], order)
@@ -86,7 +86,7 @@ def over(norms: Tensor, order: float) -> Tensor:
 
 def _may_have_overflowed(norm: Tensor, order: float) -> bool:
     # On a device the question would be a wait, and wider sums a second pass, or slow.
-    return norm.is_cpu and not norm.item() < math.inf and order < math.inf
+    return _torch.is_host(norm) and order < math.inf and not norm.item() < math.inf
 
 
 def _scaled_norm(grad: Tensor, order: float) -> Tensor:
