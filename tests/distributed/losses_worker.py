@@ -27,6 +27,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "unused": {"find_unused_parameters": True},
     "no_sync": {},
 }
+FEATURES = ("plain", "bucket views", "static graph", "unused", "FSDP2")
 SHARDED = ("FSDP2", "FSDP1", "tensor parallel")
 
 
@@ -148,6 +149,35 @@ def late() -> str:
     return "nothing"
 
 
+ON_HEADS = {"modules": ["seg", "depth"], "tensor": "input.grad"}
+
+
+def on_features(setup: str) -> dict[str, Any]:
+    """Combine what the heads send back to their features, each rank by itself; return what all of them got."""
+    model = make()
+    rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
+    session = gradsurgeon.apply(model, {"version": 1, "rules": [rule]})
+    called: Any = model
+    if setup == "FSDP2":
+        fully_shard(model.trunk)
+        fully_shard(model)
+    elif setup == "alone":
+        pass
+    else:
+        called = DistributedDataParallel(model, **SETUPS[setup])
+    part = data(0).chunk(2)[dist.get_rank()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seg, depth = called(part)
+        (seg.square().mean() * 5 - depth[:, :1].sum()).backward()
+    grads = [p.grad for p in trunk_of(model)]
+    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+    return {
+        "grads": [grad.flatten().tolist() for grad in whole if grad is not None],
+        "changed": session.status()["heads"].changed,
+    }
+
+
 def main() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for method in METHODS:
@@ -159,6 +189,7 @@ def main() -> dict[str, Any]:
     found["nan"] = nan()
     found["refused"] = {kind: refused(kind) for kind in SHARDED}
     found["late"] = late()
+    found["on features"] = {kind: on_features(kind) for kind in ("alone", *FEATURES)}
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.losses_worker import METHODS, SETUPS, SHARDED, data, make
+from distributed.losses_worker import FEATURES, METHODS, SETUPS, SHARDED, data, make
 from ranks import run_ranks
 from several_losses import jacobian, trunk_of, two
 
@@ -75,6 +75,22 @@ def test_sharded_parameters_are_refused_with_the_form_on_modules(
         said = rank["late"] if kind == "late" else rank["refused"][kind]
         assert "combine" in said
         assert "input.grad" in said, said
+
+
+@pytest.mark.parametrize("setup", FEATURES)
+def test_on_features_all_get_the_mean_of_what_each_rank_has_combined(
+    ranks: list[dict[str, Any]], setup: str
+) -> None:
+    alone = [rank["on features"]["alone"] for rank in ranks]
+    assert [one["changed"] for one in alone] == [1.0, 1.0]
+    both = torch.tensor([one["grads"][0] for one in alone])
+    assert (both[0] - both[1]).abs().max() > 1e-3
+    wanted = [
+        torch.tensor([a, b]).mean(0).tolist()
+        for a, b in zip(*(o["grads"] for o in alone), strict=True)
+    ]
+    for rank in ranks:
+        assert largest_difference(rank["on features"][setup]["grads"], wanted) < 1e-6
 
 
 def test_the_methods_are_known() -> None:
