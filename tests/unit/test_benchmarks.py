@@ -15,6 +15,9 @@ from benchmarks import (
     cli,
     device_counts,
     diagnosis,
+    formatting,
+    losses,
+    losses_page,
     measure,
     overhead,
     pages,
@@ -89,13 +92,13 @@ def test_only_the_part_between_the_lines_is_replaced() -> None:
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        (report.duration(0), "0 us"),
-        (report.duration(12.34), "12.3 us"),
-        (report.duration(-1234), "-1.23 ms"),
-        (report.duration(2.5e6), "2.50 s"),
-        (report.size(999), "999 B"),
-        (report.size(-2_500_000), "-2.50 MB"),
-        (report.number(15_740.4), "15,740"),
+        (formatting.duration(0), "0 us"),
+        (formatting.duration(12.34), "12.3 us"),
+        (formatting.duration(-1234), "-1.23 ms"),
+        (formatting.duration(2.5e6), "2.50 s"),
+        (formatting.size(999), "999 B"),
+        (formatting.size(-2_500_000), "-2.50 MB"),
+        (formatting.number(15_740.4), "15,740"),
     ],
 )
 def test_numbers_are_written_in_units_that_suit_them(made: str, text: str) -> None:
@@ -103,7 +106,7 @@ def test_numbers_are_written_in_units_that_suit_them(made: str, text: str) -> No
 
 
 def test_tables_are_markdown() -> None:
-    made = report.table(("a", "b"), [("x", "1")])
+    made = formatting.table(("a", "b"), [("x", "1")])
     assert made == "| a | b |\n|---|--:|\n| x | 1 |\n"
 
 
