@@ -148,18 +148,20 @@ def jacobian(losses: Mapping[str, Tensor], params: Sequence[Tensor]) -> Tensor:
     """Return the gradients of single losses, ``[losses, elements]``."""
     rows = []
     for loss in losses.values():
-        grads = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
-        pairs = zip(grads, params, strict=True)
-        rows.append(
-            torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+        grads = torch.autograd.grad(
+            loss, params, retain_graph=True, allow_unused=True, materialize_grads=True
         )
+        rows.append(torch.cat([grad.flatten() for grad in grads]))
     return torch.stack(rows)
 
 
 def flat_grads(params: Sequence[Tensor]) -> Tensor:
-    grads: list[Tensor | None] = [param.grad for param in params]
-    pairs = zip(grads, params, strict=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs])
+    """Return the gradients that parameters have, zeros where there is none."""
+    parts: list[Tensor] = []
+    for param in params:
+        grad: Tensor | None = param.grad
+        parts.append((torch.zeros_like(param) if grad is None else grad).flatten())
+    return torch.cat(parts)
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:

@@ -5,9 +5,11 @@ What a rule does to training follows from its kind, and in detail from what its 
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -24,9 +26,11 @@ from gradsurgeon.actions._effects import (
     Spikes,
     Then,
 )
-from gradsurgeon.actions._fields import Flaw, described, flawed
+from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
 from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.actions._target import TargetKind, parse_tensor
+from gradsurgeon.errors import printable
+from gradsurgeon.source import like_number
 
 _READING: tuple[Point, ...] = ("accumulated", "backward", "step")
 
@@ -139,6 +143,41 @@ LossNames = Annotated[
 ]
 
 
+def _numbers(value: object) -> dict[str, float]:
+    if not isinstance(value, Mapping) or not value:
+        hint = "such as {seg: 1, depth: 0.5}"
+        message = f"expected numbers by names of losses, found {described(value)}"
+        raise flawed(Flaw("", message, hint, check="wrong-type"))
+    flaws: list[Flaw] = []
+    for name, number in value.items():
+        if not isinstance(name, str):
+            message = f"expected the name of a loss, found {described(name)}"
+            flaws.append(Flaw("", message, "quote it", check="wrong-type"))
+        elif not is_number(number):
+            hint = like_number(number) if isinstance(number, str) else ""
+            message = f"`{name[:60]}`: expected a number, found {described(number)}"
+            flaws.append(Flaw((name,), message, hint or "write a number"))
+        elif not math.isfinite(number):
+            message = f"`{name[:60]}` must be finite, found {described(number)}"
+            flaws.append(Flaw((name,), message, "write a number"))
+    if flaws:
+        raise flawed(*flaws)
+    return {name: float(number) for name, number in value.items()}
+
+
+# A number for each of some losses.
+LossNumbers = Annotated[
+    dict[str, float],
+    BeforeValidator(_numbers),
+    WithJsonSchema(
+        {"type": "object", "additionalProperties": {"type": "number"}, "minProperties": 1}
+    ),
+]
+
+
+_ON_INPUTS = "write `tensor: input.grad`"
+
+
 class LossRule(Rule):
     """A rule on what several losses, or several modules that take the same tensor, send back."""
 
@@ -146,6 +185,7 @@ class LossRule(Rule):
     points: ClassVar[tuple[Point, ...]] = ("backward",)
     takes_at: ClassVar[bool] = False
     linear: ClassVar[bool] = False
+    needs: ClassVar[Mapping[TargetKind, str]] = {"params": "losses"}
     # The numbers that are recorded in each call.
     stats: ClassVar[tuple[str, ...]]
 
@@ -164,24 +204,55 @@ class LossRule(Rule):
     def no_at_reason(cls) -> str:
         return "it acts while `gradsurgeon.backward` runs, or as modules send their gradients back"
 
+    @property
+    def order(self) -> int:
+        # The gradients of single losses are there before their sum is; what modules send back has gone through the
+        # rules on each of them.
+        return super().order + (1 if self.target == "modules" else -1)
+
+    @property
+    @abstractmethod
+    def outcome(self) -> str:
+        """What becomes of the gradients, in a word or two."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.target == "modules":
+            return ("each rank goes by its own gradients",)
+        losses = ", ".join(f'"{printable(name)}": ...' for name in self.losses or ())
+        return (f"sees losses in gradsurgeon.backward({{{losses}}}) only, not in `.backward()`",)
+
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
-        yield from super().flaws(given)
-        losses = given.get("losses")
+        for flaw in super().flaws(given):
+            yield replace(flaw, hint=_ON_INPUTS) if flaw.at == "tensor" and flaw.missing else flaw
         if given.get("params") is not None:
-            if losses is None:
-                message = "missing key `losses`: on parameters it needs the losses whose gradients meet there"
-                hint = 'name at least two, as gradsurgeon.backward({"seg": ...}) does; or name `modules`'
-                yield Flaw("losses", message, hint, missing=True, check="missing-key")
-            elif isinstance(losses, list | tuple) and len(losses) == 1:
-                message = "expected at least two losses, found one: nothing can conflict with it"
-                yield Flaw("losses", message, "name the others")
+            yield from cls._flaws_of_losses(given.get("losses"))
         elif given.get("modules") is not None:
-            if losses is not None:
-                message = "`losses` is for `params`: of modules each one that takes the tensor counts by itself"
-                yield Flaw("losses", message, "remove it, or name `params`", key=True)
-            tensor = given.get("tensor")
-            ref = parse_tensor("modules", tensor) if isinstance(tensor, str) else ""
-            if not isinstance(ref, str) and not (ref.grad and ref.side == "input"):
-                message = f"{cls.name()} acts where modules take the same tensor, not on `{tensor}`"
-                yield Flaw("tensor", message, "write `tensor: input.grad`")
+            yield from cls._flaws_on_modules(given)
+
+    @classmethod
+    def _flaws_of_losses(cls, losses: object) -> Iterator[Flaw]:
+        if losses is None:
+            message = (
+                "missing key `losses`: on parameters it needs the losses whose gradients meet there"
+            )
+            hint = 'such as `losses: ["seg", "depth"]`, the names in gradsurgeon.backward({"seg": ..., "depth": ...})'
+            yield Flaw("losses", message, hint, missing=True, check="missing-key")
+        elif isinstance(losses, list | tuple) and len(losses) == 1:
+            message = "expected two losses or more, found one: nothing can conflict with it"
+            yield Flaw("losses", message, "name the others")
+
+    @classmethod
+    def _flaws_on_modules(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        if given.get("losses") is not None:
+            message = "`losses` is for `params`: of modules each one that takes the tensor counts by itself"
+            yield Flaw("losses", message, "remove it, or name `params`", key=True)
+        if given.get("when") is not None:
+            message = "`when` is for edits of outputs and inputs: gradients exist in training only"
+            yield Flaw("when", message, "remove it", key=True)
+        tensor = given.get("tensor")
+        ref = parse_tensor("modules", tensor) if isinstance(tensor, str) else ""
+        if not isinstance(ref, str) and not (ref.grad and ref.side == "input"):
+            message = f"{cls.name()} acts where modules take the same tensor, not on `{tensor}`"
+            yield Flaw("tensor", message, _ON_INPUTS)

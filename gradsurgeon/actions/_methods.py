@@ -18,6 +18,18 @@ if TYPE_CHECKING:
 
 EXTRA = "surgery"
 
+# What comes out where no two gradients conflict, in words that a page and a plan go on with. A test holds each against
+# the methods that claim it.
+Size = Literal[
+    "the sum",
+    "the average",
+    "an average, with weights that add up to 1",
+    "at most the length of the average",
+    "at most 1 + `c` times the length of the average",
+    "the sum by its `weights`",
+    "a length of its own",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -26,7 +38,7 @@ class Method:
     Attributes:
         weighting: the class of `torchjd.aggregation`.
         paper: where it comes from.
-        size: how long what comes out is where no two gradients conflict.
+        size: what comes out where no two gradients conflict, with no `preference`.
         about: what it does, in a line.
         options: those that it takes, and whether they must be given.
         solvers: the modules that it needs beside TorchJD.
@@ -37,7 +49,7 @@ class Method:
 
     weighting: str
     paper: str
-    size: Literal["the average", "the sum", "neither the sum nor the average"]
+    size: Size
     about: str
     options: Mapping[str, bool] = field(default_factory=dict)
     solvers: tuple[str, ...] = ()
@@ -73,37 +85,36 @@ METHODS: Mapping[str, Method] = {
     "mgda": Method(
         "MGDAWeighting",
         "arXiv 1810.04650",
-        "the average",
+        "an average, with weights that add up to 1",
         "takes the shortest average of the gradients, so that the smallest one counts most",
     ),
     "imtl-g": Method(
         "IMTLGWeighting",
         "openreview IMPnRXEWpvr",
-        "the average",
+        "an average, with weights that add up to 1",
         "weighs so that the result has the same projection on the direction of each gradient",
     ),
     "aligned-mtl": Method(
         "AlignedMTLWeighting",
         "arXiv 2305.19000",
-        "the average",
+        "at most the length of the average",
         "turns and stretches the gradients until they are orthogonal and equally long, and averages them",
         takes_preference=True,
     ),
     "cagrad": Method(
         "CAGradWeighting",
         "arXiv 2110.14048",
-        "the average",
-        "looks within `c` times its length around the average for what helps the worst loss most; up to 1 + c "
-        "times as long",
+        "at most 1 + `c` times the length of the average",
+        "looks around the average, within `c` times its length, for what helps the worst loss most",
         options={"c": True},
         solvers=("cvxpy", "clarabel"),
     ),
     "fairgrad": Method(
         "FairGradWeighting",
         "arXiv 2402.15638",
-        "neither the sum nor the average",
-        "shares the progress of the losses alpha-fairly; its length depends on `alpha` and the gradients, so that "
-        "learning rates do not carry over",
+        "a length of its own",
+        "shares the progress of the losses alpha-fairly; how long it is follows from `alpha` and the gradients, so that no "
+        "learning rate carries over",
         options={"alpha": True},
         solvers=("scipy",),
         follows_scale=True,
@@ -111,7 +122,7 @@ METHODS: Mapping[str, Method] = {
     "krum": Method(
         "KrumWeighting",
         "NeurIPS 2017, Blanchard et al.",
-        "the average",
+        "an average, with weights that add up to 1",
         "takes the average of the `n_selected` gradients that are closest to the others, and no other",
         options={"n_byzantine": True, "n_selected": False},
         keeps_zeros=True,
@@ -121,14 +132,14 @@ METHODS: Mapping[str, Method] = {
     "constant": Method(
         "ConstantWeighting",
         "-",
-        "neither the sum nor the average",
+        "the sum by its `weights`",
         "sums the gradients with the `weights` of the rule",
         options={"weights": True},
     ),
     "random": Method(
         "RandomWeighting",
         "arXiv 2111.10603",
-        "the average",
+        "an average, with weights that add up to 1",
         "averages the gradients with weights that are drawn anew in each call",
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,10 +10,11 @@ from pydantic import Field
 
 from gradsurgeon.actions._base import Example, Role
 from gradsurgeon.actions._effects import Combination
-from gradsurgeon.actions._fields import Flaw, is_number, is_whole
-from gradsurgeon.actions._kinds import LossNames, LossRule
-from gradsurgeon.actions._methods import METHODS, Weigher
-from gradsurgeon.errors import did_you_mean
+from gradsurgeon.actions._fields import Flaw
+from gradsurgeon.actions._kinds import LossNames, LossNumbers, LossRule
+from gradsurgeon.actions._method_flaws import OPTIONS, method_flaws
+from gradsurgeon.actions._methods import METHODS, Method, Weigher
+from gradsurgeon.actions._strictness import Stricter
 
 MethodName = Literal[
     "upgrad",
@@ -29,7 +31,12 @@ MethodName = Literal[
     "constant",
     "random",
 ]
-_OPTIONS = ("c", "alpha", "n_byzantine", "n_selected", "weights")
+
+
+def _other_size(before: str, after: str) -> str:
+    """Return what another method means for the length of what comes out, for a review."""
+    was, now = METHODS[before].size, METHODS[after].size
+    return "" if was == now else f"without conflict it gives {now}, no longer {was}"
 
 
 class Combine(LossRule):
@@ -53,7 +60,8 @@ class Combine(LossRule):
     ## Methods
     {METHODS}
 
-    `preference` makes losses count more than others where the method knows that. Losses under `memory` only
+    `preference` makes losses count more than others where the method knows that: without conflict the sum of
+    the gradients times the preferences comes out. Losses under `memory` only
     constrain: what comes out must not conflict with them (A-GEM, arXiv 1812.00420).
 
     ## Why use it
@@ -62,8 +70,8 @@ class Combine(LossRule):
 
     ## Points
     None: it acts while `gradsurgeon.backward` runs, before any rule at `backward`. Each call combines by itself: with
-    several per update (accumulation) their sum can conflict again. Mind the scale: most methods
-    average, while heads get sums; what was tuned for a sum of n losses wants a learning rate n times as
+    several per update (accumulation) their sum can conflict again. Mind the scale: where a method gives an average,
+    heads still get sums, and what was tuned for a sum of n losses wants a learning rate n times as
     large on the matched parameters. Where ranks average gradients (DDP), the weights follow from the averages and are the same on all ranks; on
     modules each rank decides by itself. Sharded parameters (FSDP) are refused: use the form on modules.
 
@@ -89,9 +97,16 @@ class Combine(LossRule):
     stats: ClassVar = ("weight", "distance")
 
     action: Literal["combine"] = "combine"
-    method: Annotated[MethodName, Field(description="How the gradients become one.")]
+    method: Annotated[
+        MethodName,
+        Field(
+            description="How the gradients become one.",
+            json_schema_extra={"enumDescriptions": [known.about for known in METHODS.values()]},
+        ),
+        Stricter(incomparable=_other_size),
+    ]
     preference: Annotated[
-        dict[str, float] | None,
+        LossNumbers | None,
         Field(description="How much losses count, by name; 1 if not given, where any is."),
     ] = None
     memory: Annotated[
@@ -115,68 +130,36 @@ class Combine(LossRule):
         Field(ge=1, description="Of `krum`: how many gradients are averaged, 1 if not given."),
     ] = None
     weights: Annotated[
-        dict[str, float] | None,
+        LossNumbers | None,
         Field(description="Of `constant`: the weight of each loss, by name."),
     ] = None
 
     @classmethod
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         yield from super().flaws(given)
-        method = METHODS.get(str(given.get("method")))
-        if method is None:
-            return
-        name = given["method"]
-        for option in _OPTIONS:
-            value = given.get(option)
-            if value is None and method.options.get(option):
-                message = f"missing key `{option}`: `method: {name}` needs it"
-                yield Flaw(
-                    option,
-                    message,
-                    "see `gradsurgeon explain combine`",
-                    missing=True,
-                    check="missing-key",
-                )
-            elif value is not None and option not in method.options:
-                of = next(one for one, known in METHODS.items() if option in known.options)
-                message = f"`{option}` belongs to `method: {of}`, not to `{name}`"
-                yield Flaw(option, message, "remove it", key=True, check="unknown-key")
-        yield from _flaws_of_names(given)
-        for option in ("preference", "memory"):
-            knowing = [
-                one
-                for one, known in METHODS.items()
-                if known.takes_preference and (option == "preference" or known.solvers)
-            ]
-            if given.get(option) is not None and name not in knowing:
-                message = f"`method: {name}` knows no `{option}`"
-                yield Flaw(option, message, f"use {' or '.join(knowing)}", key=True)
-        yield from _flaws_of_krum(given)
+        yield from method_flaws(given)
+
+    @property
+    def outcome(self) -> str:
+        options = [f"{key}: {getattr(self, key)}" for key in OPTIONS if key != "weights"]
+        given = [one for one in options if not one.endswith(": None")]
+        more = [f"{key}" for key in ("weights", "preference", "memory") if getattr(self, key)]
+        return f"{self.method}{f' ({chr(44).join(given + more)})' if given + more else ''}"
 
     @property
     def notes(self) -> tuple[str, ...]:
         method = METHODS[self.method]
-        size = {
-            "the average": "gives the average where nothing conflicts, while parameters without a `combine` get the sum: "
-            "mind the learning rate",
-            "the sum": "gives the sum where nothing conflicts, as parameters without a `combine` get it",
-        }.get(method.size, "gives neither the sum nor the average: mind the learning rate")
-        notes = [f"{self.method} ({method.paper}) {size}"]
-        if self.target == "modules":
-            notes.append("each rank decides by itself")
-        else:
-            notes.append(
-                "takes one backward pass per loss, and keeps one gradient of these parameters per loss meanwhile"
-            )
-        return tuple(notes)
+        size = "the sum by its `preference`" if self.preference is not None else method.size
+        scale = f"where no two gradients conflict {self.method}{_cited(method)} gives {size}"
+        if size != "the sum":
+            scale += ", while what no `combine` matches gets the sum: mind the learning rate"
+        return (scale, *super().notes)
 
     def compile(self) -> Combination:
         """Return how the gradients are weighed."""
         losses = self.losses or ()
         options = {
-            option: getattr(self, option)
-            for option in _OPTIONS
-            if getattr(self, option) is not None
+            option: getattr(self, option) for option in OPTIONS if getattr(self, option) is not None
         }
         if "weights" in options:
             options["weights"] = [options["weights"][name] for name in losses]
@@ -190,6 +173,10 @@ class Combine(LossRule):
         return [0.0 if name in memory else given.get(name, 1.0) for name in losses]
 
 
+def _cited(method: Method) -> str:
+    return "" if method.paper == "-" else f" ({method.paper})"
+
+
 def _page_of_methods() -> str:
     lines = []
     for name, method in METHODS.items():
@@ -200,54 +187,10 @@ def _page_of_methods() -> str:
         more += ["knows `preference`"] if method.takes_preference else []
         rest = "".join(f"; {one}" for one in more)
         lines.append(
-            f"`{name}` ({method.paper}): {method.about}; without conflict {method.size}{rest}."
+            f"`{name}`{_cited(method)}: {method.about}; without conflict {method.size}{rest}."
         )
-    return "\n\n".join(lines).replace("(-)", "")
+    return "\n\n".join(lines)
 
 
 # From the table, so that none is forgotten.
-Combine.__doc__ = (Combine.__doc__ or "").replace("{METHODS}", _page_of_methods())
-
-
-def _flaws_of_names(given: Mapping[str, Any]) -> Iterator[Flaw]:
-    """Yield what is wrong with names of losses that are not among `losses`, or lack a weight."""
-    losses = given.get("losses")
-    for option in ("preference", "memory", "weights"):
-        names = given.get(option)
-        if names is None:
-            continue
-        if given.get("modules") is not None:
-            message = f"`{option}` names losses, and a rule on modules has none"
-            yield Flaw(option, message, "remove it, or name `params` and `losses`", key=True)
-            continue
-        if not isinstance(names, Mapping | list | tuple) or not isinstance(losses, list | tuple):
-            continue
-        for index, name in enumerate(names):
-            if name not in losses:
-                at = (option, index if isinstance(names, list | tuple) else str(name))
-                hint = did_you_mean(str(name)[:60], [one for one in losses if isinstance(one, str)])
-                yield Flaw(
-                    at, f"`{str(name)[:60]}` is none of the `losses`", hint or "add it there"
-                )
-        if option == "weights" and (lacking := [one for one in losses if one not in names]):
-            message = f"the loss `{str(lacking[0])[:60]}` has no weight"
-            yield Flaw(option, message, "give each of the `losses` one")
-        if option == "memory" and not set(map(str, losses)) - set(map(str, names)):
-            message = "every loss is under `memory`: nothing is left to be constrained"
-            yield Flaw(option, message, "leave out the losses that are trained")
-        if option != "memory" and isinstance(names, Mapping):
-            for name, value in names.items():
-                if is_number(value) and value < 0 and option == "preference":
-                    yield Flaw((option, str(name)), f"a preference cannot be {value}", "0 or more")
-
-
-def _flaws_of_krum(given: Mapping[str, Any]) -> Iterator[Flaw]:
-    losses, byzantine = given.get("losses"), given.get("n_byzantine")
-    if given.get("method") != "krum" or not isinstance(losses, list | tuple):
-        return
-    if is_whole(byzantine) and len(losses) < byzantine + 3:
-        message = f"`n_byzantine: {byzantine}` needs at least {byzantine + 3} losses, there are {len(losses)}"
-        yield Flaw("n_byzantine", message, "name more losses, or lower it")
-    if is_whole(selected := given.get("n_selected")) and selected > len(losses):
-        message = f"`n_selected: {selected}` is more than there are losses"
-        yield Flaw("n_selected", message, "lower it")
+Combine.__doc__ = inspect.cleandoc(Combine.__doc__ or "").replace("{METHODS}", _page_of_methods())

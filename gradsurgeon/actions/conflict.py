@@ -68,6 +68,11 @@ class Conflict(LossRule):
             )
             yield Flaw("per", message, "remove it", key=True)
 
+    @property
+    def outcome(self) -> str:
+        each = "" if self.per == "rule" else f", each {self.per} by itself"
+        return f"compared in pairs{each}"
+
     def compile(self) -> Comparison:
         """Return that pairs are compared."""
         return Comparison(self.per)

@@ -91,15 +91,16 @@ def _delivering(
         return
     if others:
         parts[_REST] = reduce(operator.add, others)
-    taken = loss_gradients.gradients(parts, params, models, wrappers)
+    taken, tasks = loss_gradients.gradients(parts, params, models, wrappers)
     rows = {name: dict(zip(map(id, params), row, strict=True)) for name, row in taken.items()}
     del taken
     combined: dict[int, Tensor] = {}
+    scales = {rules: rules.context.scaling.of(tasks) for rules in {one.rules for one in due}}
     with torch.no_grad():
         for one in due:
             mine = one.rule.losses or ()
             unlisted = [name for name in parts if name not in mine]
-            combined |= one.rules.run(one, rows, unlisted)
+            combined |= one.rules.run(one, rows, unlisted, scales[one.rules])
     delivery = _Delivery(due, rows, combined, named)
     del rows, combined
     handles = [_torch.register_first(param, delivery.hook(id(param))) for param in params]

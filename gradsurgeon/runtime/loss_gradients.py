@@ -24,6 +24,8 @@ _COMPILED = (
 
 class _Thread(threading.local):
     taking = False
+    # The numbers of the passes that it has begun, as long as it takes gradients.
+    tasks: tuple[int, ...] = ()
 
 
 _thread = _Thread()
@@ -39,6 +41,7 @@ def is_taking() -> bool:
 @contextmanager
 def noted(task: int) -> Iterator[None]:
     _tasks.add(task)
+    _thread.tasks += (task,)
     try:
         yield
     finally:
@@ -58,8 +61,10 @@ def gradients(
     params: Sequence[Tensor],
     models: Sequence[nn.Module],
     wrappers: Sequence[object] = (),
-) -> dict[str, list[Tensor | None]]:
-    """Return the gradient of each loss with respect to each parameter; ``None`` where it does not reach it.
+) -> tuple[dict[str, list[Tensor | None]], tuple[int, ...]]:
+    """Return the gradient of each loss with respect to each parameter, ``None`` where it does not reach it.
+
+    And the numbers that autograd has given the passes.
 
     Args:
         losses: scalars, of a graph that is kept.
@@ -76,12 +81,12 @@ def gradients(
         devices = sorted({param.device.index or 0 for param in params if param.is_cuda})
         stack.enter_context(torch.random.fork_rng(devices))
         buffers = _Buffers(models)
-        _thread.taking = True
+        _thread.taking, _thread.tasks = True, ()
         stack.callback(setattr, _thread, "taking", False)
         for name, loss in losses.items():
             with _torch.without_hooks(params), buffers.put_back():
                 rows[name] = _of(name, loss, params)
-    return rows
+    return rows, _thread.tasks
 
 
 def _of(name: str, loss: Tensor, params: Sequence[Tensor]) -> list[Tensor | None]:

@@ -152,6 +152,7 @@ class LossRules:
         due: DueLossRule,
         given: Mapping[str, Mapping[int, Tensor | None]],
         rest: Sequence[str],
+        scale: Tensor | None,
     ) -> dict[int, Tensor]:
         """Compare or combine; return the combined gradients by the ids of their parameters.
 
@@ -159,14 +160,15 @@ class LossRules:
             due: the rule.
             given: of each loss its gradients, by the ids of the parameters.
             rest: the losses that the rule does not name, to be added as they are.
+            scale: what a scaler has multiplied all of them by.
         """
         rule, losses = due.rule, due.rule.losses or ()
         rows = [[given.get(name, {}).get(id(param)) for param in due.params] for name in losses]
         effect = self.effects[rule.id]
         if not isinstance(effect, Combination):
-            self.record_pairs(rule, due.step, self._compared(due, effect.per, losses, rows))
+            self.record_pairs(rule, due.step, self._compared(due, effect.per, losses, rows, scale))
             return {}
-        known, groups = self._products(due, rows), _groups(self.context, due.tensors)
+        known, groups = self._products(due, rows, scale), _groups(self.context, due.tensors)
         weights = self.weights(rule, due.step, losses, known, groups)
         if weights is None or self.context.mode == "observe":
             return {}
@@ -240,6 +242,7 @@ class LossRules:
         per: str,
         losses: Sequence[str],
         rows: Sequence[Sequence[Tensor | None]],
+        scale: Tensor | None,
     ) -> dict[str, tuple[float, float, float]]:
         names = self.context.program.names
         places: dict[str, list[int]] = {}
@@ -252,7 +255,9 @@ class LossRules:
             tensors = tuple(due.tensors[place] for place in some)
             params = tuple(due.params[place] for place in some)
             part = DueLossRule(self, due.rule, tensors, params)
-            known = self._products(part, [[row[p] for p in some] for row in rows], compare=True)
+            known = self._products(
+                part, [[row[p] for p in some] for row in rows], scale, compare=True
+            )
             prefix = f"{group}:" if group else ""
             compared |= {f"{prefix}{pair}": numbers for pair, numbers in pairs(losses, known)}
         return compared
@@ -261,6 +266,7 @@ class LossRules:
         self,
         due: DueLossRule,
         rows: Sequence[Sequence[Tensor | None]],
+        scale: Tensor | None,
         *,
         compare: bool = False,
     ) -> InnerProducts:
@@ -268,13 +274,7 @@ class LossRules:
         groups = _groups(self.context, due.tensors)
         average = partial(_averaged, group=groups[0]) if groups else None
         known = inner_products(rows, due.params, average, compare=compare)
-        scale = self.context.scaling.scale
-        if scale is None:
-            return known
-        square = float(scale) ** 2
-        return InnerProducts(
-            known.products / square, known.opposed / square if known.opposed is not None else None
-        )
+        return known if scale is None else unscaled(known, scale)
 
     def _record(
         self, rule: LossRule, stat: str, step: int, names: Sequence[str], values: Tensor
@@ -315,6 +315,13 @@ def pairs(
 def _nonfinite(losses: Sequence[str], products: Tensor) -> str | None:
     finite = products.diagonal().isfinite().tolist()
     return next((name for name, fine in zip(losses, finite, strict=True) if not fine), None)
+
+
+def unscaled(known: InnerProducts, scale: Tensor) -> InnerProducts:
+    """Return inner products in true units, of gradients that a scaler has multiplied. Waits for the device."""
+    square = float(scale) ** 2
+    opposed = None if known.opposed is None else known.opposed / square
+    return InnerProducts(known.products / square, opposed)
 
 
 def weighted_sum(terms: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:

@@ -660,3 +660,63 @@ def test_random_weights_repeat_by_the_step() -> None:
             gradsurgeon.backward(two(model, x))
         found.append(flat_grads(trunk_of(model)))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_method_that_follows_the_scale_takes_true_units(by_hand: bool) -> None:
+    torch.set_default_dtype(torch.float32)
+    model, x = Heads(), torch.randn(5, 6)
+    wanted = aggregator("fairgrad", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    gradsurgeon.apply(
+        model, rules({"action": "combine", "method": "fairgrad", "alpha": 1.0}), scaler=scaler
+    )
+    losses = two(model, x)
+    if by_hand:
+        gradsurgeon.backward({name: scaler.scale(loss) for name, loss in losses.items()})
+    else:
+        gradsurgeon.backward(losses, scaler=scaler)
+    torch.testing.assert_close(flat_grads(trunk_of(model)) / 2**10, wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_a_closure_may_run_it_several_times() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "sum"}))
+    other = copy.deepcopy(model)
+    reference = torch.optim.LBFGS(other.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        losses = two(model, x)
+        gradsurgeon.backward(losses)
+        return losses["seg"] + losses["depth"]
+
+    def plainly() -> Tensor:
+        reference.zero_grad()
+        first, second = two(other, x).values()
+        (first + second).backward()
+        return first + second
+
+    optimizer.step(closure)
+    reference.step(plainly)
+    for one, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-9)
+    assert session.status()["combine"].fired > 1
+
+
+@pytest.mark.slow
+@pytest.mark.no_cover
+def test_a_compiled_training_step_may_call_it() -> None:
+    torch.set_default_dtype(torch.float32)
+    torch._dynamo.reset()
+    model, x = Heads(), torch.randn(5, 6)
+    wanted = aggregator("mgda", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model)))
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+
+    @torch.compile(backend="eager")
+    def step(x: Tensor) -> None:
+        gradsurgeon.backward(two(model, x))
+
+    step(x)
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-4, atol=1e-6)

@@ -15,7 +15,7 @@ REMEDY = "run `python -m benchmarks.two_tasks --render`"
 FOUND: dict[str, Any] = json.loads(two_tasks_page.RESULTS.read_text(encoding="utf-8"))
 ROWS: dict[str, Any] = {row["name"]: row for row in FOUND["rows"]}
 GUIDE = two_tasks_page.GUIDE.read_text(encoding="utf-8")
-TOLD = GUIDE.partition("## Two losses over one trunk\n")[2].partition("\n## ")[0]
+TOLD = GUIDE.partition("### Two losses over one trunk\n")[2].partition("\n## ")[0]
 SURGERY = "`method: imtl-g`"
 
 
