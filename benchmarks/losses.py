@@ -132,7 +132,7 @@ class Way:
 
 def _plain(task: Task) -> tuple[Step, Step]:
     def backward() -> None:
-        reduce(operator.add, task.losses().values()).backward()
+        torch.autograd.backward(reduce(operator.add, task.losses().values()))
 
     return backward, _nothing
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import (
     device_counts,
+    device_page,
     diagnosis,
     like_for_like,
     losses,
@@ -229,39 +230,9 @@ def between_ranks(result: Result) -> str:
     ) for row in rows))  # fmt: skip
 
 
-def device_work(result: Result) -> str:
-    """Return the table of what a step asks of a device: per size the operations, and more of the largest."""
-    rows = _of(result, device_counts.GROUP)
-    sizes = list(dict.fromkeys((row["params"], row["dtypes"]) for row in rows))
-    calls = {
-        (row["case"], row["params"], row["dtypes"]): f"{_signed(row, 'operations')} "
-        f"({row['list_operations']:,})"
-        for row in rows
-    }
-    largest, kind = max((params, kind) for params, kind in sizes if " and " not in kind)
-    head = [
-        "",
-        *(f"{params:,} {kind}" for params, kind in sizes),
-        "read",
-        "written",
-        "allocations",
-        "host reads",
-        "copies to the host",
-        "copies from it",
-        "launches on CUDA",
-    ]
-    shown = [row for row in rows if (row["params"], row["dtypes"]) == (largest, kind)]
-    return table(head, ((
-        row["case"], *(calls[row["case"], *size] for size in sizes),
-        *(f"{number(row[key] / row['gradient_bytes'])} x" for key in ("bytes_read", "bytes_written")),
-        *(_signed(row, key) for key in ("allocations", "host_reads", "copies_to_host", "copies_from_host")),
-        "not run" if row["launches"] is None else _signed(row, "launches"),
-    ) for row in shown))  # fmt: skip
-
-
-def _signed(row: Row, key: str) -> str:
-    """Return what a case adds, and of the bare step what it has."""
-    return f"{row[key]:,}" if row["case"] == device_counts.BARE else f"{row[key]:+,}"
+def on_a_device(result: Result) -> str:
+    """Return the table of what a step asks of a device."""
+    return device_page.table_of(_of(result, device_counts.GROUP))
 
 
 def long_runs(result: Result) -> str:
@@ -333,7 +304,7 @@ _SECTIONS = (
     ("Several losses", losses.GROUP, several_losses),
     ("Growth", scaling.GROUP, growth),
     ("When it happens", diagnosis.GROUP, when_it_happens),
-    ("On a device", device_counts.GROUP, device_work),
+    ("On a device", device_counts.GROUP, on_a_device),
     ("Between ranks", ranks.GROUP, between_ranks),
     ("Long runs", records.GROUP, long_runs),
     ("The page of a run", pages.GROUP, drawn_pages),

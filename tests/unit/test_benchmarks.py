@@ -14,10 +14,9 @@ from benchmarks import (
     check,
     cli,
     device_counts,
+    device_page,
     diagnosis,
     formatting,
-    losses,
-    losses_page,
     measure,
     overhead,
     pages,
@@ -123,7 +122,7 @@ def test_what_is_asked_of_a_device_is_shown_by_size_and_the_rest_of_the_largest(
         for params, dtypes in ((10, "float32"), (1000, "float32"), (1000, "float32 and bfloat16"))
         for case in (device_counts.BARE, "rules")
     ]
-    text = report.device_work({"rows": rows})
+    text = device_page.table_of(rows)
     sizes = "| 10 float32 | 1,000 float32 | 1,000 float32 and bfloat16 |"
     assert text.startswith(f"|  {sizes} read | written | allocations | host reads |")
     (bare, rules) = text.splitlines()[2:]
@@ -132,7 +131,7 @@ def test_what_is_asked_of_a_device_is_shown_by_size_and_the_rest_of_the_largest(
     )
     assert rules.startswith("| rules | +10 (1) | +1,000 (1) |")
     assert rules.endswith(" | +1,000 | not run |")
-    (launched,) = report.device_work({"rows": [asked("rules", 10, launches=7)]}).splitlines()[2:]
+    (launched,) = device_page.table_of([asked("rules", 10, launches=7)]).splitlines()[2:]
     assert launched.endswith(" | +7 |")
 
 

@@ -15,6 +15,7 @@ from benchmarks import (
     counts,
     curves,
     device_counts,
+    device_page,
     like_for_like,
     measure,
     nets,
@@ -213,7 +214,7 @@ def test_what_is_asked_of_a_device_is_counted_in_every_case() -> None:
     assert [one["case"] for one in rows] == names * len(sizes)
     assert [one["params"] for one in rows] == [size for size, _ in sizes for _ in names]
     assert {one["launches"] for one in rows} == {None}
-    assert "not run" in report.device_work({"rows": rows})
+    assert "not run" in device_page.table_of(rows)
     # The same again: the numbers are no measurements.
     again = device_counts.counted(sizes[:1], names[:4])
     assert again == [

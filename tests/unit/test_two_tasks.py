@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -107,3 +109,16 @@ def test_with_a_weight_of_0_the_other_loss_is_trained_alone(story: Any) -> None:
     alone, both = digits(0.0), digits(1.0)
     assert alone[0] == alone[1]
     assert both[0] != both[1]
+
+
+@pytest.mark.slow
+def test_the_script_says_what_the_guide_says() -> None:
+    command = [sys.executable, str(two_tasks.SCRIPT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = re.findall(r'mode="(\w+)": ([\d.]+)% of the digits, ([\d.]+)% of the ink', done.stdout)
+    (observed, *looked), (acted, *surgery) = found
+    assert (observed, acted) == ("observe", "act")
+    assert float(looked[0]) < 50 < 85 < float(surgery[0])
+    assert min(float(looked[1]), float(surgery[1])) > 90
+    (smaller, _) = re.findall(r"digit (\d+) times smaller", done.stdout)
+    assert int(smaller) > 10
