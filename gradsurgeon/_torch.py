@@ -28,6 +28,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 
 
+def keeps_graph() -> bool:
+    """Tell, inside a hook, whether another backward pass may go through the same graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # noqa: SLF001
+
+
 def current_node() -> Any:
     """Return the node of the graph that this thread is running, ``None`` outside of a backward pass."""
     return torch._C._current_autograd_node()  # noqa: SLF001

@@ -33,6 +33,7 @@ from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
+from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_rules import StepRules
@@ -63,9 +64,8 @@ class Controller:
         self.manual = ManualSteps(context, self, options)
         self._param_hooks = ParamHooks(context, self.backward)
         self._module_counters = ModuleCounters(context.counters, context.program.names)
-        self.tensor_hooks = TensorHooks(
-            ActivationRules(context, self.backward, self._module_counters)
-        )
+        sites = ActivationRules(context, self.backward, self._module_counters)
+        self.tensor_hooks = TensorHooks(sites, SharedInputs(sites, self.losses))
         self._module_hooks = ModuleHooks(context.program.modules, self.tensor_hooks)
         self.model = ModelChanges(model, context, plan, self._param_hooks, self._module_hooks)
         self.steps = OptimizerWatch(context, self, self.model)

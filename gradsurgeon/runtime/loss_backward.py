@@ -134,7 +134,11 @@ class _Delivery:
             key for row in rows.values() for key, grad in row.items() if grad is not None
         }
         # Whether the passes agree is asked once of each rule; after that only the combined gradients are kept.
-        self._asked = [one for one in due if one.rule.id not in one.rules.repeat]
+        self._asked = [
+            one
+            for one in due
+            if one.rule.id not in one.rules.repeat and not one.rules.combines_inputs
+        ]
         wanted = {id(param) for one in self._asked for param in one.params}
         self._sums = {key: _sum(rows, key) for key in wanted & self._reached}
         self._astray: set[int] = set()

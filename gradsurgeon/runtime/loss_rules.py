@@ -93,6 +93,10 @@ class LossRules:
         }
         # Those in whose graphs the gradients of single losses have added up to that of their sum.
         self.repeat: set[str] = set()
+        # What modules send back is combined in the pass that trains alone, which is another sum then.
+        self.combines_inputs = any(
+            rule.edits for module in context.program.modules for rule in module.on_shared
+        )
 
     def due(self, leaves: Sequence[Tensor]) -> Iterator[DueLossRule]:
         """Yield the rules on parameters that act on losses now, with those parameters that the losses reach.

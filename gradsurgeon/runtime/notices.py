@@ -162,6 +162,8 @@ def _why_no_tensor(context: Context, rule: Rule) -> str:
         return "all tensors it matched had no numbers to read"
     if rule.target == "tensors":
         return "the script tagged no tensor with such a name"
+    if isinstance(rule, LossRule):
+        return "no two of the modules it matched sent gradients back to one tensor"
     if rule.ref.grad:
         return f"no gradient reached the {rule.ref.side} of any module it matched"
     return "no forward pass went through any module it matched"
