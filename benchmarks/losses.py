@@ -163,6 +163,16 @@ def on_params(**rule: Any) -> Callable[[Task], tuple[Step, Step]]:
     return attach
 
 
+def on_features(**rule: Any) -> Callable[[Task], tuple[Step, Step]]:
+    """Return how a rule on what the heads take is put on; the script stays as it is."""
+
+    def attach(task: Task) -> tuple[Step, Step]:
+        common = {"id": "losses", "modules": "heads.*", "tensor": "input.grad"}
+        return _plain(task)[0], _applied(task, common | rule)
+
+    return attach
+
+
 def _applied(task: Task, rule: Mapping[str, Any]) -> Step:
     rules = {"version": 1, "rules": [dict(rule)]}
     return gradsurgeon.apply(task.model, rules, optimizer=task.optimizer).remove
@@ -229,6 +239,10 @@ WAYS = (
     Way("TorchJD `mtl_backward`, `Mean`", "peer", torchjd("Mean"), _SOLVERS),
     Way("TorchJD `mtl_backward`, `UPGrad`", "peer", torchjd("UPGrad"), _SOLVERS),
     Way("the same, `parallel_chunk_size=1`", "peer", torchjd("UPGrad", chunk=1), _SOLVERS),
+    Way(
+        "`combine` on features, `upgrad`", "rules",
+        on_features(action="combine", method="upgrad"), _SOLVERS,
+    ),
     Way("TorchJD on features by hand, `UPGrad`", "peer", torchjd_on_features("UPGrad"), _SOLVERS),
 )  # fmt: skip
 

@@ -39,6 +39,7 @@ def test_losses_can_be_seen_apart_in_every_way(number: int) -> None:
         ("`combine`, `mean`", "TorchJD `mtl_backward`, `Mean`"),
         ("`combine`, `upgrad`", "TorchJD `mtl_backward`, `UPGrad`"),
         ("`combine`, `upgrad`", "the same, `parallel_chunk_size=1`"),
+        ("`combine` on features, `upgrad`", "TorchJD on features by hand, `UPGrad`"),
     ],
 )
 def test_ways_that_are_compared_make_the_same_gradients(first: str, second: str) -> None:
