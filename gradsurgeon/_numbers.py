@@ -52,8 +52,8 @@ _MANY = 2**18
 def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """Return the norm of each gradient. Shape ``[len(grads)]``, float32, on their device.
 
-    The tensors share a device. A norm is non-finite where an element is, and also where the sum of
-    squares overflows: see `nonfinite`. An empty gradient has norm 0.
+    The tensors share a device. A norm is non-finite where an element is, above the largest float32, and, on
+    other devices than the host, where the sum of squares is. An empty gradient has norm 0.
     """
     with torch.no_grad():
         if order == 2.0 and (joined := small(grads, _FEW_FOR_NORM)) is not None:  # noqa: PLR2004 # l2
@@ -68,7 +68,38 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
             measured = map(_dot, alike) if dotted else _each(alike, order)
             by_position.update(zip(positions, measured, strict=True))
         # Not by an index, which would have to come from the host: a CUDA graph cannot wait for that.
-        return torch.stack([by_position[position] for position in range(len(grads))]).float()
+        found = torch.stack([by_position[position] for position in range(len(grads))]).float()
+        if found.is_cpu and _may_have_overflowed(found.max(), order):
+            for position, measured in enumerate(found.tolist()):
+                if math.isinf(measured):
+                    found[position] = _scaled_norm(dense[position], order)
+        return found
+
+
+def over(norms: Tensor, order: float) -> Tensor:
+    """Return the norm over several tensors of which these are the norms. Shape ``[1]``."""
+    found: Tensor = torch.linalg.vector_norm(norms, order, keepdim=True)
+    if _may_have_overflowed(found, order):
+        found = _scaled_norm(norms, order).reshape(1)
+    return found
+
+
+def _may_have_overflowed(norm: Tensor, order: float) -> bool:
+    # On a device the question would be a wait, and wider sums a second pass, or slow.
+    return norm.is_cpu and not norm.item() < math.inf and order < math.inf
+
+
+def _scaled_norm(grad: Tensor, order: float) -> Tensor:
+    """Return the norm of a dense tensor, whose powers are too large for its dtype, by its largest element."""
+    largest: Tensor = torch.linalg.vector_norm(grad, math.inf).double()
+    if not largest.isfinite():
+        return largest.float()
+    # In parts: a copy of all of it in float64 could be too large.
+    dtype = torch.promote_types(grad.dtype, torch.float64)
+    parts: Sequence[Tensor] = torch.split(grad.reshape(-1), _MANY)
+    scaled = [torch.linalg.vector_norm(part.to(dtype) / largest, order) for part in parts]
+    found: Tensor = torch.linalg.vector_norm(torch.stack(scaled), order)
+    return (found * largest).float()
 
 
 def norm(grad: Tensor, order: float = 2.0) -> Tensor:
@@ -76,10 +107,13 @@ def norm(grad: Tensor, order: float = 2.0) -> Tensor:
     if grad.layout == torch.strided and grad.numel():
         # One call, without the lists. `detach` takes a third of the time of `torch.no_grad`.
         dense = grad.detach()
+        alone: Tensor
         if _is_dotted(dense, order):
-            return _dot(dense).float()
-        alone: Tensor = torch.linalg.vector_norm(dense, order, dtype=_widened(dense))
-        return alone.float()
+            alone = _dot(dense)
+        else:
+            alone = torch.linalg.vector_norm(dense, order, dtype=_widened(dense))
+        found = alone.float()
+        return _scaled_norm(dense, order) if _may_have_overflowed(found, order) else found
     return norms([grad], order)[0]
 
 
@@ -108,6 +142,8 @@ def small(grads: Sequence[Tensor], few: int = _FEW) -> tuple[Tensor, Tensor] | N
     except (RuntimeError, NotImplementedError):  # sparse ones among them, or several devices
         return None
     if type(flat) is not Tensor or flat.dtype not in _DOTTED or len(flat) != sum(sizes):
+        return None
+    if flat.layout != torch.strided:  # a lone sparse one
         return None
     return flat, _torch.integers(sizes, flat.device)
 

@@ -50,7 +50,11 @@ class Session(RecordQueries):
         self._attachment.context.event_log.raise_raised()
 
     def pause(self) -> None:
-        """Let no rule act until `resume()`. Steps are still counted."""
+        """Let no rule act until `resume()`. Steps are still counted.
+
+        On several ranks pause all of them. Under DDP a paused rank leaves its gradients as they are while the others
+        edit theirs, so that the weights drift apart; of sharded parameters all ranks leave them if one is paused.
+        """
         self._attachment.context.paused = True
 
     def resume(self) -> None:
@@ -114,7 +118,7 @@ class Session(RecordQueries):
             state: what `state_dict` has returned.
 
         Raises:
-            GradSurgeonError: it is no such state.
+            GradSurgeonError: it is no such state, or a damaged one; nothing has changed then.
         """
         session_state.load_state_dict(self._attachment.controller, state)
 
@@ -139,7 +143,7 @@ class Session(RecordQueries):
 
     def plot(
         self,
-        kind: Literal["norms", "heatmap", "histogram", "features", "grad-cam"] = "norms",
+        kind: Literal["norms", "heatmap", "losses", "histogram", "features", "grad-cam"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | tuple[str, str] | None = None,
@@ -155,6 +159,8 @@ class Session(RecordQueries):
           without a gradient, a cross at the top a norm that is not finite, a triangle at the bottom one
           of 0. Traps, skipped steps and lost hooks are lines across.
         * ``"heatmap"`` (`name`, `rule`): tensors x steps, the decimal logarithm of the l2 norm.
+        * ``"losses"`` (`name`, `rule`): the cosine of the gradients of each pair of losses, and the weights with
+          which they were combined, over the steps. Without `name` the ten pairs that conflict most.
         * ``"histogram"`` (`name`, `rule`, `step`, `call`): how the l2 norms of each step are distributed over the
           tensors; with the `rule` of a `capture`, how the elements of what it kept are distributed.
         * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of what a `capture` has

@@ -104,12 +104,14 @@ class RunningBound:
             finite, or 0, leaves what is kept as it is. It never waits for the device.
         bounds: maps one column of what is kept, as numbers, to the norm above which one is a spike and to
             what that is made of, in words; ``None`` as long as there is no bound.
+        slack: by how much a norm has to be above the mean at least.
     """
 
     name: str
     rows: int
     advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     bounds: Callable[[Sequence[float]], tuple[float, str] | None]
+    slack: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ class ClipNorm(EditRule):
     taken over all gradients that the rule matches, per optimizer that owns them: those that this update
     consumes. What a `freeze` hides from the optimizer in this step has no part in it. A norm that is not
     finite leaves the gradients alone and is an event, because scaling by it would spread a NaN over
-    all of them. Half-precision gradients are measured in float32.
+    all of them. Half-precision gradients are measured in float32. A finite gradient has a finite norm up to 3.4e38, the
+    largest float32, on a CPU; on an accelerator, where squares are summed in float32, up to 1.8e19.
 
     ## Why use it
     One bad batch must not throw the weights away. To bound single elements use `clamp`.

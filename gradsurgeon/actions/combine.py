@@ -86,11 +86,6 @@ class Combine(LossRule):
             losses={"seg": [1.0, 0.0], "depth": [-1.0, 1.0]},
             expect=[0.5, 1.5],
         ),
-        Example(
-            {"losses": ["seg", "depth"], "method": "mean"},
-            losses={"seg": [3.0, 4.0], "depth": [1.0, 0.0]},
-            expect=[2.0, 2.0],
-        ),
     )
 
     role: ClassVar[Role] = "edit"

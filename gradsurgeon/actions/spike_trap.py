@@ -86,9 +86,8 @@ class Above(Options):
         beta, warmup = self.beta, self.warmup
         if self.sigmas is not None:
             options = (self.sigmas, 0.97 if beta is None else beta, warmup or 25)
-            return RunningBound(
-                "sigmas", 3, partial(_zclip, *options), partial(_zclip_bound, *options)
-            )
+            advance, bounds = partial(_zclip, *options), partial(_zclip_bound, *options)
+            return RunningBound("sigmas", 3, advance, bounds, slack=self.sigmas * _EPSILON)
         times = self.times
         assert times is not None  # noqa: S101 # one of the two is given
         options = (times, 0.98 if beta is None else beta, warmup or 100)
@@ -113,7 +112,9 @@ class SpikeTrap(TrapRule):
     smallest norm is here that before such a cut.
 
     The report of a spike names the parameters that carry it, and at which of them, in the order of backward,
-    gradients begin to be larger than they usually are; where already the first ones are, it came with the loss.
+    gradients begin to be larger than they usually are; where already the first ones of the whole pass are, it came
+    with the loss. It names no origin where that cannot be known: another optimizer or model has the gradients that
+    came before, the model is compiled as a whole, or the passes of the step reach different parameters.
 
     `then: clip` (default) shortens the gradient; `skip-step` lets the optimizer touch nothing in this step,
     and raises after `give_up_after` spikes in a row; `warn` reports and goes on; `raise` stops before any weight moves.
@@ -124,8 +125,16 @@ class SpikeTrap(TrapRule):
     observing, what `clip` would have let through. A norm that is not finite never enters: `then: clip` leaves such
     gradients alone and says so, for every other `then` it is a spike, in the warm-up too. A norm of 0 does not enter
     either, or a layer that begins without a gradient would be held at 0 for ever. In steps outside of `steps` nothing
-    is learnt.
+    is learnt. A finite gradient has a finite norm up to 3.4e38, the largest float32, on a CPU; on an accelerator, where
+    squares are summed in float32, up to 1.8e19.
     Where an optimizer gets further parameters, one norm over all of them is another quantity: it begins anew.
+
+    ## Where it cannot follow
+    What a bound lets through is all that it learns from. After norms that were all alike `sigmas` has a deviation of 0
+    and cuts for ever whatever is above them; `times` grows by `(1 - beta) * (times - 1)` in an update, a thousandth, and
+    takes 20,000 updates to come back from one norm of 1e-9 in its warm-up. So it is in the papers. A warning says so, once
+    per statistic, where 100 updates in a row were above the bound and even the least of them is more than 1,000
+    further updates away. Another one says where usual norms are so small that the 1e-6 above hides every spike.
 
     ## Why use it
     Norms drift by a factor of ten over a run. A fixed `clip-norm` then bites in nearly every step at one end of it

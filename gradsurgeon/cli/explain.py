@@ -123,8 +123,10 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def keys(rule: type[Rule], *, shared: bool) -> list[str]:
-    keys = [key for key in rule_schema(rule)["properties"] if key != "action"]
-    return [key for key in keys if (key in _SHARED) is shared]
+    """Return the options of one action, or those of every rule; what has to be given comes first."""
+    branch = rule_schema(rule)
+    keys = [key for key in branch["properties"] if key != "action" and (key in _SHARED) is shared]
+    return sorted(keys, key=lambda key: key not in branch["required"])
 
 
 def _type(info: Mapping[str, Any]) -> str:

@@ -60,9 +60,21 @@ class Applied:
         )
         self._acting = True
         if text := planning.curves_of_nothing(self.session.plan, self._names):
-            log = self.session._attachment.context.event_log  # noqa: SLF001 # as rules tell of themselves
-            log.emit("notice", text, step=start_step, warn=True)
+            self.warn(text)
         return self.session
+
+    def warn(self, text: str) -> None:
+        """Say something in a warning and in the records, as rules tell of themselves."""
+        if self.session is not None:
+            log = self.session._attachment.context.event_log  # noqa: SLF001 # a rule is no part of it
+            log.emit("notice", text, step=self.session.step, warn=True)
+
+    def begins_anew(self, why: str) -> None:
+        """Say that a training is resumed, and that the rules do not know what they had learnt."""
+        step = 0 if self.session is None else self.session.step
+        self.warn(
+            f"training goes on from step {step:,}, and the rules begin anew with what they learn: {why}"
+        )
 
     def end(self, *, log_raised: bool = False) -> None:
         """Take the rules off; what `on_event` has raised is raised, or logged where something else is."""

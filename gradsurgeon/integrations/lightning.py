@@ -44,7 +44,7 @@ class LightningCallback(Callback):
 
     The rules name parameters as the ``state_dict()`` of the `LightningModule` does. They act from the first training
     step, after a checkpoint was restored, until `fit` ends or raises; the sanity check before it runs without. A
-    checkpoint has what the rules have learnt, and they go on from there.
+    checkpoint has what the rules have learnt, and they go on from there; where one has nothing of it, a warning says so.
     The plan goes to the log of the trainer, and every ``log_every_n_steps`` steps its loggers get
     of each rule that records norms the norm of all tensors together, their median and how many are not
     finite, ``gradsurgeon/<rule>/total``, ``median`` and ``not finite``; and how many events of each kind there
@@ -81,6 +81,8 @@ class LightningCallback(Callback):
         session = self._applied.begin(pl_module, step)
         if kept["trainer"] == step and kept["session"] is not None:
             session.load_state_dict(kept["session"])
+        elif step:
+            self._applied.begins_anew("the checkpoint was written without this callback")
         _pl.utilities.rank_zero_info(str(session.plan))
 
     def on_before_optimizer_step(self, *_: Any) -> None:

@@ -6,24 +6,24 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradsurgeon import _dist, api, planning
 from gradsurgeon.distributed.session_discovery import lacking
-from gradsurgeon.errors import BindError, GradSurgeonError, RecordError, printable
+from gradsurgeon.errors import BindError, RecordError, printable
 from gradsurgeon.launcher import launch_status
 from gradsurgeon.launcher.discovery import roots_of
 from gradsurgeon.launcher.messages import say
+from gradsurgeon.launcher.resuming import resume
 from gradsurgeon.launcher.settings import Settings
 from gradsurgeon.launcher.summary import AttachedModel, write_header
-from gradsurgeon.runtime import Attachment, Options, session_state
+from gradsurgeon.runtime import Attachment, Options
 from gradsurgeon.schema import RuleSet
 from gradsurgeon.sinks.places import at_place
 from gradsurgeon.sinks.sink import Sink
 from gradsurgeon.store import job
-from gradsurgeon.store.layout import database_name, state_name
+from gradsurgeon.store.layout import database_name
 
 
 class Models:
@@ -162,28 +162,7 @@ class Models:
         if not self.settings.resume or session.step > (self.settings.start_step or 0):
             return  # A larger model takes over from a part that has been trained since.
         folder = Path(self.settings.resume)
-        folder = folder / title if self.attached else folder
-        path = folder / state_name(_dist.rank())
-        if not path.exists():  # There are more ranks than before: what they know is alike on all.
-            path = folder / state_name(0)
-        try:
-            state = torch.load(path, weights_only=True)
-            if (step := self.settings.start_step) is not None:
-                steps = dict.fromkeys(state["steps"], step)
-                state |= {"step": step, "common_step": step, "steps": steps}
-            session_state.load_state_dict(session.controller, state)
-        except Exception as error:  # noqa: BLE001 # a damaged file raises anything: the script goes on
-            why = "it is damaged"
-            if isinstance(error, FileNotFoundError):
-                why = "this model, or this rank, has no state in that run"
-            elif isinstance(error, GradSurgeonError):
-                why = str(error)
-            text = f"{printable(str(path))} cannot be resumed from: {printable(why)}"
-            if self.settings.strict:
-                launch_status.refuse()
-                say(f"error: {text}")
-                raise SystemExit(launch_status.REFUSED) from None
-            say(f"{text}: the rules begin anew with what they learn")
+        resume(session, folder / title if self.attached else folder, self.settings)
 
     def _made_sinks(self) -> dict[str, Sink]:
         """Return the sinks that were asked for, all models the same; a rank but the first one has none."""

@@ -24,7 +24,7 @@ def clashes(
     taken_by = {rule.id: frozenset(names.get(rule.id, ())) for rule in combining}
     for number, rule in enumerate(combining):
         for other in combining[:number]:
-            if (other.target, other.ref) != (rule.target, rule.ref):
+            if other.target != rule.target or not _may_be_one(other.ref.path, rule.ref.path):
                 continue
             shared = [name for name in names.get(rule.id, ()) if name in taken_by[other.id]]
             if shared and other.steps.meets(rule.steps):
@@ -34,6 +34,11 @@ def clashes(
                     f"{other.id} combines the gradients of {printable(shared[0])}{more} already, and they can be "
                     "combined once: leave them out of one of the two by `exclude`, or give the two `steps` that do not meet",
                 )
+
+
+def _may_be_one(first: Sequence[int | str], second: Sequence[int | str]) -> bool:
+    # `input` is every tensor of what a module takes, `input[0]` among them.
+    return all(one == other for one, other in zip(first, second, strict=False))
 
 
 def doubts(rule: LossRule, matched: Sequence[Thing]) -> Iterator[str]:

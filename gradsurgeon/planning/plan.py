@@ -136,7 +136,11 @@ class Plan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the documented JSON form, version 1."""
+        """Return the documented JSON form, version 1.
+
+        Entries of ``rules`` with the action `conflict` or `combine` also have ``losses``, a list of names that is empty
+        on modules, and ``method``, which is ``None`` of `conflict`.
+        """
         rules = []
         for rule in self.rules.rules:
             bound = self.of(rule.id)

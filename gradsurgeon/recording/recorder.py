@@ -218,14 +218,16 @@ class Recorder:
             torch.save(self.state(), file)
             writer.state(file.getvalue())
         except Exception as error:  # noqa: BLE001 # nothing that happens here may stop training
-            self._lose("the state to resume from could not be written", error)
+            what = "the state to resume from could not be written, and training goes on"
+            self._lose(what, error, warn=True)
 
-    def _lose(self, what: str, error: Exception) -> None:
+    def _lose(self, what: str, error: Exception, *, warn: bool = False) -> None:
         if self._event_log is not None:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             text = f"{what}: {printable(reason)}"
-            self.lost.append(text)
-            self._event_log.notice_once(what, text, step=self.step())
+            if text not in self.lost:  # it may be tried again every minute
+                self.lost.append(text)
+            self._event_log.notice_once(what, text, step=self.step(), warn=warn)
 
     def _take(self, rows: Sequence[tuple[_Row, Tensor]]) -> None:
         packed = [(row, *row.pack(values)) for row, values in rows]

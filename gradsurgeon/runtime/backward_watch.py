@@ -285,6 +285,7 @@ class BackwardWatch:
             # Of a sharded model other parameters stand there when a pass begins: only hooks tell.
             param = self._context.parameters.param
             tensors = {t for t in tensors if (p := param(t)) is None or not _dist.is_sharded(p)}
+        divided = any(map(_dist.is_divided, self._context.parameters.params(order)))
         tensors.update(order, seen.calls)
         if not tensors and not seen.module:
             return
@@ -293,7 +294,7 @@ class BackwardWatch:
         self._events.backward_finished(
             BackwardPass(
                 tensors=(*order, *sorted(tensors.difference(order))),
-                graph=None if order else running.graph,
+                graph=None if divided else running.graph,
                 calls=seen.calls,
                 logged=seen.logged,
                 contributed=seen.contributed,

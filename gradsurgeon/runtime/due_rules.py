@@ -46,6 +46,8 @@ class DueRules:
         self.traps = [bound for bound in deciding if bound.decides_by == NONFINITE]
         self.thresholds = [bound for bound in deciding if bound.decides_by != NONFINITE]
         self.spike_traps = [bound for bound in at_step if isinstance(bound.rule, TrapRule)]
+        # Those whose spikes are reported, and not cut.
+        self.reported = [bound for bound in self.spike_traps if not bound.rule.edits]
         self.watched = _tensors(after)
         self.trapped = _tensors(self.traps)
         # Those whose norm after backward somebody reads.

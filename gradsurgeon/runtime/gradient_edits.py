@@ -66,7 +66,7 @@ def _by_norm(
             return
     norms = gradients.norms(tensors, edit.order)
     if edit.over_rule:
-        norms = torch.linalg.vector_norm(norms, edit.order, keepdim=True)
+        norms = _numbers.over(norms, edit.order)
     factors, step = edit.factor(norms), bound_rule.counter.step
 
     def tell(norms: Tensor) -> None:

@@ -34,6 +34,22 @@ class GradientSnapshot:
         got = set(self.tensors).intersection(self.done.tensors)
         return [tensor for tensor in (*known, *self.done.tensors) if tensor in got]
 
+    @property
+    def arrived(self) -> list[list[int]]:
+        """Return all tensors that the pass has reached, in the order in which their gradients came.
+
+        Those between which the order is not known come together; -1 is what belongs to no parameter of the model.
+        """
+        if self.done.graph is not None:
+            by_id = {identity: tensor for tensor, identity in enumerate(self.parameters.ids())}
+            groups = self.done.graph.groups()
+            return [[by_id.get(id(leaf), -1) for leaf in group] for group in groups]
+        # Only parameters that rules match have hooks that tell of it: others may have come before them.
+        told = set(self.done.tensors)
+        params = enumerate(self.parameters.params())
+        others = [t for t, p in params if p is not None and p.requires_grad and t not in told]
+        return [*([others] if others else []), *([tensor] for tensor in self.done.tensors)]
+
     def without_graph(self) -> GradientSnapshot:
         """Return the same without the graph, which keeps alive all that its nodes hold.
 
@@ -52,7 +68,8 @@ def after_pass(context: Context, done: BackwardPass) -> dict[StepCounter, Gradie
     for counter in context.counters.among(done.tensors):
         due_rules = context.due_rules(counter)
         gradients = Gradients(context, due_rules.watched, done.scale)
-        if not gradients:
+        # The report of a spike asks in which order they came.
+        if not gradients and not due_rules.reported:
             continue
         normed = gradients.having(due_rules.normed)
         norms = gradients.take_norms(normed)

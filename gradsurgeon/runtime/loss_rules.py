@@ -97,6 +97,8 @@ class LossRules:
         self.combines_inputs = any(
             rule.edits for module in context.program.modules for rule in module.on_shared
         )
+        # Sinks tell rows apart by the identity of their keys.
+        self._keys: dict[Key, Key] = {}
 
     def due(self, leaves: Sequence[Tensor]) -> Iterator[DueLossRule]:
         """Yield the rules on parameters that act on losses now, with those parameters that the losses reach.
@@ -284,6 +286,7 @@ class LossRules:
         self, rule: LossRule, stat: str, step: int, names: Sequence[str], values: Tensor
     ) -> None:
         key = Key(rule.id, stat, rule.point, tuple(names))
+        key = self._keys.setdefault(key, key)
         columns = range(len(names))
         self.context.recorder.add(key, step, columns, values.float(), replace=False)
 

@@ -135,7 +135,7 @@ def count_due_rules(
     context: Context, counter: StepCounter, counter_of: Callable[[str], StepCounter], *, owned: bool
 ) -> None:
     for bound_rule in context.due_rules(counter).bound_rules:
-        cause = partial(_why_silent, context, bound_rule.tensors, owned=owned)
+        cause = partial(_why_silent, context, bound_rule.rule, bound_rule.tensors, owned=owned)
         context.event_log.note_due(bound_rule.rule.id, counter.step, cause)
     for rule, owner in context.program.site_rules:
         if counter_of(owner) is counter and context.is_due(rule, counter):
@@ -144,12 +144,15 @@ def count_due_rules(
             )
 
 
-def _why_silent(context: Context, tensors: Sequence[int], *, owned: bool) -> str:
+def _why_silent(context: Context, rule: Rule, tensors: Sequence[int], *, owned: bool) -> str:
     params = [param for param in context.parameters.params(tensors) if param is not None]
     if not params:
         return "the parameters it matched are gone from the model"
     if not any(param.requires_grad for param in params):
         return "no parameter it matched has requires_grad"
+    if isinstance(rule, LossRule):
+        names = ", ".join(map(printable, rule.losses or ()))
+        return f"no gradsurgeon.backward gave the losses it names ({names}), or they reach no parameter it matched"
     if all(param.grad is None for param in params):
         return "no gradient reached any parameter it matched"
     if owned and context.counters[tensors[0]] is context.counters.common:

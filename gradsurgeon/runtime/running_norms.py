@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,24 @@ class RunningStatistic:
     tensors: tuple[int, ...]
     kept: Tensor
     usual: Tensor
+
+
+class NormsOnHost(NamedTuple):
+    """What is told of the norms of one update, as numbers.
+
+    Attributes:
+        norms: what was compared.
+        passed: the same as the bound let them through.
+        before: what was kept before the update, of shape ``[rows, len(norms)]``.
+        cut: the places of those that were above the bound.
+        largest: the largest norm of a single gradient and its place, where one norm over all was cut.
+    """
+
+    norms: list[float]
+    passed: list[float]
+    before: Tensor
+    cut: list[int]
+    largest: tuple[float, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +103,28 @@ class JudgedNorms:
         return (
             (places, torch.zeros_like(passes, dtype=torch.float32).masked_fill(~passes, math.inf)),
         )
+
+    def to_be_read(self) -> Tensor:
+        """Return the numbers of which `read` makes what is told, in one tensor."""
+        parts = [self.norms, self.passed, self.before.flatten()]
+        if self.spikes.over_rule and not _torch.is_host(self.norms):
+            # Here it is one more small reduction; later it would be a wait.
+            parts += self.each.max(0, keepdim=True)
+        return torch.cat(parts)
+
+    def read(self, numbers: Tensor) -> NormsOnHost:
+        """Return what `to_be_read` has put together, once it is on the host."""
+        count, rows = len(self.norms), self.spikes.bound.rows
+        table = numbers[: (2 + rows) * count].reshape(-1, count)
+        norms, passed = table[:2].tolist()
+        cut = [place for place, norm in enumerate(norms) if passed[place] < norm]
+        norm, place = math.nan, -1
+        if cut and self.spikes.over_rule:
+            on_host = _torch.is_host(self.each)
+            norm, place = (
+                torch.stack([*map(wide, self.each.max(0))]) if on_host else numbers[-2:]
+            ).tolist()
+        return NormsOnHost(norms, passed, table[2:], cut, (norm, int(place)))
 
     def factors(self, tensors: Sequence[int]) -> Tensor:
         """Return what gradients are multiplied by, float32: one for all, or one for each."""

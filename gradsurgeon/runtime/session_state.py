@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.notices import shorten_names
+from gradsurgeon.runtime.state_form import SessionState, checked
 
 if TYPE_CHECKING:
     from gradsurgeon.runtime.controller import Controller
@@ -33,48 +35,48 @@ def state_dict(controller: Controller) -> dict[str, Any]:
     }
 
 
-def load_state_dict(controller: Controller, state: Any) -> None:
-    """Let a session go on from a state, and say of what it does not fit.
+def load_state_dict(controller: Controller, state: Any, *, step: int | None = None) -> int:
+    """Let a session go on from a state, and say of what it does not fit; return the step that it is of.
+
+    Args:
+        controller: of the session.
+        state: what `state_dict` has returned.
+        step: the number of the next update of every optimizer, where it is not that of the state.
 
     Raises:
-        GradSurgeonError: it is no state of a session, or one of a newer version; nothing has changed then.
+        GradSurgeonError: it is no state of a session, a damaged one, or one of a newer version; nothing has
+            changed then.
     """
     if not isinstance(state, Mapping) or not state.keys() >= _KEYS:
         raise GradSurgeonError(_NOT_OURS)
     if state["version"] != VERSION:
         raise GradSurgeonError(_NEWER.format(version=printable(str(state["version"]))))
-    before = state_dict(controller)
-    try:
-        complaints = list(_resume(controller, state))
-    except (
-        ArithmeticError,
-        LookupError,
-        AttributeError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:
-        list(_resume(controller, before))
-        raise GradSurgeonError(f"{_NOT_OURS} ({type(error).__name__}: {error})") from error
-    event_log, step = controller.context.event_log, controller.context.counters.latest
+    bounds = [spikes.bound for spikes in controller.context.spikes.values()]
+    sound = checked(state, {bound.name: bound.rows for bound in bounds})
+    end = sound.step
+    if step is not None:
+        sound = replace(sound, step=step, common_step=step, steps=dict.fromkeys(sound.steps, step))
+    complaints = list(_resume(controller, sound))
+    event_log, latest = controller.context.event_log, controller.context.counters.latest
     for rule, text in complaints:
-        event_log.emit("notice", text, rule=rule, step=step, warn=True)
+        event_log.emit("notice", text, rule=rule, step=latest, warn=True)
+    return end
 
 
-def _resume(controller: Controller, state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _resume(controller: Controller, state: SessionState) -> Iterator[tuple[str, str]]:
     """Go on from a state; yield what it does not fit, with the rule that it concerns, if it is one."""
     context = controller.context
     index = {name: tensor for tensor, name in enumerate(context.program.names)}
-    steps = {index[name]: int(step) for name, step in state["steps"].items() if name in index}
-    context.counters.resume(steps, common=int(state["common_step"]), latest=int(state["step"]))
-    controller.traps.resume(state["in_a_row"], index)
+    steps = {index[name]: step for name, step in state.steps.items() if name in index}
+    context.counters.resume(steps, common=state.common_step, latest=state.step)
+    controller.traps.resume(state.in_a_row, index)
     yield from _other_names(index, state)
-    yield from controller.spikes.load(state["rules"], index)
+    yield from controller.spikes.load(state.rules, index)
 
 
-def _other_names(index: Mapping[str, int], state: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if gone := [name for name in state["steps"] if name not in index]:
+def _other_names(index: Mapping[str, int], state: SessionState) -> Iterator[tuple[str, str]]:
+    if gone := [name for name in state.steps if name not in index]:
         yield "", f"the state knows {shorten_names(gone)}, which this model does not have: left out"
-    if new := [name for name in index if name not in state["steps"]]:
+    if new := [name for name in index if name not in state.steps]:
         text = "of which the state says nothing: rules begin anew with what they learn of them"
         yield "", f"the model has {shorten_names(new)}, {text}"

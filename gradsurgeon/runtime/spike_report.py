@@ -11,25 +11,31 @@ from gradsurgeon.actions import Spikes
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.table import count
 from gradsurgeon.runtime.nonfinite_report import TrapReport
-from gradsurgeon.runtime.running_norms import JudgedNorms
+from gradsurgeon.runtime.notices import shorten_names
+from gradsurgeon.runtime.running_norms import JudgedNorms, NormsOnHost
 
 _SHOWN = 8
 # Less is no growth to speak of.
 _LEAST, _GROWN = 2.0, 1.5
 _FROM_THE_LOSS = (
-    "it came with the loss: look at the batch of this step (a label, a length, an outlier)"
+    "it came with the loss, or from what stands between the two: look at the batch of this step (a label, a length, "
+    "an outlier)"
 )
 _IN_THE_MODEL = "look at this layer, and at what stands around it"
+_NO_ORDER = "the order of backward is not known"
+_NOBODY_KNOWS = "where it began cannot be told from these"
 
 
-def spike_report(names: Sequence[str], judged: JudgedNorms, arrived: Sequence[int]) -> TrapReport:
+def spike_report(
+    names: Sequence[str], judged: JudgedNorms, arrived: Sequence[Sequence[int]]
+) -> TrapReport:
     """Report which parameters carry a spike, and where it begins. Waits for the device.
 
     Args:
         names: of all parameters.
         judged: norms of which at least one is a spike.
-        arrived: the tensors in the order in which backward has produced their gradients; empty where that is
-            not known.
+        arrived: all tensors in the order in which backward has produced their gradients, together where that
+            is not known of some; empty where it is not known at all. -1 is one of no parameter of the model.
     """
     before, norms, passed = judged.before.cpu(), judged.norms.tolist(), judged.passed.tolist()
     places = [p for p, norm in enumerate(norms) if not (math.isfinite(norm) and passed[p] >= norm)]
@@ -56,27 +62,15 @@ def spike_report(names: Sequence[str], judged: JudgedNorms, arrived: Sequence[in
     return TrapReport(rows[0][0], head, lines, expect="", reduced=False)
 
 
-def told_of_cut(
-    names: Sequence[str],
-    judged: JudgedNorms,
-    norms: Sequence[float],
-    passed: Sequence[float],
-    before: Tensor,
-) -> tuple[str, str]:
-    """Return in one line what `clip` has cut, and the parameter that it cut most, if each has a bound of its own.
-
-    Args:
-        names: of all parameters.
-        judged: the norms of the update.
-        norms: the same on the host.
-        passed: what the bound let through of them.
-        before: what was kept before the update, on the host.
-    """
-    cut = [place for place, norm in enumerate(norms) if passed[place] < norm]
+def told_of_cut(names: Sequence[str], judged: JudgedNorms, known: NormsOnHost) -> tuple[str, str]:
+    """Return in one line what `clip` has cut, and the parameter that it cut most, or that carries most of it."""
+    norms, passed, before, cut, (largest, carrier) = known
     place = max(cut, key=lambda place: _excess(norms[place], passed[place]))
     told = f"{_above(judged.spikes, norms[place], before[:, place])}: cut to {passed[place]:.3g}"
     if judged.spikes.over_rule:
-        return f"over {count(len(judged.tensors), 'gradient')} {told}", ""
+        name = names[judged.tensors[carrier]]
+        share = f"{printable(name)} carries {(largest / norms[place]) ** 2:.0%} of its square"
+        return f"over {count(len(judged.tensors), 'gradient')} {told}; {share}", name
     name = names[judged.tensors[place]]
     several = f" ({len(cut)} gradients were cut in this step)" if len(cut) > 1 else ""
     return f"of {printable(name)} {told}{several}", name
@@ -112,7 +106,9 @@ def _by_share(names: Sequence[str], judged: JudgedNorms) -> Iterator[tuple[str, 
         yield f"{len(rows) - _SHOWN} more", f"{rest:4.0%}" if math.isfinite(rest) else ""
 
 
-def _growth(names: Sequence[str], judged: JudgedNorms, arrived: Sequence[int]) -> Iterator[str]:
+def _growth(
+    names: Sequence[str], judged: JudgedNorms, arrived: Sequence[Sequence[int]]
+) -> Iterator[str]:
     """Tell from where on, in the order of backward, gradients are larger than they have been before."""
     times = {
         tensor: norm / mean
@@ -121,26 +117,62 @@ def _growth(names: Sequence[str], judged: JudgedNorms, arrived: Sequence[int]) -
         )
         if mean and math.isfinite(norm)
     }
-    known = times.keys() <= set(arrived)
-    order = [one for one in arrived if one in times] if known else [*reversed(times)]
-    if not order or max(times.values()) < _LEAST:
+    if not times or max(times.values()) < _LEAST:
         return
+    known = times.keys() <= {tensor for group in arrived for tensor in group}
+    order = [group for group in arrived if not times.keys().isdisjoint(group)] if known else []
+    if len(order) < min(len(times), 2):
+        # Not told, or all from one node, as where the whole model is compiled.
+        order = [[tensor] for tensor in reversed(times)]
+        known = False
     # Half of the way there, as factors go.
     half = math.sqrt(max(times.values()))
-    first = next(place for place, tensor in enumerate(order) if times[tensor] >= half)
-    before = max((times[tensor] for tensor in order[:first]), default=0.0)
-    if 0 < before < _LEAST <= times[order[first]] / before:
-        way = (
-            "in the order of backward" if known else "from the last layer of the model to the first"
-        )
-        earlier = order[first - 1]
+    first = next(place for place, group in enumerate(order) if _largest(times, group)[0] >= half)
+    grown, tensor = _largest(times, order[first])
+    before = max((_largest(times, group)[0] for group in order[:first]), default=0.0)
+    if 0 < before < _LEAST <= grown / before:
+        earlier = _largest(times, order[first - 1])[1]
+        way = "in the order of backward"
+        what = _IN_THE_MODEL
+        if not known:
+            way = f"from the last layer of the model to the first ({_NO_ORDER})"
+            what = _NOBODY_KNOWS
+        elif others := _unjudged(names, times, arrived, order[first - 1], order[first]):
+            what = f"look at this layer, and at what comes between the two, which the rule does not judge here ({others})"
         yield (
-            f"{way} it begins at {_times(names, times, order[first])}; {_times(names, times, earlier)} right "
-            f"before it: {_IN_THE_MODEL}"
+            f"{way} it begins at {_times(names, times, tensor)}; {_times(names, times, earlier)} right "
+            f"before it: {what}"
         )
-    elif times[order[0]] >= _GROWN:
-        what = "the first gradient of the backward pass" if known else "the last layer of the model"
-        yield f"{what} is large already, {_times(names, times, order[0])}: {_FROM_THE_LOSS}"
+    elif min(times[one] for one in order[0] if one in times) >= _GROWN:
+        begun = f"is large already, {_times(names, times, _largest(times, order[0])[1])}"
+        if not known:
+            yield f"the last layer of the model {begun} ({_NO_ORDER}): {_NOBODY_KNOWS}"
+        elif others := _unjudged(names, times, arrived, (), order[0]):
+            yield (
+                f"of the gradients that the rule judges here the first of the backward pass {begun}; others came before "
+                f"it ({others}): {_NOBODY_KNOWS}"
+            )
+        else:
+            yield f"the first gradient of the backward pass {begun}: {_FROM_THE_LOSS}"
+
+
+def _largest(times: Mapping[int, float], group: Sequence[int]) -> tuple[float, int]:
+    return max((times[tensor], tensor) for tensor in group if tensor in times)
+
+
+def _unjudged(
+    names: Sequence[str],
+    times: Mapping[int, float],
+    arrived: Sequence[Sequence[int]],
+    earlier: Sequence[int],
+    later: Sequence[int],
+) -> str:
+    """Name what came between two groups of gradients, or before the later one, that has no past to compare with."""
+    start = arrived.index(earlier) if earlier else 0
+    between = [one for group in arrived[start : arrived.index(later) + 1] for one in group]
+    others = list(dict.fromkeys(one for one in between if one not in times))
+    told = [names[one] for one in others if one >= 0]
+    return shorten_names([*told, *(["tensors of no layer of this model"] if -1 in others else [])])
 
 
 def _times(names: Sequence[str], times: Mapping[int, float], tensor: int) -> str:

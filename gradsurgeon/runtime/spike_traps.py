@@ -16,9 +16,18 @@ from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.edit_effect import LEFT_ALONE
 from gradsurgeon.runtime.gradient_edits import shorten
 from gradsurgeon.runtime.gradients import Gradients
+from gradsurgeon.runtime.locked_bounds import LOOK_EVERY, LockedBounds, told_of_size
 from gradsurgeon.runtime.notices import shorten_names
-from gradsurgeon.runtime.running_norms import JudgedNorms, RunningStatistic, moved, regrouped, wide
+from gradsurgeon.runtime.running_norms import (
+    JudgedNorms,
+    NormsOnHost,
+    RunningStatistic,
+    moved,
+    regrouped,
+    wide,
+)
 from gradsurgeon.runtime.spike_report import told_of_cut
+from gradsurgeon.runtime.state_form import Learnt, LearntByRule
 from gradsurgeon.runtime.step_counter import StepCounter
 
 
@@ -32,6 +41,7 @@ class SpikeTraps:
         self._entered: StepCounter | None = None
         # Of updates that are about to take place.
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
+        self._locked = LockedBounds()
 
     def judge(
         self, counter: StepCounter, gradients: Gradients, overflow: Tensor | None = None
@@ -54,9 +64,26 @@ class SpikeTraps:
             if tensors:
                 with torch.no_grad():
                     judged[rule] = self._compare(bound_rule, gradients, tensors, overflow)
+                if counter.step % LOOK_EVERY == 0:
+                    self._look_at_size(judged[rule], counter.step)
                 if not bound_rule.rule.edits:
                     context.event_log.count_fired(rule, counter.step)
         return [one for one in judged.values() if not one.bound_rule.rule.edits]
+
+    def _look_at_size(self, judged: JudgedNorms, step: int) -> None:
+        """Say once of norms, as soon as they can be read, that they are too small for a bound to see a spike."""
+        rule, names, log = (
+            judged.bound_rule.rule.id,
+            self._context.program.names,
+            self._context.event_log,
+        )
+        if judged.spikes.bound.slack and not log.is_noticed("small", rule):
+
+            def tell(kept: Tensor) -> None:
+                if text := told_of_size(names, judged, *kept.reshape(2, -1).tolist()):
+                    log.notice_once("small", text, rule=rule, step=step, warn=True)
+
+            log.when_read(judged.before[:2].flatten(), tell)
 
     def _compare(
         self,
@@ -114,23 +141,35 @@ class SpikeTraps:
         if not tensors:
             return
         shorten(self._context, bound_rule.rule.id, gradients, tensors, judged.factors(tensors))
-        log, rule, step = self._context.event_log, bound_rule.rule.id, bound_rule.counter.step
-        numbers = torch.stack([judged.norms, judged.passed, *judged.before])
-        on_host = _torch.is_host(numbers)
+        rule, step = bound_rule.rule.id, bound_rule.counter.step
+        on_host = _torch.is_host(judged.norms)
 
         def tell(numbers: Tensor) -> None:
-            numbers = numbers.reshape(-1, len(judged.norms))
-            (norms, passed), before = numbers[:2].tolist(), numbers[2:]
-            if not all(map(math.isfinite, norms)):
+            log, known = self._context.event_log, judged.read(numbers)
+            if not all(map(math.isfinite, known.norms)):
                 log.emit("notice", LEFT_ALONE, rule=rule, step=step)
-            cut = sum(after < norm for norm, after in zip(norms, passed, strict=True))
-            if cut:
-                text, name = told_of_cut(self._context.program.names, judged, norms, passed, before)
+            if known.cut:
+                text, name = told_of_cut(self._context.program.names, judged, known)
                 log.emit("spike", text, rule=rule, step=step, name=name, quiet=True)
+            self._tell_of_lock(judged, known, step)
             if not on_host:
-                log.count_changed(rule, len(tensors) if judged.spikes.over_rule else cut)
+                cut = len(tensors) if judged.spikes.over_rule else len(known.cut)
+                log.count_changed(rule, cut)
 
-        log.when_read(numbers.flatten(), tell)
+        self._context.event_log.when_read(judged.to_be_read(), tell)
+
+    def follow(self, judged: JudgedNorms, step: int, *, tripped: bool) -> None:
+        """Count how often in a row a rule that reports has tripped. Waits for the device if it has now."""
+        if not tripped:
+            self._locked.end(judged)
+        elif judged.spikes.then == "warn":  # the others stop at once, or give up
+            self._tell_of_lock(judged, judged.read(judged.to_be_read().cpu()), step)
+
+    def _tell_of_lock(self, judged: JudgedNorms, known: NormsOnHost, step: int) -> None:
+        topic = f"locked {judged.statistic.tensors[0]}"
+        for text in self._locked.follow(self._context.program.names, judged, known):
+            rule = judged.bound_rule.rule.id
+            self._context.event_log.notice_once(topic, text, rule=rule, step=step, warn=True)
 
     def state(self) -> dict[str, Any]:
         """Return what is learnt, by rule: plain tensors on the host, numbers and texts."""
@@ -154,15 +193,16 @@ class SpikeTraps:
         return found
 
     def load(
-        self, rules: Mapping[str, Mapping[str, Any]], index: Mapping[str, int]
+        self, rules: Mapping[str, LearntByRule], index: Mapping[str, int]
     ) -> Iterator[tuple[str, str]]:
         """Go on from what `state` has returned; yield by rule what does not fit.
 
         Args:
-            rules: what it has returned.
+            rules: what it has returned, checked.
             index: the number of each parameter by its name.
         """
         self.statistics.clear()
+        self._locked = LockedBounds()
         self._judged.clear()
         self._before.clear()
         for rule, of_rule in rules.items():
@@ -174,21 +214,21 @@ class SpikeTraps:
                 )
                 continue
             per = "rule" if spikes.over_rule else "parameter"
-            if (of_rule["bound"], of_rule["per"]) != (spikes.bound.name, per):
-                old = f"`{of_rule['bound']}`, per: {of_rule['per']}"
+            if (of_rule.bound, of_rule.per) != (spikes.bound.name, per):
+                old = f"`{of_rule.bound}`, per: {of_rule.per}"
                 yield (
                     rule,
                     f"has learnt as {old}, and is `{spikes.bound.name}`, per: {per}: it begins anew",
                 )
                 continue
-            if changed := set(self._bound(rule)).symmetric_difference(of_rule["params"]):
+            if changed := set(self._bound(rule)).symmetric_difference(of_rule.params):
                 told = f"acts on other parameters than the state knows of it ({shorten_names(sorted(changed))})"
                 if spikes.over_rule:
                     yield rule, f"{told}, and its norm is another one: it begins anew"
                     continue
                 yield rule, f"{told}: it begins anew with those"
             # An optimizer that has a part of the parameters of another is found by these.
-            for part in sorted(of_rule["statistics"], key=lambda part: -len(part["params"])):
+            for part in sorted(of_rule.statistics, key=lambda part: -len(part.params)):
                 self._load(rule, spikes, part, index)
         for rule in self._context.spikes.keys() - rules.keys():
             yield rule, "the state says nothing of this rule: it begins anew with what it learns"
@@ -199,17 +239,13 @@ class SpikeTraps:
         stages = [stage for stage in program.at_step if stage.rule.id == rule]
         return [program.names[tensor] for stage in stages for tensor in stage.tensors]
 
-    def _load(
-        self, rule: str, spikes: Spikes, part: Mapping[str, Any], index: Mapping[str, int]
-    ) -> None:
-        if not part["kept"].is_floating_point() or part["kept"].shape[0] != spikes.bound.rows:
-            raise ValueError(f"what rule {rule} has learnt is of another form")
-        columns = [column for column, name in enumerate(part["params"]) if name in index]
+    def _load(self, rule: str, spikes: Spikes, part: Learnt, index: Mapping[str, int]) -> None:
+        columns = [column for column, name in enumerate(part.params) if name in index]
         if not columns:
             return
-        tensors = tuple(index[part["params"][column]] for column in columns)
-        kept = part["kept"].clone() if spikes.over_rule else part["kept"][:, columns]
-        statistic = RunningStatistic(tensors, kept, part["usual"][columns])
+        tensors = tuple(index[part.params[column]] for column in columns)
+        kept = part.kept.clone() if spikes.over_rule else part.kept[:, columns]
+        statistic = RunningStatistic(tensors, kept, part.usual[columns])
         self.statistics.update({(rule, tensor): statistic for tensor in tensors})
 
     def update(self, counter: StepCounter) -> None:

@@ -95,13 +95,12 @@ class Traps:
         self._spikes = spikes
         self._diagnosis = StepDiagnosis(context, kept)
         self._agreement = agreement
-        # How often in a row traps have tripped, and scalers have skipped a step.
-        self._in_a_row: Counter[tuple[StepCounter, str]] = Counter()
+        # How often in a row traps have tripped, by rule and tensor: a script may rebuild its optimizer.
+        self._in_a_row: dict[tuple[str, int], int] = {}
         # The same with the current update, which is judged after each call of a closure.
         self._with_this: dict[StepCounter, dict[str, int]] = defaultdict(dict)
+        # How often in a row scalers have skipped a step.
         self._scaler_skips: Counter[StepCounter] = Counter()
-        # The rows that a state has told of, by rule and tensor, until the counter is known that has them.
-        self._resumed: dict[tuple[str, int], int] = {}
         # What was seen after each backward pass of the current step.
         self._snapshots: defaultdict[StepCounter, list[GradientSnapshot]] = defaultdict(list)
 
@@ -111,7 +110,7 @@ class Traps:
         return bool(self._diagnosis.pending)
 
     def add_snapshot(self, counter: StepCounter, snapshot: GradientSnapshot) -> None:
-        if self._context.program.traps:
+        if self._context.program.traps or self._context.due_rules(counter).reported:
             snapshots = self._snapshots[counter]
             # A step of many micro-batches must not keep the graph of each.
             snapshots[-1:] = [earlier.without_graph() for earlier in snapshots[-1:]]
@@ -119,36 +118,36 @@ class Traps:
 
     def in_a_row(self) -> dict[str, dict[str, int]]:
         """Return how often in a row traps have tripped, by rule and parameter."""
-        names, rows = self._context.program.names, dict(self._resumed)
-        for (counter, rule), number in self._in_a_row.items():
-            rows.update({(rule, tensor): number for tensor in counter.tensors})
+        names = self._context.program.names
         found: dict[str, dict[str, int]] = {}
-        for (rule, tensor), number in rows.items():
-            if number:
-                found.setdefault(rule, {})[names[tensor]] = number
+        for (rule, tensor), number in self._in_a_row.items():
+            found.setdefault(rule, {})[names[tensor]] = number
         return found
 
     def resume(self, in_a_row: Mapping[str, Mapping[str, int]], index: Mapping[str, int]) -> None:
         """Go on counting what `in_a_row` has returned, with the number of each parameter by its name."""
-        self._in_a_row.clear()
-        self._resumed = {
+        self._in_a_row = {
             (rule, index[name]): number
             for rule, rows in in_a_row.items()
             for name, number in rows.items()
-            if name in index
+            if number and name in index
         }
 
     def _row(self, counter: StepCounter, rule: str) -> int:
-        key = counter, rule
-        if key not in self._in_a_row:
-            rows = [self._resumed.get((rule, tensor), 0) for tensor in counter.tensors]
-            self._in_a_row[key] = max(rows, default=0)
-        return self._in_a_row[key]
+        rows = (self._in_a_row.get((rule, tensor), 0) for tensor in counter.tensors)
+        return max(rows, default=0)
+
+    def _set_row(self, counter: StepCounter, rule: str, number: int) -> None:
+        if number:
+            self._in_a_row.update({(rule, tensor): number for tensor in counter.tensors})
+        elif self._in_a_row:
+            for tensor in counter.tensors:
+                self._in_a_row.pop((rule, tensor), None)
 
     def done(self, counter: StepCounter) -> None:
         self._snapshots.pop(counter, None)
         for rule, times in self._with_this.pop(counter, {}).items():
-            self._in_a_row[counter, rule] = times
+            self._set_row(counter, rule, times)
 
     def decide(
         self, counter: StepCounter, gradients: Gradients, overflow: Tensor | None = None
@@ -209,10 +208,9 @@ class Traps:
         for one, tripped in zip(judged, spikes, strict=True):
             report = None
             if tripped:
-                # Several passes may have made different ones.
-                passes = [one for snapshot in snapshots for one in snapshot.order]
-                arrived = tuple(dict.fromkeys(passes))
+                arrived = _arrived(self._snapshots[counter])
                 report = spike_report(context.program.names, one, arrived)
+            self._spikes.follow(one, counter.step, tripped=bool(tripped))
             findings.append((one.bound_rule.rule.id, report))
         fired = [bound for bound in due_rules.traps if any(i in gradients for i in bound.tensors)]
         for bound in fired:
@@ -270,7 +268,7 @@ class Traps:
         if not stuck or context.mode == "observe":
             return []
         # A scaler looks before the script can repair or clip, and so must the trap.
-        if snapshots := self._snapshots[counter]:
+        if (snapshots := self._snapshots[counter]) and snapshots[-1].norms:
             seen = snapshots[-1].norms
         else:
             seen = measure.norms(*context.parameters.grads(due_rules.trapped))
@@ -280,9 +278,8 @@ class Traps:
         guilty = [bound for bound in stuck if not bad.keys().isdisjoint(bound.tensors)]
         for bound in guilty:
             # This trip is one too many, as those after it, until the trap finds nothing.
-            key = counter, bound.rule.id
-            row = self._row(counter, bound.rule.id)
-            self._in_a_row[key] = max(row, patience[bound.rule.id] - 1)
+            rule = bound.rule.id
+            self._set_row(counter, rule, max(self._row(counter, rule), patience[rule] - 1))
         why = "its scale is below 1" if low else f"{skips} steps in a row"
         evidence = GradientEvidence(snapshots, list(norms), bad)
         return self._findings(guilty, evidence, f"the GradScaler keeps skipping ({why}): ")
@@ -370,6 +367,12 @@ class Traps:
             context.event_log.emit("skipped-step", message, **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
         return Cause(rank, trip.rule, report.name, text, diagnosis, kind)
+
+
+def _arrived(snapshots: Sequence[GradientSnapshot]) -> list[list[int]]:
+    """Return in which order the gradients of an update came; nothing where its passes differ in what they reach."""
+    reached = {frozenset(snapshot.done.tensors) for snapshot in snapshots}
+    return snapshots[-1].arrived if len(reached) == 1 else []
 
 
 def _decided(severity: int, cause: Cause, step: int) -> StepDecision:

@@ -95,7 +95,7 @@ class Run(RecordQueries):
 
     def plot(
         self,
-        kind: Literal["norms", "heatmap", "histogram"] = "norms",
+        kind: Literal["norms", "heatmap", "losses", "histogram"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | None = None,
@@ -105,7 +105,7 @@ class Run(RecordQueries):
         The pictures are those of `Session.plot`, but for those of tensors, which a run directory does not hold.
 
         Args:
-            kind: ``"norms"``, ``"heatmap"`` or ``"histogram"``.
+            kind: ``"norms"``, ``"heatmap"``, ``"losses"`` or ``"histogram"``.
             name: a name, or a pattern as in a rule file, or several.
             rule: id of the `norm-log` rule whose norms are drawn; without it of each tensor those that the
                 report shows.
@@ -116,7 +116,7 @@ class Run(RecordQueries):
         Raises:
             ValueError: no such picture, or an option that it does not take.
             KeyError: a name or pattern matches nothing that was recorded.
-            RecordError: no rule has recorded l2 norms.
+            RecordError: no rule has recorded what is to be drawn.
             GradSurgeonError: matplotlib is missing.
         """
         return self._draw(self, kind, name=name, rule=rule)
@@ -211,7 +211,8 @@ class Run(RecordQueries):
             name = param.get("name") if isinstance(param, dict) else None
             if not isinstance(name, str):
                 raise RecordError(
-                    f"{printable(str(self.path / RUN_FILE))}: is damaged: a parameter has no name"
+                    f"{printable(str(self.path / RUN_FILE))}: is damaged: a parameter has no name; restore "
+                    "it, or record the run again"
                 )
             yield name
             for alias in _items(param.get("aliases")):
@@ -274,18 +275,20 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 def _read_meta(path: Path) -> dict[str, Any]:
     try:
-        meta = json.loads(path.read_bytes())
+        text = path.read_bytes()
+        meta = json.loads(text)
     except OSError as error:
         raise RecordError(
             f"{printable(str(path.parent))}: cannot be opened as a run: {error.strerror}: {RUN_FILE}; a run "
             "is a directory, the one that `record=` or `--record` named, once rank 0 has begun"
         ) from None
     except (ValueError, RecursionError):
-        meta = None
+        meta = ...
     form = meta.get("format") if isinstance(meta, dict) else None
     if not isinstance(form, int):
         raise RecordError(
-            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`"
+            f"{printable(str(path))}: is damaged, or was not written by gradsurgeon: no JSON with a `format`, "
+            f"but {_found(meta) if text else 'nothing at all'}; restore it, or record the run again"
         )
     if form > FORMAT:
         raise RecordError(
@@ -293,6 +296,19 @@ def _read_meta(path: Path) -> dict[str, Any]:
             "by a newer one; upgrade gradsurgeon"
         )
     return dict(meta)
+
+
+def _found(value: object) -> str:
+    """Say in words what was read instead of what a run says of itself."""
+    if isinstance(value, dict):
+        return (
+            "a mapping without one"
+            if "format" not in value
+            else "a `format` that is no whole number"
+        )
+    if isinstance(value, list):
+        return "a list"
+    return "text that is no JSON" if value is ... else "a single value"
 
 
 def _joined(ranks: Sequence[RuleStatus]) -> RuleStatus:

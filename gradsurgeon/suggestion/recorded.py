@@ -6,6 +6,7 @@ norms of the groups. What is kept is four bytes per step and group.
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -21,6 +22,9 @@ _SKIPS = frozenset({"skipped-step", "scaler-skip"})
 # Values that tell how parameters behave, and rows of them even of a model with many parameters.
 _SAMPLED, _LEAST_ROWS = 2**22, 64
 _TINY = 1e-38  # below it a float32 loses its digits
+_LARGEST = 3.4e38  # above it a norm is infinite to the rule, and to the array that keeps it
+# A step that lacks its record here and there, as where a scaler has skipped it, makes no series sparse.
+_SPARSE = 0.05
 
 
 class Behaviour(NamedTuple):
@@ -38,16 +42,26 @@ class Behaviour(NamedTuple):
 
 @dataclass(slots=True)
 class GroupNorms:
-    """The norms over a group of parameters, oldest first, and what was left out of them."""
+    """The norms over a group of parameters, oldest first, and what was left out of them.
+
+    Attributes:
+        norms: those that are finite.
+        first: the step of the first one.
+        last: that of the last one.
+        nonfinite: how many are not.
+        skipped: how many belong to an update that did not take place.
+        every: one step in so many was recorded.
+    """
 
     norms: "array[float]" = field(default_factory=lambda: array("f"))
     first: int = 0
     last: int = 0
     nonfinite: int = 0
     skipped: int = 0
+    every: int = 1
 
     def add(self, step: int, norm: float) -> None:
-        if not math.isfinite(norm):
+        if not norm < _LARGEST:  # or NaN
             self.nonfinite += 1
             return
         if not self.norms:
@@ -107,7 +121,11 @@ def group_norms(
     for names in groups:
         columns = [series.columns[name] for name in names]
         found.append((columns, _values_of(columns), GroupNorms()))
+    gaps, before = Counter[int](), -1
     for row in series.rows():
+        if before >= 0:
+            gaps[row.step - before] += 1
+        before = row.step
         values, absent = row.values.tolist(), row.absent
         for columns, values_of, group in found:
             if row.step in skipped:
@@ -116,7 +134,16 @@ def group_norms(
                 group.add(row.step, math.hypot(*values_of(values)))
             elif there := [values[column] for column in columns if column not in absent]:
                 group.add(row.step, math.hypot(*there))
+    every = _every(gaps)
+    for _, _, group in found:
+        group.every = every
     return [group for _, _, group in found]
+
+
+def _every(gaps: Counter[int]) -> int:
+    """Return the usual gap between recorded steps, 1 where hardly any are left out."""
+    wide = Counter({gap: number for gap, number in gaps.items() if gap > 1})
+    return wide.most_common(1)[0][0] if wide.total() > _SPARSE * gaps.total() else 1
 
 
 def _values_of(columns: Sequence[int]) -> Callable[[Sequence[float]], Sequence[float]]:

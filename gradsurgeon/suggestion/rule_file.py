@@ -43,12 +43,12 @@ class SuggestedRule(NamedTuple):
         yield from (f"      - {text}" for text in (first, *more) if more)
         if drift:
             yield "    per: rule"
-            yield f"    above: {{sigmas: {value!r}, beta: {BETA}, warmup: {WARMUP}}}"
+            yield f"    above: {{sigmas: {_number(value)}, beta: {BETA}, warmup: {WARMUP}}}"
             yield "    then: clip"
         else:
             yield "    at: step"
             yield "    per: rule"
-            yield f"    max_norm: {value!r}"
+            yield f"    max_norm: {_number(value)}"
 
     def _comments(self) -> Iterator[str]:
         one, norms = self.threshold, self.recorded
@@ -69,8 +69,7 @@ class SuggestedRule(NamedTuple):
                 f"second half {second:.4g})"
             )
         after = " after the warm-up" if one.drift else ""
-        share = f"{100 * one.bites / one.steps:.3g}%"
-        yield f"would have bitten in {one.bites:,} of {count(one.steps, 'step')}{after}: {share}"
+        yield f"would have bitten in {one.bites:,} of {count(one.steps, 'step')}{after}: {one.bitten}"
 
 
 def percent(share: float) -> str:
@@ -85,6 +84,12 @@ def rule_id(action: str, patterns: Sequence[str], taken: Collection[str]) -> str
     base = f"{action}-{'-'.join(chosen)}"[:_LONGEST_ID].strip("-")
     numbered = (f"{base}-{number}" for number in range(2, len(taken) + 3))
     return next(text for text in (base, *numbered) if text not in taken)
+
+
+def _number(value: float | None) -> str:
+    """Return a number as YAML 1.1 has it as well: there `1e-07` is a text."""
+    text = repr(value)
+    return text if "." in text else text.replace("e", ".0e")
 
 
 def _quoted(text: str) -> str:

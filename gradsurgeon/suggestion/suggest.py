@@ -1,12 +1,12 @@
 """The stages in their order: norms, groups, patterns, thresholds, and the text of a rule file."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from gradsurgeon.errors import RecordError, printable
 from gradsurgeon.planning.table import count
-from gradsurgeon.store.layout import section
+from gradsurgeon.store.layout import RUN_FILE, section
 from gradsurgeon.store.memory import Key
 from gradsurgeon.store.run import Run
 from gradsurgeon.suggestion.groups import groups_of
@@ -19,6 +19,7 @@ from gradsurgeon.suggestion.recorded import (
     sources,
 )
 from gradsurgeon.suggestion.rule_file import MARK, SuggestedRule, percent, rule_id
+from gradsurgeon.suggestion.spike_statistic import WARMUP
 from gradsurgeon.suggestion.thresholds import ENOUGH_BITES, Threshold, least_steps, threshold
 
 # A review reads some tens of rules.
@@ -48,6 +49,7 @@ def suggest(run: Run, share: float) -> Suggestion:
         reason = f"{len(used)} optimizers share the parameters: each would need a rule of its own"
         raise RecordError(f"{where}: {reason}")
     known, skipped = _known(run), skipped_steps(run)
+    _check_listed(run, known, used.values())
     rules: dict[str, SuggestedRule] = {}
     without: dict[str, str] = {}
     silent: list[str] = []
@@ -57,12 +59,13 @@ def suggest(run: Run, share: float) -> Suggestion:
         groups = groups_of(alive, _MOST_RULES // len(used))
         for group, norms in zip(groups, group_norms(series, groups, skipped), strict=True):
             patterns = patterns_of(group, known)
-            if reason := _why_none(norms, share):
-                without[", ".join(patterns)] = reason
+            found = _threshold(norms, share, series.key.rule)
+            edited = tuple(_edited_before(run, series.key, group))
+            if isinstance(found, str):
+                without[", ".join(patterns)] = "; ".join((found, *edited))
                 continue
-            found = threshold(norms.norms, share)
             name = rule_id("spikes" if found.drift else "clip", patterns, rules)
-            doubts = (*_doubts(norms, found, share), *_edited_before(run, series.key, group))
+            doubts = (*_doubts(found, share), *edited)
             rules[name] = SuggestedRule(
                 name, patterns, len(group), series.key, norms, found, share, doubts
             )
@@ -102,6 +105,31 @@ def _known(run: Run) -> dict[str, str]:
     return known
 
 
+def _check_listed(run: Run, known: Mapping[str, str], used: Iterable[Sequence[str]]) -> None:
+    """Refuse norms of parameters that the run does not know: no pattern could be tried on all its names."""
+    missing = sorted({name for names in used for name in names} - known.keys())
+    if missing:
+        raise RecordError(
+            f"{printable(str(run.path / RUN_FILE))}: is damaged, or of another run: it does not list "
+            f"{printable(missing[0][:80])}, of which there are norms; restore it, or record the run again"
+        )
+
+
+def _threshold(norms: GroupNorms, share: float, rule: str) -> Threshold | str:
+    """Return a threshold, or why there is none."""
+    if reason := _why_none(norms, share):
+        return reason
+    found = threshold(norms.norms, share)
+    if found.drift:
+        return _why_none_follows(norms, found, share, rule) or found
+    if found.value is None:
+        return (
+            f"no threshold bites in {percent(share)} of the steps, the closest one in {found.bitten}: norms that are "
+            "alike have mostly been clipped already"
+        )
+    return found
+
+
 def _why_none(norms: GroupNorms, share: float) -> str:
     steps, least = len(norms.norms), least_steps(share)
     if steps < least:
@@ -113,29 +141,46 @@ def _why_none(norms: GroupNorms, share: float) -> str:
     return "the norm is hardly ever above 0" if silent >= steps * (1 - share) - 1 else ""
 
 
-def _doubts(norms: GroupNorms, found: Threshold, share: float) -> Iterator[str]:
+def _why_none_follows(norms: GroupNorms, found: Threshold, share: float, rule: str) -> str:
+    """Say why no `spike-trap` can be found for norms that no fixed threshold fits."""
+    if norms.every > 1:
+        # Nothing makes up for the steps between: with a statistic that forgets as much from one record to the
+        # next it would bite up to ten times too rarely, and norms filled in between make of a jump a slope.
+        return (
+            "not stationary, and the statistic of a `spike-trap` moves in every step, of which one in "
+            f"{norms.every:,} was recorded: record again without `every: {norms.every}` in `{rule}`"
+        )
+    if found.steps < least_steps(share) - WARMUP:
+        return f"not stationary, and a norm above 0 in {count(found.steps + WARMUP, 'step')} only: record more"
+    if found.value is None:
+        return (
+            f"not stationary, and no `spike-trap` bites in {percent(share)} of the steps and tells large norms from "
+            f"others, the closest one bites in {found.bitten}: ask for another --bites"
+        )
+    return ""
+
+
+def _doubts(found: Threshold, share: float) -> Iterator[str]:
     if drift := found.drift:
         (first, second), (in_second, in_first) = drift.quantiles, map(percent, drift.crossed)
         yield (
             f"not stationary: the {percent(1 - drift.share)} quantile of the first half, {first:.4g}, would have "
             f"bitten in {in_second} of the second, and that of the second, {second:.4g}, in {in_first} of the first"
         )
-        if len(norms.norms) < (norms.last - norms.first + 1) / 2:
-            yield "norms of few steps: the statistic of the rule moves in every step, and was tried on these"
     asked = share * found.steps
     if asked < ENOUGH_BITES:
         enough = math.ceil(ENOUGH_BITES / share)
         yield f"too few steps: by chance alone it may bite twice as often, or half as often; {enough:,} would do"
-    if not asked / 2 <= found.bites <= 2 * asked:
-        yield (
-            f"no threshold bites in {percent(share)} of the steps, this one in {percent(found.bites / found.steps)}: "
-            "norms that are alike have mostly been clipped already"
-        )
 
 
 def _edited_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
-    """Say which rules of the run had changed the gradients before they were measured."""
+    """Say which rules of the run had changed the gradients before they were measured.
+
+    While observing, what a rule would have made of a gradient is seen by the rules after it at the same point,
+    and by nothing else: the gradient itself stays as it was.
+    """
     roles, chains = section(run.meta, "roles"), section(section(run.meta, "plan"), "chains")
+    points = {rule["id"]: rule.get("point") for rule in run.rules}
     edits = {rule for rule in roles if section(roles, rule).get("role") == "edit"}
     before = set[str]()
     for name in names:
@@ -143,6 +188,13 @@ def _edited_before(run: Run, key: Key, names: Sequence[str]) -> Iterator[str]:
         if isinstance(chain, list) and key.rule in chain:
             earlier = chain[: chain.index(key.rule)]
             before |= {rule for rule in edits if rule in earlier}
-    if before and run.meta.get("mode") != "observe":
-        listed = ", ".join(f"`{rule}`" for rule in sorted(before))
-        yield f"edited before it was measured, by {listed}: record with `--observe` to see what comes in"
+    here = {rule for rule in before if points.get(rule) == key.point}
+    told = "edited before it was measured, by"
+    if here:
+        yield f"{told} {_listed(here)}: put `{key.rule}` above that and record again, `--observe` does not help"
+    if before - here and run.meta.get("mode") != "observe":
+        yield f"{told} {_listed(before - here)}: record with `--observe` to see what comes in"
+
+
+def _listed(rules: Iterable[str]) -> str:
+    return ", ".join(f"`{rule}`" for rule in sorted(rules))

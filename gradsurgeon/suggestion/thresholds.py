@@ -20,6 +20,10 @@ _ALIKE = 1e-4
 # The halves lie half a run apart, and this run and the next one a whole run: where the share changes by
 # this factor between the halves, it can change by a factor of two until the next run.
 _CHANGE = math.sqrt(2)
+# Deviations that no norm is as few of above the mean, even where what the rule adds to them is far larger.
+_LOWEST, _HIGHEST = 1e-9, 1e6
+# A threshold that bites as often as one next to 0 does tells no spike from anything else.
+_MOST = 0.9
 # More norms lie above a lower quantile: it tells sooner whether they drift.
 _MANY = 0.2
 
@@ -42,20 +46,25 @@ class Threshold(NamedTuple):
     """A threshold, and what it would have done.
 
     Attributes:
-        value: a fixed `max_norm`, or the standard deviations of a `spike-trap` where there is a drift.
-        bites: in how many steps it would have bitten.
+        value: a fixed `max_norm`, or the standard deviations of a `spike-trap` where there is a drift;
+            ``None`` where no such number bites about as often as was asked.
+        bites: in how many steps it would have bitten; without a value, what comes closest would have.
         steps: of how many.
         quantile: the norm that the asked share of all steps was above.
         halves: the same of the first and of the second half.
         drift: why no fixed threshold would last; ``None`` where it would.
     """
 
-    value: float
+    value: float | None
     bites: int
     steps: int
     quantile: float
     halves: tuple[float, float]
     drift: Drift | None
+
+    @property
+    def bitten(self) -> str:
+        return f"{100 * self.bites / self.steps:.3g}%"
 
 
 def least_steps(share: float) -> int:
@@ -71,14 +80,16 @@ def threshold(norms: Sequence[float], share: float) -> Threshold:
     drifts = (_drift(first, second, part) for part in (share, max(share, _MANY)))
     drift = next(filter(None, drifts), None)
     if drift:
-        steps = max(1, sum(norm > 0 for norm in norms) - WARMUP)
+        steps = max(0, sum(norm > 0 for norm in norms) - WARMUP)
         value, bites = _sigmas(norms, share * steps)
     else:
         steps = len(norms)
         value, bites = _rounded(
             whole + _EPSILON, lambda bound: _above(ordered, bound - _EPSILON), share * steps
         )
-    return Threshold(value, bites, steps, whole, halves, drift)
+    # Half as often or twice is near enough, and one bite more or less where few were asked for.
+    near = share * steps / 2 - 0.5 <= bites <= 2 * share * steps + 0.5
+    return Threshold(value if near else None, bites, steps, whole, halves, drift)
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
@@ -106,14 +117,18 @@ def _drift(first: Sequence[float], second: Sequence[float], share: float) -> Dri
     return Drift(share, (start, end), (counts[0] / len(second), counts[1] / len(first)))
 
 
-def _sigmas(norms: Sequence[float], asked: float) -> tuple[float, int]:
+def _sigmas(norms: Sequence[float], asked: float) -> tuple[float | None, int]:
     """Return the threshold of a `spike-trap` that would have bitten so often, and how often it would have."""
 
     def bites(sigmas: float) -> int:
         return sum(map(lt, let_through(norms, sigmas), norms))
 
+    if asked >= _MOST * (most := bites(_LOWEST)):
+        return None, most
     low, high = 0.0, 4.0
-    while bites(high) > asked and high < 1e6:  # noqa: PLR2004 # a deviation of next to nothing
+    while (found := bites(high)) > asked:
+        if high > _HIGHEST:  # a deviation of next to nothing
+            return None, found
         low, high = high, 2 * high
     while high - low > high / 256:
         middle = (low + high) / 2

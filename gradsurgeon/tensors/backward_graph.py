@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, groupby
 from typing import Any
 
 from torch import Tensor
@@ -114,6 +114,17 @@ class BackwardGraph:
         The engine takes the node that was made last among those whose gradient is complete, on each device
         for itself; between leaves of one node the order means nothing.
         """
+        return (leaf for leaf in self._visited() if leaf is not None)
+
+    def groups(self) -> Iterator[list[Tensor]]:
+        """Yield the leaves in the same order, those of one node together: compiled code is one node."""
+        # Leaves come right after the node that they belong to.
+        for is_node, run in groupby(self._visited(), lambda leaf: leaf is None):
+            if not is_node:
+                yield [leaf for leaf in run if leaf is not None]
+
+    def _visited(self) -> Iterator[Tensor | None]:
+        """Yield the leaves, and ``None`` for each other node, in the order in which the engine takes them."""
         nodes = list(dict.fromkeys(map(_torch.node_of, self.roots)))
         missing = _users(nodes)
         moment = count()
@@ -128,10 +139,9 @@ class BackwardGraph:
                 put(node)
         while ready:
             node = heapq.heappop(ready)[2]
+            yield node.variable if _is_leaf(node) else None
             for inner in self.inner.get(node, ()):
-                yield from BackwardGraph(inner, self.inner).leaves()
-            if _is_leaf(node):
-                yield node.variable
+                yield from BackwardGraph(inner, self.inner)._visited()  # noqa: SLF001 # of its kind
             for following, _ in node.next_functions:
                 if following is not None:
                     missing[following] -= 1

@@ -10,6 +10,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from typing import Literal
 
 import pytest
 import torch
@@ -69,6 +70,46 @@ def test_what_is_not_stationary_makes_the_exit_code_1(here: pathlib.Path) -> Non
     assert "gradsurgeon: spikes-all: not stationary: the 98% quantile " in done.stderr
 
 
+@pytest.mark.parametrize("mode", ["act", "observe"])
+@pytest.mark.parametrize(
+    ("edit", "measured", "told"),
+    [
+        ({"action": "scale", "factor": 0.1, "at": "step"}, "step", "put `norms` above that"),
+        ({"action": "spike-trap", "above": {"sigmas": 1.0}}, "step", "put `norms` above that"),
+        ({"action": "scale", "factor": 0.1, "at": "step"}, "accumulated", ""),
+        ({"action": "scale", "factor": 0.1, "at": "backward"}, "step", "record with `--observe`"),
+        ({"action": "scale", "factor": 0.1, "at": "backward"}, "accumulated", "with `--observe`"),
+    ],
+)
+def test_what_is_said_of_norms_after_an_edit_is_what_was_recorded(
+    tmp_path: pathlib.Path,
+    mode: Literal["act", "observe"],
+    edit: dict[str, object],
+    measured: str,
+    told: str,
+) -> None:
+    def record(path: pathlib.Path, *edits: dict[str, object]) -> list[float]:
+        param = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([param], lr=0.0)
+        norm_log = {"id": "norms", "action": "norm-log", "params": "*", "at": measured}
+        rules = {"version": 1, "rules": [*edits, norm_log]}
+        model = nn.ParameterList([param])
+        with gradsurgeon.apply(model, rules, record=path, mode=mode) as session:
+            for norm in norms(0, steps=600):
+                optimizer.zero_grad()
+                (param * norm).sum().backward()
+                optimizer.step()
+            return [norm for _, norm in session.history("0", stat="l2", rule="norms")]
+
+    same = record(tmp_path / "plain") == record(
+        tmp_path / "run", {"id": "first", "params": "*", **edit}
+    )
+    done = call_here(*SUGGEST, cwd=tmp_path)
+    assert same is ("edited before it was measured" not in done.stderr)
+    assert same is (not told or (mode == "observe" and edit.get("at") == "backward"))
+    assert same or told in done.stderr
+
+
 def test_only_a_suggestion_is_written_over(here: pathlib.Path) -> None:
     file = here / "rules.yaml"
     file.write_text("")
@@ -94,10 +135,14 @@ def test_only_a_suggestion_is_written_over(here: pathlib.Path) -> None:
             "1,000 steps say nothing of a share of 0.01%: it takes 10,000",
         ),
         (("run", "-o", "no/folder"), "cannot write no/folder: No such file"),
+        (("mangled",), "mangled/run.json: is damaged, or was not written by gradsurgeon: no JSON"),
+        (("mangled",), "with a `format`, but a list; restore it, or record the run again"),
         (("several",), "several: is no run itself; name one of the runs inside: several/Net"),
     ],
 )
 def test_what_it_cannot_do(here: pathlib.Path, arguments: tuple[str, ...], problem: str) -> None:
+    write(here / "mangled", {"w": norms(0)}, point="step").close()
+    (here / "mangled" / "run.json").write_text("[]", encoding="utf-8")
     write(here / "several" / "Net", {"w": norms(0)}, point="step").close()
     done = call_here("suggest", *arguments, cwd=here)
     assert (done.returncode, done.stdout) == (2, "")

@@ -40,7 +40,16 @@ EDITS = {
 # The tests of these are in the other files.
 TRAINERS = ("Trainer(gradient_clip_val=1", 'algorithm="value"')
 LOSSES = ("torchjd.autojac", "seg @ depth")
-TOOLS = ("print(", "wandb.watch", "detect_anomaly", "DebugUnderflow", "grad_norm(self", "unfrozen")
+TOOLS = (
+    "print(",
+    "wandb.watch",
+    "detect_anomaly",
+    "DebugUnderflow",
+    "grad_norm(self",
+    "unfrozen",
+    "ZClip(",
+    "AdaGC(",
+)
 
 
 def test_every_line_has_a_test() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from migration import Net, agree, row
 from models import data
+from running_bounds import ByHand
 from torch import Tensor, nn
 
 import gradsurgeon
@@ -191,6 +192,52 @@ def test_the_same_parameters_are_frozen_as_by_axolotl() -> None:
     assert theirs ^ frozen == {"model.layers.200.weight", "model.layers.200.bias"}
     assert {"model.layers.2.weight", "model.layers.30.weight", "lm_head.bias"} <= frozen
     assert not {"model.layers.20.weight", "model.layers.29.bias", "lm_head.weight"} & frozen
+
+
+def clipped(clip: Callable[[nn.Module], object], rules: str | None = None) -> list[Tensor]:
+    """Train with a batch in ten that makes a spike; return the weights."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    attached: Any = gradsurgeon.apply(model, rules) if rules else contextlib.nullcontext()
+    with attached:
+        for step in range(140):
+            optimizer.zero_grad()
+            loss = (model(data(step, 5, 4)) - 1).square().mean()
+            (loss * (30 if step % 10 == 9 else 1)).backward()
+            clip(model)
+            optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_the_class_of_zclip_ends_with_the_same_weights() -> None:
+    theirs, one = pytest.importorskip("zclip"), row("ZClip(")
+    wanted = clipped(eval(one.code, {"ZClip": theirs.ZClip}).step)
+    found = clipped(lambda _: None, one.rules)
+    assert agree(one.same, found, wanted)
+    assert not agree("rounding", found, clipped(lambda _: None))
+    # What the remark says of the default.
+    both = one.rules + "  - {id: top, action: clip-norm, params: '*', per: rule, max_norm: 1.0}\n"
+    code = one.code.replace("max_grad_norm=None", "max_grad_norm=1.0")
+    wanted = clipped(eval(code, {"ZClip": theirs.ZClip}).step)
+    assert agree(one.same, clipped(lambda _: None, both), wanted)
+
+
+def test_the_options_of_adagc_are_those_of_the_paper() -> None:
+    one = row("AdaGC(")
+
+    def adagc(clip_ratio: float, beta: float, start_clip_steps: int) -> Callable[[nn.Module], None]:
+        above = {"times": clip_ratio, "beta": beta, "warmup": start_clip_steps}
+        by_hand = ByHand(above, per="parameter")
+
+        def clip(model: nn.Module) -> None:
+            by_hand.judge({name: p.grad for name, p in model.named_parameters()})
+            by_hand.learn()
+
+        return clip
+
+    found = clipped(lambda _: None, one.rules)
+    assert agree(one.same, found, clipped(eval(one.code, {"AdaGC": adagc})))
+    assert not agree("rounding", found, clipped(lambda _: None))
 
 
 def lightning_run(path: Path, rules: str | None = None, code: str = "", **options: Any) -> Any:

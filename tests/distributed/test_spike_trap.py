@@ -80,6 +80,9 @@ def test_all_ranks_stop_at_the_same_step(ranks: list[dict[str, Any]], kind: str)
         stopped = rank["apart"][f"raise, {kind}"]
         assert stopped["error"]["step"] == FAULT
         assert len(stopped["weights"]) == FAULT
+        # By the graph on DDP, and by the hooks on shards.
+        text = stopped["error"]["text"]
+        assert "the first gradient of the backward pass is large already, 2." in text
         given_up = rank["apart"][f"give up, {kind}"]
         assert "giving up: tripped 2 times in a row" in given_up["error"]["text"]
         assert given_up["error"]["step"] == FAULT
@@ -177,9 +180,9 @@ def test_a_clip_rests_on_all_ranks_of_a_shard_if_one_is_paused(
     assert one["learnt"] == other["learnt"]
     # No update of the pause has entered, and its spike was not cut.
     assert one["learnt"][0][0] == [STEPS - (last - first)]
-    assert one["events"] == [["notice", first, ""], ["spike", 9, ""]]
+    assert one["events"] == [["notice", first, ""], ["spike", 9, "2.weight"]]
     assert "rank 1 is paused" in one["texts"][0]
-    assert other["events"] == [["spike", 9, ""]]
+    assert other["events"] == [["spike", 9, "2.weight"]]
 
 
 @pytest.mark.parametrize("then", ["skip-step", "raise"])

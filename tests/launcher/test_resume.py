@@ -128,9 +128,74 @@ def test_a_damaged_state_stops_a_strict_launch_alone(folder: Folder, strict: boo
     done = folder.run(SCRIPT, *options, rules=SPIKES, record=False, env=part(3, 5, "x"))
     assert done.code == (2 if strict else 0)
     head = "gradsurgeon: error: " if strict else "gradsurgeon: "
-    tail = "" if strict else ": the rules begin anew with what they learn"
-    assert f"{head}{path} cannot be resumed from: it is damaged{tail}" in done.lines
+    told = "is damaged, no whole file of `torch.save`; go on from another one, or remove it"
+    assert f"{head}{path}: {told}: then the rules begin anew with what they learn" in done.lines
+    assert ("gradsurgeon: the rules begin anew with what they learn" in done.lines) is not strict
     assert (folder.path / "x.mlp").exists() is not strict
+
+
+def test_a_model_that_the_run_did_not_have_begins_anew(folder: Folder) -> None:
+    folder.run(SCRIPT.replace("train(nn.Linear(8, 1)", "# "), rules=SPIKES, env=part(0, 3, "x"))
+    done = folder.run(SCRIPT, "--resume", "run", rules=SPIKES, record=False, env=part(0, 3, "y"))
+    assert done.code == 0
+    said = "cannot be resumed from: this model, or this rank, has no state in that run"
+    assert [line for line in done.lines if line.endswith(said)] == [
+        f"gradsurgeon: {folder.path / 'run' / 'Linear'} {said}"
+    ]
+
+
+# Keeps its state before step 20, and no more, until it is killed.
+KILLED = (
+    SCRIPT.replace(
+        "import os, sys, torch\n",
+        "import os, signal, sys, torch\nfrom gradsurgeon.recording import recorder\n",
+    )
+    .replace(
+        "        x = torch.randn",
+        "        recorder._STATE_SECONDS = 0 if step < 20 else 1e9\n        x = torch.randn",
+    )
+    .replace("    torch.save(", "    os.kill(os.getpid(), signal.SIGKILL)\n    torch.save(")
+)
+
+
+@pytest.mark.parametrize("given", ["", "25"])
+def test_a_run_that_was_killed_tells_what_its_state_does_not_know(
+    folder: Folder, given: str
+) -> None:
+    norms = "  - {id: norms, action: norm-log, params: '*'}\n"
+    trap = "  - {id: trap, action: nan-trap, params: '*', then: warn}\n"
+    rules = SPIKES + norms + trap
+    # An event brings all that was measured before into the file, of which a second would be missing.
+    script = KILLED.replace(
+        "        optimizer.step()",
+        "        model[0].bias.grad[0] /= step != 29\n        optimizer.step()",
+    )
+    assert folder.run(script, rules=rules, env=part(0, 30, "x")).code == -9
+    state = torch.load(folder.path / "run" / "state-0.pt", weights_only=True)
+    options = ("--resume", "run", *(("--start-step", given) if given else ()))
+    first = SCRIPT.replace("train(nn.Linear(8, 1)", "# ")
+    done = folder.run(first, *options, rules=rules, record=False, env=part(0, 3, "y"))
+    assert done.code == 0, done.lines
+    assert state["step"] == 20
+    (line,) = [line for line in done.lines if "had learnt" in line]
+    start = given or "20"
+    assert (
+        f"{folder.path / 'run'} is that before step 20, and its records go on to step 29: " in line
+    )
+    assert f"steps are counted on from {start}" in line
+    assert ("--start-step says" if given else "add --start-step N") in line
+    assert any(f"from step {start}" in line for line in done.lines)
+
+
+@pytest.mark.parametrize("more", [False, True], ids=["whole updates", "a backward pass more"])
+def test_a_run_that_ended_by_itself_tells_of_nothing_later(folder: Folder, more: bool) -> None:
+    script = SCRIPT.replace("    torch.save(", "    model(x).sum().backward()\n    torch.save(")
+    rules = SPIKES + "  - {id: norms, action: norm-log, params: '*'}\n"
+    folder.run(script if more else SCRIPT, rules=rules, env=part(0, 5, "checkpoint"))
+    assert folder.steps("0.weight")[-1] == (5 if more else 4)
+    done = folder.run(SCRIPT, "--resume", "run", rules=rules, record=False, env=part(5, 6, "y"))
+    assert done.code == 0
+    assert not [line for line in done.lines if "had learnt" in line]
 
 
 def test_a_script_that_is_terminated_has_kept_its_state(folder: Folder) -> None:

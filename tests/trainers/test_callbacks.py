@@ -19,6 +19,7 @@ from models import data
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from trainers.own_warnings import OWN_WARNINGS
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import gradsurgeon
@@ -26,14 +27,7 @@ from gradsurgeon import GradSurgeonError, GradSurgeonWarning, RuleFileError, run
 from gradsurgeon.integrations import LightningCallback, TransformersCallback
 
 # Whole trainers: with what they leave for the collector they are kept apart from the tests of the quick storey.
-# The warnings are of their own making.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable"),
-]
+pytestmark = [pytest.mark.slow, *OWN_WARNINGS]
 
 NORMS = {"id": "norms", "action": "norm-log", "params": "*"}
 TRAP = {"id": "trap", "action": "nan-trap", "params": "*"}

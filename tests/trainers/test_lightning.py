@@ -20,15 +20,12 @@ from torch.amp import GradScaler
 from torch.utils.data import DataLoader
 from trainers import by_hand
 from trainers.by_hand import CLIP, PARTS, RULES, Fault, Hand
+from trainers.own_warnings import OWN_WARNINGS
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
 
-# Of Lightning's own making.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-]
+pytestmark = OWN_WARNINGS
 
 STEPS = 4
 TABLE = by_hand.table("net.2.*")

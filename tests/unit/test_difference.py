@@ -570,4 +570,4 @@ class TestLosses:
             "losses": ["a", "b"],
         }
         assert diff([surgery, clamp("bound", max=1)], [surgery]).lost == ()
-        assert len(diff([surgery], []).lost) == 6
+        assert len(diff([surgery], [NORMS]).lost) == 6

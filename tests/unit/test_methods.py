@@ -166,7 +166,8 @@ class TestPage:
     def test_has_a_paragraph_for_each_method(self, method: str) -> None:
         known = METHODS[method]
         starts = (f"`{method}` ({known.paper}): ", f"`{method}`: ")
-        (text,) = (one for one in explain.action_page(Combine) if starts[known.paper == "-"] in one)
+        lines = (one.removeprefix("**Methods.** ") for one in explain.action_page(Combine))
+        (text,) = (one for one in lines if one.startswith(starts[known.paper == "-"]))
         assert known.about in text
         assert f"without conflict {known.size}" in text
         assert ("knows `preference`" in text) is known.takes_preference

@@ -620,6 +620,16 @@ class TestMultiTask:
         (rule,) = gradsurgeon.load(included("multi-task")).rules
         assert not rule.edits
 
+    def test_it_measures_in_an_ordinary_backward_pass(self) -> None:
+        model = TwoTasks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        heads: list[Any] = [model.seg_head, *model.heads.values()]
+        with gradsurgeon.apply(model, included("multi-task"), optimizer=optimizer) as session:
+            features = model.trunk(torch.randn(3, 4))
+            torch.stack([head(features).mean() for head in heads]).sum().backward()
+            optimizer.step()
+            assert session.status()["multi-task-features"].fired == 1
+
     def test_what_it_proposes_is_valid(self) -> None:
         text = packs.published()["multi-task@1"].path.read_text(encoding="utf-8")
         lines = text.partition("  # What to do about it")[2].splitlines()

@@ -66,6 +66,11 @@ class TestTwoThatMeet:
         (text,) = refused(on_heads(), on_heads("again", modules="depth"))
         assert "rule again: heads combines the gradients of depth already" in text
 
+    def test_go_by_the_tensors_of_a_module(self) -> None:
+        first, second = (on_heads(f"the-{at}", tensor=f"input[{at}].grad") for at in range(2))
+        assert plan(first, second).of("the-1")
+        assert len(refused(first, second, on_heads())) == 2
+
     @pytest.mark.parametrize(
         "other",
         [

@@ -60,6 +60,7 @@ class TestThreshold:
         norms = calm(0, steps=5000)
         found = threshold(norms, share)
         assert found.drift is None
+        assert found.value is not None
         bites = sum(norm + 1e-6 > found.value for norm in norms)
         assert bites == found.bites == pytest.approx(share * 5000, rel=0.1)
         assert len(repr(found.value).replace(".", "").lstrip("0")) <= 4
@@ -67,6 +68,7 @@ class TestThreshold:
     def test_norms_as_small_as_what_the_clip_adds_to_them(self) -> None:
         norms = calm(0, 1e-7)
         found = threshold(norms, 0.02)
+        assert found.value is not None
         assert sum(found.value / (norm + 1e-6) < 1 for norm in norms) == found.bites
         assert found.bites == pytest.approx(40, rel=0.1)
 
@@ -81,6 +83,7 @@ class TestThreshold:
         norms = falling(seed)
         found = threshold(norms, 0.02)
         assert found.drift is not None
+        assert found.value is not None
         assert found.halves == found.drift.quantiles
         assert found.halves[0] > 1.2 * found.halves[1]
         assert found.drift.crossed[0] < 0.01
@@ -303,12 +306,70 @@ class TestFile:
         assert [re.match("spikes-falling: not stationary: ", text) for text in findings] != [None]
         assert len(findings) == 1
 
-    def test_norms_of_one_step_in_many(self, tmp_path: pathlib.Path) -> None:
-        writer = RunWriter(tmp_path, meta=meta(("w",)))
-        for number, norm in enumerate(falling(0)):
-            writer.add(Key("norms", "l2", "step", ("w",)), 50 * number, values(norm))
+    @pytest.mark.parametrize("every", [2, 50])
+    def test_norms_of_one_step_in_many(self, tmp_path: pathlib.Path, every: int) -> None:
+        names = {"w": calm(1), "v": falling(0, 100.0)}
+        writer = RunWriter(tmp_path, meta=meta(tuple(names)))
+        for number, norms in enumerate(zip(*names.values(), strict=True)):
+            writer.add(Key("norms", "l2", "step", tuple(names)), every * number, values(*norms))
         writer.close()
-        assert "spikes-all: norms of few steps: " in "\n".join(suggestion(tmp_path).findings)
+        text, _, (finding,) = suggestion(tmp_path)
+        # A quantile is that of all steps, whichever were recorded.
+        assert [(rule["params"], rule["action"]) for rule in rules_of(text)] == [("w", "clip-norm")]
+        assert finding.startswith(
+            "no rule for v: not stationary, and the statistic of a `spike-trap` "
+        )
+        assert finding.endswith(f": record again without `every: {every}` in `norms`")
+
+    def test_steps_without_a_gradient_or_a_record_leave_no_gap(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        norms: list[float | None] = []
+        for norm in falling(0):
+            norms += [norm, None]
+        writer = RunWriter(tmp_path, meta=meta(("w",)))
+        for step, found in enumerate(norms):
+            if step % 100 != 7:  # a scaler has skipped it
+                gone = frozenset({0}) if found is None else frozenset[int]()
+                writer.add(Key("norms", "l2", "step", ("w",)), step, values(found or 0.0), gone)
+        writer.close()
+        assert [rule["action"] for rule in rules_of(suggestion(tmp_path).text)] == ["spike-trap"]
+
+    @pytest.mark.parametrize(
+        ("norms", "share", "most"),
+        [
+            ([2.0 - step / STEPS for step in range(STEPS)], 0.02, "0%"),
+            ([10 * norm * 0.1 ** (step / 500) for step, norm in enumerate(calm(3))], 0.9, ""),
+        ],
+    )
+    def test_norms_that_no_spike_trap_fits(
+        self, tmp_path: pathlib.Path, norms: list[float], share: float, most: str
+    ) -> None:
+        recorded(tmp_path, w=norms, calm=[100 * norm for norm in calm(0)])
+        text, _, findings = suggestion(tmp_path, share)
+        assert [rule["params"] for rule in rules_of(text)] == ["calm"]
+        (finding,) = findings
+        assert finding.startswith(
+            f"no rule for w: not stationary, and no `spike-trap` bites in {100 * share:g}% of the steps"
+        )
+        assert f"the closest one bites in {most}" in finding
+        assert finding.endswith("%: ask for another --bites")
+
+    def test_norms_that_are_hardly_ever_above_0(self, tmp_path: pathlib.Path) -> None:
+        norms = [0.0] * 930 + [0.0, 1.0] * 35
+        recorded(tmp_path, w=norms, calm=calm(0, 100.0, 1000))
+        _, _, findings = suggestion(tmp_path)
+        assert findings == [
+            "no rule for w: not stationary, and a norm above 0 in 35 steps only: record more"
+        ]
+
+    def test_a_norm_that_no_float32_holds_is_not_finite(self, tmp_path: pathlib.Path) -> None:
+        recorded(tmp_path, a=calm(0, 3e38, 1000), b=calm(1, 3e38, 1000))
+        with open_run(tmp_path) as run:
+            (series,) = sources(run)
+            (both,) = group_norms(series, (("a", "b"),), frozenset())
+        assert both.nonfinite > 0
+        assert max(both.norms) < math.inf
 
     def test_few_steps_are_told_of_and_too_few_are_refused(self, tmp_path: pathlib.Path) -> None:
         recorded(tmp_path / "few", w=calm(0, steps=300))
@@ -363,31 +424,51 @@ class TestFile:
     @pytest.mark.parametrize("rounding", [0.0, 1e-7])
     def test_norms_that_were_clipped_already(self, tmp_path: pathlib.Path, rounding: float) -> None:
         norms = [min(norm, 1.0 + norm * rounding) for norm in calm(0)]
-        _, _, findings = suggestion(recorded(tmp_path, w=norms))
-        assert len(findings) == 1
-        assert "no threshold bites in 2% of the steps" in findings[0]
+        text, _, findings = suggestion(recorded(tmp_path, w=norms, calm=calm(1, 100.0)))
+        assert [rule["params"] for rule in rules_of(text)] == ["calm"]
+        (finding,) = findings
+        assert finding.startswith(
+            "no rule for w: no threshold bites in 2% of the steps, the closest"
+        )
+        assert finding.endswith("%: norms that are alike have mostly been clipped already")
 
-    @pytest.mark.parametrize(("mode", "told"), [("act", True), ("observe", False)])
+    @pytest.mark.parametrize("mode", ["act", "observe"])
+    @pytest.mark.parametrize("point", ["accumulated", "step"])
     def test_gradients_that_the_run_edited(
-        self, tmp_path: pathlib.Path, mode: str, *, told: bool
+        self, tmp_path: pathlib.Path, mode: str, point: str
     ) -> None:
+        points = {"hook": "backward", "first": "step", "norms": point, "last": "step"}
+        chain = [one for one in points if one != "first" or point == "step"]
         more = {
             "mode": mode,
-            "roles": {
-                "first": {"role": "edit"},
-                "norms": {"role": "observe"},
-                "last": {"role": "edit"},
+            "roles": {one: {"role": "observe" if one == "norms" else "edit"} for one in chain},
+            "plan": {
+                "rules": [
+                    {"id": one, "action": "x", "point": points[one], "params": ["w"]}
+                    for one in chain
+                ],
+                "chains": {"w": chain},
             },
-            "plan": {"rules": [], "chains": {"w": ["first", "norms", "last"]}},
         }
         writer = RunWriter(tmp_path, meta=meta(("w",), **more))
         for step, norm in enumerate(calm(0)):
-            writer.add(Key("norms", "l2", "step", ("w",)), step, values(norm))
+            writer.add(Key("norms", "l2", point, ("w",)), step, values(norm))
         writer.close()
-        findings = suggestion(tmp_path).findings
-        assert ["clip-all: edited before it was measured, by `first`: " in f for f in findings] == [
-            True
-        ] * told
+        told = "clip-all: edited before it was measured, by "
+        moved = f"{told}`first`: put `norms` above that and record again, `--observe` does not help"
+        observed = f"{told}`hook`: record with `--observe` to see what comes in"
+        wanted = [moved] * (point == "step") + [observed] * (mode == "act")
+        assert suggestion(tmp_path).findings == wanted
+
+    def test_norms_of_a_parameter_that_the_run_does_not_list(self, tmp_path: pathlib.Path) -> None:
+        recorded(tmp_path, w=calm(0))
+        said = (tmp_path / "run.json").read_text(encoding="utf-8")
+        (tmp_path / "run.json").write_text(said.replace('"params"', '"qarams"'), encoding="utf-8")
+        problem = (
+            r"run.json: is damaged, .*: it does not list w, of which .*; restore it, or record the"
+        )
+        with pytest.raises(RecordError, match=problem):
+            suggestion(tmp_path)
 
     def test_lint_finds_nothing_whatever_the_names(self, tmp_path: pathlib.Path) -> None:
         odd = [

@@ -1,0 +1,87 @@
+"""What a session goes on from, as a file: in a run directory, or beside the checkpoint of a trainer."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gradsurgeon import _dist
+from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.runtime import session_state
+from gradsurgeon.store.files import replacing_bytes
+from gradsurgeon.store.layout import state_name
+
+if TYPE_CHECKING:
+    from gradsurgeon.runtime.controller import Controller
+
+_REMEDY = "go on from another one, or remove it: then the rules begin anew with what they learn"
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    path: Path
+    # As it was read: `load` looks whether it is a state.
+    content: Any
+    # Nothing, or that this is the file of another rank.
+    notice: str = ""
+
+    def load(self, controller: Controller, *, step: int | None = None) -> int:
+        """Let a session go on from it, at another step where one is given; return the step that it is of.
+
+        Raises:
+            GradSurgeonError: it is no state of a session; nothing has changed then.
+        """
+        try:
+            end = session_state.load_state_dict(controller, self.content, step=step)
+        except GradSurgeonError as error:
+            raise GradSurgeonError(f"{printable(str(self.path))}: {error}") from None
+        if self.notice:
+            at = controller.context.counters.latest
+            controller.context.event_log.emit("notice", self.notice, step=at)
+        return end
+
+
+def read(folder: Path) -> StateFile | None:
+    """Return what this rank has left in a directory or else the first rank, ``None`` where neither has.
+
+    Raises:
+        GradSurgeonError: the file cannot be read.
+    """
+    rank, notice = _dist.rank(), ""
+    path = folder / state_name(rank)
+    if not path.exists():  # There are more ranks than before: what they know is alike on all.
+        path = folder / state_name(0)
+        notice = (
+            f"rank {rank} has no state in {printable(str(folder))}, and goes on from that of rank 0"
+        )
+    try:
+        return StateFile(path, torch.load(path, weights_only=True), notice)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        why = f"cannot be read: {printable(error.strerror or str(error))}"
+    except Exception:  # noqa: BLE001 # a damaged file raises anything
+        # Not its text: that of torch advises to load the file as code.
+        why = "is damaged, no whole file of `torch.save`"
+    raise GradSurgeonError(f"{printable(str(path))}: {why}; {_REMEDY}")
+
+
+def write(folder: Path, controller: Controller) -> None:
+    """Leave what this rank knows in a directory, in the place of what was there. Waits for the device.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file = io.BytesIO()
+    torch.save(session_state.state_dict(controller), file)
+    with replacing_bytes(folder / state_name(_dist.rank())) as target:
+        target.write(file.getvalue())
+    # A training with more ranks that was there before has left theirs, which are not to be taken for those of this one.
+    for path in folder.glob(state_name("*")) if _dist.rank() == 0 else ():
+        of = path.stem.rpartition("-")[2]
+        if of.isdecimal() and int(of) >= _dist.world():
+            path.unlink()

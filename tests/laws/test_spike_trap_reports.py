@@ -1,0 +1,198 @@
+"""A report of `spike-trap` names an origin only where the order of the backward pass shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradsurgeon
+
+GUARD = {"id": "guard", "action": "nan-trap", "params": "*"}
+
+
+def spike_trap(**options: Any) -> dict[str, Any]:
+    above = {"sigmas": 50.0, "warmup": 20}
+    rule = {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, "then": "raise"}
+    return {**rule, **options}
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)])
+
+
+def _ten_thousandfold(_module: nn.Module, into: Any, _out: Any) -> Any:
+    return (into[0] * 1e4,)
+
+
+def stopped(
+    where: str,
+    *,
+    guarded: bool = False,
+    parts: int = 1,
+    optimizers: tuple[str, ...] = ("01234",),
+    compiled: bool = False,
+    **options: Any,
+) -> list[str]:
+    """Train layers, each with one of the optimizers, until a gradient is 10,000 times the usual; return the report.
+
+    It grows in the backward pass of layer 2, or comes with the loss.
+    """
+    model = layers()
+    steppers = [
+        torch.optim.SGD([p for place in owned for p in model[int(place)].parameters()], lr=1e-3)
+        for owned in optimizers
+    ]
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+    rules = {"version": 1, "rules": [*([GUARD] if guarded else []), spike_trap(**options)]}
+    with gradsurgeon.apply(model, rules, optimizer=steppers):
+        for step in range(31):
+            if (step, where) == (30, "layer 2"):
+                model[2].register_full_backward_hook(_ten_thousandfold)
+            model.zero_grad()
+            for part in torch.randn(64, 8).chunk(parts):
+                loss = (called(part) - part).square().mean()
+                (loss * (1e4 if (step, where) == (30, "loss") else 1)).backward()
+            if step == 30:
+                with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
+                    for stepper in steppers:
+                        stepper.step()
+                return str(caught.value).splitlines()
+            for stepper in steppers:
+                stepper.step()
+    raise AssertionError
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("per", ["rule", "parameter"])
+def test_with_or_without_a_nan_trap_it_goes_by_the_order_of_backward(
+    guarded: bool, parts: int, per: str
+) -> None:
+    line = stopped("layer 2", guarded=guarded, parts=parts, per=per)[-1]
+    assert line.startswith("in the order of backward it begins at 1.0.bias (")
+    assert "; 2.0.weight (" in line
+    line = stopped("loss", guarded=guarded, parts=parts, per=per)[-1]
+    assert line.startswith("the first gradient of the backward pass is large already, 4.0.bias")
+    assert "it came with the loss" in line
+
+
+def test_the_order_is_not_that_of_the_model() -> None:
+    model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "cab"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def run(boost: float) -> Tensor:
+        x = model["a"](torch.randn(64, 8))
+        x = x + (boost - 1) * (x - x.detach())
+        out: Tensor = model["c"](model["b"](x)).square().mean()
+        return out
+
+    with gradsurgeon.apply(model, {"version": 1, "rules": [spike_trap()]}, optimizer=optimizer):
+        for step in range(31):
+            model.zero_grad()
+            run(1e4 if step == 30 else 1.0).backward()
+            if step < 30:
+                optimizer.step()
+        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
+            optimizer.step()
+    line = str(caught.value).splitlines()[-1]
+    assert "in the order of backward it begins at a.weight" in line
+    assert "; b.weight" in line
+
+
+@pytest.mark.parametrize("guarded", [False, True])
+def test_of_two_optimizers_the_one_does_not_speak_of_what_came_before(guarded: bool) -> None:
+    for where in ("layer 2", "loss"):
+        line = stopped(where, guarded=guarded, optimizers=("01", "234"))[-1]
+        assert "of the gradients that the rule judges here the first" in line
+        assert "large already, 1.0.bias" in line
+        assert "4.0.bias, 4.0.weight, 3.0.bias and 3 more" in line
+        assert "came with the loss" not in line
+    # The other one has the first gradient of the pass.
+    assert "came with the loss" in stopped("loss", guarded=guarded, optimizers=("234", "01"))[-1]
+
+
+def test_what_comes_between_is_named_where_another_optimizer_has_it() -> None:
+    line = stopped("layer 2", optimizers=("014", "23"))[-1]
+    assert "it begins at 1.0.bias" in line
+    assert "; 4.0.weight (" in line
+    assert "which the rule does not judge here (3.0.bias, 3.0.weight, 2.0.bias and 1 more)" in line
+
+
+def test_parameters_of_other_models_come_before_as_well() -> None:
+    model, other = nn.Linear(8, 8, bias=False), nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gradsurgeon.apply(model, {"version": 1, "rules": [spike_trap()]}, optimizer=optimizer):
+        for step in range(31):
+            model.zero_grad()
+            (
+                other(model(torch.randn(64, 8))).square().mean() * (1e4 if step == 30 else 1)
+            ).backward()
+            if step < 30:
+                optimizer.step()
+        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
+            optimizer.step()
+    line = str(caught.value).splitlines()[-1]
+    assert "tensors of no layer of this model" in line
+    assert "came with the loss" not in line
+
+
+@pytest.mark.slow
+def test_of_a_compiled_model_no_order_is_known() -> None:
+    for guarded in (False, True):
+        line = stopped("loss", compiled=True, guarded=guarded)[-1]
+        assert "the order of backward is not known" in line
+        assert "came with the loss" not in line
+
+
+def test_passes_that_reach_different_parameters_have_no_common_order() -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gradsurgeon.apply(model, {"version": 1, "rules": [spike_trap()]}, optimizer=optimizer):
+        for step in range(31):
+            model.zero_grad()
+            x = torch.randn(64, 8)
+            # A loss of its own in the middle of the model.
+            (model[:3](x).square().mean() * (1e4 if step == 30 else 1)).backward()
+            (model(x) - x).square().mean().backward()
+            if step < 30:
+                optimizer.step()
+        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
+            optimizer.step()
+    line = str(caught.value).splitlines()[-1]
+    assert "the order of backward is not known" in line
+    assert "where it began cannot be told from these" in line
+
+
+def test_the_event_of_a_clip_names_what_carries_most() -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gradsurgeon.apply(
+        model, {"version": 1, "rules": [spike_trap(then="clip")]}, optimizer=optimizer
+    ) as session:
+        for step in range(31):
+            for name, param in model.named_parameters():
+                size = 1e3 if (step, name) == (30, "3.0.weight") else 1.0
+                param.grad = torch.full_like(param, size)
+            optimizer.step()
+    (spike,) = [event for event in session.events if event.kind == "spike"]
+    assert spike.name == "3.0.weight"
+    assert "3.0.weight carries 100% of its square" in spike.message
+
+
+@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
+def test_a_rebuilt_optimizer_goes_on_with_the_row_of_trips() -> None:
+    param = nn.Linear(4, 1, bias=False)
+    rule = spike_trap(then="skip-step", give_up_after=4)
+    with gradsurgeon.apply(param, {"version": 1, "rules": [rule]}) as session:
+        for step in range(33):
+            optimizer = torch.optim.SGD(param.parameters(), lr=0.0)
+            param.weight.grad = torch.randn(1, 4) * (1e6 if step >= 30 else 1)
+            optimizer.step()
+        assert session.state_dict()["in_a_row"] == {"spikes": {"weight": 3}}
+        param.weight.grad = torch.randn(1, 4) * 1e6
+        with pytest.raises(gradsurgeon.GradientSpikeError, match="tripped 4 times in a row"):
+            torch.optim.SGD(param.parameters(), lr=0.0).step()
