@@ -52,10 +52,10 @@ _NEVER = {"from": 10**9}
 
 
 def alone() -> Iterator[tuple[str, RuleDict]]:
-    """Yield the title and the rule of every action, at every point that it can stand at."""
+    """Yield the title and the rule of every action on one loss, at every point that it can stand at."""
     for action, rule in ACTIONS.items():
         if issubclass(rule, LossRule):
-            continue  # it acts in `gradsurgeon.backward`, and the tasks here have one loss
+            continue  # `benchmarks/losses.py`: they need several losses
         if action not in _VARIANTS:
             raise KeyError(f"benchmarks/rule_sets.py does not say how to measure `{action}`")
         for variant, options in _VARIANTS[action].items():
