@@ -199,9 +199,11 @@ class Weigher:
 
         options = dict(self._options)
         if "weights" in options:
-            options["weights"] = torch.tensor(options["weights"], dtype=torch.float64)[rows]
+            options["weights"] = torch.tensor(
+                options["weights"], dtype=torch.float64, device="cpu"
+            )[rows]
         if self._preference is not None:
-            preference = torch.tensor(self._preference, dtype=torch.float64)[rows]
+            preference = torch.tensor(self._preference, dtype=torch.float64, device="cpu")[rows]
             options["pref_vector"] = preference
             if not preference.all() and self._method.solvers:
                 # A loss that only constrains must do so exactly.

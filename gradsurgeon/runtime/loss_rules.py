@@ -29,6 +29,7 @@ _FSDP = (
 )
 _HOW = 'write gradsurgeon.backward({"seg": seg_loss, ...}) in the place of the `.backward()` of their sum'
 
+_HALF = (torch.float16, torch.bfloat16)
 _PLAIN = "their plain sum arrives, as without the rule"
 
 
@@ -230,7 +231,7 @@ class LossRules:
             for one in (torch.ones_like(change), change)
         )
         distance = moved / total if total else math.inf if moved else 0.0
-        self._record(rule, "distance", step, ("combined",), torch.tensor([distance]))
+        self._record(rule, "distance", step, ("combined",), torch.tensor([distance], device="cpu"))
         event_log.count_changed(rule.id, int(moved > 0.0))
         return [float(weight) for weight in weights]
 
@@ -239,7 +240,7 @@ class LossRules:
     ) -> None:
         """Record cosine, ratio and opposed share of pairs by name."""
         for stat, values in zip(rule.stats, zip(*compared.values(), strict=True), strict=True):
-            self._record(rule, stat, step, tuple(compared), torch.tensor(values))
+            self._record(rule, stat, step, tuple(compared), torch.tensor(values, device="cpu"))
         self.context.event_log.count_fired(rule.id, step)
 
     def _compared(
@@ -334,14 +335,12 @@ def unscaled(known: InnerProducts, scale: Tensor) -> InnerProducts:
 def weighted_sum(terms: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
     """Return a new tensor of the dtype of the terms. Half precision is rounded once, at the end."""
     total: Tensor | None = None
-    dtype = None
     for term, weight in zip(terms, weights, strict=True):
         if term is None:
             continue
-        dtype = term.dtype
-        half = dtype in (torch.float16, torch.bfloat16)
-        part = (term.float() if half else term) * weight
-        total = part if total is None else total.add_(part)
+        wide = term.float() if term.dtype in _HALF else term
+        total = wide * weight if total is None else total.add_(wide, alpha=weight)
+    dtype = next((term.dtype for term in terms if term is not None), None)
     return total if total is None else total.to(dtype)
 
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Elements of a gradient that are copied at once, where thousands of small ones take one call and the largest
-# layer does not take its size once more for each loss.
-_CHUNK = 2**20
+# Elements of a gradient that are copied at once: thousands of small ones take one call, and what is copied of the
+# largest layer stays in the cache of a processor. On a device it is calls that cost.
+_CHUNK, _CHUNK_ON_DEVICE = 2**16, 2**20
 
 Rows = Sequence[Sequence[Tensor | None]]
 
@@ -45,34 +45,37 @@ def inner_products(
     """
     n = len(rows)
     sums: dict[torch.device, Tensor] = {}
-    for block in _blocks(rows, like):
+    # To average few large pieces takes less time than many small ones.
+    chunk = _CHUNK if average is None else _CHUNK_ON_DEVICE
+    for block in _blocks(rows, like, chunk):
         block = (block if average is None else average(block)).double()  # noqa: PLW2901 # as precise
         both = torch.zeros(2, n, n, dtype=torch.float64, device=block.device)
         both[0] = block @ block.T
         if compare:
-            squares, signs = block.square(), block.sign()
-            for first in range(n):
-                for second in range(first):
-                    # Where one is 0 nothing is opposed.
-                    against = signs[first] * signs[second] < 0
-                    norm = (squares[first] + squares[second])[against].sum()
-                    both[1, first, second] = both[1, second, first] = norm
+            squares = block.square()
+            above, below = (block > 0).double(), (block < 0).double()
+            # The squares of one where it is above and the other below 0, or the other way round.
+            against = (squares * above) @ below.T + (squares * below) @ above.T
+            both[1] = against + against.T
         sums[block.device] = sums[block.device] + both if block.device in sums else both
-    total = sum((one.cpu() for one in sums.values()), torch.zeros(2, n, n, dtype=torch.float64))
+    total = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
+    for one in sums.values():
+        total += one.cpu()
     return InnerProducts(total[0], total[1] if compare else None)
 
 
-def _blocks(rows: Rows, like: Sequence[Tensor]) -> Iterator[Tensor]:
+def _blocks(rows: Rows, like: Sequence[Tensor], on_host: int) -> Iterator[Tensor]:
     """Yield the elements of all gradients, ``[n, elements]``, in pieces of one device and dtype."""
     small: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     held: dict[tuple[torch.device, torch.dtype], int] = {}
     for place, tensor in enumerate(like):
         kind, size = (tensor.device, tensor.dtype), tensor.numel()
-        if size > _CHUNK:
-            flat = [torch.split(_flat(row[place], tensor), _CHUNK) for row in rows]
+        chunk = on_host if tensor.is_cpu else _CHUNK_ON_DEVICE
+        if size > chunk:
+            flat = [torch.split(_flat(row[place], tensor), chunk) for row in rows]
             yield from map(torch.stack, zip(*flat, strict=True))
             continue
-        if held.get(kind, 0) + size > _CHUNK:
+        if held.get(kind, 0) + size > chunk:
             yield _block(rows, like, small.pop(kind))
             held[kind] = 0
         small.setdefault(kind, []).append(place)

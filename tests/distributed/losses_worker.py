@@ -170,10 +170,10 @@ def on_features(setup: str) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         seg, depth = called(part)
         (seg.square().mean() * 5 - depth[:, :1].sum()).backward()
-    grads = [p.grad for p in trunk_of(model)]
+    grads: list[Any] = [p.grad for p in trunk_of(model)]
     whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
     return {
-        "grads": [grad.flatten().tolist() for grad in whole if grad is not None],
+        "grads": [grad.flatten().tolist() for grad in whole],
         "changed": session.status()["heads"].changed,
     }
 
