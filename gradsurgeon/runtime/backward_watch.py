@@ -42,6 +42,8 @@ class RunningPass:
 
 
 _running: list[RunningPass] = []
+# Those of `torch.autograd.grad`, by the number that autograd has given them.
+_returning: set[int] = set()
 # The threads that have run backward passes. Autograd writes gradients without holding Python's lock: what
 # another thread is training must not even be read.
 _threads: set[int] = set()
@@ -73,7 +75,8 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             with ExitStack() as stack, _numbered(roots_of(outputs), [partial(_take_in, stack)]):
                 return original(outputs, *args, **named)
         if not named.get("accumulate_grad"):
-            returned = original(outputs, *args, **named)
+            with _noted_as_returning(outputs, known):
+                returned = original(outputs, *args, **named)
             for watch in known:
                 watch.end_of_grad()
             return returned
@@ -102,6 +105,28 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
 
 def _take_in(stack: ExitStack, task: int) -> None:
     stack.enter_context(loss_gradients.noted(task))
+
+
+@contextmanager
+def _noted_as_returning(outputs: Sequence[Any], watches: Sequence[BackwardWatch]) -> Iterator[None]:
+    if not any(watch.knows_shared_inputs for watch in watches):
+        yield
+        return
+    with ExitStack() as stack, _numbered(roots_of(outputs), [partial(_note, stack)]):
+        yield
+
+
+def _note(stack: ExitStack, task: int) -> None:
+    _returning.add(task)
+    stack.callback(_returning.discard, task)
+
+
+def returns_gradients() -> bool:
+    """Tell, inside a backward pass, whether it is one of `torch.autograd.grad`.
+
+    Known where a session has rules on tensors that several modules take.
+    """
+    return bool(_returning) and _torch.graph_task() in _returning
 
 
 def _act_on_waiting(watches: Sequence[BackwardWatch], running: RunningPass | None = None) -> None:
@@ -184,6 +209,7 @@ class BackwardWatch:
 
     def __init__(self, context: Context, events: TrainingEvents) -> None:
         self._context = context
+        self.knows_shared_inputs = any(one.on_shared for one in context.program.modules)
         self._events = events
         self.scaling = context.scaling
         self._watched = list(context.program.watched)

@@ -212,9 +212,9 @@ class ModuleHooks:
         handles: list[RemovableHandle] = []
         self._hooked[program.name] = (weakref.ref(module), handles)
         if program.on_shared:
-            # Before the views of this module's own share, of which each module has another one.
             shared = SharedInputHook(self._tensor_hooks, program.name, program.on_shared)
-            handles.append(module.register_forward_pre_hook(shared, with_kwargs=True))
+            # Before all that gives each module a tensor of its own: other rules, fully_shard, hooks of the script.
+            handles.append(module.register_forward_pre_hook(shared, with_kwargs=True, prepend=True))
         if program.on_input:
             before = InputHook(self._tensor_hooks, program.name, program.on_input)
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))

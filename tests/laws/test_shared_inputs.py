@@ -293,18 +293,15 @@ def test_a_graph_of_gradients_is_refused_by_name() -> None:
         torch.autograd.grad(total(model, x), x, create_graph=True)
 
 
-def test_reentrant_checkpoints_around_heads_are_said() -> None:
+def test_reentrant_checkpoints_around_heads_are_refused() -> None:
     """Each head takes a tensor of its own there, so that nothing is shared."""
     model = Heads()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     gradsurgeon.apply(model, on_heads({"action": "combine", "method": "mean"}))
-    with pytest.warns(GradSurgeonWarning, match=r"never fired: no two of the modules"):
-        for _ in range(4):
-            features = model.trunk(torch.randn(5, 6))
-            seg = checkpoint(model.seg, features, use_reentrant=True)
-            depth = checkpoint(model.depth, features, use_reentrant=True)
-            (seg.sum() + depth.sum()).backward()
-            optimizer.step()
+    features = model.trunk(torch.randn(5, 6))
+    seg = checkpoint(model.seg, features, use_reentrant=True)
+    depth = checkpoint(model.depth, features, use_reentrant=True)
+    with pytest.raises(GradSurgeonError, match=r"rule combine: .*use_reentrant=False"):
+        (seg.sum() + depth.sum()).backward()
 
 
 def test_other_checkpoints_work() -> None:
@@ -348,6 +345,7 @@ def test_a_head_that_works_in_place_is_said() -> None:
         model.seg(model.trunk(x)).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:.*written in place:gradsurgeon.GradSurgeonWarning")
 @pytest.mark.parametrize("action", ["combine", "conflict"])
 def test_a_head_whose_first_layer_works_in_place_goes_on_as_before(action: str) -> None:
     class Model(Heads):
