@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -68,10 +68,11 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             # What has been trained here may be updated here.
             _act_on_waiting(known)
             return returned
-        if loss_gradients.is_taking():
-            # What is seen of this pass is seen again by the one that trains.
-            with ExitStack() as stack, _numbered(roots_of(outputs), [partial(_take_in, stack)]):
-                return original(outputs, *args, **named)
+        with loss_gradients.begun() as take:
+            if take is not None:
+                # What is seen of this pass is seen again by the one that trains.
+                with _numbered(roots_of(outputs), [take]):
+                    return original(outputs, *args, **named)
         if not named.get("accumulate_grad"):
             returned = original(outputs, *args, **named)
             for watch in known:
@@ -98,10 +99,6 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
         return returned
 
     return run
-
-
-def _take_in(stack: ExitStack, task: int) -> None:
-    stack.enter_context(loss_gradients.noted(task))
 
 
 def _act_on_waiting(watches: Sequence[BackwardWatch], running: RunningPass | None = None) -> None:
