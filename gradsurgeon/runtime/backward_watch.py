@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -70,10 +70,11 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             # What has been trained here may be updated here.
             _act_on_waiting(known)
             return returned
-        if loss_gradients.is_taking():
-            # What is seen of this pass is seen again by the one that trains.
-            with ExitStack() as stack, _numbered(roots_of(outputs), [partial(_take_in, stack)]):
-                return original(outputs, *args, **named)
+        with loss_gradients.begun() as take:
+            if take is not None:
+                # What is seen of this pass is seen again by the one that trains.
+                with _numbered(roots_of(outputs), [take]):
+                    return original(outputs, *args, **named)
         if not named.get("accumulate_grad"):
             with _noted_as_returning(outputs, known):
                 returned = original(outputs, *args, **named)
@@ -103,22 +104,23 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
     return run
 
 
-def _take_in(stack: ExitStack, task: int) -> None:
-    stack.enter_context(loss_gradients.noted(task))
-
-
 @contextmanager
 def _noted_as_returning(outputs: Sequence[Any], watches: Sequence[BackwardWatch]) -> Iterator[None]:
     if not any(watch.knows_shared_inputs for watch in watches):
         yield
         return
-    with ExitStack() as stack, _numbered(roots_of(outputs), [partial(_note, stack)]):
-        yield
+    tasks: list[int] = []
 
+    # Called in the thread of a device, as the pass begins there.
+    def note(task: int) -> None:
+        tasks.append(task)
+        _returning.add(task)
 
-def _note(stack: ExitStack, task: int) -> None:
-    _returning.add(task)
-    stack.callback(_returning.discard, task)
+    try:
+        with _numbered(roots_of(outputs), [note]):
+            yield
+    finally:
+        _returning.difference_update(tasks)
 
 
 def returns_gradients() -> bool:

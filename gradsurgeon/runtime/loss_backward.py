@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 
@@ -100,7 +100,10 @@ def _delivering(
         for one in due:
             mine = one.rule.losses or ()
             unlisted = [name for name in parts if name not in mine]
-            combined |= one.rules.run(one, rows, unlisted, scales[one.rules])
+            new = one.rules.run(one, rows, unlisted, scales[one.rules])
+            if twice := combined.keys() & new.keys():
+                _refuse_two(due, one, twice)
+            combined |= new
     delivery = _Delivery(due, rows, combined, named)
     del rows, combined
     handles = [_torch.register_first(param, delivery.hook(id(param))) for param in params]
@@ -112,6 +115,18 @@ def _delivering(
         for param in params:
             _torch.forget_empty_hooks(param)
     delivery.check()
+
+
+def _refuse_two(due: Sequence[DueLossRule], last: DueLossRule, params: Collection[int]) -> None:
+    """Refuse rules of several sessions that combine the gradient of one parameter; of one session binding does."""
+    for one in due:
+        for tensor, param in zip(one.tensors, one.params, strict=True):
+            if one is not last and one.rule.edits and id(param) in params:
+                name = printable(one.rules.context.program.names[tensor])
+                raise GradSurgeonError(
+                    f"rule {last.rule.id}: another session combines the gradient of {name} already, by the rule "
+                    f"{one.rule.id}: leave it out of one of them by `exclude`"
+                )
 
 
 # No loss has it: names of losses are not empty.
@@ -184,7 +199,8 @@ class _Delivery:
                         "twice. A custom autograd function that writes to what it has saved does that, or a "
                         "checkpoint that draws other random numbers (preserve_rng_state=False)"
                     )
-            one.rules.repeat.add(one.rule.id)
+            if known:
+                one.rules.repeat.add(one.rule.id)
 
 
 def _sum(rows: Mapping[str, Mapping[int, Tensor | None]], key: int) -> Tensor:

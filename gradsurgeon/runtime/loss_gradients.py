@@ -7,7 +7,7 @@ leaves no record; it must not leave anything else behind either.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -23,9 +23,8 @@ _COMPILED = (
 
 
 class _Thread(threading.local):
-    taking = False
-    # The numbers of the passes that it has begun, as long as it takes gradients.
-    tasks: tuple[int, ...] = ()
+    # The numbers of the passes that it has begun to take gradients, as long as it does.
+    tasks: list[int] | None = None
 
 
 _thread = _Thread()
@@ -33,19 +32,24 @@ _thread = _Thread()
 _tasks: set[int] = set()
 
 
-def is_taking() -> bool:
-    """Tell whether this thread has begun a pass that only takes the gradients of one loss."""
-    return _thread.taking
-
-
 @contextmanager
-def noted(task: int) -> Iterator[None]:
-    _tasks.add(task)
-    _thread.tasks += (task,)
+def begun() -> Iterator[Callable[[int], None] | None]:
+    """Give what is to be told the number of a pass that this thread begins, ``None`` if it trains."""
+    tasks = _thread.tasks
+    if tasks is None:
+        yield None
+        return
+    before = len(tasks)
+
+    # Called in the thread of a device, as the pass begins there.
+    def take(task: int) -> None:
+        tasks.append(task)
+        _tasks.add(task)
+
     try:
-        yield
+        yield take
     finally:
-        _tasks.discard(task)
+        _tasks.difference_update(tasks[before:])
 
 
 def is_taken() -> bool:
@@ -61,7 +65,7 @@ def gradients(
     params: Sequence[Tensor],
     models: Sequence[nn.Module],
     wrappers: Sequence[object] = (),
-) -> tuple[dict[str, list[Tensor | None]], tuple[int, ...]]:
+) -> tuple[dict[str, list[Tensor | None]], Sequence[int]]:
     """Return the gradient of each loss with respect to each parameter, ``None`` where it does not reach it.
 
     And the numbers that autograd has given the passes.
@@ -76,17 +80,18 @@ def gradients(
         GradSurgeonError: the graph cannot be gone through twice, or a gradient is sparse.
     """
     rows: dict[str, list[Tensor | None]] = {}
+    tasks: list[int] = []
     with ExitStack() as stack:
         stack.enter_context(_dist.extra_pass(wrappers))
         devices = sorted({param.device.index or 0 for param in params if param.is_cuda})
         stack.enter_context(torch.random.fork_rng(devices))
         buffers = _Buffers(models)
-        _thread.taking, _thread.tasks = True, ()
-        stack.callback(setattr, _thread, "taking", False)
+        _thread.tasks = tasks
+        stack.callback(setattr, _thread, "tasks", None)
         for name, loss in losses.items():
             with _torch.without_hooks(params), buffers.put_back():
                 rows[name] = _of(name, loss, params)
-    return rows, _thread.tasks
+    return rows, tasks
 
 
 def _of(name: str, loss: Tensor, params: Sequence[Tensor]) -> list[Tensor | None]:

@@ -541,6 +541,17 @@ def test_one_parameter_under_two_models() -> None:
     assert inner.status()["conflict"].fired == 1
 
 
+def test_two_sessions_that_combine_one_gradient_are_refused_by_name() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda", "id": "outer"}))
+    inner = {"action": "combine", "method": "mean", "id": "inner", "params": "0.*"}
+    gradsurgeon.apply(model.trunk, rules(inner))
+    text = r"rule (inner|outer): another session combines the gradient of (trunk\.)?0.weight"
+    with pytest.raises(gradsurgeon.GradSurgeonError, match=text):
+        gradsurgeon.backward(two(model, x))
+    assert all(param.grad is None for param in model.parameters())
+
+
 def test_an_optimizer_in_the_backward_pass_steps_once() -> None:
     model, x = Heads(), torch.randn(5, 6)
     wanted = aggregator("mgda", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model)))
