@@ -153,6 +153,8 @@ def _warnings_on(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
         yield from doubts(rule, matched)
     if rule.target != "modules":
         return
+    if isinstance(rule, LossRule):
+        yield from _apart(matched)
     if rule.ref.grad and rule.ref.side == "input":
         yield "the view that separates this module's share can regroup a sum in its last bit"
         inplace = [thing for thing in matched if isinstance(thing, Module) and thing.inplace]
@@ -163,6 +165,21 @@ def _warnings_on(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
             )
     if not rule.ref.grad and isinstance(rule, EditRule) and rule.when is None:
         yield "acts in every forward, evaluation included; `when: train` limits it to training"
+
+
+def _apart(matched: Sequence[Thing]) -> Iterator[str]:
+    """Say which modules lie in others that a rule on what they take together matches, too."""
+    names = {thing.name for thing in matched}
+    for name in sorted(names):
+        around = name
+        while "." in around:
+            around = around.rpartition(".")[0]
+            if around in names:
+                yield (
+                    f"{printable(name)} is a part of {printable(around)}, and gets a view of its own of what that takes: what "
+                    "the two send back does not meet; leave one of them out by `exclude`"
+                )
+                break
 
 
 def _complaint(rules: RuleSet, rule: Rule, text: str, *path: str | int) -> str:

@@ -143,6 +143,8 @@ def _begin(outputs: Sequence[Any], *, makes_graph: bool) -> RunningPass:
     with _lock:
         _running.append(running)
         _threads.add(threading.get_ident())
+        if len(_threads) > 1:  # those that have ended train nothing any more
+            _threads.intersection_update(thread.ident for thread in threading.enumerate())
     return running
 
 

@@ -264,3 +264,11 @@ class TestPlan:
 
 def test_the_methods_of_the_class_are_those_of_the_table() -> None:
     assert get_args(MethodName) == tuple(METHODS)
+
+
+def test_modules_that_lie_in_one_another_are_told_apart() -> None:
+    model = nn.ModuleDict({"b": nn.Sequential(nn.Linear(2, 2)), "c": nn.Linear(2, 2)})
+    rule = {"id": "heads", "action": "conflict", "modules": "*", "tensor": "input.grad"}
+    warnings = gradsurgeon.plan(model, {"version": 1, "rules": [rule]}).rule_warnings["heads"]
+    (said,) = [text for text in warnings if "does not meet" in text]
+    assert said.startswith("b.0 is a part of b, and gets a view of its own")
