@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks import overhead
 from benchmarks.cases import BARE
+from benchmarks.formatting import table
 from benchmarks.overhead import Row
-from benchmarks.report import table
 from benchmarks.targets import row_of
 from benchmarks.workloads import WORKLOADS
 

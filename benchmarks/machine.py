@@ -15,7 +15,7 @@ from gradsurgeon.schema import VERSION
 
 ROOT = Path(__file__).parents[1]
 # Distribution names of the peers and of what they stand on.
-PEERS = ("transformers", "accelerate", "lightning", "wandb", "matplotlib")
+PEERS = ("transformers", "accelerate", "lightning", "wandb", "matplotlib", "torchjd")
 EXTRA = "pip install 'gradsurgeon[bench]'"
 
 

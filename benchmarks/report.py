@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import (
     device_counts,
+    device_page,
     diagnosis,
     like_for_like,
+    losses,
+    losses_page,
     overhead,
     pages,
     peers,
@@ -22,6 +25,7 @@ from benchmarks import (
     trackers,
 )
 from benchmarks.cases import BARE
+from benchmarks.formatting import duration, number, size, spread, table
 from benchmarks.machine import PEERS, ROOT
 from benchmarks.measure import exponent
 from benchmarks.overhead import Row
@@ -41,41 +45,6 @@ _FRONT = (
     "wandb.watch, log_freq=1",
     "detect_anomaly",
 )
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table: text to the left in the first column, numbers to the right."""
-    line = "|".join(["---", *["--:"] * (len(head) - 1)])
-    body = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    return f"| {' | '.join(head)} |\n|{line}|\n{body}"
-
-
-def number(value: float) -> str:
-    """Return a number with three digits, as people read it."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
-def duration(micro: float) -> str:
-    """Return a time in the unit that suits it."""
-    if abs(micro) >= 1e6:
-        return f"{number(micro / 1e6)} s"
-    return f"{number(micro / 1e3)} ms" if abs(micro) >= 1e3 else f"{number(micro)} us"
-
-
-def size(count: float) -> str:
-    """Return a number of bytes in the unit that suits it."""
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if abs(count) >= unit:
-            return f"{number(count / unit)} {name}"
-    return f"{count:.0f} B"
-
-
-def _spread(numbers: Any) -> str:
-    return f"{number(numbers['median'])} ({number(numbers['low'])} to {number(numbers['high'])})"
 
 
 def about_machine(result: Result) -> str:
@@ -155,7 +124,7 @@ def _cost(row: Row, *, waits: bool) -> list[str]:
         duration(row["extra_us"]["median"]),
         duration(row["mean_extra_us"]),
         f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
-        _spread(row["clip_ratio"]),
+        spread(row["clip_ratio"]),
         size(row["peak_bytes"]),
         f"{row['allocations']:,}",
         f"{row['reads']:,}",
@@ -198,6 +167,11 @@ def _times(ratio: float | None) -> str:
     return "within noise" if ratio is None else f"**{number(ratio)}**"
 
 
+def several_losses(result: Result) -> str:
+    """Return one table per trunk: what it costs to see several losses apart."""
+    return losses_page.tables(_of(result, losses.GROUP))
+
+
 def growth(result: Result) -> str:
     """Return the tables of how costs grow, each with its exponents."""
     parts = []
@@ -223,7 +197,7 @@ def _bytes(row: Row) -> str:
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "bare step": lambda row: _median(row["base_us"]),
     "extra": lambda row: _median(row["extra_us"]),
-    "x clip": lambda row: _spread(row["clip_ratio"]),
+    "x clip": lambda row: spread(row["clip_ratio"]),
     "`apply`": lambda row: duration(row["apply_s"] * 1e6),
     "bytes": _bytes,
 }
@@ -240,7 +214,7 @@ def updates(result: Result) -> str:
     for shape in dict.fromkeys(row["workload"] for row in rows):
         own = [row for row in rows if row["workload"] == shape]
         parts.append(f"**{shape}**; the bare update takes {_median(own[0]['base_us'])}.\n")
-        lines = ((row["case"], _median(row["extra_us"]), _spread(row["clip_ratio"])) for row in own)
+        lines = ((row["case"], _median(row["extra_us"]), spread(row["clip_ratio"])) for row in own)
         parts.append(table(("", "extra", "x clip"), lines))
     return "\n".join(parts)
 
@@ -256,39 +230,9 @@ def between_ranks(result: Result) -> str:
     ) for row in rows))  # fmt: skip
 
 
-def device_work(result: Result) -> str:
-    """Return the table of what a step asks of a device: per size the operations, and more of the largest."""
-    rows = _of(result, device_counts.GROUP)
-    sizes = list(dict.fromkeys((row["params"], row["dtypes"]) for row in rows))
-    calls = {
-        (row["case"], row["params"], row["dtypes"]): f"{_signed(row, 'operations')} "
-        f"({row['list_operations']:,})"
-        for row in rows
-    }
-    largest, kind = max((params, kind) for params, kind in sizes if " and " not in kind)
-    head = [
-        "",
-        *(f"{params:,} {kind}" for params, kind in sizes),
-        "read",
-        "written",
-        "allocations",
-        "host reads",
-        "copies to the host",
-        "copies from it",
-        "launches on CUDA",
-    ]
-    shown = [row for row in rows if (row["params"], row["dtypes"]) == (largest, kind)]
-    return table(head, ((
-        row["case"], *(calls[row["case"], *size] for size in sizes),
-        *(f"{number(row[key] / row['gradient_bytes'])} x" for key in ("bytes_read", "bytes_written")),
-        *(_signed(row, key) for key in ("allocations", "host_reads", "copies_to_host", "copies_from_host")),
-        "not run" if row["launches"] is None else _signed(row, "launches"),
-    ) for row in shown))  # fmt: skip
-
-
-def _signed(row: Row, key: str) -> str:
-    """Return what a case adds, and of the bare step what it has."""
-    return f"{row[key]:,}" if row["case"] == device_counts.BARE else f"{row[key]:+,}"
+def on_a_device(result: Result) -> str:
+    """Return the table of what a step asks of a device."""
+    return device_page.table_of(_of(result, device_counts.GROUP))
 
 
 def long_runs(result: Result) -> str:
@@ -342,7 +286,7 @@ def when_it_happens(result: Result) -> str:
     """Return what each way against a NaN costs, and word for word what it says of each fault."""
     rows = _of(result, diagnosis.GROUP)
     costs = table(("nothing wrong", "x step"), (
-        (row["way"], _spread(row["ratio"])) for row in rows if row["fault"] == diagnosis.HEALTHY
+        (row["way"], spread(row["ratio"])) for row in rows if row["fault"] == diagnosis.HEALTHY
     ))  # fmt: skip
     parts = [costs]
     for fault in diagnosis.FAULTS:
@@ -357,9 +301,10 @@ _SECTIONS = (
     ("Cost of a step", overhead.GROUP, costs),
     ("The update alone", step_alone.GROUP, updates),
     ("Like for like", like_for_like.GROUP, jobs),
+    ("Several losses", losses.GROUP, several_losses),
     ("Growth", scaling.GROUP, growth),
     ("When it happens", diagnosis.GROUP, when_it_happens),
-    ("On a device", device_counts.GROUP, device_work),
+    ("On a device", device_counts.GROUP, on_a_device),
     ("Between ranks", ranks.GROUP, between_ranks),
     ("Long runs", records.GROUP, long_runs),
     ("The page of a run", pages.GROUP, drawn_pages),

@@ -8,7 +8,7 @@ from typing import Any
 import gradsurgeon
 from benchmarks.cases import Attached, Case
 from benchmarks.workloads import Task
-from gradsurgeon.actions import ACTIONS
+from gradsurgeon.actions import ACTIONS, LossRule
 
 RuleDict = dict[str, Any]
 
@@ -52,8 +52,10 @@ _NEVER = {"from": 10**9}
 
 
 def alone() -> Iterator[tuple[str, RuleDict]]:
-    """Yield the title and the rule of every action, at every point that it can stand at."""
+    """Yield the title and the rule of every action on one loss, at every point that it can stand at."""
     for action, rule in ACTIONS.items():
+        if issubclass(rule, LossRule):
+            continue  # `benchmarks/losses.py`: they need several losses
         if action not in _VARIANTS:
             raise KeyError(f"benchmarks/rule_sets.py does not say how to measure `{action}`")
         for variant, options in _VARIANTS[action].items():

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, results
+from benchmarks import formatting, results
 from benchmarks.machine import ROOT
 
 RESULTS = results.FOLDER / "spikes" / "spikes.json"
@@ -41,7 +41,7 @@ def fingerprint(found: dict[str, Any]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     """Return the table of the guide."""
-    return report.table(_HEAD, [_cells(row) for row in found["rows"]])
+    return formatting.table(_HEAD, [_cells(row) for row in found["rows"]])
 
 
 def with_table(guide: str, found: dict[str, Any]) -> str:

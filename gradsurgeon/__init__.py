@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         EditRule,
         Example,
         FreezeRule,
+        LossRule,
         Observer,
         ObserverRule,
         TrapRule,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from gradsurgeon.actions.capture import Capture
     from gradsurgeon.actions.clamp import Clamp
     from gradsurgeon.actions.clip_norm import ClipNorm
+    from gradsurgeon.actions.combine import Combine
+    from gradsurgeon.actions.conflict import Conflict
     from gradsurgeon.actions.freeze import Freeze
     from gradsurgeon.actions.nan_trap import NanTrap
     from gradsurgeon.actions.norm_log import NormLog
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
     from gradsurgeon.actions.scale import Scale
     from gradsurgeon.actions.spike_trap import SpikeTrap
     from gradsurgeon.actions.zero import Zero
-    from gradsurgeon.api import apply, load, open_run, plan, remove, replay, tag
+    from gradsurgeon.api import apply, backward, load, open_run, plan, remove, replay, tag
     from gradsurgeon.diagnosis import Diagnosis
     from gradsurgeon.errors import (
         BindError,
@@ -62,6 +65,8 @@ __all__ = [
     "CaptureRule",
     "Clamp",
     "ClipNorm",
+    "Combine",
+    "Conflict",
     "Decision",
     "Diagnosis",
     "Edit",
@@ -73,6 +78,7 @@ __all__ = [
     "GradSurgeonError",
     "GradSurgeonWarning",
     "GradientSpikeError",
+    "LossRule",
     "Manifest",
     "ManifestError",
     "ModelError",
@@ -98,6 +104,7 @@ __all__ = [
     "Zero",
     "add_statistic",
     "apply",
+    "backward",
     "load",
     "open_run",
     "plan",
@@ -109,10 +116,12 @@ __all__ = [
 
 # Modules are imported when a name of theirs is first asked for.
 _NAMES = {
-    "actions": "CaptureRule Decision Edit EditRule Example FreezeRule Observer ObserverRule TrapRule",
+    "actions": "CaptureRule Decision Edit EditRule Example FreezeRule LossRule Observer ObserverRule TrapRule",
     "actions.capture": "Capture",
     "actions.clamp": "Clamp",
     "actions.clip_norm": "ClipNorm",
+    "actions.combine": "Combine",
+    "actions.conflict": "Conflict",
     "actions.freeze": "Freeze",
     "actions.nan_trap": "NanTrap",
     "actions.norm_log": "NormLog",
@@ -121,7 +130,7 @@ _NAMES = {
     "actions.spike_trap": "SpikeTrap",
     "actions.zero": "Zero",
     "diagnosis": "Diagnosis",
-    "api": "apply load open_run plan remove replay tag",
+    "api": "apply backward load open_run plan remove replay tag",
     "errors": "BindError GradSurgeonError GradSurgeonWarning GradientSpikeError ManifestError ModelError "
     "NonFiniteGradientError RecordError RuleFileError TrapError",
     "events": "Event RuleStatus",

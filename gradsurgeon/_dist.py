@@ -8,7 +8,8 @@ parts and puts the results together with `reduce`.
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -246,6 +247,22 @@ def averaged_by(wrapper: Any) -> list[Tensor]:
     """Return the parameters whose gradients a wrapper averages; it can be told to leave some alone."""
     # There is no public word for them. Those of the second list are reduced together, early or late.
     return [*wrapper._module_parameters, *wrapper._delay_all_reduce_params]  # noqa: SLF001
+
+
+@contextmanager
+def extra_pass(wrappers: Sequence[Any]) -> Iterator[None]:
+    """Let backward passes run that give no parameter a gradient, without wrappers taking them for their own."""
+    # With a static graph the first pass of all, whichever it is, sets up the reduction, and one that reaches no
+    # parameter would leave it undone for good.
+    name = "_static_graph_delay_allreduce_enqueued"
+    waiting = [wrapper for wrapper in wrappers if getattr(wrapper, name, None) is False]
+    for wrapper in waiting:
+        setattr(wrapper, name, True)
+    try:
+        yield
+    finally:
+        for wrapper in waiting:
+            setattr(wrapper, name, False)
 
 
 def is_flattened(param: Tensor) -> bool:

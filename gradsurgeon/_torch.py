@@ -28,6 +28,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
 
 
+def keeps_graph() -> bool:
+    """Tell, inside a hook, whether another backward pass may go through the same graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # noqa: SLF001
+
+
 def current_node() -> Any:
     """Return the node of the graph that this thread is running, ``None`` outside of a backward pass."""
     return torch._C._current_autograd_node()  # noqa: SLF001
@@ -215,6 +220,48 @@ def hooks_on(param: Tensor) -> int:
     tensor: Any = param
     early, late = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # noqa: SLF001
     return (len(early) if early else 0) + (len(late) if late else 0)
+
+
+@contextmanager
+def without_hooks(params: Sequence[Tensor]) -> Iterator[None]:
+    """Let gradients come to parameters past all tensor hooks, which `torch.autograd.grad` would run and apply."""
+    # The table itself is emptied and filled again: in the place of another one hooks that are registered or
+    # removed meanwhile would be lost.
+    kept = []
+    for param in params:
+        table = cast("Any", param)._backward_hooks  # noqa: SLF001 # no public word
+        if table:
+            kept.append((table, dict(table)))
+            table.clear()
+    try:
+        yield
+    finally:
+        for table, before in kept:
+            late = dict(table)
+            table.clear()
+            table.update(before)
+            table.update(late)
+
+
+def register_first(param: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Put a hook on a parameter that runs before all that are there."""
+    handle = register_hook(param, hook)
+    table = cast("Any", param)._backward_hooks  # noqa: SLF001 # no public word
+    # Moving an entry to the front has no effect on what torch has of the table.
+    others = {number: other for number, other in table.items() if number != handle.id}
+    if others:
+        table.clear()
+        table[handle.id] = hook
+        table.update(others)
+    return handle
+
+
+def preserving_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """Let writes to tensors, which put back what is there, go unnoticed by graphs that have saved them."""
+    if not tensors:
+        return nullcontext()
+    preserve: Any = cast("Any", torch.autograd)._unsafe_preserve_version_counter  # noqa: SLF001 # no public word
+    return cast("AbstractContextManager[None]", preserve(tuple(tensors)))
 
 
 def reinstall_hooks(param: Tensor) -> None:

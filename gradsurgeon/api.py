@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -244,6 +244,30 @@ def tag(tensor: Tensor, name: str) -> Tensor:
     return tensor if registry is None else cast("Tensor", registry.tag(tensor, name))
 
 
+def backward(losses: Mapping[str, Tensor], *, scaler: GradScaler | None = None) -> None:
+    """Run one backward pass of several named losses, in the place of ``(seg + depth).backward()``.
+
+    Without a rule on losses it is that, bit for bit. The actions `conflict` and `combine` see the gradient of each loss by
+    itself, in all models that have a session. Gradients accumulate as usual; each call combines by itself.
+
+    Args:
+        losses: the losses by name, each with one element, with weights of the script's own (``{"seg": 0.3 * seg}``).
+            One that reaches no parameter, or needs no gradient, takes part as in a sum.
+        scaler: the scaler of the script, which then multiplies the losses, as in ``scaler.scale(seg + depth).backward()``.
+
+    Raises:
+        TypeError: the losses are no mapping of names to tensors.
+        ValueError: there is none, or one has several elements.
+        GradSurgeonError: the gradients of single losses cannot be had; the text says why, and what to do.
+    """
+    _check_scaler(scaler)
+    _runtime().backward(losses, scaler)
+
+
+# Code that is compiled before the first session must not trace what is imported then. Without torch no public word.
+backward._torchdynamo_disable = True  # type: ignore[attr-defined]  # noqa: SLF001
+
+
 def replay(
     bundle: str | os.PathLike[str], model: nn.Module, *, debugger: bool = False
 ) -> Diagnosis:
@@ -310,16 +334,21 @@ def _runtime() -> Any:
 
     # A graph that breaks at a rule on tags must not break once more in here.
     _torch.compile_within_caller(tag)
+    _torch.uncompiled("gradsurgeon.backward runs a backward pass")(backward)
     return runtime
 
 
 def _check_options(scaler: object, mode: object, start_step: object) -> None:
-    if scaler is not None and not hasattr(scaler, "unscale_"):
-        raise TypeError(f"scaler= takes a torch.amp.GradScaler, not {type(scaler).__name__}")
+    _check_scaler(scaler)
     if mode not in ("act", "observe"):
         raise ValueError(f'mode is "act" or "observe", not {mode!r}')
     if isinstance(start_step, bool) or not isinstance(start_step, int) or start_step < 0:
         raise ValueError(f"start_step is a number of steps, 0 or more, not {start_step!r}")
+
+
+def _check_scaler(scaler: object) -> None:
+    if scaler is not None and not hasattr(scaler, "unscale_"):
+        raise TypeError(f"scaler= takes a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
 def _writer(record: str | os.PathLike[str], bound: Plan, options: Options) -> RunWriter:
@@ -334,22 +363,14 @@ def _writer(record: str | os.PathLike[str], bound: Plan, options: Options) -> Ru
 
 
 def _deliveries(sinks: Any, bound: Plan, title: str) -> list[Delivery]:
-    if isinstance(sinks, str) or not isinstance(sinks, Sequence):
-        raise TypeError(
-            f"sinks= takes a list of sinks, such as [TensorBoard(...)], not {type(sinks).__name__}"
-        )
+    from gradsurgeon.sinks.sink import check_sinks  # noqa: PLC0415 # only where rules are applied
+
+    check_sinks(sinks)
     if not sinks:
         return []
+    from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, which is there by now
     from gradsurgeon.sinks.delivery import Delivery  # noqa: PLC0415 # most sessions have none
     from gradsurgeon.sinks.open_sinks import close_at_end  # noqa: PLC0415 # the same
-    from gradsurgeon.sinks.sink import SINK_METHODS  # noqa: PLC0415 # the same
-
-    for sink in sinks:
-        if lacking := [name for name in SINK_METHODS if not hasattr(sink, name)]:
-            raise TypeError(
-                f"{type(sink).__name__} is no sink: it has no {', '.join(lacking)}; see gradsurgeon.sinks.Sink"
-            )
-    from gradsurgeon import _dist  # noqa: PLC0415 # needs torch, which is there by now
 
     if _dist.rank():
         for sink in sinks:

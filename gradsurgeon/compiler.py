@@ -1,9 +1,9 @@
 """Plan -> program: everything a session does, sorted by the moment at which it happens. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradsurgeon.actions import FreezeRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule
 from gradsurgeon.planning import ROOT, Plan
 
 
@@ -22,6 +22,8 @@ class ModuleProgram:
     name: str
     on_input: tuple[Rule, ...]
     on_output: tuple[Rule, ...]
+    # On what this module and others send back to a tensor that they all take.
+    on_shared: tuple[LossRule, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +35,21 @@ class Program:
     armed: tuple[int, ...] = ()  # the parameters that some rule acts on
     # Parameter to its rules at `backward`; one tensor hook each.
     per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
+    # Parameter to the rules that edit what one pass contributes, those on losses first.
+    contributing: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
     # The traps are among these: they look there and decide at the step.
     after_backward: tuple[Stage, ...] = ()
     at_step: tuple[Stage, ...] = ()
+    # On the gradients of single losses, before all others.
+    of_losses: tuple[Stage, ...] = ()
     modules: tuple[ModuleProgram, ...] = ()
     tags: tuple[Rule, ...] = ()
 
     @property
     def rules(self) -> list[Rule]:
         found = {rule.id: rule for own in self.per_tensor.values() for rule in own}
-        found |= {stage.rule.id: stage.rule for stage in (*self.after_backward, *self.at_step)}
+        stages = (*self.of_losses, *self.after_backward, *self.at_step)
+        found |= {stage.rule.id: stage.rule for stage in stages}
         return [*(found | {rule.id: rule for rule, _ in self.site_rules}).values()]
 
     @property
@@ -59,7 +66,7 @@ class Program:
         """The rules on module tensors and tags, each with one module whose step counter it goes by."""
         found: dict[str, tuple[Rule, str]] = {}
         for module in self.modules:
-            for rule in (*module.on_input, *module.on_output):
+            for rule in (*module.on_input, *module.on_output, *module.on_shared):
                 found.setdefault(rule.id, (rule, module.name))
         return [*found.values(), *((rule, ROOT) for rule in self.tags)]
 
@@ -77,28 +84,45 @@ def compile_plan(plan: Plan) -> Program:
     index = {name: number for number, name in enumerate(names)}
     per_tensor: dict[int, list[Rule]] = {}
     stages: dict[str, list[Stage]] = {"accumulated": [], "step": []}
+    of_losses: list[Stage] = []
     for rule in plan.rules.rules:
         if rule.target != "params" or not plan.of(rule.id):
             continue
         tensors = tuple(index[binding.name] for binding in plan.of(rule.id))
-        if rule.point == "backward":
+        if isinstance(rule, LossRule):
+            of_losses.append(Stage(rule, tensors))
+        elif rule.point == "backward":
             for tensor in tensors:
                 per_tensor.setdefault(tensor, []).append(rule)
         else:
             stages[rule.point].append(Stage(rule, tensors))
-    every = [*stages["accumulated"], *stages["step"]]
+    every = [*of_losses, *stages["accumulated"], *stages["step"]]
     armed = {tensor for stage in every for tensor in stage.tensors} | per_tensor.keys()
     return Program(
         names=names,
         armed=tuple(sorted(armed)),
         per_tensor={tensor: tuple(rules) for tensor, rules in sorted(per_tensor.items())},
+        contributing=_contributing(of_losses, per_tensor),
         after_backward=tuple(stages["accumulated"]),
         at_step=tuple(stages["step"]),
+        of_losses=tuple(of_losses),
         modules=tuple(_modules(plan)),
         tags=tuple(
             rule for rule in plan.rules.rules if rule.target == "tensors" and plan.of(rule.id)
         ),
     )
+
+
+def _contributing(
+    of_losses: Sequence[Stage], per_tensor: Mapping[int, Sequence[Rule]]
+) -> dict[int, tuple[Rule, ...]]:
+    rules: dict[int, list[Rule]] = {}
+    for stage in of_losses:
+        for tensor in stage.tensors if stage.rule.edits else ():
+            rules.setdefault(tensor, []).append(stage.rule)
+    for tensor, more in per_tensor.items():
+        rules.setdefault(tensor, []).extend(more)
+    return {tensor: tuple(some) for tensor, some in rules.items()}
 
 
 def _modules(plan: Plan) -> Sequence[ModuleProgram]:
@@ -110,8 +134,13 @@ def _modules(plan: Plan) -> Sequence[ModuleProgram]:
     return [
         ModuleProgram(
             module.name,
-            tuple(rule for rule in own[module.name] if rule.ref.side == "input"),
+            tuple(
+                rule
+                for rule in own[module.name]
+                if rule.ref.side == "input" and not isinstance(rule, LossRule)
+            ),
             tuple(rule for rule in own[module.name] if rule.ref.side == "output"),
+            tuple(rule for rule in own[module.name] if isinstance(rule, LossRule)),
         )
         for module in plan.manifest.modules
         if module.name in own

@@ -143,7 +143,7 @@ class Session(RecordQueries):
 
     def plot(
         self,
-        kind: Literal["norms", "heatmap", "histogram", "features", "grad-cam"] = "norms",
+        kind: Literal["norms", "heatmap", "losses", "histogram", "features", "grad-cam"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | tuple[str, str] | None = None,
@@ -159,6 +159,8 @@ class Session(RecordQueries):
           without a gradient, a cross at the top a norm that is not finite, a triangle at the bottom one
           of 0. Traps, skipped steps and lost hooks are lines across.
         * ``"heatmap"`` (`name`, `rule`): tensors x steps, the decimal logarithm of the l2 norm.
+        * ``"losses"`` (`name`, `rule`): the cosine of the gradients of each pair of losses, and the weights with
+          which they were combined, over the steps. Without `name` the ten pairs that conflict most.
         * ``"histogram"`` (`name`, `rule`, `step`, `call`): how the l2 norms of each step are distributed over the
           tensors; with the `rule` of a `capture`, how the elements of what it kept are distributed.
         * ``"features"`` (`name`, `rule`, `step`, `call`, `sample`): the first 64 channels of what a `capture` has

@@ -99,6 +99,32 @@ def same_as_on_the_host() -> dict[str, Any]:
     return {"host": train(on_device=False), "device": train(on_device=True)}
 
 
+def of_losses(*, on_device: bool) -> dict[str, Any]:
+    """Combine the gradients of scaled losses by a method that goes by how large they are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    x = torch.randn(5, 4)
+    if on_device:
+        move(model)
+    combine = {"id": "all", "action": "combine", "params": "*", "method": "fairgrad", "alpha": 1}
+    pairs = {"id": "pairs", "action": "conflict", "params": "*"}
+    named = [{**rule, "losses": ["one", "other"]} for rule in (combine, pairs)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    session = gradsurgeon.apply(model, {"version": 1, "rules": named}, optimizer=[])
+    out = model(Toy(x) if on_device else x)
+    losses = {"one": out.square().mean(), "other": (out - 1).square().mean()}
+    gradsurgeon.backward({name: scaler.scale(loss) for name, loss in losses.items()})
+    return {
+        "grads": [plain(param.grad) for param in model.parameters() if param.grad is not None],
+        "weights": [session.latest(name, "weight") for name in losses],
+        "opposed": session.latest("one/other", "opposed"),
+    }
+
+
+def losses() -> dict[str, Any]:
+    return {"host": of_losses(on_device=False), "device": of_losses(on_device=True)}
+
+
 class Branches(nn.Module):
     """Two branches whose backward passes run at once, in two threads."""
 
@@ -268,7 +294,15 @@ def norms() -> dict[str, list[list[float]]]:
     }
 
 
-CASES = [operations, norms, same_as_on_the_host, two_threads, host_reads, half_precision]
+CASES = [
+    operations,
+    norms,
+    same_as_on_the_host,
+    losses,
+    two_threads,
+    host_reads,
+    half_precision,
+]
 
 if __name__ == "__main__":
     told: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from gradsurgeon.store.lookup import RecordQueries
 
 FUNCTIONS = (
     "apply",
+    "backward",
     "load",
     "plan",
     "remove",
@@ -35,7 +36,7 @@ CLASSES = (
     "Diagnosis",
 )
 # For actions and statistics of a user's own.
-KINDS = ("EditRule", "ObserverRule", "TrapRule", "CaptureRule", "FreezeRule")
+KINDS = ("EditRule", "ObserverRule", "TrapRule", "CaptureRule", "FreezeRule", "LossRule")
 PARTS = ("Edit", "Observer", "Decision", "Example", "Statistic")
 WARNING = "GradSurgeonWarning"
 HEAD = """\

@@ -16,6 +16,8 @@ from gradsurgeon.actions._base import (
 from gradsurgeon.actions._checking import check_rule
 from gradsurgeon.actions._effects import (
     ByNorm,
+    Combination,
+    Comparison,
     Decision,
     Edit,
     Observer,
@@ -23,7 +25,14 @@ from gradsurgeon.actions._effects import (
     Spikes,
 )
 from gradsurgeon.actions._fields import Flaw, described, written
-from gradsurgeon.actions._kinds import CaptureRule, EditRule, FreezeRule, ObserverRule, TrapRule
+from gradsurgeon.actions._kinds import (
+    CaptureRule,
+    EditRule,
+    FreezeRule,
+    LossRule,
+    ObserverRule,
+    TrapRule,
+)
 from gradsurgeon.actions._options import Options, Steps, Where
 from gradsurgeon.actions._strictness import Direction, Stricter
 from gradsurgeon.actions._target import TARGETS, TargetKind, gradient_pairs, spelled
@@ -35,6 +44,8 @@ __all__ = [
     "TARGETS",
     "ByNorm",
     "CaptureRule",
+    "Combination",
+    "Comparison",
     "Decision",
     "Direction",
     "Edit",
@@ -42,6 +53,7 @@ __all__ = [
     "Example",
     "Flaw",
     "FreezeRule",
+    "LossRule",
     "Moment",
     "Observer",
     "ObserverRule",

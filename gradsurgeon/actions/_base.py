@@ -41,16 +41,17 @@ known_actions: dict[str, type[Rule]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """What an action does to one gradient: documentation, test and proof at once.
+    """What an action does to one gradient, or to those of ``losses``: documentation, test and proof at once.
 
     Exactly one of ``expect`` (an edited gradient), ``record`` (statistics) and ``trips`` is given.
     """
 
     options: Mapping[str, Any]
-    grad: Sequence[float]
+    grad: Sequence[float] = ()
     expect: Sequence[float] | None = None
     record: Mapping[str, float] | None = None
     trips: bool | None = None
+    losses: Mapping[str, Sequence[float]] | None = None
 
 
 class Rule(Options):
@@ -70,6 +71,8 @@ class Rule(Options):
     measures: ClassVar[bool] = False
     # Whether what it does is decided by the gradient as the script hands it over, before any edit at `step`.
     judges_first: ClassVar[bool] = False
+    # Options that a target needs.
+    needs: ClassVar[Mapping[TargetKind, str]] = {}
     # Options of which at least one must be given.
     either: ClassVar[tuple[str, ...]] = ()
     EXAMPLES: ClassVar[tuple[Example, ...]] = ()
@@ -137,6 +140,11 @@ class Rule(Options):
         return "backward" if self.ref.grad else "forward"
 
     @property
+    def order(self) -> int:
+        """Where the rule stands among those on the same tensor; of equal ones the file order decides."""
+        return 2 * MOMENTS.index(self.point)
+
+    @property
     def edits(self) -> bool:
         """Whether the rule changes what it matches."""
         return self.role == "edit"
@@ -173,7 +181,7 @@ class Rule(Options):
     def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
         """Yield the flaws of target and `at`; actions add those of their options."""
         target = yield from target_flaws(cls.name(), cls.targets, given)
-        if target in ("modules", "tensors"):
+        if target in ("modules", "tensors") and cls.takes_at:
             if given.get("at") is not None:
                 message = f"`at` is for `params`: {target} act at the moment the tensor is there"
                 yield Flaw("at", message, "remove it", key=True)

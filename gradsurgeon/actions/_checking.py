@@ -17,7 +17,9 @@ from pydantic import ValidationError
 
 from gradsurgeon.actions._base import Rule
 from gradsurgeon.actions._fields import MAX_FLAWS, Flaw, Path, described, written
+from gradsurgeon.actions._methods import METHODS
 from gradsurgeon.actions._options import Options
+from gradsurgeon.actions._strictness import Stricter
 from gradsurgeon.errors import did_you_mean
 from gradsurgeon.source import like_bool, like_number
 
@@ -44,6 +46,10 @@ _MEANT = {
     "pattern": "params",
     "patterns": "params",
     "layers": "modules",
+    "tasks": "losses",
+    "objectives": "losses",
+    "aggregator": "method",
+    "weighting": "method",
     "start": "from",
     "begin": "from",
     "end": "to",
@@ -68,6 +74,8 @@ def check_rule(
     except ValidationError as errors:
         for error in errors.errors(include_url=False):
             checker.flaws += checker.flaws_of(error)
+        if not (flaws or checker.flaws):  # a rule is never dropped without a word
+            raise
     flaws += checker.flaws
     if len(flaws) > MAX_FLAWS:
         message = f"over {MAX_FLAWS} problems in one rule: the rest of it is not looked at"
@@ -120,6 +128,8 @@ def _action_of(
         hint = f"rule files import nothing: import it before `apply`, or by `{command}`"
     elif action == "clip":  # which does not resemble it most
         hint = f"did you mean `clip-norm`, which bounds a norm, or `clamp`? {known}"
+    elif (method := action.lower()) in METHODS:
+        hint = f"that is a method of `combine`: write `action: combine` and `method: {method}`; {known}"
     return None, [Flaw(key, message, hint, check="unknown-action")]
 
 
@@ -192,7 +202,8 @@ class _RuleChecker:
         """Note what the keys mean together, but not of keys that are wrong already."""
         meant = {str(path[0]): value for path, value in self.settled.items() if len(path) == 1}
         for flaw in self.rule.flaws({**entry, **meant}):
-            if flaw.at not in meant and (flaw.missing or flaw.at in entry):
+            key = flaw.path[0] if flaw.path else ""
+            if key not in meant and (flaw.missing or key in entry):
                 self.flaws.append(flaw)
 
     def flaws_of(self, error: Mapping[str, Any]) -> Iterator[Flaw]:
@@ -234,7 +245,9 @@ class _RuleChecker:
             return Flaw(path, f"`{key}` must be {words.format(context[name])}, found {what}")
         optional = "" if self.field_at(path).is_required() else f", or leave `{key}` out"
         if kind == "finite_number":
-            hint = f"numbers reach from -1.8e308 to 1.8e308{optional and f'; for no bound leave `{key}` out'}"
+            bounds = any(isinstance(one, Stricter) for one in self.field_at(path).metadata)
+            none = f"; for no bound leave `{key}` out" if optional and bounds else ""
+            hint = f"numbers reach from -1.8e308 to 1.8e308{none}"
             return Flaw(path, f"`{key}` must be finite, found {what}", hint)
         wanted = _TYPE_NAMES.get(kind)
         if wanted is None:

@@ -141,7 +141,30 @@ class Hidden:
     """The optimizer finds no gradient."""
 
 
-Effect = Edit | Observer | Decision | Spikes | Copies | Hidden
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """What becomes of the gradients of several losses, or of several modules that take one tensor.
+
+    Attributes:
+        weigh: maps the inner products of n gradients, float64 of shape ``[n, n]`` on the host and finite, to the
+            weights of their sum, float64 of shape ``[n]``. It may draw from the random numbers of the host.
+    """
+
+    weigh: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The gradients of several losses are compared in pairs, and nothing is changed.
+
+    Attributes:
+        per: what a pair of gradients is compared over: all that the rule matches, each parameter or module by itself.
+    """
+
+    per: Literal["rule", "parameter", "module"]
+
+
+Effect = Edit | Observer | Decision | Spikes | Copies | Hidden | Combination | Comparison
 
 
 def _check_statistic(name: str) -> None:

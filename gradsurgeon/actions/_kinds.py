@@ -5,16 +5,32 @@ What a rule does to training follows from its kind, and in detail from what its 
 
 from __future__ import annotations
 
+import math
 import operator
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from gradsurgeon.actions._base import Point, Role, Rule
-from gradsurgeon.actions._effects import Copies, Decision, Edit, Hidden, Observer, Spikes, Then
+from gradsurgeon.actions._effects import (
+    Combination,
+    Comparison,
+    Copies,
+    Decision,
+    Edit,
+    Hidden,
+    Observer,
+    Spikes,
+    Then,
+)
+from gradsurgeon.actions._fields import Flaw, described, flawed, is_number
 from gradsurgeon.actions._strictness import Stricter
-from gradsurgeon.actions._target import TargetKind
+from gradsurgeon.actions._target import TargetKind, parse_tensor
+from gradsurgeon.errors import printable
+from gradsurgeon.source import like_number
 
 _READING: tuple[Point, ...] = ("accumulated", "backward", "step")
 
@@ -97,3 +113,146 @@ class FreezeRule(Rule):
     def compile(self) -> Hidden:
         """Return that the gradient is hidden."""
         return Hidden()
+
+
+def _names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not value:
+        hint = 'such as ["seg", "depth"]'
+        message = f"expected a list of names of losses, found {described(value)}"
+        raise flawed(Flaw("", message, hint, check="wrong-type"))
+    flaws: list[Flaw] = []
+    for index, name in enumerate(value):
+        at = (index,)
+        if not isinstance(name, str) or not name:
+            message = f"expected the name of a loss, found {described(name)}"
+            flaws.append(Flaw(at, message, "quote it", check="wrong-type"))
+        elif name in value[:index]:
+            message = f"the loss `{name[:60]}` is listed twice"
+            flaws.append(Flaw(at, message, "remove one of them"))
+    if flaws:
+        raise flawed(*flaws)
+    return tuple(value)
+
+
+LossNames = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_names),
+    WithJsonSchema(
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True}
+    ),
+]
+
+
+def _numbers(value: object) -> dict[str, float]:
+    if not isinstance(value, Mapping) or not value:
+        hint = "such as {seg: 1, depth: 0.5}"
+        message = f"expected numbers by names of losses, found {described(value)}"
+        raise flawed(Flaw("", message, hint, check="wrong-type"))
+    flaws: list[Flaw] = []
+    for name, number in value.items():
+        if not isinstance(name, str):
+            message = f"expected the name of a loss, found {described(name)}"
+            flaws.append(Flaw("", message, "quote it", check="wrong-type"))
+        elif not is_number(number):
+            hint = like_number(number) if isinstance(number, str) else ""
+            message = f"`{name[:60]}`: expected a number, found {described(number)}"
+            flaws.append(Flaw((name,), message, hint or "write a number"))
+        elif not math.isfinite(number):
+            message = f"`{name[:60]}` must be finite, found {described(number)}"
+            flaws.append(Flaw((name,), message, "write a number"))
+    if flaws:
+        raise flawed(*flaws)
+    return {name: float(number) for name, number in value.items()}
+
+
+# A number for each of some losses.
+LossNumbers = Annotated[
+    dict[str, float],
+    BeforeValidator(_numbers),
+    WithJsonSchema(
+        {"type": "object", "additionalProperties": {"type": "number"}, "minProperties": 1}
+    ),
+]
+
+
+_ON_INPUTS = "write `tensor: input.grad`"
+
+
+class LossRule(Rule):
+    """A rule on what several losses, or several modules that take the same tensor, send back."""
+
+    targets: ClassVar[tuple[TargetKind, ...]] = ("params", "modules")
+    points: ClassVar[tuple[Point, ...]] = ("backward",)
+    takes_at: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
+    needs: ClassVar[Mapping[TargetKind, str]] = {"params": "losses"}
+    # The numbers that are recorded in each call.
+    stats: ClassVar[tuple[str, ...]]
+
+    losses: Annotated[
+        LossNames | None,
+        Field(
+            description="Names of losses, as `gradsurgeon.backward` is given them; with `params`."
+        ),
+    ] = None
+
+    @abstractmethod
+    def compile(self) -> Combination | Comparison:
+        """Return what becomes of the gradients. Needs torch; called once per session."""
+
+    @classmethod
+    def no_at_reason(cls) -> str:
+        return "it acts while `gradsurgeon.backward` runs, or as modules send their gradients back"
+
+    @property
+    def order(self) -> int:
+        # The gradients of single losses are there before their sum is; what modules send back has gone through the
+        # rules on each of them.
+        return super().order + (1 if self.target == "modules" else -1)
+
+    @property
+    @abstractmethod
+    def outcome(self) -> str:
+        """What becomes of the gradients, in a word or two."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if self.target == "modules":
+            return ("each rank goes by its own gradients",)
+        losses = ", ".join(f'"{printable(name)}": ...' for name in self.losses or ())
+        return (f"sees losses in gradsurgeon.backward({{{losses}}}) only, not in `.backward()`",)
+
+    @classmethod
+    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        for flaw in super().flaws(given):
+            yield replace(flaw, hint=_ON_INPUTS) if flaw.at == "tensor" and flaw.missing else flaw
+        if given.get("params") is not None:
+            yield from cls._flaws_of_losses(given.get("losses"))
+        elif given.get("modules") is not None:
+            yield from cls._flaws_on_modules(given)
+
+    @classmethod
+    def _flaws_of_losses(cls, losses: object) -> Iterator[Flaw]:
+        if losses is None:
+            message = (
+                "missing key `losses`: on parameters it needs the losses whose gradients meet there"
+            )
+            hint = 'such as `losses: ["seg", "depth"]`, the names in gradsurgeon.backward({"seg": ..., "depth": ...})'
+            yield Flaw("losses", message, hint, missing=True, check="missing-key")
+        elif isinstance(losses, list | tuple) and len(losses) == 1:
+            message = "expected two losses or more, found one: nothing can conflict with it"
+            yield Flaw("losses", message, "name the others")
+
+    @classmethod
+    def _flaws_on_modules(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        if given.get("losses") is not None:
+            message = "`losses` is for `params`: of modules each one that takes the tensor counts by itself"
+            yield Flaw("losses", message, "remove it, or name `params`", key=True)
+        if given.get("when") is not None:
+            message = "`when` is for edits of outputs and inputs: gradients exist in training only"
+            yield Flaw("when", message, "remove it", key=True)
+        tensor = given.get("tensor")
+        ref = parse_tensor("modules", tensor) if isinstance(tensor, str) else ""
+        if not isinstance(ref, str) and not (ref.grad and ref.side == "input"):
+            message = f"{cls.name()} acts where modules take the same tensor, not on `{tensor}`"
+            yield Flaw("tensor", message, _ON_INPUTS)

@@ -78,7 +78,8 @@ def target_flaws(
     """Yield what is wrong with target and tensor of a rule; return the target if there is one."""
     named = [kind for kind in TARGETS if given.get(kind) is not None]
     if not named:
-        choice = "one of `params`, `modules`, `tensors`" if len(allowed) > 1 else "`params`"
+        names = ", ".join(f"`{kind}`" for kind in allowed)
+        choice = f"one of {names}" if len(allowed) > 1 else names
         message = f"missing key `{allowed[0]}`: a rule names what it acts on by {choice}"
         hint = "add the patterns of the names it acts on"
         yield Flaw(allowed[0], message, hint, missing=True, check="missing-key")
@@ -89,8 +90,15 @@ def target_flaws(
         return None
     target = named[0]
     if target not in allowed:
-        message = f"{action} acts on parameters only, not on {target}"
-        yield Flaw(target, message, "name parameters by `params`", key=True)
+        if tuple(allowed) == ("params",):
+            message, hint = (
+                f"{action} acts on parameters only, not on {target}",
+                "name parameters by `params`",
+            )
+        else:
+            known = " and ".join(f"`{kind}`" for kind in allowed)
+            message, hint = f"{action} acts on {known}, not on `{target}`", "name one of these"
+        yield Flaw(target, message, hint, key=True)
     elif isinstance(text := given.get("tensor"), str | None):
         tensor = parse_tensor(target, text)
         if isinstance(tensor, str):

@@ -157,7 +157,7 @@ def _default(branch: Mapping[str, Any], key: str) -> str:
         return "must be given"
     choices = [one for part in branch.get("allOf", ()) for one in part["anyOf"]]
     if key in (kind for one in choices for kind in one["required"]):
-        return "one of three"
+        return f"one of {'three' if len(choices) == len(TARGETS) else 'two'}"
     for target, needed in branch.get("dependentRequired", {}).items():
         if key in needed:
             return f"needed with {target}"
@@ -175,8 +175,11 @@ def _examples(rule: type[Rule]) -> Iterator[str]:
     for number, example in enumerate(rule.EXAMPLES, 1):
         yield from [""] * (number > 1)
         yield from _rule(rule, number, {"params": "*", **example.options})
-        yield f"  # gradient  {_numbers(example.grad)}"
-        yield f"  # {_outcome(example)}"
+        width = max(map(len, (*(example.losses or ()), "gradient")))
+        for loss, grad in (example.losses or {"gradient": example.grad}).items():
+            yield f"  # {loss.ljust(width)}  {_numbers(grad)}"
+        word, outcome = _outcome(example)
+        yield f"  # {word.ljust(width)}  {outcome}"
     if not rule.EXAMPLES:  # what it does is not to be seen on one gradient
         for number, kind in enumerate(rule.targets, 1):
             yield from [""] * (number > 1)
@@ -191,12 +194,13 @@ def _rule(rule: type[Rule], number: int, options: Mapping[str, Any]) -> Iterator
         yield f"  {key}: {json.dumps(value) if key in TARGETS else _yaml(value)}"
 
 
-def _outcome(example: Example) -> str:
+def _outcome(example: Example) -> tuple[str, str]:
     if example.expect is not None:
-        return f"becomes   {_numbers(example.expect)}"
+        # Of several losses it is one gradient that comes out.
+        return "together" if example.losses else "becomes", _numbers(example.expect)
     if example.record is not None:
-        return f"recorded  {', '.join(f'{key} {one:g}' for key, one in example.record.items())}"
-    return f"trips     {'yes' if example.trips else 'no'}"
+        return "recorded", ", ".join(f"{key} {one:g}" for key, one in example.record.items())
+    return "trips", "yes" if example.trips else "no"
 
 
 def _numbers(values: Sequence[float]) -> str:

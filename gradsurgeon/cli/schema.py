@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from gradsurgeon.actions import ACTIONS, TARGETS, Rule
+from gradsurgeon.actions import ACTIONS, TARGETS, LossRule, Rule
 from gradsurgeon.packs import PREFIX, published
 from gradsurgeon.schema import FORMAT, VERSION
 
@@ -22,6 +22,8 @@ _RELATIVE = r"^(?!gradsurgeon:|/|[A-Za-z]:|.*\\).+$"
 _ID = "An id is small letters and digits, joined by single hyphens, such as `no-bias`."
 
 _TENSOR_PATH = r"^(output|input)(\[[0-9]+\]|\.[A-Za-z_]\w*)+$"
+
+_INPUT_GRADIENT = r"^input(\[[0-9]+\]|\.[A-Za-z_]\w*)+\.grad$"
 
 
 def document_schema() -> dict[str, Any]:
@@ -104,6 +106,12 @@ def _tensor(rule: type[Rule], description: str) -> dict[str, Any]:
     """Return the choice of `tensor`; listed, so that editors can offer it."""
     if rule.targets == ("params",):
         return {"const": "grad", "description": "The gradient: a parameter has no other."}
+    if issubclass(rule, LossRule):
+        choices = [{"enum": ["input.grad", "grad"]}, {"type": "string", "pattern": _INPUT_GRADIENT}]
+        description = (
+            "Of modules `input.grad`, or one by path as `input[0].grad`; of a parameter `grad`."
+        )
+        return {"anyOf": choices, "description": description}
     words = ["output", "input", "output.grad", "input.grad", "grad", "value"]
     choices = [{"enum": words}, {"type": "string", "pattern": _TENSOR_PATH}]
     return {"anyOf": choices, "description": description}
@@ -113,7 +121,8 @@ def _unknown(rule: type[Rule]) -> set[str]:
     unknown: set[str] = {kind for kind in TARGETS if kind not in rule.targets}
     if not rule.takes_at:
         unknown.add("at")
-    if "modules" not in rule.targets and "tensors" not in rule.targets:
+    only_gradients = issubclass(rule, LossRule)
+    if only_gradients or ("modules" not in rule.targets and "tensors" not in rule.targets):
         unknown.add("when")  # of values, which parameters do not have
     return unknown
 
@@ -124,6 +133,8 @@ def _together(rule: type[Rule]) -> dict[str, Any]:
         needs["modules"] = ["tensor"]
     if rule.needs_at:
         needs["params"] = ["at"]
+    for target, option in rule.needs.items():
+        needs[target] = [*needs.get(target, ()), option]
     conditions: dict[str, Any] = {}
     if len(rule.targets) > 1:
         # `oneOf` would say it in one word, but an editor then shows neither the line nor the reason.

@@ -133,6 +133,10 @@ class Ranks:
                 groups.append(wrapper.process_group)
         return tuple(dict.fromkeys(groups))
 
+    def wrappers_of(self, tensors: Sequence[int]) -> list[Any]:
+        """Return the `DistributedDataParallel` wrappers that have some parameters in their care."""
+        return [wrapper for wrapper, known in self._live() if not known.params.isdisjoint(tensors)]
+
     def shapes(self, group: Any) -> list[tuple[int, ...]]:
         """Return the shapes of what the ranks of a group average or divide."""
         # They are the same on all of them, where names may differ: each rank can have experts of its own.

@@ -1,6 +1,7 @@
 """Rules bound to the names of a model: the manifest, the binding and the printed plan."""
 
 from gradsurgeon.planning.binding import NO_MATCH, bind, is_for, obstacles, shortfalls, undecided
+from gradsurgeon.planning.losses import clashes
 from gradsurgeon.planning.manifest import (
     ROOT,
     Manifest,
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "Thing",
     "bind",
+    "clashes",
     "curves_of_nothing",
     "examples",
     "from_model",

@@ -5,15 +5,17 @@ from dataclasses import replace
 from functools import cache
 
 from gradsurgeon import _live
-from gradsurgeon.actions import EditRule, Rule
+from gradsurgeon.actions import EditRule, LossRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
+from gradsurgeon.planning.losses import clashes, cost, doubts
 from gradsurgeon.planning.manifest import Fact, Manifest, Module, Param
 from gradsurgeon.planning.matching import NameIndex, Thing, examples, name_indexes
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.planning.plan_warnings import breaks_of, overlaps
 from gradsurgeon.schema import RuleSet
 
+_ON_MODULES = "the form on modules (`modules`, such as the heads, with `tensor: input.grad`)"
 NO_MATCH = "matches nothing in this model"
 # Nobody reads on, and to look for what was meant takes time.
 _MAX_COMPLAINTS = 100
@@ -58,11 +60,15 @@ def bind(rules: RuleSet, manifest: Manifest, *, alone: bool = True) -> Plan:
         # Of a rule that has no effect here it is of no use to say what its effect would be.
         warnings[rule.id] = (*doubts, *said)
         bindings += _bindings(rule, matched)
+    plan = Plan(rules, manifest, tuple(bindings), warnings)
+    matched_names = {rule.id: [one.name for one in plan.of(rule.id)] for rule in rules.rules}
+    complaints += [
+        _complaint(rules, rule, text) for rule, text in clashes(rules.rules, matched_names)
+    ]
     if complaints:
         raise BindError(complaints)
-    plan = Plan(rules, manifest, tuple(bindings), warnings)
     notes = tuple(printable(note) for note in manifest.notes)
-    return replace(plan, warnings=(*overlaps(plan), *breaks_of(plan), *notes))
+    return replace(plan, warnings=(*cost(plan), *overlaps(plan), *breaks_of(plan), *notes))
 
 
 def shortfalls(rules: RuleSet, models: Mapping[str, Manifest]) -> list[str]:
@@ -143,8 +149,12 @@ def _warnings_on(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
     params = [thing for thing in matched if isinstance(thing, Param)]
     if params and not any(param.requires_grad for param in params):
         yield "all parameters it matches have `requires_grad` off: it acts once it is on"
+    if isinstance(rule, LossRule):
+        yield from doubts(rule, matched)
     if rule.target != "modules":
         return
+    if isinstance(rule, LossRule):
+        yield from _apart(matched)
     if rule.ref.grad and rule.ref.side == "input":
         yield "the view that separates this module's share can regroup a sum in its last bit"
         inplace = [thing for thing in matched if isinstance(thing, Module) and thing.inplace]
@@ -155,6 +165,21 @@ def _warnings_on(rule: Rule, matched: Sequence[Thing]) -> Iterator[str]:
             )
     if not rule.ref.grad and isinstance(rule, EditRule) and rule.when is None:
         yield "acts in every forward, evaluation included; `when: train` limits it to training"
+
+
+def _apart(matched: Sequence[Thing]) -> Iterator[str]:
+    """Say which modules lie in others that a rule on what they take together matches, too."""
+    names = {thing.name for thing in matched}
+    for name in sorted(names):
+        around = name
+        while "." in around:
+            around = around.rpartition(".")[0]
+            if around in names:
+                yield (
+                    f"{printable(name)} is a part of {printable(around)}, and gets a view of its own of what that takes: what "
+                    "the two send back does not meet; leave one of them out by `exclude`"
+                )
+                break
 
 
 def _complaint(rules: RuleSet, rule: Rule, text: str, *path: str | int) -> str:
@@ -189,7 +214,12 @@ def _cannot_act(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
     if complex_ones and (reason := rule.complex_problem()):
         yield f"{reason}{examples(complex_ones)}; leave them out by `exclude` or `where`"
     sparse = [param for param in params if param.sparse]
-    if sparse and not rule.keeps_zero:
+    if sparse and isinstance(rule, LossRule):
+        yield (
+            f"the gradients of {len(sparse)} parameters are sparse{examples(sparse)}: those of single losses cannot be "
+            "told apart there; leave them out by `exclude`"
+        )
+    elif sparse and not rule.keeps_zero:
         yield (
             f"the gradients of {len(sparse)} parameters are sparse{examples(sparse)}, and the bounds "
             "exclude 0, so the result would be dense; include 0 in the bounds, or exclude them"
@@ -198,11 +228,23 @@ def _cannot_act(rule: Rule, params: Sequence[Param]) -> Iterator[str]:
 
 def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Iterator[str]:
     if flat := manifest.flat_params:
+        how = (
+            f"this one acts on {_ON_MODULES}"
+            if isinstance(rule, LossRule)
+            else "rules act at `step`"
+        )
         yield (
             f"FullyShardedDataParallel keeps {len(flat)} parameters flat{examples(flat)}: their "
             "gradients pass no hook and none has a whole norm; shard the model with "
-            "torch.distributed.fsdp.fully_shard instead, under which rules act at `step`"
+            f"torch.distributed.fsdp.fully_shard instead, under which {how}"
         )
+        return
+    if isinstance(rule, LossRule):
+        if divided := [param for param in params if param.sharding]:
+            yield (
+                f"{len(divided)} parameters are divided by {divided[0].sharding}{examples(divided)}: the gradients of single "
+                f"losses cannot be had of them; use {_ON_MODULES}, which reads features"
+            )
         return
     if rule.point != "backward":
         return

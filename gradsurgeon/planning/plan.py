@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from gradsurgeon import _html, _live
-from gradsurgeon.actions import MOMENTS, Moment, Rule, TrapRule
+from gradsurgeon.actions import LossRule, Moment, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.manifest import Manifest
 from gradsurgeon.planning.table import NOUNS, abridged, count, fold_names, grid, tied_to
@@ -88,6 +88,7 @@ class Plan:
         """
         bindings_of: dict[str, list[Binding]] = {}
         kinds = {rule.id: rule.target for rule in self.rules.rules}
+        orders = {rule.id: rule.order for rule in self.rules.rules}
         for binding in self.bindings:
             is_param = kinds[binding.rule] == "params"
             key = binding.name if is_param else f"{binding.name} {binding.tensor}"
@@ -95,7 +96,7 @@ class Plan:
         order = {param.name: place for place, param in enumerate(self.manifest.params)}
         return {
             # The sort is stable: within one point the file order stands.
-            key: tuple(b.rule for b in sorted(chain, key=lambda b: MOMENTS.index(b.point)))
+            key: tuple(b.rule for b in sorted(chain, key=lambda b: orders[b.rule]))
             for key, chain in sorted(
                 bindings_of.items(), key=lambda item: order.get(item[0], len(order))
             )
@@ -113,7 +114,9 @@ class Plan:
         return {rule: tuple(bindings) for rule, bindings in grouped.items()}
 
     def __str__(self) -> str:
-        return "\n".join([_head(self), "", *_rules(self), "", *_chains(self), *_warnings(self)])
+        return "\n".join(
+            [_head(self), "", *_rules(self), "", *_losses(self), *_chains(self), *_warnings(self)]
+        )
 
     def _repr_html_(self) -> str:
         rows = list(_bindings(self))
@@ -133,15 +136,25 @@ class Plan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the documented JSON form, version 1."""
+        """Return the documented JSON form, version 1.
+
+        Entries of ``rules`` with the action `conflict` or `combine` also have ``losses``, a list of names that is empty
+        on modules, and ``method``, which is ``None`` of `conflict`.
+        """
         rules = []
         for rule in self.rules.rules:
             bound = self.of(rule.id)
             names = [binding.name for binding in bound]
+            of_losses = (
+                {"losses": list(rule.losses or ()), "method": getattr(rule, "method", None)}
+                if isinstance(rule, LossRule)
+                else {}
+            )
             rules.append(
                 {
                     "id": rule.id,
                     "action": rule.action,
+                    **of_losses,
                     "tensor": str(rule.ref),
                     "point": rule.point,
                     "hook": hook_of(rule),
@@ -161,6 +174,8 @@ class Plan:
 
 
 def hook_of(rule: Rule) -> str:
+    if isinstance(rule, LossRule):
+        return "gradsurgeon.backward" if rule.target == "params" else "fork of the input"
     if rule.target == "params":
         hook = _HOOKS[rule.point]
     elif rule.target == "tensors":
@@ -205,6 +220,20 @@ def _rules(plan: Plan) -> Iterator[str]:
             )
         )
     yield from grid(rows, right=frozenset({4, 5}))
+
+
+def _losses(plan: Plan) -> Iterator[str]:
+    """Yield which losses meet where, and what becomes of them."""
+    rows = []
+    for rule in plan.rules.rules:
+        names = [binding.name for binding in plan.of(rule.id)]
+        if isinstance(rule, LossRule) and names:
+            losses = " ".join([printable(", ".join(rule.losses or ())), "on"]).strip()
+            tensor = "" if rule.target == "params" else f"{rule.ref} of "
+            where = f"{tensor}{count(len(names), NOUNS[rule.target])}: {abridged(names, {})}"
+            rows.append((rule.id, f"{losses} {where}", "->", rule.outcome))
+    if rows:
+        yield from ("gradients that meet", *grid(rows), "")
 
 
 def _chains(plan: Plan) -> Iterator[str]:

@@ -10,13 +10,14 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
 
 from gradsurgeon.events import Event, RuleStatus
-from gradsurgeon.report.newest_rows import NewestRows, TotalNorm
+from gradsurgeon.report.losses import OfLosses
+from gradsurgeon.report.newest_rows import NewestRows, TotalNorm, newest_of_losses
 from gradsurgeon.report.norms import POINTS, NormRow, norm_rows, noun_of
 from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.report.sources import rule_infos, title_of
@@ -50,6 +51,7 @@ class Snapshot:
         total: the norm of all of them together, ``None`` where no rule records l2 norms.
         rules: every rule by id, in file order.
         statuses: what each rule did.
+        of_losses: what the newest calls say of several losses.
     """
 
     title: str
@@ -66,6 +68,7 @@ class Snapshot:
     total: TotalNorm | None
     rules: Mapping[str, RuleInfo]
     statuses: Mapping[str, RuleStatus]
+    of_losses: OfLosses = field(default_factory=OfLosses)
 
     @property
     def state(self) -> str:
@@ -124,6 +127,7 @@ class LiveRun:
                 total=_total(rows, run.params, list(rules)),
                 rules=rules,
                 statuses=statuses,
+                of_losses=newest_of_losses(run, rules),
             )
 
     def _pace(self, step: int | None) -> float | None:

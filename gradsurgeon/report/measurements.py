@@ -3,11 +3,13 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from operator import itemgetter
 from statistics import median
 from typing import NamedTuple
 
 from gradsurgeon.store import Key, RecordedSeries, Records, WholeSeries, merged
+from gradsurgeon.store.layout import Stored
 
 STAT = "l2"
 
@@ -52,6 +54,10 @@ class Measurements(ABC):
     def keys(self) -> list[Key]:
         return [series.key for series in self._series]
 
+    @property
+    def stats(self) -> frozenset[str]:
+        return frozenset(series.key.stat for series in self._series)
+
     def span(self) -> tuple[int, int] | None:
         """Return the first and the last step, ``None`` where nothing was measured."""
         ends = [end for series in self._series for end in series.ends()]
@@ -73,6 +79,10 @@ class WholeMeasurements(Measurements):
     def series(self) -> Iterator[tuple[WholeSeries, frozenset[int]]]:
         """Yield every series, with its columns that another one has recorded as well."""
 
+    @abstractmethod
+    def one_in(self, every: int, series: WholeSeries) -> Iterator[Stored]:
+        """Yield one row in so many of a series."""
+
 
 class InMemory(WholeMeasurements):
     """The records of a session, or those of a run that fits into memory."""
@@ -84,6 +94,9 @@ class InMemory(WholeMeasurements):
 
     def series(self) -> Iterator[tuple[WholeSeries, frozenset[int]]]:
         return ((series, frozenset()) for series in self._records)
+
+    def one_in(self, every: int, series: WholeSeries) -> Iterator[Stored]:
+        return islice(series.stored(), 0, None, every)
 
     def keys_of(self, name: str) -> list[Key]:
         return [series.key for series in self._records.series(name, STAT) if series.last(name)]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import hypot
 from typing import NamedTuple
 
+from gradsurgeon.report.losses import LOSS_STATS, OfLosses, Rows, of_rows
 from gradsurgeon.report.measurements import STAT, Measurements, NormHistory, history_of
+from gradsurgeon.report.rules_and_events import RuleInfo
 from gradsurgeon.store import Key, merged
 from gradsurgeon.store.rank_file import Row, StoredSeries
 from gradsurgeon.store.run import Run, of_lowest_ranks
@@ -77,13 +79,28 @@ class TotalNorm(NamedTuple):
     history: tuple[tuple[int, float], ...]
 
 
+def newest_of_losses(run: Run, rules: Mapping[str, RuleInfo]) -> OfLosses:
+    """Return what was recorded of several losses in the newest rows."""
+    shown = [pair for pair in of_lowest_ranks(run) if pair[0].key.stat in LOSS_STATS]
+    rows = _rows_in_view(series for series, _ in shown)
+    newest = [
+        Rows(series.key, series.stored(max(0, len(series) - rows)), repeated)
+        for series, repeated in shown
+    ]
+    return of_rows(newest, rules)
+
+
+def _rows_in_view(series: Iterable[StoredSeries]) -> int:
+    width = sum(len(one.key.names) for one in series)
+    return max(_ROWS_LEAST, min(_ROWS_MOST, _VALUES // max(1, width)))
+
+
 class NewestRows(Measurements):
     """The newest l2 norms of a run. However long it is, reading them takes the same time."""
 
     def __init__(self, run: Run) -> None:
         shown = [pair for pair in of_lowest_ranks(run) if pair[0].key.stat == STAT]
-        width = sum(len(series.key.names) for series, _ in shown)
-        rows = max(_ROWS_LEAST, min(_ROWS_MOST, _VALUES // max(1, width)))
+        rows = _rows_in_view(series for series, _ in shown)
         views = [_View(series, rows, repeated) for series, repeated in shown]
         self._views = [view for view in views if view.steps]
         super().__init__(self._views)

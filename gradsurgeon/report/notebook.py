@@ -8,6 +8,20 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from gradsurgeon import _html
+from gradsurgeon.report.loss_lines import (
+    PAIR_HEAD,
+    PAIR_HINTS,
+    PAIR_NUMBERS,
+    WEIGHT_HEAD,
+    WEIGHT_NUMBERS,
+    combined_remarks,
+    combined_title,
+    compared_remarks,
+    compared_title,
+    pair_cells,
+    weight_rows,
+)
+from gradsurgeon.report.losses import OfLosses
 from gradsurgeon.report.norms import (
     NORM_NUMBERS,
     NormTable,
@@ -24,26 +38,70 @@ from gradsurgeon.report.rules_and_events import (
     event_groups,
     rule_rows,
 )
+from gradsurgeon.report.signed_curve import Curve, means_of
 from gradsurgeon.report.sparkline import decades, largest
 
 if TYPE_CHECKING:
     from gradsurgeon.report.page import Report
 
 _WIDTH, _HEIGHT = 160, 18
+_PAIRS = 28  # those of eight losses
 _BAD = "#e3262d"
 
 
 def page(report: Report, header: str) -> _html.Markup:
+    of_losses = report.of_losses()
     return _html.page(
         _html.element("p", _html.bold(header)),
-        *_norms(report),
+        *_norms(report, of_losses),
+        *_losses(of_losses, observed=report.observed),
         *_rules(report),
         *_events(report),
     )
 
 
-def _norms(report: Report) -> Iterator[_html.Markup]:
+def _losses(found: OfLosses, *, observed: bool) -> Iterator[_html.Markup]:
+    for compared in found.compared:
+        yield _html.element("p", _html.bold(compared_title(compared)))
+        worst = compared.worst()
+        rows: list[list[object]] = [[*pair_cells(one)] for one in worst[:_PAIRS]]
+        for row, one in zip(rows, worst, strict=False):
+            row[1] = level_line(one.curve, -1.0, 1.0)
+        yield _html.table(PAIR_HEAD, rows, right=PAIR_NUMBERS)
+        notes = [*PAIR_HINTS, *compared_remarks(compared)]
+        if len(worst) > _PAIRS:
+            text = f"and {len(worst) - _PAIRS:,} more; the lowest mean cosines are shown"
+            notes.insert(0, text)
+        yield _html.listing(notes)
+    for combined in found.combined:
+        yield _html.element("p", _html.bold(combined_title(combined)))
+        low = min(0.0, *(one.least for one in combined.weights))
+        high = max(1.0, *(one.largest for one in combined.weights))
+        rows = [[*row] for row in weight_rows(combined)[:_PAIRS]]
+        for row, weighed in zip(rows, combined.weights, strict=False):
+            row[1] = level_line(weighed.curve, low, high)
+        yield _html.table(WEIGHT_HEAD, rows, right=WEIGHT_NUMBERS)
+        yield _html.listing(combined_remarks(combined, observed=observed))
+
+
+def level_line(curve: Curve, low: float, high: float) -> _html.Markup:
+    """Draw a curve between two levels, with a line at 0."""
+    means = means_of(curve, _WIDTH // 2)
+    step, room = _WIDTH / max(1, len(means)), _HEIGHT - 4
+
+    def height(value: float) -> str:
+        return f"{_HEIGHT - 2 - (value - low) / (high - low) * room:.1f}"
+
+    points = [f"{(at + 0.5) * step:.1f},{height(value)}" for at, (_, value) in enumerate(means)]
+    zero = f'<path d="M0 {height(0.0)}H{_WIDTH}" stroke-width="0.3"/>'
+    drawn = f'<polyline points="{" ".join([*points, *points[-1:]])}"/>'
+    return _svg(f"{zero}{drawn}")
+
+
+def _norms(report: Report, of_losses: OfLosses) -> Iterator[_html.Markup]:
     measurements = report.measurements
+    if of_losses.stats and not measurements.stats - of_losses.stats:
+        return
     found = norm_table(measurements, report.params, report.rules, report.statuses)
     yield _html.element("p", _html.bold(found.title))
     if not found.rows:
@@ -127,9 +185,13 @@ def sparkline(norms: Sequence[float | None]) -> _html.Markup:
             (f"{_HEIGHT - 4}V{_HEIGHT}", "currentColor") if top == 0 else (f"0V{_HEIGHT}", _BAD)
         ]
     ]
+    return _svg("".join(shapes))
+
+
+def _svg(shapes: str) -> _html.Markup:
     return _html.Markup(
         f'<svg width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}" fill="none" '
-        f'stroke="currentColor" stroke-width="1.2" stroke-linecap="round">{"".join(shapes)}</svg>'
+        f'stroke="currentColor" stroke-width="1.2" stroke-linecap="round">{shapes}</svg>'
     )
 
 

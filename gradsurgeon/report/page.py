@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning.table import count
 from gradsurgeon.report import notebook
+from gradsurgeon.report.loss_lines import loss_lines
+from gradsurgeon.report.losses import OfLosses, of_measurements
 from gradsurgeon.report.measurements import InMemory, WholeMeasurements
 from gradsurgeon.report.norms import norm_lines
 from gradsurgeon.report.rules_and_events import RuleInfo, by_kind, event_lines, rule_lines
@@ -34,6 +36,7 @@ class Report:
         start: number of the first update, be it one in which no rule acted.
         end: number of the one after the last, where it is known.
         captures: a line on each rule that kept tensors, of a run directory.
+        observed: whether rules only said what they would have changed.
     """
 
     title: str
@@ -46,6 +49,7 @@ class Report:
     start: int | None = None
     end: int | None = None
     captures: Sequence[str] = ()
+    observed: bool = False
 
     def __str__(self) -> str:
         return self.text()
@@ -60,17 +64,25 @@ class Report:
             width: columns to fill, those of the terminal where not given.
         """
         columns = width or shutil.get_terminal_size((_COLUMNS, 24)).columns
-        norms = norm_lines(
-            self.measurements, self.params, self.rules, self.statuses, columns=columns
+        measurements, of_losses = self.measurements, self.of_losses()
+        norms: Iterable[str] = norm_lines(
+            measurements, self.params, self.rules, self.statuses, columns=columns
         )
+        if not (measurements.stats - of_losses.stats) and of_losses.stats:
+            norms = ()  # that there are none is no news where nobody asked for them
+        losses = loss_lines(of_losses, observed=self.observed, columns=columns)
         rules = rule_lines(self.rules, self.statuses, self.events)
-        parts = [[self._header()], norms, self.captures, rules, event_lines(self.events)]
+        parts = [[self._header()], norms, losses, self.captures, rules, event_lines(self.events)]
         return "\n\n".join(filter(None, map("\n".join, parts)))
 
     @property
     def measurements(self) -> WholeMeasurements:
         """What the records say, in memory or on disk."""
         return InMemory(self.records) if isinstance(self.records, Records) else self.records
+
+    def of_losses(self) -> OfLosses:
+        """Return what was recorded of several losses. Reads it all."""
+        return of_measurements(self.measurements, self.rules)
 
     def _header(self) -> str:
         steps = list(self.measurements.span() or ())

@@ -19,6 +19,7 @@ Name = str | Sequence[str]
 _OPTIONS = {
     "norms": ("name", "rule"),
     "heatmap": ("name", "rule"),
+    "losses": ("name", "rule"),
     "histogram": ("name", "rule", "step", "call"),
     "features": ("name", "rule", "step", "call", "sample"),
     "grad-cam": ("name", "rule", "step", "call", "sample", "image"),
@@ -44,7 +45,7 @@ def draw(source: RecordQueries, kind: str, **options: object) -> Figure:
 
 def _functions() -> dict[str, Callable[..., Figure]]:
     try:
-        from gradsurgeon.report import captured_plots, plots  # noqa: PLC0415 # need matplotlib
+        from gradsurgeon.report import captured_plots, loss_plots, plots  # noqa: PLC0415 # need matplotlib
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("matplotlib", "numpy"):
             raise
@@ -54,6 +55,7 @@ def _functions() -> dict[str, Callable[..., Figure]]:
     return {
         "norms": plots.norms,
         "heatmap": plots.heatmap,
+        "losses": loss_plots.losses,
         "histogram": captured_plots.histogram,
         "features": captured_plots.features,
         "grad-cam": captured_plots.cam,

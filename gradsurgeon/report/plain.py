@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from gradsurgeon.report.losses import Combined, Compared, Pair
 from gradsurgeon.report.measurements import Spike
 from gradsurgeon.report.norms import NormRow, norm_rows
 from gradsurgeon.report.page import Report
@@ -14,6 +15,7 @@ def to_dict(report: Report) -> dict[str, Any]:
     """Return a report as values that JSON has; NaN and infinity are texts."""
     measurements = report.measurements
     norms = [_norms(row) for row in norm_rows(measurements, report.params, list(report.rules))]
+    of_losses = report.of_losses()
     return {
         "version": 1,
         "title": report.title,
@@ -22,6 +24,8 @@ def to_dict(report: Report) -> dict[str, Any]:
         "rules": [_rule(report, rule) for rule in dict.fromkeys((*report.rules, *report.statuses))],
         "events": [asdict(event) for event in report.events],
         "norms": norms,
+        "conflicts": [_compared(one) for one in of_losses.compared],
+        "combined": [_combined(one) for one in of_losses.combined],
         # Known once the norms have been read.
         "median_of_one_step_in": measurements.sampled,
     }
@@ -31,6 +35,51 @@ def _rule(report: Report, rule: str) -> dict[str, Any]:
     info, status = report.rules.get(rule, RuleInfo("?")), report.statuses.get(rule)
     values = None if status is None else asdict(status)
     return {"id": rule, "action": info.action, "role": info.role, "status": values}
+
+
+def _compared(found: Compared) -> dict[str, Any]:
+    return {
+        "rule": found.rule,
+        "losses": list(found.losses),
+        "steps": list(found.steps),
+        "one_call_in": found.every,
+        "pairs": list(map(_pair, found.pairs)),
+    }
+
+
+def _pair(pair: Pair) -> dict[str, Any]:
+    numbers = ("cosine", "least", "below", "ratio", "opposed")
+    return {
+        "part": pair.part,
+        "first": pair.first,
+        "second": pair.second,
+        "calls": pair.calls,
+        "missing": pair.missing,
+        **{key: json_number(getattr(pair, key)) for key in numbers},
+        "below_from": pair.below_from,
+        "since": pair.since,
+    }
+
+
+def _combined(found: Combined) -> dict[str, Any]:
+    return {
+        "rule": found.rule,
+        "steps": list(found.steps),
+        "one_call_in": found.every,
+        "calls": found.calls,
+        "changed": json_number(found.changed),
+        "distance": json_number(found.distance),
+        "largest": json_number(found.largest),
+        "largest_step": found.largest_step,
+        "weights": [
+            {
+                "name": one.name,
+                "calls": one.calls,
+                **{key: json_number(getattr(one, key)) for key in ("mean", "least", "largest")},
+            }
+            for one in found.weights
+        ],
+    }
 
 
 def _norms(row: NormRow) -> dict[str, Any]:

@@ -18,11 +18,19 @@ _RULE_COLUMNS = ("rule", "action", "matched", "fired", "changed", "last step", "
 
 @dataclass(frozen=True, slots=True)
 class RuleInfo:
-    """What the report has to know of a rule: its action and role, and whose l2 norms it records."""
+    """What the report has to know of a rule.
+
+    Attributes:
+        action: its action.
+        role: what it is to a reader.
+        logged: the parameters whose l2 norms it records.
+        losses: the losses, or the modules, whose gradients it compares or combines.
+    """
 
     action: str
     role: str = "edit"
     logged: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
 
 
 RULES_HEAD = ("rule", "action", "matched", "fired", "changed", "last step", "")

@@ -13,14 +13,17 @@ from gradsurgeon.errors import printable
 from gradsurgeon.events import Event
 from gradsurgeon.planning.table import count, grid
 from gradsurgeon.report.live import FINISHED, Snapshot, drift
+from gradsurgeon.report.loss_lines import cosine, pair_cells
+from gradsurgeon.report.losses import Combined, Compared
 from gradsurgeon.report.norms import NormRow
 from gradsurgeon.report.rules_and_events import rule_lines
-from gradsurgeon.report.sparkline import sparkline
+from gradsurgeon.report.signed_curve import Curve, means_of
+from gradsurgeon.report.sparkline import level_line, sparkline
 
 Style = Literal["plain", "head", "bad", "warning", "faint"]
 
 _CUT = "…"
-_RULES = 8
+_RULES, _PAIRS = 8, 5
 _SPARK_WIDTH, _SPARK_LEAST = 32, 8
 _NAME_LEAST = 16
 _LEAST_LINES = 3  # of a table: what it is, the names of its columns, and a row
@@ -46,6 +49,7 @@ def screen(snapshot: Snapshot, columns: int, rows: int | None = None, hint: str 
         list(_events(snapshot)),
         list(_worst(snapshot, columns)),
         list(_total(snapshot, columns)),
+        *map(list, _losses(snapshot)),
         list(_rules(snapshot)),
         [Line(hint, "faint")] if hint else [],
     ]
@@ -152,6 +156,8 @@ def _event(event: Event, ranks: Mapping[int, str]) -> str:
 
 def _worst(snapshot: Snapshot, columns: int) -> Iterator[Line]:
     number, noun = snapshot.measured
+    if not number and snapshot.of_losses.stats:
+        return  # nobody asked for norms
     if not number or snapshot.span is None:
         yield Line("norms: no l2 recorded yet", "head")
         return
@@ -206,6 +212,46 @@ def _total(snapshot: Snapshot, columns: int) -> Iterator[Line]:
     width = max(_SPARK_LEAST, min(_SPARK_WIDTH, columns - len(text) - len(of) - 2))
     bad = not math.isfinite(values[-1])
     yield Line(f"{text}{sparkline(values, width)}  {of}", "bad" if bad else "head")
+
+
+def _losses(snapshot: Snapshot) -> Iterator[Iterator[Line]]:
+    """Yield the sections on several losses: those that conflict most in the newest calls."""
+    for compared in snapshot.of_losses.compared:
+        yield _compared(compared)
+    for combined in snapshot.of_losses.combined:
+        yield _combined(combined)
+
+
+def _compared(found: Compared) -> Iterator[Line]:
+    first, last = found.steps
+    yield Line(f"worst cosines of losses, {printable(found.rule)} in steps {first}..{last}", "head")
+    shown = found.worst()[:_PAIRS]
+    table = [["losses", "", "last", "mean", "< 0"]]
+    for one in shown:
+        name, _, mean, _, below, *_ = pair_cells(one)
+        now = cosine(one.curve[-1][1]) if one.curve else "-"
+        table.append([name, _signed(one.curve, -1.0, 1.0), now, mean, below])
+    styles: list[Style] = ["faint", *("warning" if one.cosine < 0 else "plain" for one in shown)]
+    for text, style in zip(grid(table, right=frozenset({2, 3, 4})), styles, strict=True):
+        yield Line(text, style)
+    if len(shown) < len(found.pairs):
+        yield Line(f"  ... and {len(found.pairs) - len(shown):,} more", "faint")
+
+
+def _combined(found: Combined) -> Iterator[Line]:
+    first, last = found.steps
+    yield Line(f"weights of losses, {printable(found.rule)} in steps {first}..{last}", "head")
+    table = [["loss", "", "last", "mean"]]
+    for one in found.weights[:_PAIRS]:
+        drawn = _signed(one.curve, min(0.0, one.least), max(1.0, one.largest))
+        numbers = (f"{value:.3g}" for value in (one.curve[-1][1], one.mean))
+        table.append([printable(one.name), drawn, *numbers])
+    yield from map(Line, grid(table, right=frozenset({2, 3})))
+    yield Line(f"  distance from the sum, over its norm: {found.curve[-1][1]:.3g}")
+
+
+def _signed(curve: Curve, low: float, high: float) -> str:
+    return level_line([value for _, value in means_of(curve, _SPARK_WIDTH // 2)], low, high)
 
 
 def _rules(snapshot: Snapshot) -> Iterator[Line]:

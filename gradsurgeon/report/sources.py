@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -12,6 +12,7 @@ from gradsurgeon.actions import Rule
 from gradsurgeon.errors import printable
 from gradsurgeon.planning import Plan
 from gradsurgeon.planning.table import count
+from gradsurgeon.report.losses import LOSS_STATS
 from gradsurgeon.report.measurements import STAT, WholeMeasurements
 from gradsurgeon.report.page import Report
 from gradsurgeon.report.rules_and_events import RuleInfo
@@ -42,6 +43,7 @@ def summary(session: Session | Run) -> Report:
             logged=tuple(binding.name for binding in plan.of(rule.id))
             if rule.target == "params" and STAT in getattr(rule, "stats", ())
             else (),
+            losses=_losses(rule, plan),
         )
         for rule in plan.rules.rules
     }
@@ -54,7 +56,15 @@ def summary(session: Session | Run) -> Report:
         events=tuple(session.events),
         start=attachment.options.start_step,
         end=session.step,
+        observed=attachment.options.mode == "observe",
     )
+
+
+def _losses(rule: Rule, plan: Plan) -> tuple[str, ...]:
+    """Return what the numbers of a rule are between: losses, or the modules that send gradients back."""
+    if not LOSS_STATS.intersection(getattr(rule, "stats", ())):
+        return ()
+    return getattr(rule, "losses", None) or tuple(binding.name for binding in plan.of(rule.id))
 
 
 def _role(rule: Rule) -> str:
@@ -78,6 +88,7 @@ def from_run(run: Run) -> Report:
         notes=(*_notes(run), *([problem] if problem else [])),
         start=start if isinstance(start, int) else None,
         captures=tuple(_capture_lines(captured)),
+        observed=run.meta.get("mode") == "observe",
     )
 
 
@@ -96,9 +107,20 @@ def rule_infos(run: Run) -> dict[str, RuleInfo]:
             action=rule["action"],
             role=str(section(roles, rule["id"]).get("role", "edit")),
             logged=run.names_of(rule["id"]) if STAT in stats.get(rule["id"], ()) else (),
+            losses=_losses_in(section(roles, rule["id"]), run.names_of(rule["id"])),
         )
         for rule in run.rules
     }
+
+
+def _losses_in(role: Mapping[str, Any], bound: Sequence[str]) -> tuple[str, ...]:
+    if LOSS_STATS.isdisjoint(map(str, _list(role.get("stats")))):
+        return ()
+    return tuple(map(str, _list(role.get("losses")) or bound))
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def title_of(run: Run) -> str:
@@ -110,14 +132,15 @@ def _records(run: Run) -> Records | WholeMeasurements:
     from gradsurgeon.store.run import of_lowest_ranks  # noqa: PLC0415 # it needs SQLite
 
     shown = list(of_lowest_ranks(run))
-    values = sum(len(one) * len(one.key.names) for one, _ in shown if one.key.stat == STAT)
+    read = {STAT, *LOSS_STATS}
+    values = sum(len(one) * len(one.key.names) for one, _ in shown if one.key.stat in read)
     if values > _MOST_VALUES:
         from gradsurgeon.report.stored_measurements import OnDisk  # noqa: PLC0415 # it needs SQLite
 
         return OnDisk(run)
     records = Records(limit_bytes=_WHOLE)
     for series, repeated in shown:
-        if series.key.stat == STAT:
+        if series.key.stat in read:
             rows = series.rows()
         else:  # a report only says that it is there, and how long
             rows = chain(series.rows(0, 1), series.rows(max(1, len(series) - 1)))
@@ -174,7 +197,11 @@ def describe(plan: Plan, *, mode: str, start_step: int, torch: str) -> dict[str,
         },
         "plan": plan.to_dict(),
         "roles": {
-            rule.id: {"role": _role(rule), "stats": list(getattr(rule, "stats", ()))}
+            rule.id: {
+                "role": _role(rule),
+                "stats": list(getattr(rule, "stats", ())),
+                **({"losses": list(losses)} if (losses := getattr(rule, "losses", None)) else {}),
+            }
             for rule in rules.rules
         },
     }

@@ -36,6 +36,13 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     return "".join(map(draw, tops))
 
 
+def level_line(values: Sequence[float], low: float, high: float) -> str:
+    """Draw finite values on a linear scale between two ends, a character each."""
+    room = (high - low) or 1.0
+    places = (int((value - low) / room * len(BLOCKS)) for value in values)
+    return "".join(BLOCKS[max(0, min(len(BLOCKS) - 1, place))] for place in places)
+
+
 def largest(values: Sequence[float | None], most: int) -> list[float | None]:
     """Return at most so many values, each the largest of a run of steps; NaN where one is not finite."""
     cells = min(most, len(values))

@@ -9,7 +9,7 @@ from heapq import heappop, heappush
 from itertools import chain, compress, repeat
 from operator import gt, itemgetter, mul
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from gradsurgeon.report.measurements import (
     STAT,
@@ -20,8 +20,8 @@ from gradsurgeon.report.measurements import (
     largest_spike,
     zero_since,
 )
-from gradsurgeon.store import Key
-from gradsurgeon.store.layout import CHUNK
+from gradsurgeon.store import Key, WholeSeries
+from gradsurgeon.store.layout import CHUNK, Stored
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run, of_lowest_ranks
 
@@ -176,6 +176,14 @@ class OnDisk(WholeMeasurements):
 
     def series(self) -> Iterator[tuple[StoredSeries, frozenset[int]]]:
         return of_lowest_ranks(self._run)
+
+    def one_in(self, every: int, series: WholeSeries) -> Iterator[Stored]:
+        stored = cast("StoredSeries", series)
+        if every == 1:
+            yield from stored.stored()
+            return
+        for number in range(0, len(stored), every):
+            yield from stored.stored(number, number + 1)
 
     def keys_of(self, name: str) -> list[Key]:
         return [summary.series.key for summary in self._of(name)]

@@ -27,14 +27,15 @@ from gradsurgeon.report.heat_map import (
     HeatMap,
     heat_map,
 )
+from gradsurgeon.report.loss_charts import combined_data, compared_data
 from gradsurgeon.report.measurements import STAT
 from gradsurgeon.report.norms import NormRow, NormTable, norm_table, noun_of, worst_rows
 from gradsurgeon.report.page import Report
+from gradsurgeon.report.page_values import line_data, number
 from gradsurgeon.report.rules_and_events import rule_rows
 from gradsurgeon.report.sources import from_run
 from gradsurgeon.report.whole_norm import Line, WholeNorm, curve, whole_norms
 from gradsurgeon.store.captures import captures
-from gradsurgeon.store.json_text import json_number
 from gradsurgeon.store.layout import section
 from gradsurgeon.store.rank_file import StoredSeries
 from gradsurgeon.store.run import Run
@@ -59,6 +60,7 @@ _SCRIPTS = (
     "name_tree.js",
     "heat_map.js",
     "density.js",
+    "losses.js",
     "captures.js",
     "live.js",
     "page.js",
@@ -119,24 +121,28 @@ def page_data(run: Run) -> dict[str, Any]:
     series = _shown(run, rows)
     norms = heat_map([row.name for row in rows], series)
     wholes = whole_norms(norms, series, report.params)
+    of_losses = report.of_losses()
     return {
         "title": _title(run, report),
         "folder": str(run.path),
         "facts": list(_facts(run, report)),
         "notes": list(report.notes),
         # In which the shares of what rules changed are of what they would have changed.
-        "observed": run.meta.get("mode") == "observe",
+        "observed": report.observed,
         "noun": noun_of(rows, report.params),
         "norms": table.title
         + (f"; recorded as well, not shown: {table.others}" if table.others else ""),
         "callouts": list(table.remarks),
         "worst": [_summary(row, table) for row in worst_rows(rows, _WORST)],
-        "losses": [_line(line) for line in _losses(run)],
+        "losses": [line_data(line) for line in _losses(run)],
         "totals": [
-            _line(line) for line in (*(one.line for one in wholes), *_of_other_ranks(run, wholes))
+            line_data(line)
+            for line in (*(one.line for one in wholes), *_of_other_ranks(run, wholes))
         ],
         "map": _map(norms),
         "captures": [one.model_dump(exclude_none=True) for one in captures(run)[0]],
+        "conflicts": [compared_data(one) for one in of_losses.compared],
+        "combined": [combined_data(one, observed=report.observed) for one in of_losses.combined],
         "rules": list(rule_rows(report.rules, report.statuses, report.events)),
         "files": _rule_files(run),
         **_events(report.events),
@@ -177,15 +183,15 @@ def _summary(row: NormRow, table: NormTable) -> dict[str, Any]:
         "name": row.name,
         # Norms of gradients and of outputs, say, are not alike: each is told by its source.
         "source": f"{row.rule} at {row.point}" if table.several else "",
-        **{key: _number(getattr(history, key)) for key in numbers},
+        **{key: number(getattr(history, key)) for key in numbers},
         "nonfinite": history.nonfinite,
         "nonfinite_step": history.nonfinite_step,
         "spike": None
         if history.spike is None
         else {
             "step": history.spike.step,
-            "value": _number(history.spike.value),
-            "times": _number(history.spike.times),
+            "value": number(history.spike.value),
+            "times": number(history.spike.times),
         },
     }
 
@@ -243,20 +249,6 @@ def _map(norms: HeatMap) -> dict[str, Any]:
         "lasts": norms.lasts,
         "cells": b64encode(packed).decode("ascii"),
     }
-
-
-def _line(line: Line) -> dict[str, Any]:
-    return {
-        "label": line.label,
-        "steps": line.steps,
-        "values": [None if value is None else _number(value) for value in line.values],
-        "every": line.every,
-    }
-
-
-def _number(value: float) -> float | str:
-    # Six digits are more than anybody reads off a curve.
-    return json_number(float(f"{value:.6g}"))
 
 
 def _rule_files(run: Run) -> list[dict[str, str]]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from gradsurgeon.actions import MOMENTS, Rule
+from gradsurgeon.actions import Rule
 from gradsurgeon.review.matched_rules import ChainChange, MatchedRules
 from gradsurgeon.review.rule_changes import RulePairs
 
@@ -72,7 +72,7 @@ def _overlaps(pairs: RulePairs) -> Iterator[DiffWarning]:
         olds = [before.rules[pairs.old_ids[rule]] for rule in ids if rule in pairs.old_ids]
         if len(olds) == len(ids) and _edit_same_tensors(*olds):
             shared -= before.matches[olds[0].id].members & before.matches[olds[1].id].members
-        rules.sort(key=lambda rule: MOMENTS.index(rule.point))
+        rules.sort(key=lambda rule: rule.order)
         # Mostly it is all that the first one matches: ten thousand names are not copied per pair.
         every = len(shared) == len(first.names)
         names = first.names if every else tuple(name for name in first.names if name in shared)

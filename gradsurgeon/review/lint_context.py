@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from gradsurgeon.actions import MOMENTS, Rule
+from gradsurgeon.actions import Rule
 from gradsurgeon.match import contains, disjoint
 from gradsurgeon.planning import ROOT, Manifest
 from gradsurgeon.review.matched_rules import MatchedRules, Matcher
@@ -19,7 +19,7 @@ class _Facts:
     """What is asked of a rule for every other rule, so it is worked out once."""
 
     tensor: tuple[str, str]
-    when: tuple[int, int]  # moment, then position in the file
+    when: tuple[int, int]  # order, then position in the file
     patterns: tuple[str, ...]
     where: dict[str, object]
 
@@ -31,7 +31,7 @@ class LintContext:
         self._facts = {
             rule.id: _Facts(
                 (rule.target, str(rule.ref)),
-                (MOMENTS.index(rule.point), index),
+                (rule.order, index),
                 tuple(getattr(rule, rule.target)),
                 rule.where.model_dump(exclude_none=True),
             )

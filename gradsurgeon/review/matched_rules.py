@@ -4,19 +4,29 @@ Unlike `planning.bind` this never raises: a rule that cannot act is what a revie
 made for two rule sets that are nearly alike: what both select is matched once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import UnionType
 from typing import NamedTuple
 
-from gradsurgeon.actions import MOMENTS, EditRule, FreezeRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, Rule, TrapRule
 from gradsurgeon.match import compile_pattern
-from gradsurgeon.planning import Manifest, Param, Thing, is_for, name_indexes, obstacles, undecided
+from gradsurgeon.planning import (
+    Manifest,
+    Param,
+    Thing,
+    clashes,
+    is_for,
+    name_indexes,
+    obstacles,
+    undecided,
+)
 from gradsurgeon.schema import RuleSet
 
-# What stands between a gradient and the weight; the others look on.
-PROTECTING = EditRule | TrapRule | FreezeRule
+
+def protects(rule: Rule) -> bool:
+    """Tell whether a rule stands between a gradient and the weight; the others look on."""
+    return rule.edits or isinstance(rule, TrapRule | FreezeRule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +96,15 @@ class MatchedRules:
         """Per tensor, the ids of its rules in order of effect; keys and order as in `Plan.chains`."""
         chains: dict[str, list[str]] = {}
         # The sort is stable: within one point the file order stands.
-        for rule in sorted(self.rules.values(), key=lambda rule: MOMENTS.index(rule.point)):
+        for rule in sorted(self.rules.values(), key=lambda rule: rule.order):
             suffix = "" if rule.target == "params" else f" {rule.ref}"
             for name in self.matches[rule.id].names:
                 chains.setdefault(name + suffix, []).append(rule.id)
         return {key: tuple(chain) for key, chain in chains.items()}
 
-    def params_under(self, kinds: type[Rule] | UnionType) -> frozenset[str]:
+    def params_under(self, asked: Callable[[Rule], bool]) -> frozenset[str]:
         rules = self.rules.values()
-        ids = [rule.id for rule in rules if isinstance(rule, kinds) and rule.target == "params"]
+        ids = [rule.id for rule in rules if rule.target == "params" and asked(rule)]
         return frozenset().union(*(self.matches[rule].members for rule in ids))
 
     def has_no_match(self, rule_id: str) -> bool:
@@ -116,7 +126,16 @@ class MatchedRules:
             return []
         if match.undecided:
             return list(match.undecided)
-        return obstacles(self.rules[rule_id], match.things, self.matcher.manifest)
+        rule = self.rules[rule_id]
+        return [*obstacles(rule, match.things, self.matcher.manifest), *self._clashes[rule_id]]
+
+    @cached_property
+    def _clashes(self) -> Mapping[str, list[str]]:
+        found: dict[str, list[str]] = {rule: [] for rule in self.rules}
+        names = {rule: match.names for rule, match in self.matches.items()}
+        for rule, text in clashes([*self.rules.values()], names):
+            found[rule.id].append(text)
+        return found
 
 
 class ChainChange(NamedTuple):

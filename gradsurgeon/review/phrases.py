@@ -1,6 +1,7 @@
 """What a difference says in words, the same in a terminal and in a pull request."""
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,16 @@ _MAX_NAMES = 6
 _MAX_UNCHANGED = 10
 _MAX_OVERLAPS = 10  # pairs of rules that newly change the same tensors
 _MAX_CHAIN = 40  # rules of one chain
-_QUOTED = ("params", "modules", "tensors", "exclude", "model", "where.module_type")
+_QUOTED = (
+    "params",
+    "modules",
+    "tensors",
+    "exclude",
+    "model",
+    "where.module_type",
+    "losses",
+    "memory",
+)
 _ENDS = "training with these rules ends with an error before its first step"
 
 Ids = tuple[str, ...]
@@ -144,9 +154,25 @@ class Phrases:
         absent = "always" if option.name in {"steps", "optional"} else "not given"
         texts = (_spelled(option.name, value) for value in (option.before, option.after))
         before, after = (self.code(text) if text else absent for text in texts)
-        meaning = f": {option.meaning}" if option.meaning else ""
+        said = option.meaning or "; ".join(self._of_losses(option))
+        meaning = f": {said}" if said else ""
         name = self.code(option.name)
         return f"{name}: {before} {self.arrow} {after} ({option.direction}{meaning})"
+
+    def _of_losses(self, option: OptionChange) -> Iterator[str]:
+        """Yield what became of the losses that an option names."""
+        before, after = option.before, option.after
+        if option.name in ("losses", "memory"):
+            lists = (after or [], before or []), (before or [], after or [])
+            for (names, others), word in zip(lists, ("more", "fewer"), strict=True):
+                if found := [self.code(name) for name in names if name not in others]:
+                    yield f"{len(found)} {word}: {', '.join(found)}"
+        elif option.name == "preference":
+            # One that is not given counts as 1.
+            was, now = defaultdict(lambda: 1.0, before or {}), defaultdict(lambda: 1.0, after or {})
+            for name in dict.fromkeys((*was, *now)):
+                if was[name] != now[name]:
+                    yield f"{self.code(name)} counts {'more' if now[name] > was[name] else 'less'}"
 
     def _given(self, option: OptionChange) -> str:
         value = option.after if option.before is None else option.before

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from gradsurgeon.actions import Direction, Options, Rule, Steps, Stricter
-from gradsurgeon.review.matched_rules import PROTECTING, MatchedRules
+from gradsurgeon.review.matched_rules import MatchedRules, protects
 
 # Not given, these are shown as such: what that means is not their default, but depends on the rule.
 _NEVER_FILLED_IN = ("at", "tensor", "steps")
@@ -96,7 +96,7 @@ def _value(rule: Rule, options: Mapping[str, Any], name: str) -> Any:
 def _judge(old: Rule, new: Rule, name: str, before: Any, after: Any) -> tuple[Direction, str]:
     if old.action != new.action:
         return "changed", ""
-    if name == "steps" and isinstance(old, PROTECTING):
+    if name == "steps" and protects(old):
         return _judge_steps(old.steps, new.steps)
     info = _field(old, name) or _field(new, name)
     for item in info.metadata if info is not None else ():

@@ -4,6 +4,16 @@ from gradsurgeon._oldest_torch import OLDEST
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.context import Mode, Options
 from gradsurgeon.runtime.kept_step import FailedStep
-from gradsurgeon.runtime.registry import enter, find, tag
+from gradsurgeon.runtime.registry import backward, enter, find, tag
 
-__all__ = ["OLDEST", "Attachment", "FailedStep", "Mode", "Options", "enter", "find", "tag"]
+__all__ = [
+    "OLDEST",
+    "Attachment",
+    "FailedStep",
+    "Mode",
+    "Options",
+    "backward",
+    "enter",
+    "find",
+    "tag",
+]

@@ -20,6 +20,7 @@ from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.edit_effect import NormClip, changes
+from gradsurgeon.runtime.loss_gradients import is_taken
 from gradsurgeon.runtime.step_counter import StepCounter, StepCounters
 from gradsurgeon.tensors.loss_scale import in_true_units, unscaled
 
@@ -156,17 +157,20 @@ class ActivationRules:
     def on_gradient(self, rules: Sequence[NamedRule], grad: Tensor, owner: str) -> Tensor:
         if self.is_unreadable(grad, rules, owner):
             return grad
+        # The pass that trains comes after those that take the gradients of single losses: edits must repeat,
+        # records must not.
+        again = is_taken()
         with self.lock:
             # A session without rules on parameters learns from this that a backward pass is running.
-            self.passes.seen.module = True
+            self.passes.seen.module |= not again
             out, scale = grad, self.context.scaling.scale
             step = self.counters.of(owner).step
             for rule, name in rules:
                 if self._is_unfit(out, rule, name, owner):
                     continue
                 if isinstance(rule, EditRule):
-                    out = self._edit(rule, out, step, scale, is_grad=True)
-                else:
+                    out = self._edit(rule, out, None if again else step, scale, is_grad=True)
+                elif not again:
                     self._observe(rule, name, unscaled(out, scale), owner, step, is_grad=True)
         return out if self.context.mode == "act" else grad
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
+from gradsurgeon.runtime import loss_gradients
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
@@ -41,6 +42,8 @@ class RunningPass:
 
 
 _running: list[RunningPass] = []
+# Those of `torch.autograd.grad`, by the number that autograd has given them.
+_returning: set[int] = set()
 # The threads that have run backward passes. Autograd writes gradients without holding Python's lock: what
 # another thread is training must not even be read.
 _threads: set[int] = set()
@@ -67,8 +70,14 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             # What has been trained here may be updated here.
             _act_on_waiting(known)
             return returned
+        with loss_gradients.begun() as take:
+            if take is not None:
+                # What is seen of this pass is seen again by the one that trains.
+                with _numbered(roots_of(outputs), [take]):
+                    return original(outputs, *args, **named)
         if not named.get("accumulate_grad"):
-            returned = original(outputs, *args, **named)
+            with _noted_as_returning(outputs, known):
+                returned = original(outputs, *args, **named)
             for watch in known:
                 watch.end_of_grad()
             return returned
@@ -95,6 +104,33 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
     return run
 
 
+@contextmanager
+def _noted_as_returning(outputs: Sequence[Any], watches: Sequence[BackwardWatch]) -> Iterator[None]:
+    if not any(watch.knows_shared_inputs for watch in watches):
+        yield
+        return
+    tasks: list[int] = []
+
+    # Called in the thread of a device, as the pass begins there.
+    def note(task: int) -> None:
+        tasks.append(task)
+        _returning.add(task)
+
+    try:
+        with _numbered(roots_of(outputs), [note]):
+            yield
+    finally:
+        _returning.difference_update(tasks)
+
+
+def returns_gradients() -> bool:
+    """Tell, inside a backward pass, whether it is one of `torch.autograd.grad`.
+
+    Known where a session has rules on tensors that several modules take.
+    """
+    return bool(_returning) and _torch.graph_task() in _returning
+
+
 def _act_on_waiting(watches: Sequence[BackwardWatch], running: RunningPass | None = None) -> None:
     for watch in watches:
         watch.act_on_waiting(running)
@@ -107,6 +143,8 @@ def _begin(outputs: Sequence[Any], *, makes_graph: bool) -> RunningPass:
     with _lock:
         _running.append(running)
         _threads.add(threading.get_ident())
+        if len(_threads) > 1:  # those that have ended train nothing any more
+            _threads.intersection_update(thread.ident for thread in threading.enumerate())
     return running
 
 
@@ -175,6 +213,7 @@ class BackwardWatch:
 
     def __init__(self, context: Context, events: TrainingEvents) -> None:
         self._context = context
+        self.knows_shared_inputs = any(one.on_shared for one in context.program.modules)
         self._events = events
         self.scaling = context.scaling
         self._watched = list(context.program.watched)

@@ -18,6 +18,7 @@ from gradsurgeon.runtime.context import Context, Options
 from gradsurgeon.runtime.gradient_rules import act_on_contributions, after_pass
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.kept_calls import KeptCalls
+from gradsurgeon.runtime.loss_rules import LossRules
 from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
@@ -32,6 +33,7 @@ from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
+from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_rules import StepRules
@@ -57,13 +59,13 @@ class Controller:
         self.spikes = SpikeTraps(context)
         self.traps = Traps(context, self._agreement, self._kept, self.spikes)
         self._edits = StepRules(context, self.spikes)
+        self.losses = LossRules(context)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
         self._param_hooks = ParamHooks(context, self.backward)
         self._module_counters = ModuleCounters(context.counters, context.program.names)
-        self.tensor_hooks = TensorHooks(
-            ActivationRules(context, self.backward, self._module_counters)
-        )
+        sites = ActivationRules(context, self.backward, self._module_counters)
+        self.tensor_hooks = TensorHooks(sites, SharedInputs(sites, self.losses))
         self._module_hooks = ModuleHooks(context.program.modules, self.tensor_hooks)
         self.model = ModelChanges(model, context, plan, self._param_hooks, self._module_hooks)
         self.steps = OptimizerWatch(context, self, self.model)
@@ -91,6 +93,10 @@ class Controller:
                 text = _NOT_MET.format(kind=type(optimizer).__name__)
                 self.context.event_log.emit("notice", text, warn=True)
         self.attached = True
+
+    @property
+    def root(self) -> nn.Module | None:
+        return self._model()
 
     def go_last(self) -> None:
         self._param_hooks.arm()
@@ -137,6 +143,7 @@ class Controller:
             for counter, snapshot in after_pass(context, done).items():
                 self.traps.add_snapshot(counter, snapshot)
         count_passes(context, done)
+        self.losses.passed(done.tensors)
         self._kept.reaching += 1
         if by_hand:
             try:

@@ -87,7 +87,10 @@ class RulesByCounter:
             for rule in rules:
                 in_backward.setdefault(rule.id, (rule, []))[1].append(tensor)
         self._moments: tuple[tuple[Stage, ...], ...] = (
-            tuple(Stage(rule, tuple(tensors)) for rule, tensors in in_backward.values()),
+            (
+                *program.of_losses,
+                *(Stage(rule, tuple(tensors)) for rule, tensors in in_backward.values()),
+            ),
             program.after_backward,
             program.at_step,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -37,9 +38,8 @@ class _Call(NamedTuple):
     tensor_hooks: TensorHooks
     owner: str
     due: Due
-    step: int
-    # Whether the gradient of a view is meant, because others use the tensor too.
-    needs_view: Callable[[Tensor], bool]
+    # Runs what is due on one tensor, and returns the one to go on with.
+    act: Callable[[Due, Tensor], Tensor]
 
     def exchanged(
         self, structure: Any, path_of: Callable[[Path], Path] = lambda path: path
@@ -63,9 +63,7 @@ class _Call(NamedTuple):
             # One tensor in several places, as query, key and value, is acted on once.
             key = (id(tensor), rules)
             if key not in done:
-                done[key] = self.tensor_hooks.act(
-                    due, tensor, self.owner, self.step, self.needs_view
-                )
+                done[key] = self.act(due, tensor)
             if done[key] is not tensor:
                 exchanged[path] = done[key]
         return exchanged
@@ -121,16 +119,42 @@ class InputHook(ModuleHook):
         if acting is None:
             return None
         tensor_hooks, due, step = acting
-        # On a view, an operation in place would leave the hook on a tensor that no longer counts.
         in_place = getattr(module, "inplace", False) is True
-        owner = self._schedule.owner
+        act = partial(self._act, tensor_hooks, step, in_place)
         if len(args) == 1 and not kwargs and self._is_one(args[0]):
-            out = tensor_hooks.act(due, args[0], owner, step, lambda _: not in_place)
+            out = act(due, args[0])
             return None if out is args[0] else ((out,), {})
         arguments = Arguments(module, args, kwargs)
-        call = _Call(tensor_hooks, owner, due, step, lambda _: not in_place)
+        call = _Call(tensor_hooks, self._schedule.owner, due, act)
         exchanged = call.exchanged(arguments.named, arguments.path)
         return arguments.exchange(exchanged) if exchanged else None
+
+    def _act(
+        self,
+        tensor_hooks: TensorHooks,
+        step: int,
+        in_place: bool,  # noqa: FBT001 # bound before the rest is known
+        due: Due,
+        tensor: Tensor,
+    ) -> Tensor:
+        # On a view, an operation in place would leave the hook on a tensor that no longer counts.
+        return tensor_hooks.act(due, tensor, self._schedule.owner, step, lambda _: not in_place)
+
+
+class SharedInputHook(InputHook):
+    """Forward pre-hook: rules on what this module and others take together."""
+
+    def _act(
+        self,
+        tensor_hooks: TensorHooks,
+        step: int,
+        in_place: bool,  # noqa: FBT001 # as above
+        due: Due,
+        tensor: Tensor,
+    ) -> Tensor:
+        del step  # it is known only when gradients come
+        shared, owner = tensor_hooks.shared, self._schedule.owner
+        return shared.take(due, tensor, owner, in_place=in_place) if shared else tensor
 
 
 class OutputHook(ModuleHook):
@@ -150,10 +174,14 @@ class OutputHook(ModuleHook):
 
         tensor_hooks, due, step = acting
         owner = self._schedule.owner
+
+        def act(due: Due, tensor: Tensor) -> Tensor:
+            return tensor_hooks.act(due, tensor, owner, step, needs_view)
+
         if self._is_one(output):
-            out = tensor_hooks.act(due, output, owner, step, needs_view)
+            out = act(due, output)
             return None if out is output else out
-        exchanged = _Call(tensor_hooks, owner, due, step, needs_view).exchanged(output)
+        exchanged = _Call(tensor_hooks, owner, due, act).exchanged(output)
         return with_tensors(output, exchanged) if exchanged else None
 
 
@@ -183,6 +211,10 @@ class ModuleHooks:
     def _put(self, program: ModuleProgram, module: nn.Module) -> None:
         handles: list[RemovableHandle] = []
         self._hooked[program.name] = (weakref.ref(module), handles)
+        if program.on_shared:
+            shared = SharedInputHook(self._tensor_hooks, program.name, program.on_shared)
+            # Before all that gives each module a tensor of its own: other rules, fully_shard, hooks of the script.
+            handles.append(module.register_forward_pre_hook(shared, with_kwargs=True, prepend=True))
         if program.on_input:
             before = InputHook(self._tensor_hooks, program.name, program.on_input)
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))

@@ -8,7 +8,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from gradsurgeon.actions import EditRule, Rule, TrapRule
+from gradsurgeon.actions import EditRule, LossRule, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -18,6 +18,10 @@ from gradsurgeon.tensors.measure import read
 _PASSES = (
     "bounds the contribution of each backward pass, and several feed one update: their sum can "
     "exceed the bound; use `at: step` to bound the sum"
+)
+_CALLS = (
+    "combines the losses of each backward pass, and several feed one update: in their sum the losses can "
+    "conflict again"
 )
 _RANKS = (
     "bounds what each rank contributes, before DDP averages it over the ranks: what comes out depends on "
@@ -34,11 +38,12 @@ def count_passes(context: Context, done: BackwardPass) -> None:
     counters = context.counters.among(done.tensors)
     for counter in counters:
         counter.passes += 1
-    if not context.program.per_tensor:
+    if not context.program.contributing:
         return
     if done.held and any(read(list(done.held.values()))):
-        several = (tensor for tensor in done.tensors if context.counters[tensor].passes > 1)
+        several = [tensor for tensor in done.tensors if context.counters[tensor].passes > 1]
         _say(context, "accumulation", several, _PASSES, linear=False)
+        _say(context, "accumulation", several, _CALLS, linear=False, of_losses=True)
     if done.averaged:
         averaged, param = context.ranks.averaged(), context.parameters.param
         reduced = (tensor for tensor in done.tensors if id(param(tensor)) in averaged)
@@ -49,23 +54,32 @@ def count_passes(context: Context, done: BackwardPass) -> None:
 
 def awaits_sum(context: Context, held: Mapping[int, Tensor]) -> list[int]:
     """Return a tensor by which to tell whether a pass adds to what it found, where a rule has to say so."""
-    per_tensor, is_noticed = context.program.per_tensor, context.event_log.is_noticed
-    added_to = (t for t in held if t in per_tensor and context.counters[t].passes)
+    rules, is_noticed = context.program.contributing, context.event_log.is_noticed
+    added_to = (t for t in held if t in rules and context.counters[t].passes)
     bounded = (
         t
         for t in added_to
-        if any(not (rule.linear or is_noticed("accumulation", rule.id)) for rule in per_tensor[t])
+        if any(not (rule.linear or is_noticed("accumulation", rule.id)) for rule in rules[t])
     )
     return list(islice(bounded, 1))
 
 
-def _say(context: Context, topic: str, tensors: Iterable[int], text: str, *, linear: bool) -> None:
+def _say(
+    context: Context,
+    topic: str,
+    tensors: Iterable[int],
+    text: str,
+    *,
+    linear: bool,
+    of_losses: bool = False,
+) -> None:
     """Warn once of each rule at `backward` that acts on some of the tensors; of edits, if not linear."""
     event_log = context.event_log
     for tensor in tensors:
         step = context.counters[tensor].step
-        for rule in context.program.per_tensor.get(tensor, ()):
+        for rule in context.program.contributing.get(tensor, ()):
             concerned = not rule.linear or (linear and not isinstance(rule, EditRule))
+            concerned &= isinstance(rule, LossRule) is of_losses
             if concerned and rule.steps.due(step) and not event_log.is_noticed(topic, rule.id):
                 said = text.replace("{name}", context.program.names[tensor])
                 event_log.notice_once(topic, said, rule=rule.id, step=step, warn=True)
@@ -121,7 +135,7 @@ def count_due_rules(
     context: Context, counter: StepCounter, counter_of: Callable[[str], StepCounter], *, owned: bool
 ) -> None:
     for bound_rule in context.due_rules(counter).bound_rules:
-        cause = partial(_why_silent, context, bound_rule.tensors, owned=owned)
+        cause = partial(_why_silent, context, bound_rule.rule, bound_rule.tensors, owned=owned)
         context.event_log.note_due(bound_rule.rule.id, counter.step, cause)
     for rule, owner in context.program.site_rules:
         if counter_of(owner) is counter and context.is_due(rule, counter):
@@ -130,12 +144,15 @@ def count_due_rules(
             )
 
 
-def _why_silent(context: Context, tensors: Sequence[int], *, owned: bool) -> str:
+def _why_silent(context: Context, rule: Rule, tensors: Sequence[int], *, owned: bool) -> str:
     params = [param for param in context.parameters.params(tensors) if param is not None]
     if not params:
         return "the parameters it matched are gone from the model"
     if not any(param.requires_grad for param in params):
         return "no parameter it matched has requires_grad"
+    if isinstance(rule, LossRule):
+        names = ", ".join(map(printable, rule.losses or ()))
+        return f"no gradsurgeon.backward gave the losses it names ({names}), or they reach no parameter it matched"
     if all(param.grad is None for param in params):
         return "no gradient reached any parameter it matched"
     if owned and context.counters[tensors[0]] is context.counters.common:
@@ -148,6 +165,8 @@ def _why_no_tensor(context: Context, rule: Rule) -> str:
         return "all tensors it matched had no numbers to read"
     if rule.target == "tensors":
         return "the script tagged no tensor with such a name"
+    if isinstance(rule, LossRule):
+        return "no two of the modules it matched sent gradients back to one tensor"
     if rule.ref.grad:
         return f"no gradient reached the {rule.ref.side} of any module it matched"
     return "no forward pass went through any module it matched"

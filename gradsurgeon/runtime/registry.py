@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
+from gradsurgeon.runtime import loss_backward
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.backward_watch import watched as watched_passes
@@ -140,6 +141,16 @@ def tags_shown_to(show: Callable[[str, Tensor], None]) -> Iterator[None]:
         yield
     finally:
         _shown_to.remove(show)
+
+
+def backward(losses: Mapping[str, Tensor], scaler: GradScaler | None) -> None:
+    """Run the backward pass of the sum of losses, with the rules of all sessions on the gradient of each."""
+    sessions = [
+        (controller.losses, root)
+        for controller in _controllers()
+        if controller.context.program.of_losses and (root := controller.root) is not None
+    ]
+    loss_backward.backward(losses, scaler, sessions)
 
 
 def _count_tags() -> None:

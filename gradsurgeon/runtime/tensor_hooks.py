@@ -15,6 +15,7 @@ from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import ROOT
 from gradsurgeon.runtime.activation_rules import ActivationRules, Due, ModuleSchedule, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
+from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.step_counter import StepCounter
 
 # A loop that only predicts never comes to an update: its tensors go, and their hooks must not pile up.
@@ -24,8 +25,8 @@ _MOST = 1024
 class TensorHooks:
     """Brings the rules of a session to activations, and the hooks for gradients with them."""
 
-    def __init__(self, sites: ActivationRules) -> None:
-        self.sites = sites
+    def __init__(self, sites: ActivationRules, shared: SharedInputs | None = None) -> None:
+        self.sites, self.shared = sites, shared
         self.context = sites.context
         self._tags: dict[str, ModuleSchedule] = {}
         self._since_update: list[ExpectedGradient] = []

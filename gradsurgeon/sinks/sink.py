@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-SINK_METHODS = ("names", "scalars", "histogram", "text", "flush", "close")
+_METHODS = ("names", "scalars", "histogram", "text", "flush", "close")
 
 
 class Sink(Protocol):
@@ -39,3 +39,16 @@ class Sink(Protocol):
         A class that also has a method ``close_at_exit(error)`` gets that called when the process ends, in place
         of this one, with the exception that has ended it, or ``None``.
         """
+
+
+def check_sinks(sinks: object) -> None:
+    """Raise a `TypeError` that says what is wrong unless it is a list of sinks."""
+    if isinstance(sinks, str) or not isinstance(sinks, Sequence):
+        raise TypeError(
+            f"sinks= takes a list of sinks, such as [TensorBoard(...)], not {type(sinks).__name__}"
+        )
+    for sink in sinks:
+        if lacking := [name for name in _METHODS if not hasattr(sink, name)]:
+            raise TypeError(
+                f"{type(sink).__name__} is no sink: it has no {', '.join(lacking)}; see gradsurgeon.sinks.Sink"
+            )

@@ -7,9 +7,10 @@ from array import array
 from collections.abc import Collection, Sequence
 from heapq import nlargest
 from operator import itemgetter
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
+from gradsurgeon.statistics import STATISTICS
 from gradsurgeon.store.memory import Key
 
 TOP = 10
@@ -77,6 +78,8 @@ def joined(rows: Sequence[Measured]) -> Measured:
 
 def weight(row: Measured) -> float:
     """Return by what the row of several steps is chosen that stands for all: the worst, or else the newest."""
+    if not _is_of_gradients(row.key.stat):
+        return float(row.step)
     total = math.hypot(*array("f", row.values))
     if not math.isfinite(total):
         return math.inf
@@ -89,6 +92,8 @@ def summary(row: Measured, chosen: Collection[str] = ()) -> Summary | None:
     if not pairs:
         return None
     rule, stat, _, names = row.key
+    if not _is_of_gradients(stat):
+        return _between_losses(row, pairs, chosen)
     scalars = {f"{rule}/{name}/{stat}": value for name, value in pairs if name in chosen}
     if stat != NORM or len(names) == 1:
         return _of_others(row, pairs, scalars)
@@ -121,6 +126,31 @@ def _of_others(row: Measured, pairs: list[tuple[str, float]], scalars: dict[str,
         if finite:
             scalars[f"{rule}/{stat}/largest"] = max(finite)
             scalars[f"{rule}/{stat}/least"] = min(finite)
+    return Summary(row.step, scalars)
+
+
+def _is_of_gradients(stat: str) -> bool:
+    """Tell a number of one gradient each, in which NaN is news, from those that rules on several losses record."""
+    return stat in STATISTICS
+
+
+def _between_losses(
+    row: Measured, pairs: Sequence[tuple[str, float]], chosen: Collection[str]
+) -> Summary | None:
+    """Return numbers between losses; one that did not reach has none, and there may be hundreds of parts."""
+    rule, stat, _, names = row.key
+    known = [(name, value) for name, value in pairs if not math.isnan(value)]
+    if not known:
+        return None
+    few = len(names) <= _FEW
+    scalars = {f"{rule}/{name}/{stat}": value for name, value in known if few or name in chosen}
+    if len(names) > 1:
+        values = list(map(itemgetter(1), known))
+        scalars |= {
+            f"{rule}/{stat}/mean": fmean(values),
+            f"{rule}/{stat}/largest": max(values),
+            f"{rule}/{stat}/least": min(values),
+        }
     return Summary(row.step, scalars)
 
 

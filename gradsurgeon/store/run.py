@@ -95,7 +95,7 @@ class Run(RecordQueries):
 
     def plot(
         self,
-        kind: Literal["norms", "heatmap", "histogram"] = "norms",
+        kind: Literal["norms", "heatmap", "losses", "histogram"] = "norms",
         *,
         name: str | Sequence[str] | None = None,
         rule: str | None = None,
@@ -105,7 +105,7 @@ class Run(RecordQueries):
         The pictures are those of `Session.plot`, but for those of tensors, which a run directory does not hold.
 
         Args:
-            kind: ``"norms"``, ``"heatmap"`` or ``"histogram"``.
+            kind: ``"norms"``, ``"heatmap"``, ``"losses"`` or ``"histogram"``.
             name: a name, or a pattern as in a rule file, or several.
             rule: id of the `norm-log` rule whose norms are drawn; without it of each tensor those that the
                 report shows.
@@ -116,7 +116,7 @@ class Run(RecordQueries):
         Raises:
             ValueError: no such picture, or an option that it does not take.
             KeyError: a name or pattern matches nothing that was recorded.
-            RecordError: no rule has recorded l2 norms.
+            RecordError: no rule has recorded what is to be drawn.
             GradSurgeonError: matplotlib is missing.
         """
         return self._draw(self, kind, name=name, rule=rule)

@@ -12,7 +12,7 @@ import pytest
 from commands import WITHOUT_TORCH, call
 
 from gradsurgeon import cli
-from gradsurgeon.actions import ACTIONS, TARGETS
+from gradsurgeon.actions import ACTIONS, TARGETS, LossRule
 from gradsurgeon.actions._target import parse_tensor, target_flaws
 from gradsurgeon.review.checks import CHECKS
 from gradsurgeon.review.reading_checks import READING_CHECKS
@@ -160,7 +160,7 @@ class TestSchema:
         assert set(branch["properties"]) <= set(rule.model_fields)
         assert left_out == (set(TARGETS) - set(rule.targets)) | (
             set() if rule.takes_at else {"at"}
-        ) | ({"when"} if rule.targets == ("params",) else set())
+        ) | ({"when"} if rule.targets == ("params",) or issubclass(rule, LossRule) else set())
         assert all(info["description"] for info in branch["properties"].values())
         needed = {name for name, info in rule.model_fields.items() if info.is_required()}
         only = rule.targets if len(rule.targets) == 1 else ()
@@ -174,7 +174,8 @@ class TestSchema:
         assert all(two is False for one in apart.values() for two in one["properties"].values())
         needs = branch.get("dependentRequired", {})
         assert needs.get("modules") == (None if only else ["tensor"])
-        assert needs.get("params") == (["at"] if rule.needs_at else None)
+        of_params = ["at"] * rule.needs_at + ["losses"] * issubclass(rule, LossRule)
+        assert needs.get("params", []) == of_params
         if rule.takes_at:
             assert branch["properties"]["at"]["enum"] == list(rule.points)
 

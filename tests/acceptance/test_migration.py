@@ -37,8 +37,9 @@ EDITS = {
     "clip_grad_norm_(model.body": "after backward",
     "clip_grad_value_(model.parameters()": "after backward",
 }
-# The tests of these are in the other file.
+# The tests of these are in the other files.
 TRAINERS = ("Trainer(gradient_clip_val=1", 'algorithm="value"')
+LOSSES = ("torchjd.autojac", "seg @ depth")
 TOOLS = (
     "print(",
     "wandb.watch",
@@ -52,7 +53,7 @@ TOOLS = (
 
 
 def test_every_line_has_a_test() -> None:
-    assert sorted(row(piece).code for piece in (*EDITS, *TRAINERS, *TOOLS)) == sorted(
+    assert sorted(row(piece).code for piece in (*EDITS, *TRAINERS, *LOSSES, *TOOLS)) == sorted(
         one.code for one in TABLE
     )
     assert {one.same for one in TABLE} == {"bits", "rounding", "place"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import gradsurgeon
-from gradsurgeon.actions import ACTIONS, Edit, Example, Rule
+from gradsurgeon.actions import ACTIONS, Edit, EditRule, Example, LossRule, Rule
 
 CASES = [
     (name, number, point)
@@ -34,6 +35,17 @@ def build(name: str, example: Example, point: str) -> Rule:
     return ACTIONS[name].model_validate(options)
 
 
+def run_losses(
+    rule: Rule, losses: Mapping[str, Tensor]
+) -> tuple[One, gradsurgeon.Session, Exception | None]:
+    model = One(next(iter(losses.values())))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with gradsurgeon.apply(model, [rule], optimizer=optimizer) as session:
+        gradsurgeon.backward({name: (grad * model.w).sum() for name, grad in losses.items()})
+        optimizer.step()
+    return model, session, None
+
+
 def run(rule: Rule, grad: Tensor) -> tuple[One, gradsurgeon.Session, Exception | None]:
     model = One(grad)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -50,15 +62,23 @@ def run(rule: Rule, grad: Tensor) -> tuple[One, gradsurgeon.Session, Exception |
 @pytest.mark.parametrize(("name", "number", "point"), CASES)
 def test_examples(name: str, number: int, point: str) -> None:
     example = ACTIONS[name].EXAMPLES[number]
-    grad = torch.tensor(example.grad)
-    model, session, error = run(build(name, example, point), grad.clone())
+    rule = build(name, example, point)
+    if example.losses is None:
+        grad = torch.tensor(example.grad)
+        model, session, error = run(rule, grad.clone())
+        tensor = "w"
+    else:
+        losses = {loss: torch.tensor(values) for loss, values in example.losses.items()}
+        model, session, error = run_losses(rule, losses)
+        grad = torch.stack([*losses.values()]).sum(0)
+        tensor = "/".join(losses)
     assert model.w.grad is not None
     if example.expect is not None:
         assert model.w.grad.tolist() == pytest.approx(list(example.expect), nan_ok=True)
         altered = not same(model.w.grad, grad)
         assert session.status()["it"].changed == float(altered)
     elif example.record is not None:
-        found = {stat: session.latest("w", stat) for stat in example.record}
+        found = {stat: session.latest(tensor, stat) for stat in example.record}
         assert found == pytest.approx(dict(example.record))
         assert same(model.w.grad, grad)
     else:
@@ -82,12 +102,15 @@ def test_every_action_has_examples_of_the_kind_its_role_wants() -> None:
         assert bool(rule.EXAMPLES) == (rule.role in kinds), name
         for example in rule.EXAMPLES:
             given = (example.expect, example.record, example.trips)
+            assert (example.losses is not None) == issubclass(rule, LossRule)
+            assert (example.losses is None) == bool(example.grad), name
             made = build(name, example, example.options.get("at", rule.points[0]))
             wanted = 0 if made.edits else kinds[rule.role]
             assert [one is not None for one in given] == [place == wanted for place in range(3)]
 
 
-EDITING = [name for name, rule in ACTIONS.items() if rule.role == "edit"]
+# What combines the gradients of losses does nothing to one alone: its laws stand in `test_losses`.
+EDITING = [name for name, rule in ACTIONS.items() if issubclass(rule, EditRule)]
 NASTY: dict[str, Any] = {
     "empty": torch.empty(0),
     "0-dim": torch.tensor(3.5),

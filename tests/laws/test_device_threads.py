@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import forks
+import numpy as np
 import pytest
 from bounds import TIMEOUT
 from commands import ROOT, environment
@@ -79,6 +80,15 @@ def test_all_rules_do_on_a_device_what_they_do_on_the_host(told: dict[str, Any])
     for rule, values in host["records"].items():
         assert len(values) == 5
         assert device["records"][rule] == pytest.approx(values)
+
+
+def test_losses_are_combined_on_a_device_as_on_the_host(told: dict[str, Any]) -> None:
+    found = case(told, "losses")
+    host, device = found["host"], found["device"]
+    assert device["weights"] == pytest.approx(host["weights"], rel=1e-4)
+    assert device["opposed"] == pytest.approx(host["opposed"], rel=1e-4)
+    for one, other in zip(device["grads"], host["grads"], strict=True):
+        assert np.allclose(one, other, rtol=1e-4)
 
 
 def test_gradients_that_arrive_in_two_threads_at_once_are_all_noticed(told: dict[str, Any]) -> None:

@@ -246,7 +246,9 @@ def test_features_say_what_they_lack(model: Net, session: Session) -> None:
         ValueError, match="'norms' takes no step=: norms takes name, rule; heatmap takes"
     ):
         session.plot(step=3)
-    with pytest.raises(ValueError, match="there are norms, heatmap, histogram, features, grad-cam"):
+    with pytest.raises(
+        ValueError, match="there are norms, heatmap, losses, histogram, features, grad-cam"
+    ):
         wrong.plot("lines")
     with pytest.raises(ValueError, match="pass rule= one of maps, map-gradients, weights"):
         session.plot("histogram", call=0)

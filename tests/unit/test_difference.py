@@ -535,3 +535,39 @@ class TestText:
         assert "\u202e" not in written
         assert "\r" not in written
         assert "\\x1b[31m" in written
+
+
+class TestLosses:
+    """``cases/review/losses`` holds two files with rules on losses and what a review says of them."""
+
+    FOLDER = CASES / "losses"
+
+    def found(self) -> Difference:
+        old, new = (gradsurgeon.load(self.FOLDER / f"{side}.yaml") for side in ("old", "new"))
+        return compare(old, new, sources.manifest_of(str(self.FOLDER / "params.json")))
+
+    @pytest.mark.parametrize("form", ["txt", "md"])
+    def test_as_it_is_shown(self, form: str) -> None:
+        render = {"txt": text.render, "md": markdown.render}[form]
+        expected = (self.FOLDER / f"expected.{form}").read_text(encoding="utf-8")
+        # The names of the files are those that the reader was given.
+        assert render(self.found()).replace(f"{self.FOLDER}/", "").strip() == expected.strip()
+
+    def test_names_of_losses_are_escaped(self) -> None:
+        old = {"id": "it", "action": "combine", "params": "*", "method": "mean"}
+        before, after = (load({**old, "losses": ["a", one]}) for one in ("b", "<img src=x>\x1b[2J"))
+        shown = compare(before, after, manifest())
+        assert "1 more: " in markdown.render(shown)
+        assert "<img" not in markdown.render(shown)
+        assert "\x1b" not in text.render(shown)
+
+    def test_a_clip_that_goes_leaves_what_combine_still_changes(self) -> None:
+        surgery = {
+            "id": "it",
+            "action": "combine",
+            "params": "h.*",
+            "method": "mean",
+            "losses": ["a", "b"],
+        }
+        assert diff([surgery, clamp("bound", max=1)], [surgery]).lost == ()
+        assert len(diff([surgery], [NORMS]).lost) == 6

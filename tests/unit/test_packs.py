@@ -165,6 +165,18 @@ def clipped(grads: list[Tensor], max_norm: float) -> list[Tensor]:
     return [grad * min(1.0, max_norm / (float(total) + 1e-6)) for grad in grads]
 
 
+class TwoTasks(nn.Module):
+    """A trunk under three heads, one of which is in a list and one a part of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(4, 4)
+        self.seg_head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        self.heads = nn.ModuleDict(
+            {"depth": nn.Sequential(nn.Linear(4, 1)), "edges": nn.Linear(4, 1)}
+        )
+
+
 class TestLock:
     def test_every_file_is_published(self) -> None:
         assert FILES
@@ -596,3 +608,41 @@ class TestDebugEverything:
         assert nonfinite == 3
         assert any(one.kind == "trap" for one in session.events)
         assert not torch.isfinite(model.get_parameter("fc2.bias")).any()
+
+
+class TestMultiTask:
+    def test_heads_meet_and_not_what_they_consist_of(self) -> None:
+        found = bound(TwoTasks(), included("multi-task"))
+        assert found == {"multi-task-features": ["seg_head", "heads.depth", "heads.edges"]}
+        assert bound(Mlp(), included("multi-task")) == {"multi-task-features": []}
+
+    def test_it_changes_nothing(self) -> None:
+        (rule,) = gradsurgeon.load(included("multi-task")).rules
+        assert not rule.edits
+
+    def test_it_measures_in_an_ordinary_backward_pass(self) -> None:
+        model = TwoTasks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        heads: list[Any] = [model.seg_head, *model.heads.values()]
+        with gradsurgeon.apply(model, included("multi-task"), optimizer=optimizer) as session:
+            features = model.trunk(torch.randn(3, 4))
+            torch.stack([head(features).mean() for head in heads]).sum().backward()
+            optimizer.step()
+            assert session.status()["multi-task-features"].fired == 1
+
+    def test_what_it_proposes_is_valid(self) -> None:
+        text = packs.published()["multi-task@1"].path.read_text(encoding="utf-8")
+        lines = text.partition("  # What to do about it")[2].splitlines()
+        commented = [line[4:] for line in lines if re.match(r"  # (- |  )", line)]
+        rules = gradsurgeon.load(
+            "version: 1\nrules:\n"
+            + "\n".join(f"  {line}" for line in commented).replace(
+                "id: surgery", "id: on-features", 1
+            )
+        )
+        assert [rule.id for rule in rules.rules] == ["on-features", "tasks", "surgery"]
+        model = nn.ModuleDict(
+            {"trunk": nn.Linear(2, 2), "seg_head": nn.Linear(2, 1), "depth_head": nn.Linear(2, 1)}
+        )
+        plan = gradsurgeon.plan(model, rules)
+        assert all(plan.of(rule.id) for rule in rules.rules)

@@ -386,7 +386,7 @@ def test_several_rules_are_told_apart(tmp_path: pathlib.Path) -> None:
 def test_what_is_not_there_is_told(recorded: Opened, tmp_path: pathlib.Path) -> None:
     run: Any = recorded({"a": [1.0]})
     with pytest.raises(
-        ValueError, match=r"^no picture 'lines' here; there are norms, heatmap, histogram$"
+        ValueError, match=r"^no picture 'lines' here; there are norms, heatmap, losses, histogram$"
     ):
         run.plot("lines")
     with pytest.raises(

@@ -85,18 +85,20 @@ function happened(run) {
   draw("loss", run.losses, positive);
   draw("norm of the gradient", run.totals, true);
   if (lines.length) part.append(element("p", { class: "hint" }, "Drag to zoom, double-click for all. A vertical line is an event, a mark at the top is a value that is not finite."));
-  if (!run.totals.length) part.append(element("p", { class: "note" }, `${run.map.names.length ? "No norms of parameters were recorded" : run.norms}: a norm-log rule on the parameters (params: "*") draws the norm of the gradient here.`));
+  if (!run.totals.length) part.append(element("p", { class: "note" }, `${run.map.names.length || run.conflicts.length || run.combined.length ? "No norms of parameters were recorded" : run.norms}: a norm-log rule on the parameters (params: "*") draws the norm of the gradient here.`));
   if (!run.losses.length) part.append(element("p", { class: "hint" }, "The loss is drawn here where the script calls gradsurgeon.tag(loss, \"loss\") and a norm-log rule records it (tensors: \"loss\", tensor: value, stats: [mean])."));
   const groups = grouped(run.events);
   const traps = groups.filter(([event]) => event.kind === "trap");
   const others = groups.filter(([event]) => event.kind !== "trap");
-  if (!groups.length) part.append(element("p", {}, "No trap has tripped, and there were no other events. What the norms say stands below."));
+  if (!groups.length) part.append(element("p", {}, `No trap has tripped, and there were no other events. What the ${run.map.names.length ? "norms" : "records"} say stands below.`));
   if (traps.length) part.append(element("h3", {}, traps.length > 1 ? "Traps" : "Trap"), ...traps.map((group, index) => eventEntry(group, index < FIRST_OPEN)));
   if (others.length) part.append(element("h3", {}, "Other events"), ...others.map((group) => eventEntry(group, false)));
   if (run.left_out) part.append(element("p", { class: "note" }, `${run.left_out} events in between are left out: gradsurgeon export RUN --format jsonl shows all`));
 }
 
 function standsOut(run) {
+  // Of a run without norms another section says it all.
+  if (!run.callouts.length && !run.worst.length && (run.conflicts.length || run.combined.length)) return;
   const part = section("What stands out");
   if (run.callouts.length) part.append(element("ul", { class: "callouts" }, ...run.callouts.map((text) => element("li", {}, text))));
   else if (run.worst.length) part.append(element("p", {}, "No norm is far from the others, none was not finite, and none was a spike."));
@@ -197,6 +199,7 @@ function show(index, state = {}) {
   head(run);
   if (data.runs.length > 1) beside(data.runs);
   happened(run);
+  losses(run);
   standsOut(run);
   const done = norms(run, current, state);
   captures(run);

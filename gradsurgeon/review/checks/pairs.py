@@ -2,9 +2,47 @@
 
 from collections.abc import Iterator, Sequence
 
-from gradsurgeon.actions import FreezeRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule
 from gradsurgeon.review.checks._base import Check, Finding
 from gradsurgeon.review.lint_context import LintContext
+
+
+class CombinedTwice(Check):
+    """Two rules certainly combine the losses of the same gradients in the same step.
+
+    A `combine` takes the gradients of single losses and leaves one. A second one would find them gone, so training
+    with both ends with an error before its first step.
+
+    Leave the names of one rule out of the other by `exclude`, or give the two `steps` that do not meet: one method
+    first and another one later is fine.
+    """
+
+    severity = "error"
+    BAD = """
+- id: surgery
+  action: combine
+  losses: ["seg", "depth"]
+  params: "trunk.*"
+  method: upgrad
+
+- id: last-block
+  action: combine
+  losses: ["seg", "normals"]
+  params: "trunk.11.weight"
+  method: pcgrad
+"""
+
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        if context.matched is not None:  # what cannot act there is told with the names
+            return
+        combining = [rule for rule in context.compared if _combines(rule)]
+        for index, rule in enumerate(combining):
+            others = tuple(other for other in combining[:index] if context.overlap(other, rule))
+            if others:
+                has = f"ha{'s' if len(others) == 1 else 've'}"
+                message = f"it combines gradients that {_listed(others)} {has} combined already"
+                hint = "use `exclude`, or give them `steps` that do not meet"
+                yield Finding(rule, (rule.target,), message, hint, others)
 
 
 class EffectiveOrder(Check):
@@ -37,6 +75,9 @@ class EffectiveOrder(Check):
                 stand = f"which stand{'s' * (len(later) == 1)} above it"
                 message = f"it acts at `{rule.point}`, before {_listed(later)}, {stand}"
                 hint = "put them in the order in which they act, or choose another `at`"
+                if isinstance(rule, LossRule):
+                    message = f"it acts on single losses, before {_listed(later)}, {stand}"
+                    hint = "put it above: the others see the losses combined"
                 key = "at" if "at" in rule.model_fields_set else "action"
                 yield Finding(rule, (key,), message, hint, later)
 
@@ -218,9 +259,15 @@ def _overlapping_edits(context: LintContext) -> Iterator[tuple[Rule, tuple[Rule,
         others = (
             other
             for other in edits[:index]
-            if not _one_is_moot(context, rule, other) and context.overlap(other, rule)
+            if not _one_is_moot(context, rule, other)
+            and not (_combines(rule) and _combines(other))
+            and context.overlap(other, rule)
         )
         yield rule, tuple(others)
+
+
+def _combines(rule: Rule) -> bool:
+    return isinstance(rule, LossRule) and rule.edits
 
 
 def _listed(rules: Sequence[Rule]) -> str:

@@ -30,7 +30,8 @@ class BoundOnContributions(Check):
 
     def find(self, context: LintContext) -> Iterator[Finding]:
         for rule in context.rules:
-            if rule.target == "params" and rule.point == "backward" and not rule.linear:
+            contribution = rule.target == "params" and rule.point == "backward"
+            if contribution and rule.takes_at and not rule.linear:
                 message = (
                     f"{rule.action} at `backward` bounds what each backward pass contributes: under "
                     "accumulation the sum can exceed the bound, and under DDP each rank bounds its own share"

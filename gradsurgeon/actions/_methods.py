@@ -1,0 +1,212 @@
+"""The methods that make one gradient of several: a table, so that reading a rule needs no torch.
+
+The arithmetic is that of TorchJD (https://torchjd.org), whose public weightings map the inner products of gradients
+to a weight for each; a test holds the table against the installed release. Here are only methods whose weights follow
+from these products alone, with no memory of earlier steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradsurgeon._libraries import library
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXTRA = "surgery"
+
+# What comes out where no two gradients conflict, in words that a page and a plan go on with. A test holds each against
+# the methods that claim it.
+Size = Literal[
+    "the sum",
+    "the average",
+    "an average, with weights that add up to 1",
+    "at most the length of the average",
+    "at most 1 + `c` times the length of the average",
+    "the sum by its `weights`",
+    "a length of its own",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to weigh the gradients of losses.
+
+    Attributes:
+        weighting: the class of `torchjd.aggregation`.
+        paper: where it comes from.
+        size: what comes out where no two gradients conflict, with no `preference`.
+        about: what it does, in a line.
+        options: those that it takes, and whether they must be given.
+        solvers: the modules that it needs beside TorchJD.
+        takes_preference: whether it can prefer some losses to others.
+        keeps_zeros: whether a gradient of zeros has a say; of all others it is left out.
+        follows_scale: whether it makes a difference how large all gradients are together.
+    """
+
+    weighting: str
+    paper: str
+    size: Size
+    about: str
+    options: Mapping[str, bool] = field(default_factory=dict)
+    solvers: tuple[str, ...] = ()
+    takes_preference: bool = False
+    keeps_zeros: bool = False
+    follows_scale: bool = False
+
+
+_QUADRATIC = ("quadprog", "qpsolvers")
+METHODS: Mapping[str, Method] = {
+    "upgrad": Method(
+        "UPGradWeighting",
+        "arXiv 2406.16232",
+        "the average",
+        "projects each gradient so that it conflicts with no other, and averages the projections",
+        solvers=_QUADRATIC,
+        takes_preference=True,
+    ),
+    "dualproj": Method(
+        "DualProjWeighting",
+        "GEM, arXiv 1706.08840",
+        "the average",
+        "projects the average so that it conflicts with no gradient; with `memory`, A-GEM (arXiv 1812.00420)",
+        solvers=_QUADRATIC,
+        takes_preference=True,
+    ),
+    "pcgrad": Method(
+        "PCGradWeighting",
+        "arXiv 2001.06782",
+        "the sum",
+        "takes from each gradient what conflicts with each other one, in random order, and sums what is left",
+    ),
+    "mgda": Method(
+        "MGDAWeighting",
+        "arXiv 1810.04650",
+        "an average, with weights that add up to 1",
+        "takes the shortest average of the gradients, so that the smallest one counts most",
+    ),
+    "imtl-g": Method(
+        "IMTLGWeighting",
+        "openreview IMPnRXEWpvr",
+        "an average, with weights that add up to 1",
+        "weighs so that the result has the same projection on the direction of each gradient",
+    ),
+    "aligned-mtl": Method(
+        "AlignedMTLWeighting",
+        "arXiv 2305.19000",
+        "at most the length of the average",
+        "turns and stretches the gradients until they are orthogonal and equally long, and averages them",
+        takes_preference=True,
+    ),
+    "cagrad": Method(
+        "CAGradWeighting",
+        "arXiv 2110.14048",
+        "at most 1 + `c` times the length of the average",
+        "looks around the average, within `c` times its length, for what helps the worst loss most",
+        options={"c": True},
+        solvers=("cvxpy", "clarabel"),
+    ),
+    "fairgrad": Method(
+        "FairGradWeighting",
+        "arXiv 2402.15638",
+        "a length of its own",
+        "shares the progress of the losses alpha-fairly; how long it is follows from `alpha` and the gradients, so that no "
+        "learning rate carries over",
+        options={"alpha": True},
+        solvers=("scipy",),
+        follows_scale=True,
+    ),
+    "krum": Method(
+        "KrumWeighting",
+        "NeurIPS 2017, Blanchard et al.",
+        "an average, with weights that add up to 1",
+        "takes the average of the `n_selected` gradients that are closest to the others, and no other",
+        options={"n_byzantine": True, "n_selected": False},
+        keeps_zeros=True,
+    ),
+    "mean": Method("MeanWeighting", "-", "the average", "averages the gradients"),
+    "sum": Method("SumWeighting", "-", "the sum", "sums the gradients, as without a rule"),
+    "constant": Method(
+        "ConstantWeighting",
+        "-",
+        "the sum by its `weights`",
+        "sums the gradients with the `weights` of the rule",
+        options={"weights": True},
+    ),
+    "random": Method(
+        "RandomWeighting",
+        "arXiv 2111.10603",
+        "an average, with weights that add up to 1",
+        "averages the gradients with weights that are drawn anew in each call",
+    ),
+}
+
+
+class Weigher:
+    """Maps the inner products of gradients to one weight for each, by one method.
+
+    Args:
+        name: the method.
+        options: of the method, those that are given.
+        preference: how much each gradient counts, in their order; ``None`` for all alike.
+    """
+
+    def __init__(
+        self, name: str, options: Mapping[str, Any], preference: Sequence[float] | None
+    ) -> None:
+        self._method = METHODS[name]
+        self._options = options
+        self._preference = preference
+        what = f"`method: {name}`"
+        self._jd = library("torchjd.aggregation", EXTRA, what)
+        for solver in self._method.solvers:
+            library(solver, EXTRA, what)
+
+    def __call__(self, products: Tensor) -> Tensor:
+        """Return the weights, float64 of shape ``[n]``, of n gradients.
+
+        Args:
+            products: their inner products, float64 of shape ``[n, n]``, on the host and finite.
+
+        Raises:
+            ValueError: there are too few gradients for the method, or its solver has failed.
+        """
+        import torch  # noqa: PLC0415 # reading rules must not need torch
+
+        there = products.diagonal() > 0
+        if self._method.keeps_zeros:
+            there = torch.ones_like(there)
+        weights = torch.ones(len(products), dtype=torch.float64, device="cpu")
+        rows = there.nonzero().flatten()
+        if not len(rows):
+            return weights
+        some = products[rows][:, rows]
+        if not self._method.follows_scale:
+            # Below some absolute length methods take gradients for zeros, and true gradients are often shorter.
+            some = some / some.trace()
+        weights[rows] = self._weighting(rows)(some) if self._has_choice(len(rows)) else 1.0
+        return weights
+
+    def _has_choice(self, gradients: int) -> bool:
+        # The solvers of some methods take a single gradient for something else than itself.
+        return gradients > 1 or self._preference is not None or "weights" in self._options
+
+    def _weighting(self, rows: Tensor) -> Any:
+        import torch  # noqa: PLC0415 # as above
+
+        options = dict(self._options)
+        if "weights" in options:
+            options["weights"] = torch.tensor(
+                options["weights"], dtype=torch.float64, device="cpu"
+            )[rows]
+        if self._preference is not None:
+            preference = torch.tensor(self._preference, dtype=torch.float64, device="cpu")[rows]
+            options["pref_vector"] = preference
+            if not preference.all() and self._method.solvers:
+                # A loss that only constrains must do so exactly.
+                linalg = library("torchjd.linalg", EXTRA, "`memory`")
+                options["projector"] = linalg.QuadprogProjector(norm_eps=0.0, reg_eps=1e-12)
+        return getattr(self._jd, self._method.weighting)(**options)

@@ -1,0 +1,78 @@
+"""The action `conflict`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from gradsurgeon.actions._base import Example, Role
+from gradsurgeon.actions._effects import Comparison
+from gradsurgeon.actions._fields import Flaw
+from gradsurgeon.actions._kinds import LossRule
+
+
+class Conflict(LossRule):
+    """Record how far the gradients of several losses pull in different directions.
+
+    ## What it does
+    Compares the gradients of each pair of losses and changes nothing. Of a pair `seg/depth` it records `cosine`, that of
+    the angle between the two (below 0 they conflict: a small step down one loss is a step up the other); `ratio`, the
+    norm of the first over that of the second; and `opposed`, the norm of those elements at which the two
+    have opposite signs, as a share of the norm of all elements, from 0 to 1.
+
+    On parameters, `losses` names losses that the script hands to `gradsurgeon.backward({"seg": ..., "depth": ...})`.
+    On modules that take one tensor (`tensor: input.grad`), as the heads of a network do, it compares what each sends
+    back to it, in an ordinary `loss.backward()`.
+
+    ## Why use it
+    Before a method is tried (`combine`): whether losses conflict at all, where in the network, and from when on. A ratio of
+    1000 is no conflict but a loss that needs a weight.
+
+    ## Points
+    None: it acts while `gradsurgeon.backward` runs. Each call is a record of its own, with `per: parameter` one for each
+    parameter. Gradients that several ranks average (DDP) are compared after the average; on modules each rank
+    compares its own.
+
+    ## Cost
+    One more backward pass per loss, and memory for one gradient of the matched parameters per loss; on modules neither.
+    Waits for the device once per call.
+    """
+
+    EXAMPLES: ClassVar = (
+        Example(
+            {"losses": ["seg", "depth"]},
+            losses={"seg": [3.0, 4.0], "depth": [-4.0, 3.0]},
+            record={"cosine": 0.0, "ratio": 1.0, "opposed": 5.0 / 50.0**0.5},
+        ),
+    )
+
+    role: ClassVar[Role] = "observe"
+    stats: ClassVar = ("cosine", "ratio", "opposed")
+
+    action: Literal["conflict"] = "conflict"
+    per: Annotated[
+        Literal["rule", "parameter", "module"],
+        Field(
+            description="What is compared: all that the rule matches at once, or each by itself."
+        ),
+    ] = "rule"
+
+    @classmethod
+    def flaws(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:
+        yield from super().flaws(given)
+        if given.get("modules") is not None and given.get("per", "rule") != "rule":
+            message = (
+                "`per` divides parameters: on modules the gradients of one tensor are compared"
+            )
+            yield Flaw("per", message, "remove it", key=True)
+
+    @property
+    def outcome(self) -> str:
+        each = "" if self.per == "rule" else f", each {self.per} by itself"
+        return f"compared in pairs{each}"
+
+    def compile(self) -> Comparison:
+        """Return that pairs are compared."""
+        return Comparison(self.per)

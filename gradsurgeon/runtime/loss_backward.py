@@ -1,0 +1,226 @@
+"""One backward pass of several named losses, with rules on the gradient of each."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from gradsurgeon import _torch
+from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
+from gradsurgeon.runtime import loss_gradients
+from gradsurgeon.runtime.compile_support import uncompiled
+from gradsurgeon.runtime.loss_rules import DueLossRule, LossRules, NamedPass, running
+from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
+
+# The gradients of single losses add up to that of their sum but for rounding, of which half precision has much.
+_TOLERANCE, _ROUNDING = 0.05, 1e-3
+
+
+def backward(
+    losses: Mapping[str, Tensor],
+    scaler: GradScaler | None,
+    sessions: Sequence[tuple[LossRules, nn.Module]],
+) -> None:
+    """Run the backward pass of the sum of losses, and let the rules of sessions act on the gradient of each.
+
+    Args:
+        losses: scalars by name.
+        scaler: what multiplies them, or ``None``.
+        sessions: the rules on losses of each, and its model.
+    """
+    _check(losses)
+    scaled = losses if scaler is None else {n: scaler.scale(loss) for n, loss in losses.items()}
+    due: list[DueLossRule] = []
+    if sessions:
+        leaves = list(BackwardGraph(roots_of(list(scaled.values()))).leaves())
+        due = [one for rules, _ in sessions for one in rules.due(leaves)]
+    # As a script writes it, so that without a rule the very same operations run.
+    total = reduce(operator.add, scaled.values())
+    named = NamedPass(due)
+    with running(named), ExitStack() as stack:
+        if due:
+            models = [model for _, model in sessions]
+            stack.enter_context(_delivering(due, scaled, models, named))
+        torch.autograd.backward(total)
+    if named.unseen:
+        raise GradSurgeonError(named.unseen[0])
+
+
+def _check(losses: object) -> None:
+    if not isinstance(losses, Mapping) or not all(isinstance(one, str) and one for one in losses):
+        raise TypeError(
+            'losses are given by name: gradsurgeon.backward({"seg": seg_loss, "depth": depth_loss})'
+        )
+    if not losses:
+        raise ValueError("no loss is given: gradsurgeon.backward takes at least one")
+    for name, loss in losses.items():
+        called = f"the loss {printable(name)}"
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"{called} is no tensor, but of the type {type(loss).__name__}")
+        if loss.numel() != 1:
+            raise ValueError(
+                f"{called} has the shape {tuple(loss.shape)}, and a loss is one number: reduce it, as by `.mean()`"
+            )
+
+
+@contextmanager
+def _delivering(
+    due: Sequence[DueLossRule],
+    losses: Mapping[str, Tensor],
+    models: Sequence[nn.Module],
+    named: NamedPass,
+) -> Iterator[None]:
+    params = list({id(param): param for one in due for param in one.params}.values())
+    known = {name for one in due for name in one.rule.losses or ()}
+    parts = {name: loss for name, loss in losses.items() if name in known}
+    others = [loss for name, loss in losses.items() if name not in known]
+    _tell_of_unknown(due, losses)
+    wrappers = [
+        wrapper for one in due for wrapper in one.rules.context.ranks.wrappers_of(one.tensors)
+    ]
+    # Where ranks average gradients, another one may have what this one lacks.
+    if not (parts or wrappers):
+        yield
+        return
+    if others:
+        parts[_REST] = reduce(operator.add, others)
+    taken, tasks = loss_gradients.gradients(parts, params, models, wrappers)
+    rows = {name: dict(zip(map(id, params), row, strict=True)) for name, row in taken.items()}
+    del taken
+    combined: dict[int, Tensor] = {}
+    scales = {rules: rules.context.scaling.of(tasks) for rules in {one.rules for one in due}}
+    with torch.no_grad():
+        for one in due:
+            mine = one.rule.losses or ()
+            unlisted = [name for name in parts if name not in mine]
+            new = one.rules.run(one, rows, unlisted, scales[one.rules])
+            if twice := combined.keys() & new.keys():
+                _refuse_two(due, one, twice)
+            combined |= new
+    delivery = _Delivery(due, rows, combined, named)
+    del rows, combined
+    handles = [_torch.register_first(param, delivery.hook(id(param))) for param in params]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for param in params:
+            _torch.forget_empty_hooks(param)
+    delivery.check()
+
+
+def _refuse_two(due: Sequence[DueLossRule], last: DueLossRule, params: Collection[int]) -> None:
+    """Refuse rules of several sessions that combine the gradient of one parameter; of one session binding does."""
+    for one in due:
+        for tensor, param in zip(one.tensors, one.params, strict=True):
+            if one is not last and one.rule.edits and id(param) in params:
+                name = printable(one.rules.context.program.names[tensor])
+                raise GradSurgeonError(
+                    f"rule {last.rule.id}: another session combines the gradient of {name} already, by the rule "
+                    f"{one.rule.id}: leave it out of one of them by `exclude`"
+                )
+
+
+# No loss has it: names of losses are not empty.
+_REST = ""
+
+
+class _Delivery:
+    """Gives parameters their combined gradients in the pass that trains, and compares that pass with the others."""
+
+    def __init__(
+        self,
+        due: Sequence[DueLossRule],
+        rows: Mapping[str, Mapping[int, Tensor | None]],
+        combined: dict[int, Tensor],
+        named: NamedPass,
+    ) -> None:
+        self._due, self._named = due, named
+        self._combined = combined
+        self._reached = {
+            key for row in rows.values() for key, grad in row.items() if grad is not None
+        }
+        # Whether the passes agree is asked once of each rule; after that only the combined gradients are kept.
+        self._asked = [
+            one
+            for one in due
+            if one.rule.id not in one.rules.repeat and not one.rules.combines_inputs
+        ]
+        wanted = {id(param) for one in self._asked for param in one.params}
+        self._sums = {key: _sum(rows, key) for key in wanted & self._reached}
+        self._astray: set[int] = set()
+        self._differences: list[tuple[int, Tensor, Tensor]] = []
+
+    def hook(self, key: int) -> Callable[[Tensor], Tensor | None]:
+        @uncompiled
+        def deliver(grad: Tensor | None) -> Tensor | None:
+            if grad is None:
+                return None
+            if key not in self._reached:
+                self._astray.add(key)
+                return None
+            if (total := self._sums.pop(key, None)) is not None:
+                with torch.no_grad():
+                    both = torch.stack([(grad - total).norm(), grad.norm() + total.norm()])
+                self._differences.append((key, both[0], both[1]))
+            return self._combined.pop(key, None)
+
+        deliver.__name__ = "gradsurgeon.backward"
+        return deliver
+
+    def check(self) -> None:
+        """Refuse a graph in which the gradients of single losses do not add up to that of their sum."""
+        for one in self._due:
+            names = one.rules.context.program.names
+            for tensor, param in zip(one.tensors, one.params, strict=True):
+                if id(param) in self._astray:
+                    self._named.astray(one.rule, names[tensor])
+        of = {key: (float(off), float(size)) for key, off, size in self._differences}
+        for one in self._asked:
+            names = one.rules.context.program.names
+            known = {
+                t: of[id(p)] for t, p in zip(one.tensors, one.params, strict=True) if id(p) in of
+            }
+            # A gradient that is nothing but rounding, as of a bias before a batch norm, differs in every pass.
+            least = _ROUNDING * math.hypot(*(size for _, size in known.values()))
+            for tensor, (off, size) in known.items():
+                if off > max(least, _TOLERANCE * size):
+                    raise GradSurgeonError(
+                        f"rule {one.rule.id}: the gradients that the single losses give {printable(names[tensor])} do not "
+                        f"add up to that of their sum (off by {off:.3g} of {size:.3g}): the graph cannot be gone through "
+                        "twice. A custom autograd function that writes to what it has saved does that, or a "
+                        "checkpoint that draws other random numbers (preserve_rng_state=False)"
+                    )
+            if known:
+                one.rules.repeat.add(one.rule.id)
+
+
+def _sum(rows: Mapping[str, Mapping[int, Tensor | None]], key: int) -> Tensor:
+    there = [grad for row in rows.values() if (grad := row[key]) is not None]
+    return reduce(operator.add, there)
+
+
+def _tell_of_unknown(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> None:
+    """Say once that a rule names a loss that is not there, where one is there that no rule names."""
+    for one in due:
+        mine = one.rule.losses or ()
+        unnamed = [name for name in losses if name not in mine]
+        lacking = [name for name in mine if name not in losses]
+        if lacking and unnamed:
+            hint = did_you_mean(lacking[0], unnamed)
+            given = ", ".join(map(printable, losses))
+            text = (
+                f"no loss is called {printable(lacking[0])}; gradsurgeon.backward was given {given}"
+                f"{': ' + hint if hint else ''}"
+            )
+            one.rules.context.event_log.notice_once(
+                f"unknown {lacking[0]}", text, rule=one.rule.id, step=one.step, warn=True
+            )

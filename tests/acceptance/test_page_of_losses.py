@@ -1,0 +1,66 @@
+"""The page of a run with several losses in a real browser: matrices, tables and curves, and no markup of names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_views import HOSTILE, open_page
+from runs import meta, values
+
+from gradsurgeon.store import Key
+from gradsurgeon.store.writer import RunWriter
+
+pytestmark = pytest.mark.slow
+
+
+def losses_run(path: Path, *, losses: tuple[str, str, str], parts: int = 0) -> Path:
+    """Eighty calls in which the first two losses begin to conflict at step 32."""
+    role = {"role": "observe", "stats": ["cosine", "ratio", "opposed"], "losses": list(losses)}
+    about = meta(
+        ("w",),
+        roles={"tasks": role},
+        plan={"rules": [{"id": "tasks", "action": "conflict", "params": ["w"]}]},
+    )
+    writer = RunWriter(path, rank=0, meta=about)
+    one, two, three = losses
+    pairs: tuple[str, ...] = (f"{one}/{two}", f"{one}/{three}", f"{two}/{three}")
+    if parts:
+        pairs = tuple(f"w{part}:{pair}" for part in range(parts) for pair in pairs)
+    for step in range(80):
+        row = (0.5 if step < 32 else -0.9, 0.25, 0.75)
+        key = Key("tasks", "cosine", "backward", pairs)
+        writer.add(key, step, values(*row * max(1, parts)), frozenset())
+    writer.add(Key("surgery", "weight", "backward", losses), 0, values(1.0, 0.5, 2.0), frozenset())
+    key = Key("surgery", "distance", "backward", ("combined",))
+    writer.add(key, 0, values(0.5), frozenset())
+    writer.close()
+    return path
+
+
+def test_it_shows_a_matrix_tables_and_curves(page: Any, tmp_path: Path) -> None:
+    open_page(page, tmp_path, losses_run(tmp_path / "run", losses=("seg", "depth", HOSTILE)))
+    headings = page.locator("h2").all_inner_texts()
+    assert headings == ["What happened", "Losses against each other", "Rules"]
+    cells = page.locator("figure.losses tbody tr").first.locator("td")
+    assert cells.all_inner_texts() == ["", "-0.34", "0.25"]
+    red, green = (
+        cells.nth(place).evaluate("cell => getComputedStyle(cell).backgroundColor")
+        for place in (1, 2)
+    )
+    assert red != green
+    assert page.locator(".uplot canvas").count() == 3
+    assert "since step 32" in page.locator("ul.callouts").first.inner_text()
+    assert page.locator("figure.losses tbody th").nth(2).inner_text() == f"3 {HOSTILE}"
+    assert page.title() != "harmed"
+
+
+def test_of_many_parts_the_worst_are_shown(page: Any, tmp_path: Path) -> None:
+    run = losses_run(tmp_path / "run", losses=("a", "b", "c"), parts=60)
+    open_page(page, tmp_path, run)
+    assert page.locator("figure.losses").count() == 12
+    text = page.locator("main").inner_text()
+    assert "and 48 more parts; those with the lowest mean cosines are shown" in text
+    assert "and 80 more pairs; the lowest mean cosines are shown" in text
+    assert "cosine of the 8 worst" in text

@@ -1,0 +1,197 @@
+"""Combines the losses of several ranks in every set-up; each rank writes down what it got."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from several_losses import Heads, rules, trunk_of, two
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from worker import work
+
+import gradsurgeon
+
+STEPS = 3
+METHODS = ("upgrad", "pcgrad", "mgda", "imtl-g", "aligned-mtl", "random")
+SETUPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "no_sync": {},
+}
+FEATURES = ("plain", "bucket views", "static graph", "unused", "FSDP2")
+SHARDED = ("FSDP2", "FSDP1", "tensor parallel")
+
+
+def data(step: int) -> Tensor:
+    """Return the whole batch of a step, the same on every rank."""
+    return torch.randn(8, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def make() -> Heads:
+    """Return the model with the same weights each time."""
+    torch.manual_seed(0)
+    return Heads().double()
+
+
+def run(method: str, setup: str, *, ranks: int) -> dict[str, Any]:
+    """Train under one method, and return the end and what was recorded."""
+    model = make()
+    called: Any = model
+    session = gradsurgeon.apply(
+        model, rules({"action": "combine", "method": method}, {"action": "conflict"})
+    )
+    if ranks > 1:
+        called = DistributedDataParallel(model, **SETUPS[setup])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # What a rank draws by itself must make no difference.
+    torch.manual_seed(dist.get_rank() + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            parts = micro_batches(data(step), 2 if setup == "no_sync" else 1, ranks)
+            for number, part in enumerate(parts):
+                quiet = ranks > 1 and number < len(parts) - 1
+                with called.no_sync() if quiet else contextlib.nullcontext():
+                    losses = {name: loss / len(parts) for name, loss in two(called, part).items()}
+                    gradsurgeon.backward(losses)
+            optimizer.step()
+    found = {
+        "weights": [param.detach().flatten().tolist() for param in model.parameters()],
+        "cosines": session.history("seg/depth", "cosine"),
+        "weight": session.history("seg", "weight"),
+    }
+    session.remove()
+    return found
+
+
+def micro_batches(batch: Tensor, parts: int, ranks: int) -> list[Tensor]:
+    """Return the micro-batches of this rank; those of all ranks together are those of one process."""
+    whole = batch.chunk(parts)
+    return [part.chunk(ranks)[dist.get_rank() % ranks] for part in whole]
+
+
+def missing() -> dict[str, Any]:
+    """Train where one rank has no labels of one loss, and say what each got."""
+    model = make()
+    called = DistributedDataParallel(model, find_unused_parameters=True)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    part = data(0).chunk(2)[dist.get_rank()]
+    losses = two(called, part)
+    if dist.get_rank() == 1:
+        del losses["depth"]
+    gradsurgeon.backward(losses)
+    return {
+        "grads": [None if p.grad is None else p.grad.flatten().tolist() for p in trunk_of(model)]
+    }
+
+
+def nan() -> dict[str, Any]:
+    """Let a loss of one rank be NaN: all of them must see it, and leave the weights alone."""
+    model = make()
+    before = [param.detach().clone() for param in model.parameters()]
+    called = DistributedDataParallel(model)
+    file = rules({"action": "combine", "method": "pcgrad"})
+    file["rules"].append({"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = gradsurgeon.apply(model, file)
+    losses = two(called, data(0).chunk(2)[dist.get_rank()])
+    if dist.get_rank() == 1:
+        losses["seg"] = losses["seg"] * float("nan")
+    gradsurgeon.backward(losses)
+    optimizer.step()
+    return {
+        "unmoved": all(map(torch.equal, before, model.parameters())),
+        "said": [event.message for event in session.events if event.rule == "combine"],
+    }
+
+
+def refused(kind: str) -> str:
+    """Combine on parameters that are sharded, and return what is said."""
+    model = make().float()
+    called: nn.Module = model
+    if kind == "FSDP2":
+        fully_shard(model)
+    elif kind == "FSDP1":
+        called = FullyShardedDataParallel(
+            model, use_orig_params=True, device_id=torch.device("cpu")
+        )
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        parallelize_module(model, mesh, {"trunk.0": ColwiseParallel()})
+    try:
+        gradsurgeon.apply(called, rules({"action": "combine", "method": "mgda"}))
+    except gradsurgeon.GradSurgeonError as error:
+        return str(error)
+    return "nothing"
+
+
+def late() -> str:
+    """Shard after the rules are on."""
+    model = make().float()
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    fully_shard(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            gradsurgeon.backward(two(model, data(0).float()))
+        except gradsurgeon.GradSurgeonError as error:
+            return str(error)
+    return "nothing"
+
+
+ON_HEADS = {"modules": ["seg", "depth"], "tensor": "input.grad"}
+
+
+def on_features(setup: str) -> dict[str, Any]:
+    """Combine what the heads send back to their features, each rank by itself; return what all of them got."""
+    model = make()
+    rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
+    session = gradsurgeon.apply(model, {"version": 1, "rules": [rule]})
+    called: Any = model
+    if setup == "FSDP2":
+        fully_shard(model.trunk)
+        fully_shard(model)
+    elif setup == "alone":
+        pass
+    else:
+        called = DistributedDataParallel(model, **SETUPS[setup])
+    part = data(0).chunk(2)[dist.get_rank()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        seg, depth = called(part)
+        (seg.square().mean() * 5 - depth[:, :1].sum()).backward()
+    grads: list[Any] = [p.grad for p in trunk_of(model)]
+    whole = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in grads]
+    return {
+        "grads": [grad.flatten().tolist() for grad in whole],
+        "changed": session.status()["heads"].changed,
+    }
+
+
+def main() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for method in METHODS:
+        found[f"{method}, one process"] = run(method, "plain", ranks=1)
+        found[f"{method}, one process, no_sync"] = run(method, "no_sync", ranks=1)
+        for setup in SETUPS:
+            found[f"{method}, {setup}"] = run(method, setup, ranks=2)
+    found["missing"] = missing()
+    found["nan"] = nan()
+    found["refused"] = {kind: refused(kind) for kind in SHARDED}
+    found["late"] = late()
+    found["on features"] = {kind: on_features(kind) for kind in ("alone", *FEATURES)}
+    return found
+
+
+if __name__ == "__main__":
+    work(main)

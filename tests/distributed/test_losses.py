@@ -1,0 +1,98 @@
+"""Two real ranks combine their losses as one process does with both batches, or are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed.losses_worker import FEATURES, METHODS, SETUPS, SHARDED, data, make
+from ranks import run_ranks
+from several_losses import jacobian, trunk_of, two
+
+import gradsurgeon
+from gradsurgeon.actions._methods import METHODS as TABLE
+
+pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    worker = Path(__file__).with_name("losses_worker.py")
+    return run_ranks(worker, tmp_path_factory.mktemp("losses") / "seen")
+
+
+def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
+    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x, y, strict=True)]
+    return max(abs(a - b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_end_as_one_process_on_the_joined_batch(
+    ranks: list[dict[str, Any]], method: str, setup: str
+) -> None:
+    kind = "no_sync" if setup == "no_sync" else ""
+    wanted = ranks[0][", ".join(filter(None, (method, "one process", kind)))]
+    for rank in ranks:
+        found = rank[f"{method}, {setup}"]
+        assert largest_difference(found["weights"], wanted["weights"]) < 1e-12
+        for name in ("cosines", "weight"):
+            assert [step for step, _ in found[name]] == [step for step, _ in wanted[name]]
+            values = [value for _, value in found[name]]
+            assert values == pytest.approx([value for _, value in wanted[name]], rel=1e-5)
+
+
+def test_the_losses_of_one_process_conflict(ranks: list[dict[str, Any]]) -> None:
+    assert max(value for _, value in ranks[0]["mgda, one process"]["cosines"]) < 0
+
+
+def test_a_loss_that_one_rank_lacks_is_one_of_zeros_there(ranks: list[dict[str, Any]]) -> None:
+    model = make()
+    parts = data(0).chunk(2)
+    rows = [jacobian(two(model, part), trunk_of(model)) for part in parts]
+    rows[1][1] = 0.0
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    wanted = aggregation.MGDA()(torch.stack(rows).mean(0)).tolist()
+    for rank in ranks:
+        found = [value for grad in rank["missing"]["grads"] for value in grad]
+        assert found == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+def test_a_nan_of_one_rank_is_seen_by_all(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["nan"]["unmoved"]
+        (said,) = rank["nan"]["said"]
+        assert said.startswith("the gradient of seg is not finite")
+
+
+@pytest.mark.parametrize("kind", [*SHARDED, "late"])
+def test_sharded_parameters_are_refused_with_the_form_on_modules(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
+    for rank in ranks:
+        said = rank["late"] if kind == "late" else rank["refused"][kind]
+        assert "combine" in said
+        assert "input.grad" in said, said
+
+
+@pytest.mark.parametrize("setup", FEATURES)
+def test_on_features_all_get_the_mean_of_what_each_rank_has_combined(
+    ranks: list[dict[str, Any]], setup: str
+) -> None:
+    alone = [rank["on features"]["alone"] for rank in ranks]
+    assert [one["changed"] for one in alone] == [1.0, 1.0]
+    both = torch.tensor([one["grads"][0] for one in alone])
+    assert (both[0] - both[1]).abs().max() > 1e-3
+    wanted = [
+        torch.tensor([a, b]).mean(0).tolist()
+        for a, b in zip(*(o["grads"] for o in alone), strict=True)
+    ]
+    for rank in ranks:
+        assert largest_difference(rank["on features"][setup]["grads"], wanted) < 1e-6
+
+
+def test_the_methods_are_known() -> None:
+    assert set(METHODS) <= set(TABLE)
+    assert gradsurgeon.backward.__doc__

@@ -1,0 +1,733 @@
+"""`gradsurgeon.backward`: what arrives is what the methods say, and without a rule it is the plain sum."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from several_losses import (
+    TRUNKS,
+    Heads,
+    Losses,
+    Overlapping,
+    TwiceUsed,
+    flat_grads,
+    grads_of,
+    jacobian,
+    rules,
+    three,
+    trunk_of,
+    two,
+)
+from torch import Tensor, nn
+
+import gradsurgeon
+from gradsurgeon.actions._methods import METHODS
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Losses]] = {
+    "heads": (Heads, two),
+    "overlapping": (Overlapping, three),
+    "twice used": (TwiceUsed, two),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cagrad": {"c": 0.5},
+    "fairgrad": {"alpha": 1.0},
+    "krum": {"n_byzantine": 0},
+}
+
+
+def aggregator(method: str, names: list[str]) -> Any:
+    """Return TorchJD's own, which sees the whole Jacobian."""
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    if method == "constant":
+        return aggregation.Constant(torch.tensor([2.0, 0.5, -1.0][: len(names)]))
+    known = METHODS[method].weighting.removesuffix("Weighting")
+    return getattr(aggregation, known)(**OPTIONS.get(method, {}))
+
+
+@pytest.fixture(autouse=True)
+def doubles() -> Any:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_equals_the_aggregator_of_torchjd(method: str, model_name: str) -> None:
+    make, losses_of = MODELS[model_name]
+    model, x = make(), torch.randn(5, 6)
+    names = list(losses_of(model, x))
+    if method == "krum" and len(names) < 3:
+        pytest.skip("krum takes three losses at least")
+    options = dict(OPTIONS.get(method, {}))
+    if method == "constant":
+        options["weights"] = dict(zip(names, [2.0, 0.5, -1.0], strict=False))
+    matrix = jacobian(losses_of(model, x), trunk_of(model))
+    torch.manual_seed(0)  # the step
+    wanted = aggregator(method, names)(matrix)
+    rule = {"action": "combine", "losses": names, "method": method, **options}
+    with gradsurgeon.apply(model, rules(rule)) as session:
+        gradsurgeon.backward(losses_of(model, x))
+        assert session.status()["combine"].fired == 1
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_the_losses_of_these_tests_conflict() -> None:
+    for make, losses_of in MODELS.values():
+        model, x = make(), torch.randn(5, 6)
+        matrix = jacobian(losses_of(model, x), trunk_of(model))
+        assert (matrix @ matrix.T).min() < 0
+
+
+def plain(model: nn.Module, x: Tensor, losses_of: Losses = two) -> dict[str, Tensor | None]:
+    """Return the gradients of the plain sum; everything but the gradients stays as it is."""
+    other = copy.deepcopy(model)
+    state = torch.get_rng_state()
+    first, *rest = losses_of(other, x).values()
+    for loss in rest:
+        first = first + loss
+    first.backward()
+    torch.set_rng_state(state)
+    return grads_of(other)
+
+
+def same(left: dict[str, Tensor | None], right: dict[str, Tensor | None]) -> bool:
+    return left.keys() == right.keys() and all(
+        (one is None) == (other is None) and (one is None or torch.equal(one, other))  # type: ignore[arg-type]
+        for one, other in ((left[name], right[name]) for name in left)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.*no loss is called:gradsurgeon.GradSurgeonWarning")
+@pytest.mark.parametrize("trunk", TRUNKS)
+@pytest.mark.parametrize("armed", ["nothing", "conflict", "observed", "other losses", "paused"])
+def test_nothing_changes_without_a_rule_that_combines(trunk: str, armed: str) -> None:
+    model, x = Heads(TRUNKS[trunk]()), torch.randn(5, 6)
+    expected = plain(model, x)
+    before = torch.get_rng_state()
+    two(copy.deepcopy(model), x)["seg"].backward()  # what is drawn in a forward and a backward pass
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    session = None
+    if armed != "nothing":
+        combine: dict[str, Any] = {"action": "combine", "method": "pcgrad"}
+        if armed == "other losses":
+            combine["losses"] = ["a", "b"]
+        given = {"action": "conflict"} if armed == "conflict" else combine
+        mode: Any = "observe" if armed == "observed" else "act"
+        session = gradsurgeon.apply(model, rules(given), mode=mode)
+    if armed == "paused" and session is not None:
+        session.pause()
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    losses = two(model, x)
+    gradsurgeon.backward(losses)
+    assert same(grads_of(model), expected)
+    assert torch.equal(torch.get_rng_state(), after)
+    other = copy.deepcopy(model)
+    for buffer, one in zip(other.buffers(), buffers, strict=True):
+        buffer.copy_(one)
+    torch.set_rng_state(before)
+    first, second = two(other, x).values()
+    (first + second).backward()
+    assert all(map(torch.equal, model.buffers(), other.buffers()))
+    if armed in ("conflict", "observed") and session is not None:
+        assert session.status()[given["action"]].fired == 1
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+def test_only_matched_parameters_get_anything_else(trunk: str) -> None:
+    model, x = Heads(TRUNKS[trunk]()), torch.randn(5, 6)
+    expected = plain(model, x)
+    other = copy.deepcopy(model)
+    state = torch.get_rng_state()
+    matrix = jacobian(two(other, x), trunk_of(other))
+    torch.set_rng_state(state)
+    other = copy.deepcopy(model)
+    first, second = two(other, x).values()
+    (first + second).backward()
+    torch.set_rng_state(state)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.backward(two(model, x))
+    found = grads_of(model)
+    heads = [name for name in found if not name.startswith("trunk.")]
+    assert same({n: found[n] for n in heads}, {n: expected[n] for n in heads})
+    wanted = aggregator("mgda", ["seg", "depth"])(matrix)
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    assert all(map(torch.equal, model.buffers(), other.buffers()))
+
+
+def test_a_conflict_is_recorded_as_it_is() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    first, second = jacobian(two(model, x), trunk_of(model))
+    session = gradsurgeon.apply(model, rules({"action": "conflict"}))
+    gradsurgeon.backward(two(model, x))
+    against = first * second < 0
+    both = torch.stack([first, second])
+    expected = {
+        "cosine": torch.dot(first, second) / (first.norm() * second.norm()),
+        "ratio": first.norm() / second.norm(),
+        "opposed": both[:, against].norm() / both.norm(),
+    }
+    for stat, value in expected.items():
+        assert session.latest("seg/depth", stat) == pytest.approx(float(value), rel=1e-6)
+    assert session.latest("seg/depth", "cosine") < 0
+
+
+@pytest.mark.parametrize("per", ["parameter", "module"])
+def test_a_conflict_is_recorded_of_each_part(per: str) -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    session = gradsurgeon.apply(model, rules({"action": "conflict", "per": per}))
+    losses = two(model, x)
+    gradsurgeon.backward(losses)
+    parts: dict[str, list[str]] = {}
+    for name, _ in model.named_parameters():
+        if name.startswith("trunk."):
+            parts.setdefault(name if per == "parameter" else name.rpartition(".")[0], []).append(
+                name
+            )
+    for part, names in parts.items():
+        params = [model.get_parameter(name) for name in names]
+        first, second = jacobian(two(model, x), params)
+        cosine = float(torch.dot(first, second) / (first.norm() * second.norm()))
+        assert session.latest(f"{part}:seg/depth", "cosine") == pytest.approx(cosine, rel=1e-6)
+
+
+def test_a_loss_that_no_rule_names_is_added_as_it_is() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+
+    def penalty() -> Tensor:
+        return torch.stack([param.square().sum() for param in model.parameters()]).sum()
+
+    matrix = jacobian(two(model, x), trunk_of(model))
+    more = jacobian({"penalty": penalty()}, trunk_of(model))[0]
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.backward({**two(model, x), "penalty": penalty()})
+    wanted = aggregator("mgda", ["seg", "depth"])(matrix) + more
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_two_rules_combine_what_each_matches() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    session = gradsurgeon.apply(
+        model,
+        rules(
+            {"action": "combine", "id": "low", "method": "mgda", "params": "trunk.0.*"},
+            {"action": "combine", "id": "high", "method": "imtl-g", "params": "trunk.2.*"},
+        ),
+    )
+    for method, layer in (("mgda", "0"), ("imtl-g", "2")):
+        params = list(model.get_submodule(f"trunk.{layer}").parameters())
+        wanted = aggregator(method, ["seg", "depth"])(jacobian(two(model, x), params))
+        model.zero_grad()
+        gradsurgeon.backward(two(model, x))
+        torch.testing.assert_close(flat_grads(params), wanted, rtol=1e-9, atol=1e-12)
+    assert {rule: status.fired for rule, status in session.status().items()} == {
+        "low": 2,
+        "high": 2,
+    }
+
+
+def test_a_preference_counts_and_ones_give_the_sum() -> None:
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    model, x = Heads(), torch.randn(5, 6)
+    matrix = jacobian(two(model, x), trunk_of(model))
+    rule = {"action": "combine", "method": "upgrad", "preference": {"seg": 3.0}}
+    gradsurgeon.apply(model, rules(rule))
+    gradsurgeon.backward(two(model, x))
+    wanted = aggregation.UPGrad(pref_vector=torch.tensor([3.0, 1.0]))(matrix)
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_memory_only_constrains() -> None:
+    """A-GEM, equation 11: what conflicts with the memory is taken away, and nothing else changes."""
+    model, x = Heads(), torch.randn(5, 6)
+    mine, memory = jacobian(two(model, x), trunk_of(model))
+    rule = {"action": "combine", "method": "dualproj", "memory": ["depth"]}
+    gradsurgeon.apply(model, rules(rule))
+    gradsurgeon.backward(two(model, x))
+    product = torch.dot(mine, memory)
+    assert product < 0
+    wanted = mine - product / memory.square().sum() * memory
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("method", ["upgrad", "dualproj", "cagrad", "mgda", "imtl-g"])
+def test_the_size_of_all_losses_makes_no_difference(method: str, size: float) -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    combine = {"action": "combine", "method": method, **OPTIONS.get(method, {})}
+    gradsurgeon.apply(model, rules(combine))
+    gradsurgeon.backward(two(model, x))
+    wanted = flat_grads(trunk_of(model)) * size
+    model.zero_grad()
+    gradsurgeon.backward({name: loss * size for name, loss in two(model, x).items()})
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-6, atol=1e-9 * size)
+
+
+def test_a_loss_that_is_not_there_or_does_not_reach_leaves_the_others_alone() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "upgrad"}))
+    cases: list[dict[str, Tensor]] = [
+        {},
+        {"depth": torch.tensor(3.0)},
+        {"depth": cast("Tensor", model.depth.bias).sum()},
+    ]
+    for rest in cases:
+        model.zero_grad()
+        wanted = jacobian({"seg": two(model, x)["seg"]}, trunk_of(model))[0]
+        gradsurgeon.backward({"seg": two(model, x)["seg"], **rest})
+        torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-12, atol=1e-15)
+    assert session.status()["combine"].changed == 0
+
+
+def test_a_misspelt_loss_is_said_at_once() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    gradsurgeon.apply(
+        model, rules({"action": "combine", "method": "mgda", "losses": ["seg", "dept"]})
+    )
+    with pytest.warns(
+        gradsurgeon.GradSurgeonWarning,
+        match=r"no loss is called dept; .* given seg, depth.*`depth`",
+    ):
+        gradsurgeon.backward(two(model, x))
+
+
+def test_a_plain_backward_pass_is_said_at_once() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    with pytest.warns(
+        gradsurgeon.GradSurgeonWarning,
+        match=r"reached trunk.0.weight without .*gradsurgeon.backward",
+    ):
+        two(model, x)["seg"].backward()
+
+
+@pytest.mark.parametrize("culprit", ["seg", "depth"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loss_that_is_not_finite_is_named_and_left_to_the_trap(method: str, culprit: str) -> None:
+    names = ["seg", "depth", "third"]
+    model, x = Heads(), torch.randn(5, 6)
+    before = copy.deepcopy(model.state_dict())
+    options = dict(OPTIONS.get(method, {}))
+    if method == "constant":
+        options["weights"] = dict.fromkeys(names, 1.0)
+    combine = {"action": "combine", "losses": names, "method": method, **options}
+    trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+    file = rules(combine)
+    file["rules"].append(trap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = gradsurgeon.apply(model, file)
+    losses = {**two(model, x), "third": model(x)[0].mean()}
+    losses[culprit] = losses[culprit] * torch.tensor(float("nan"))
+    gradsurgeon.backward(losses)
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    said = [event.message for event in session.events if event.rule == "combine"]
+    assert len(said) == 1
+    assert said[0].startswith(f"the gradient of {culprit} is not finite")
+    assert [event.kind for event in session.events if event.rule == "trap"][:1] == ["trap"]
+
+
+def test_hooks_of_the_script_see_the_combined_gradient_once() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    weight = model.trunk[0].weight
+    seen: dict[str, list[Tensor]] = {"early": [], "late": [], "accumulated": [], "node": []}
+    weight.register_hook(lambda grad: seen["early"].append(grad.clone()))
+    gradsurgeon.apply(
+        model,
+        {
+            "version": 1,
+            "rules": [
+                *rules({"action": "combine", "method": "mgda"})["rules"],
+                {"id": "half", "action": "scale", "params": "trunk.0.weight", "factor": 0.5},
+            ],
+        },
+    )
+    weight.register_hook(lambda grad: seen["late"].append(grad.clone()))
+    weight.register_post_accumulate_grad_hook(lambda p: seen["accumulated"].append(p.grad.clone()))
+    wanted = aggregator("mgda", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model)))
+    for grads in seen.values():
+        grads.clear()
+    gradsurgeon.backward(two(model, x))
+    assert {name: len(grads) for name, grads in seen.items()} == {
+        "early": 1,
+        "late": 1,
+        "accumulated": 1,
+        "node": 0,
+    }
+    first = wanted[: weight.numel()].view_as(weight)
+    torch.testing.assert_close(seen["early"][0], first, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(seen["late"][0], first / 2, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(weight.grad, first / 2, rtol=1e-9, atol=1e-12)
+
+
+def test_a_hook_that_changes_gradients_acts_on_the_combined_one_alone() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    wanted = aggregator("mgda", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model))) * 3
+    for param in trunk_of(model):
+        param.register_hook(lambda grad: grad * 3)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.backward(two(model, x))
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_hook_registered_within_a_pass_stays() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    weight = model.trunk[0].weight
+    seen: list[str] = []
+    losses = two(model, x)
+
+    def register(_grad: Tensor) -> None:
+        if not seen:
+            seen.append("registered")
+            weight.register_hook(lambda _: seen.append("called"))
+
+    features = model.trunk(x)
+    features.register_hook(register)
+    losses = {"seg": model.seg(features).square().mean(), "depth": -model.depth(features).mean()}
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.backward(losses)
+    assert seen[0] == "registered"
+    assert "called" in seen
+    assert len(weight._backward_hooks) == 1  # nobody else tells
+
+
+def test_gradients_accumulate_over_calls() -> None:
+    model = Heads()
+    batches = [torch.randn(5, 6) for _ in range(3)]
+    wanted = sum(
+        aggregator("mgda", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model)))
+        for x in batches
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = gradsurgeon.apply(
+        model, rules({"action": "combine", "method": "mgda"}, {"action": "conflict"})
+    )
+    with pytest.warns(
+        gradsurgeon.GradSurgeonWarning, match="combines the losses of each backward pass"
+    ):
+        for x in batches:
+            gradsurgeon.backward(two(model, x))
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    optimizer.step()
+    assert [step for step, _ in session.history("seg/depth", "cosine")] == [0, 0, 0]
+
+
+def test_records_and_rules_after_it_see_the_combined_gradient() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    file = rules({"action": "combine", "method": "mgda"})
+    for at in ("backward", "accumulated", "step"):
+        file["rules"].append({"id": at, "action": "norm-log", "params": "trunk.0.weight", "at": at})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = gradsurgeon.apply(model, file)
+    wanted = aggregator("mgda", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model)))
+    gradsurgeon.backward(two(model, x))
+    optimizer.step()
+    norm = float(wanted[: model.trunk[0].weight.numel()].norm())
+    for at in ("backward", "accumulated", "step"):
+        ((step, value),) = session.history("trunk.0.weight", rule=at)
+        assert step == 0
+        assert value == pytest.approx(norm, rel=1e-6)
+
+
+def _halve(_module: nn.Module, _args: Any, output: Tensor) -> None:
+    output.register_hook(lambda grad: grad * 0.5)
+
+
+def test_module_rules_act_in_every_pass_and_record_in_one() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    edited = copy.deepcopy(model)
+    edited.trunk[0].register_forward_hook(_halve)
+    wanted = aggregator("mgda", ["seg", "depth"])(jacobian(two(edited, x), trunk_of(edited)))
+    file = rules({"action": "combine", "method": "mgda"})
+    of = {"modules": "trunk.0", "tensor": "output.grad"}
+    file["rules"] += [
+        {"id": "half", "action": "scale", "factor": 0.5, **of},
+        {"id": "norms", "action": "norm-log", **of},
+        {"id": "kept", "action": "capture", **of},
+        {"id": "trap", "action": "nan-trap", **of},
+    ]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = gradsurgeon.apply(model, file)
+    gradsurgeon.backward(two(model, x))
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    optimizer.step()
+    fired = {rule: status.fired for rule, status in session.status().items()}
+    assert fired == {"combine": 1, "half": 1, "norms": 1, "kept": 1, "trap": fired["trap"]}
+    assert len(session.history("trunk.0", rule="norms")) == 1
+    assert len(session.captured("kept")) == 1
+
+
+def test_rules_act_in_their_steps_and_by_their_optimizer() -> None:
+    model = Heads()
+    first = torch.optim.SGD(model.trunk[0].parameters(), lr=0.1)
+    second = torch.optim.SGD(
+        [*model.trunk[2].parameters(), *model.seg.parameters(), *model.depth.parameters()], lr=0.1
+    )
+    session = gradsurgeon.apply(
+        model, rules({"action": "combine", "method": "mgda", "steps": {"from": 1, "every": 2}})
+    )
+    for _ in range(4):
+        x = torch.randn(5, 6)
+        model.zero_grad()
+        expected = plain(model, x)
+        gradsurgeon.backward(two(model, x))
+        found = grads_of(model)
+        assert same(found, expected) == (session.step % 2 == 0)
+        first.step()
+        second.step()
+    assert session.status()["combine"].fired == 2
+
+
+def test_tied_parameters_get_one_gradient() -> None:
+    class Tied(Heads):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), 6)
+            self.trunk[2].weight = self.trunk[0].weight
+
+    model, x = Tied(), torch.randn(5, 6)
+    wanted = aggregator("imtl-g", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model)))
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "imtl-g"}))
+    gradsurgeon.backward(two(model, x))
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_a_gradient_penalty_is_a_loss_like_others() -> None:
+    def penalised(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+        x = x.clone().requires_grad_()
+        losses = two(model, x)
+        (slope,) = torch.autograd.grad(losses["seg"], x, create_graph=True)
+        return {"seg": losses["seg"], "depth": losses["depth"] - slope.square().sum()}
+
+    model, x = Heads(), torch.randn(5, 6)
+    wanted = aggregator("mgda", ["seg", "depth"])(jacobian(penalised(model, x), trunk_of(model)))
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.backward(penalised(model, x))
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+
+
+def test_two_models_with_a_session_each() -> None:
+    models, x = [Heads(), Heads()], torch.randn(5, 6)
+
+    def joint() -> dict[str, Tensor]:
+        one, other = (two(model, x) for model in models)
+        return {"seg": one["seg"] + other["seg"], "depth": one["depth"] * other["depth"]}
+
+    wanted = [
+        aggregator(method, ["seg", "depth"])(jacobian(joint(), trunk_of(model)))
+        for method, model in zip(("mgda", "pcgrad"), models, strict=True)
+    ]
+    for method, model in zip(("mgda", "pcgrad"), models, strict=True):
+        gradsurgeon.apply(model, rules({"action": "combine", "method": method}))
+    gradsurgeon.backward(joint())
+    for model, one in zip(models, wanted, strict=True):
+        torch.testing.assert_close(flat_grads(trunk_of(model)), one, rtol=1e-9, atol=1e-12)
+
+
+def test_one_parameter_under_two_models() -> None:
+    """The inner model has a session of its own, which only compares."""
+    model, x = Heads(), torch.randn(5, 6)
+    wanted = aggregator("mgda", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model)))
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    inner = gradsurgeon.apply(model.trunk, rules({"action": "conflict", "params": "*"}))
+    gradsurgeon.backward(two(model, x))
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-9, atol=1e-12)
+    assert inner.status()["conflict"].fired == 1
+
+
+def test_two_sessions_that_combine_one_gradient_are_refused_by_name() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda", "id": "outer"}))
+    inner = {"action": "combine", "method": "mean", "id": "inner", "params": "0.*"}
+    gradsurgeon.apply(model.trunk, rules(inner))
+    text = r"rule (inner|outer): another session combines the gradient of (trunk\.)?0.weight"
+    with pytest.raises(gradsurgeon.GradSurgeonError, match=text):
+        gradsurgeon.backward(two(model, x))
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_an_optimizer_in_the_backward_pass_steps_once() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    wanted = aggregator("mgda", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model)))
+    before = [param.detach().clone() for param in trunk_of(model)]
+    optimizers: dict[Tensor, torch.optim.SGD] = {
+        param: torch.optim.SGD([param], lr=1.0) for param in model.parameters()
+    }
+
+    def step(param: Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.backward(two(model, x))
+    moved = torch.cat([(a - b).flatten() for a, b in zip(before, trunk_of(model), strict=True)])
+    torch.testing.assert_close(moved, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_a_scaler_changes_nothing_but_the_rounding() -> None:
+    torch.set_default_dtype(torch.float32)
+    model, x = Heads(), torch.randn(5, 6)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    matrix = jacobian(two(model, x), trunk_of(model))
+    wanted = aggregator("upgrad", ["seg", "depth"])(matrix)
+    cosine = torch.nn.functional.cosine_similarity(matrix[0], matrix[1], dim=0)
+    session = gradsurgeon.apply(
+        model,
+        rules({"action": "combine", "method": "upgrad"}, {"action": "conflict", "id": "seen"}),
+    )
+    gradsurgeon.backward(two(model, x), scaler=scaler)
+    torch.testing.assert_close(flat_grads(trunk_of(model)) / 2**12, wanted, rtol=1e-4, atol=1e-6)
+    assert session.latest("seg/depth", "cosine") == pytest.approx(float(cosine), rel=1e-5)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_an_overflow_reaches_the_scaler() -> None:
+    torch.set_default_dtype(torch.float32)
+    model, x = Heads(), torch.randn(5, 6)
+    before = copy.deepcopy(model.state_dict())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "upgrad"}))
+    gradsurgeon.backward({name: loss * 1e10 for name, loss in two(model, x).items()}, scaler=scaler)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**126
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_parameters_are_rounded_once(dtype: torch.dtype) -> None:
+    model, x = Heads().to(dtype), torch.randn(5, 6).to(dtype)
+    matrix = jacobian(two(model, x), trunk_of(model)).double()
+    wanted = aggregator("mgda", ["seg", "depth"])(matrix)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.backward(two(model, x))
+    found = flat_grads(trunk_of(model))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, wanted.to(dtype), rtol=1e-2, atol=1e-4)
+
+
+def test_autocast_needs_nothing_else() -> None:
+    torch.set_default_dtype(torch.float32)
+    model, x = Heads(), torch.randn(5, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = two(model, x)
+    wanted = aggregator("mgda", ["seg", "depth"])(jacobian(losses, trunk_of(model)))
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.backward(losses)
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-2, atol=1e-4)
+
+
+def test_it_leaves_no_trace() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    hooks = [param._backward_hooks for param in model.parameters()]  # nobody else tells
+    assert hooks == [None] * len(hooks)
+    gradsurgeon.backward(two(model, x))
+    session.remove()
+    assert [param._backward_hooks for param in model.parameters()] == hooks  # as above
+    model.zero_grad()
+    expected = plain(model, x)
+    gradsurgeon.backward(two(model, x))
+    assert same(grads_of(model), expected)
+
+
+def test_losses_are_given_by_name_and_are_one_number_each() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    seg = two(model, x)["seg"]
+    for wrong, error, text in (
+        ([seg], TypeError, "by name"),
+        ({1: seg}, TypeError, "by name"),
+        ({"": seg}, TypeError, "by name"),
+        ({}, ValueError, "at least one"),
+        ({"seg": 1.0}, TypeError, "the loss seg is no tensor, but of the type float"),
+        ({"seg": model(x)[0]}, ValueError, r"the loss seg has the shape \(5, 3\)"),
+    ):
+        with pytest.raises(error, match=text):
+            gradsurgeon.backward(wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"GradScaler, not int"):
+        gradsurgeon.backward({"seg": seg}, scaler=3)  # type: ignore[arg-type]
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_random_weights_repeat_by_the_step() -> None:
+    random.seed(0)
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(0)
+        model, x = Heads(), torch.randn(5, 6)
+        torch.manual_seed(seed)
+        with gradsurgeon.apply(model, rules({"action": "combine", "method": "random"})):
+            gradsurgeon.backward(two(model, x))
+        found.append(flat_grads(trunk_of(model)))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_method_that_follows_the_scale_takes_true_units(by_hand: bool) -> None:
+    torch.set_default_dtype(torch.float32)
+    model, x = Heads(), torch.randn(5, 6)
+    wanted = aggregator("fairgrad", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model)))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    gradsurgeon.apply(
+        model, rules({"action": "combine", "method": "fairgrad", "alpha": 1.0}), scaler=scaler
+    )
+    losses = two(model, x)
+    if by_hand:
+        gradsurgeon.backward({name: scaler.scale(loss) for name, loss in losses.items()})
+    else:
+        gradsurgeon.backward(losses, scaler=scaler)
+    torch.testing.assert_close(flat_grads(trunk_of(model)) / 2**10, wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_a_closure_may_run_it_several_times() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "sum"}))
+    other = copy.deepcopy(model)
+    reference = torch.optim.LBFGS(other.parameters(), lr=0.1, max_iter=3)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        losses = two(model, x)
+        gradsurgeon.backward(losses)
+        return losses["seg"] + losses["depth"]
+
+    def plainly() -> Tensor:
+        reference.zero_grad()
+        first, second = two(other, x).values()
+        (first + second).backward()
+        return first + second
+
+    optimizer.step(closure)
+    reference.step(plainly)
+    for one, wanted in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-9, atol=1e-9)
+    assert session.status()["combine"].fired > 1
+
+
+@pytest.mark.slow
+@pytest.mark.no_cover
+def test_a_compiled_training_step_may_call_it() -> None:
+    torch.set_default_dtype(torch.float32)
+    torch._dynamo.reset()
+    model, x = Heads(), torch.randn(5, 6)
+    wanted = aggregator("mgda", ["seg", "depth"])(jacobian(two(model, x), trunk_of(model)))
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+
+    @torch.compile(backend="eager")
+    def step(x: Tensor) -> None:
+        gradsurgeon.backward(two(model, x))
+
+    step(x)
+    torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,978 @@
+"""Rules on what several modules send back to a tensor that they take, in one ordinary backward pass."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from two_heads import (
+    CONFLICT,
+    HEADS,
+    MGDA,
+    PCGRAD,
+    ManyHeads,
+    TwoHeads,
+    by_hand,
+    close,
+    cosine,
+    grads_of,
+    jacobian,
+    loss,
+    losses,
+    opposed,
+    rules,
+    same,
+    total,
+)
+
+import gradsurgeon
+from gradsurgeon import GradSurgeonError, GradSurgeonWarning
+from gradsurgeon.actions._methods import METHODS
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cagrad": {"c": 0.5},
+    "fairgrad": {"alpha": 1.0},
+    "krum": {"n_byzantine": 0},
+}
+
+
+@pytest.fixture(autouse=True)
+def doubles() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def aggregator(method: str) -> Any:
+    """Return TorchJD's own, which sees the whole Jacobian."""
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    known = METHODS[method].weighting.removesuffix("Weighting")
+    return getattr(aggregation, known)(**OPTIONS.get(method, {}))
+
+
+def drawing(method: str) -> Callable[[Tensor], Tensor]:
+    """Return an aggregator that draws what a rule draws in the first step."""
+
+    def aggregate(matrix: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        out: Tensor = aggregator(method)(matrix)
+        return out
+
+    return aggregate
+
+
+def two_heads() -> tuple[TwoHeads, Tensor]:
+    model = TwoHeads()
+    opposed(model)
+    return model, torch.randn(5, 6)
+
+
+def many_heads(heads: int) -> tuple[ManyHeads, Tensor]:
+    model = ManyHeads(heads)
+    with torch.no_grad():
+        first, *others = (head.weight for head in model.heads)
+        for weight in others:
+            weight.add_(first, alpha=2.0)
+    return model, torch.randn(5, 6)
+
+
+def plain(model: Any, x: Tensor) -> dict[str, Tensor]:
+    """Return the gradients without a rule."""
+    state = torch.get_rng_state()
+    loss(model(x)).backward()
+    torch.set_rng_state(state)
+    grads = grads_of(model)
+    model.zero_grad()
+    model.features = None
+    return grads
+
+
+def armed(model: nn.Module, *given: dict[str, Any], **options: Any) -> gradsurgeon.Session:
+    return gradsurgeon.apply(model, rules(*given), **options)
+
+
+# --- what arrives -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"constant"}))
+def test_each_method_equals_that_of_torchjd_on_the_features(method: str, heads: int) -> None:
+    if method == "krum" and heads < 3:
+        pytest.skip("krum takes three gradients at least")
+    model, x = many_heads(heads)
+    wanted = by_hand(model, losses(model(x)), drawing(method))
+    rule = {"action": "combine", "modules": "heads.*", "method": method, **OPTIONS.get(method, {})}
+    session = armed(model, rule)
+    loss(model(x)).backward()
+    assert close(grads_of(model), wanted)
+    assert session.status()["combine"].fired == 1
+
+
+def test_the_gradients_of_these_tests_conflict() -> None:
+    for model in (two_heads()[0], many_heads(2)[0], many_heads(4)[0]):
+        parts = losses(model(torch.randn(5, 6)))
+        matrix = jacobian(parts, model.features)
+        assert (matrix @ matrix.T).min() < 0
+        plain_sum = by_hand(model, parts, lambda rows: rows.sum(0))
+        assert not close(by_hand(model, parts, drawing("pcgrad")), plain_sum)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rule", "mode"),
+    [
+        (CONFLICT, "act"),
+        (PCGRAD, "observe"),
+        (MGDA, "observe"),
+        ({"action": "combine", "method": "sum"}, "act"),
+    ],
+    ids=["conflict", "observed pcgrad", "observed mgda", "sum"],
+)
+def test_what_does_not_act_leaves_every_bit(
+    rule: dict[str, Any], mode: Any, dtype: torch.dtype
+) -> None:
+    for model in (TwoHeads(), TwoHeads(nn.Sequential(nn.Dropout(), nn.Linear(16, 3)))):
+        model.to(dtype)
+        x = torch.randn(5, 6).to(dtype)
+        torch.manual_seed(7)
+        wanted = plain(model, x)
+        model(x)
+        after = torch.get_rng_state()
+        torch.manual_seed(7)
+        with armed(model, rule, mode=mode) as session:
+            loss(model(x)).backward()
+            assert session.status()[rule["action"]].fired == 1
+        assert same(grads_of(model), wanted)
+        assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_what_conflict_records() -> None:
+    model, x = two_heads()
+    seg, depth = jacobian(losses(model(x)), model.features)
+    session = armed(model, CONFLICT)
+    loss(model(x)).backward()
+    pair = "seg_head/depth_head"
+    against = seg.sign() * depth.sign() < 0
+    wanted = {
+        "cosine": cosine(seg, depth),
+        "ratio": float(seg.norm() / depth.norm()),
+        "opposed": float(
+            (seg[against].square().sum() + depth[against].square().sum()).sqrt()
+            / (seg.square().sum() + depth.square().sum()).sqrt()
+        ),
+    }
+    assert wanted["cosine"] < 0
+    for stat, value in wanted.items():
+        ((_, found),) = session.history(pair, stat)
+        assert found == pytest.approx(value, rel=1e-5)
+
+
+def test_conflict_sees_what_came_and_one_view_serves_all_rules() -> None:
+    model, x = two_heads()
+    seg, depth = jacobian(losses(model(x)), model.features)
+    views = []
+    model.seg_head.register_forward_pre_hook(lambda _, args: views.append(args[0]))
+    for order in ((MGDA, CONFLICT), (CONFLICT, MGDA)):
+        model.zero_grad()
+        views.clear()
+        with armed(model, *order) as session:
+            loss(model(x)).backward()
+            ((_, value),) = session.history("seg_head/depth_head", "cosine")
+            assert value == pytest.approx(cosine(seg, depth), rel=1e-5)
+            # The head's view, the one that all of them have, and the trunk.
+            node = views[0].grad_fn.next_functions[0][0].next_functions[0][0]
+            assert node is model.features.grad_fn
+
+
+def test_what_combine_records() -> None:
+    model, x = two_heads()
+    matrix = jacobian(losses(model(x)), model.features)
+    wanted = pytest.importorskip("torchjd.aggregation").MGDAWeighting()(matrix @ matrix.T)
+    session = armed(model, MGDA)
+    loss(model(x)).backward()
+    for name, weight in zip(HEADS, wanted.tolist(), strict=True):
+        ((_, found),) = session.history(name, "weight")
+        assert found == pytest.approx(weight, rel=1e-5)
+    off = ((wanted - 1) @ matrix).norm() / matrix.sum(0).norm()
+    ((_, distance),) = session.history("combined", "distance")
+    assert distance == pytest.approx(float(off), rel=1e-5)
+    assert session.status()["combine"].changed == 1
+
+
+def test_two_rules_on_two_pairs_of_heads() -> None:
+    model, x = many_heads(4)
+    rows = jacobian(losses(model(x)), model.features)
+    torch.manual_seed(0)
+    wanted = aggregator("mgda")(rows[:2]) + aggregator("upgrad")(rows[2:])
+    armed(
+        model,
+        {**MGDA, "id": "first", "modules": "heads.{0..1}"},
+        {"action": "combine", "method": "upgrad", "id": "last", "modules": "heads.{2..3}"},
+    )
+    outs = model(x)
+    model.features.retain_grad()
+    loss(outs).backward()
+    torch.testing.assert_close(model.features.grad.flatten(), wanted)  # type: ignore[union-attr]
+
+
+def test_other_consumers_of_the_features_are_added_as_they_are() -> None:
+    model, x = many_heads(3)
+    rows = jacobian(losses(model(x)), model.features)
+    wanted = aggregator("mgda")(rows[:2]) + rows[2]
+    armed(model, {**MGDA, "modules": "heads.{0..1}"})
+    outs = model(x)
+    model.features.retain_grad()
+    loss(outs).backward()
+    torch.testing.assert_close(model.features.grad.flatten(), wanted)  # type: ignore[union-attr]
+
+
+def test_rules_on_the_input_of_one_head_act_before() -> None:
+    model, x = two_heads()
+    rows = jacobian(losses(model(x)), model.features)
+    rows[0] *= 3.0
+    file = rules(MGDA)
+    scale = {"id": "more", "action": "scale", "modules": "seg_head", "tensor": "input.grad"}
+    file["rules"].append({**scale, "factor": 3.0})
+    gradsurgeon.apply(model, file)
+    outs = model(x)
+    model.features.retain_grad()
+    loss(outs).backward()
+    wanted = aggregator("mgda")(rows)
+    torch.testing.assert_close(model.features.grad.flatten(), wanted)  # type: ignore[union-attr]
+
+
+def test_a_gradient_that_is_not_finite_arrives_in_the_sum() -> None:
+    model, x = two_heads()
+    session = armed(model, PCGRAD)
+    outs = model(x)
+    (outs[0].square().sum() * float("inf") + outs[1].sum()).backward()
+    assert not model.trunk[0].weight.grad.isfinite().any()
+    (event,) = [event for event in session.events if event.rule == "combine"]
+    assert event.message.startswith("the gradient of seg_head is not finite")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ratio", [1e2, 1e4, 1e6])
+def test_a_small_gradient_is_not_lost_beside_a_large_one(dtype: torch.dtype, ratio: float) -> None:
+    """MGDA takes the small one nearly alone, which the sum of both has rounded away."""
+    model, x = ManyHeads(2).to(dtype), torch.randn(5, 6).to(dtype)
+
+    def run() -> list[Tensor]:
+        first, second = model(x)
+        return [first.float().sum() * 0.1, ratio * (-second.float()).exp().mean()]
+
+    wanted = aggregator("mgda")(jacobian(run(), model.features).double())
+    armed(model, {**MGDA, "modules": "heads.*"})
+    parts = run()
+    model.features.retain_grad()
+    total(parts).backward()
+    found = model.features.grad.double().flatten()  # type: ignore[union-attr]
+    assert float((found - wanted).norm() / wanted.norm()) < 4 * torch.finfo(dtype).eps
+
+
+def test_a_pass_that_has_failed_leaves_nothing_to_the_next() -> None:
+    model, x = two_heads()
+    wanted = by_hand(model, losses(model(x)), drawing("mgda"))
+    armed(model, MGDA)
+    outs = model(x)
+    handle = outs[0].register_hook(stop)  # by then the other head has sent back its part
+    value = loss(outs)
+    with pytest.raises(RuntimeError, match="stop"):
+        value.backward(retain_graph=True)
+    handle.remove()
+    model.zero_grad()
+    value.backward()
+    assert close(grads_of(model), wanted)
+
+
+# --- which tensors ------------------------------------------------------------------------------------
+
+
+class Several(nn.Module):
+    """Heads that take two tensors in a structure, of which they share both, and one that is their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 8)
+        self.seg_head = Takes()
+        self.depth_head = Takes()
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        self.low = self.trunk(x)
+        self.high = self.low.tanh()
+        self.own = [self.low * 2.0, self.low * 3.0]
+        heads = (self.seg_head, self.depth_head)
+        return [
+            head({"low": self.low, "hidden": self.high}, own=own)
+            for head, own in zip(heads, self.own, strict=True)
+        ]
+
+
+class Takes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high, self.own = (nn.Linear(8, 2) for _ in range(3))
+
+    def forward(self, given: dict[str, Tensor], own: Tensor) -> Any:
+        return self.low(given["low"]) + self.high(given["hidden"]).tanh() * self.own(own)
+
+
+@pytest.mark.parametrize("tensor", ["input.grad", "input[0].hidden.grad", "input.given.low.grad"])
+def test_each_shared_tensor_is_combined_by_itself(tensor: str) -> None:
+    model, x = Several(), torch.randn(5, 6)
+
+    def seen() -> list[Tensor]:
+        outs = model(x)
+        of = [model.low, model.high, *model.own]
+        grads: list[Tensor] = []
+        for one in of:
+            one.retain_grad()
+        loss(outs).backward()
+        for one in of[1:]:  # the gradient of the lowest one is also what comes from the others
+            assert one.grad is not None
+            grads.append(one.grad.flatten())
+        return [*grads, model.trunk.weight.grad.clone()]  # type: ignore[union-attr]
+
+    before = seen()
+    parts = losses(model(x))
+    rows = jacobian(parts, model.high)
+    model.zero_grad()
+    session = armed(model, {**MGDA, "tensor": tensor})
+    after = seen()
+    high = tensor != "input.given.low.grad"
+    torch.testing.assert_close(after[0], aggregator("mgda")(rows) if high else before[0])
+    assert torch.equal(after[1], before[1])
+    assert torch.equal(after[2], before[2])
+    assert not torch.allclose(after[3], before[3])
+    assert session.status()["combine"].fired == (2 if tensor == "input.grad" else 1)
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, features: Tensor) -> Any:
+        return self.attention(features, features, features, need_weights=False)[0]
+
+
+class CalledTwice(nn.Module):
+    """One head is called twice on the features, the other in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk: Any = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+        self.seg_head = nn.Linear(16, 2)
+        self.depth_head = nn.Linear(16, 2)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        self.features = self.trunk(x)
+        once, between = self.seg_head(self.features), self.depth_head(self.features)
+        return [once.sin() + self.seg_head(self.features).square(), between]
+
+
+@pytest.mark.parametrize("kind", ["called twice", "attention"])
+def test_what_one_module_sends_back_is_one_gradient(kind: str) -> None:
+    model: Any = CalledTwice() if kind == "called twice" else TwoHeads(Attending())
+    x = torch.randn(5, 6)
+    modules = HEADS
+    if kind == "attention":
+        # The inner module takes the tensor three times over.
+        modules = ["seg_head.attention", "depth_head"]
+    wanted = by_hand(model, losses(model(x)), drawing("mgda"))
+    session = armed(model, {**MGDA, "modules": modules})
+    loss(model(x)).backward()
+    assert close(grads_of(model), wanted)
+    assert all(len(session.history(name, "weight")) == 1 for name in modules)
+
+
+# --- passes that lack something -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["not called", "no loss", "detached", "no gradient"])
+def test_one_head_alone_in_a_pass_is_ordinary(kind: str) -> None:
+    model, x = two_heads()
+
+    def run(model: TwoHeads) -> None:
+        if kind == "not called":
+            model.seg_head(model.trunk(x)).square().sum().backward()
+        elif kind == "detached":
+            seg, depth = model(x)
+            loss([seg, depth.detach()]).backward()
+        elif kind == "no gradient":
+            features = model.trunk(x)
+            with torch.no_grad():
+                depth = model.depth_head(features)
+            loss([model.seg_head(features), depth]).backward()
+        else:
+            outs = model(x)
+            outs[0].square().sum().backward()
+
+    other = copy.deepcopy(model)
+    run(other)
+    session = armed(model, PCGRAD, CONFLICT)
+    run(model)
+    assert same(grads_of(model), grads_of(other))
+    assert session.status()["combine"].fired == 0
+    loss(model(x)).backward()
+    assert session.status()["combine"].fired == 1
+
+
+def test_batches_that_are_interleaved() -> None:
+    model, x, y = *two_heads(), torch.randn(5, 6)
+    wanted = [by_hand(model, losses(model(one)), drawing("mgda")) for one in (x, y)]
+    session = armed(model, MGDA)
+    # Both forwards of the trunk first, then each head on either.
+    low, high = model.trunk(x), model.trunk(y)
+    segs = [model.seg_head(low), model.seg_head(high)]
+    depths = [model.depth_head(low), model.depth_head(high)]
+    for k in (1, 0):
+        loss([segs[k], depths[k]]).backward()
+        assert close(grads_of(model), wanted[k])
+        model.zero_grad()
+    assert session.status()["combine"].fired == 2
+
+
+def test_micro_batches_are_combined_each_by_itself() -> None:
+    model, x = two_heads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wanted = [by_hand(model, losses(model(part)), drawing("mgda")) for part in x.split(2)]
+    session = armed(model, MGDA)
+    for part in x.split(2):
+        loss(model(part)).backward()
+    assert close(grads_of(model), {n: sum(one[n] for one in wanted) for n in wanted[0]})  # type: ignore[misc]
+    optimizer.step()
+    assert session.step == 1
+    assert [step for step, _ in session.history("seg_head", "weight")] == [0, 0, 0]
+
+
+def test_one_parameter_is_what_all_heads_take() -> None:
+    """What they take is a leaf, the same in every forward pass, and no weak reference may be on it."""
+    model = nn.ModuleDict({name: nn.Linear(4, 2) for name in HEADS})
+    queries = nn.Parameter(torch.randn(3, 4))
+    model.register_parameter("queries", queries)
+    armed(model, MGDA)
+
+    def run() -> list[Tensor]:
+        return losses([model[name](queries) for name in HEADS])
+
+    rows = jacobian(run(), queries)
+    wanted = aggregator("mgda")(rows).view_as(queries)
+    for passes in (1, 2):
+        total(run()).backward()
+        torch.testing.assert_close(queries.grad, passes * wanted)
+    with torch.no_grad():
+        queries.mul_(2.0)  # a new version
+    queries.grad = None
+    rows = jacobian(run(), queries)
+    total(run()).backward()
+    torch.testing.assert_close(queries.grad, aggregator("mgda")(rows).view_as(queries))
+    gc.collect()
+    model.float()  # swaps contents where torch is told to
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def test_gradients_that_a_script_looks_at_do_not_count() -> None:
+    """GradNorm and the like take the gradient of each loss, and then train."""
+    model, x = two_heads()
+    wanted = by_hand(model, losses(model(x)), drawing("mgda"))
+    rows = jacobian(losses(model(x)), model.features)
+    session = armed(model, MGDA)
+    parts = losses(model(x))
+    torch.testing.assert_close(jacobian(parts, model.features), rows)
+    weight = model.trunk[0].weight
+    for part in parts:
+        torch.autograd.grad(part, weight, retain_graph=True)
+    assert session.status()["combine"].fired == 0
+    total(parts).backward()
+    assert close(grads_of(model), wanted)
+
+
+def test_named_losses_and_shared_features_together() -> None:
+    model, x = two_heads()
+    names = ["seg", "depth"]
+    parts = dict(zip(names, losses(model(x)), strict=True))
+    wanted = by_hand(model, list(parts.values()), drawing("mgda"))
+    lower = {"action": "combine", "method": "mean", "params": "trunk.0.bias", "losses": names}
+    file = rules(MGDA)
+    file["rules"].append({"id": "lower", **lower})
+    bias = [
+        torch.autograd.grad(part, model.trunk[0].bias, retain_graph=True)[0]
+        for part in parts.values()
+    ]
+    session = gradsurgeon.apply(model, file)
+    gradsurgeon.backward(dict(zip(names, losses(model(x)), strict=True)))
+    wanted["trunk.0.bias"] = (bias[0] + bias[1]) / 2
+    assert close(grads_of(model), wanted)
+    assert session.status()["combine"].fired == 1
+
+
+# --- memory -------------------------------------------------------------------------------------------
+
+
+def tensors_alive() -> int:
+    gc.collect()
+    return sum(1 for one in gc.get_objects() if isinstance(one, Tensor))
+
+
+@pytest.mark.parametrize("kind", ["no_grad", "inference", "grad", "raises"])
+def test_forward_passes_without_a_backward_leave_nothing(kind: str) -> None:
+    model, x = two_heads()
+    session = armed(model, PCGRAD, CONFLICT)
+    mode: Any = {"no_grad": torch.no_grad(), "inference": torch.inference_mode()}
+    seen: list[weakref.ref[Any]] = []
+    counts = []
+    gc.disable()
+    try:
+        for _ in range(4):
+            with mode.get(kind, torch.enable_grad()):
+                outs = model(x)
+                if kind == "raises":
+                    with pytest.raises(RuntimeError, match="stop"):
+                        outs[0].register_hook(stop)
+                        loss(outs).backward()
+            seen.append(weakref.ref(model.features))
+            del outs, model.features
+            # Not one waits for the collector.
+            assert seen[-1]() is None
+            counts.append(tensors_alive())
+            model.zero_grad()
+    finally:
+        gc.enable()
+    assert counts[-1] == counts[1]
+    assert session.status()["combine"].fired == 0
+
+
+def stop(_: Tensor) -> None:
+    raise RuntimeError("stop")
+
+
+def test_features_go_as_soon_as_their_gradients_have_met() -> None:
+    model = TwoHeads(nn.Sequential(nn.ReLU(), nn.Linear(16, 3)))
+    x = torch.randn(5, 6)
+    armed(model, MGDA)
+    value = loss(model(x))
+    features = weakref.ref(model.features)
+    del model.features
+    value.backward()
+    assert features() is None
+    assert value.grad_fn is not None  # the loss may be kept, as for a mean
+
+
+# --- in place ------------------------------------------------------------------------------------------
+
+
+def in_place() -> nn.Module:
+    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 3))
+
+
+def test_a_head_that_writes_to_its_input_and_comes_first() -> None:
+    """The other one takes what it has written: not the same tensor."""
+    model, x = TwoHeads(in_place()), torch.randn(5, 6)
+    model.trunk = nn.Linear(6, 16)
+    wanted = plain(model, x)
+    session = armed(model, PCGRAD)
+    with pytest.warns(GradSurgeonWarning, match="seg_head took a tensor that was written in place"):
+        loss(model(x)).backward()
+    assert same(grads_of(model), wanted)
+    assert session.status()["combine"].fired == 0
+
+
+def test_a_head_that_writes_to_its_input_and_comes_last() -> None:
+    model, x = TwoHeads(nn.Sequential(nn.Tanh(), nn.Linear(16, 3)), in_place()), torch.randn(5, 6)
+    model.trunk = nn.Linear(6, 16)
+    wanted = plain(model, x)
+    armed(model, PCGRAD)
+    loss(model(x)).backward()
+    assert same(grads_of(model), wanted)
+
+
+# --- refused by name -------------------------------------------------------------------------------------
+
+
+def test_separate_passes_are_refused() -> None:
+    model, x = two_heads()
+    armed(model, PCGRAD)
+    seg, depth = losses(model(x))
+    with pytest.raises(
+        GradSurgeonError,
+        match=r"step 0, rule combine: depth_head took .* with seg_head .*retain_graph.*sum of the losses",
+    ):
+        seg.backward(retain_graph=True)
+    assert model.trunk[0].weight.grad is None
+    del depth
+
+
+@pytest.mark.parametrize("rule", [CONFLICT, PCGRAD], ids=["conflict", "observed"])
+def test_separate_passes_are_told_of_where_a_rule_only_looks_on(rule: dict[str, Any]) -> None:
+    model, x = two_heads()
+    other = copy.deepcopy(model)
+    armed(model, rule, mode="observe")
+    for one in (other, model):
+        seg, depth = losses(one(x))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            seg.backward(retain_graph=True)
+            depth.backward()
+    said = caught[0]
+    assert len({str(one.message) for one in caught}) == 1
+    assert f"rule {rule['action']}" in str(said.message)
+    assert "depth_head took a tensor together with seg_head" in str(said.message)
+    assert same(grads_of(model), grads_of(other))
+
+
+def test_a_second_pass_that_brings_the_rest_is_refused() -> None:
+    """The trunk keeps nothing for its backward pass, so that torch lets it go through twice."""
+    model, x = two_heads()
+    armed(model, PCGRAD)
+    features = torch.randn(5, 16, requires_grad=True) + 1.0
+    seg, depth = losses([model.seg_head(features), model.depth_head(features)])
+    seg.backward()
+    with pytest.raises(GradSurgeonError, match=r"seg_head took .* not the first one"):
+        depth.backward()
+    del x
+
+
+def test_a_second_pass_of_both_heads_is_ordinary() -> None:
+    model, x = two_heads()
+    wanted = by_hand(model, losses(model(x)), drawing("mgda"))
+    armed(model, MGDA)
+    value = loss(model(x))
+    value.backward(retain_graph=True)
+    value.backward()
+    assert close(grads_of(model), {name: 2 * grad for name, grad in wanted.items()})
+
+
+def test_a_graph_that_is_kept_while_a_head_is_not_used() -> None:
+    """The output of the other head is gone: nothing can come from it any more."""
+    model, x = two_heads()
+    armed(model, PCGRAD)
+    value = model(x)[0].square().sum()
+    value.backward(retain_graph=True)
+    assert model.trunk[0].weight.grad is not None
+
+
+def test_a_pass_that_is_to_be_differentiated_is_refused() -> None:
+    model, x = two_heads()
+    session = armed(model, PCGRAD)
+    x.requires_grad_()
+    with pytest.raises(
+        GradSurgeonError, match=r"rule combine: .*create_graph=True.* seg_head and depth_head"
+    ):
+        torch.autograd.grad(loss(model(x)), x, create_graph=True)
+    session.pause()
+    (slope,) = torch.autograd.grad(loss(model(x)), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+def test_a_pass_that_is_to_be_differentiated_can_be_looked_at() -> None:
+    model, x = two_heads()
+    other = copy.deepcopy(model)
+    session = armed(model, CONFLICT)
+    x.requires_grad_()
+    for one in (model, other):
+        value = loss(one(x))
+        (slope,) = torch.autograd.grad(value, x, create_graph=True)
+        (value + slope.square().sum()).backward()
+    # The terms of the second derivative are summed in other groups.
+    assert close(grads_of(model), grads_of(other))
+    assert session.status()["conflict"].fired >= 1
+
+
+# --- checkpoints -------------------------------------------------------------------------------------------
+
+
+class Checkpointed(TwoHeads):
+    """Runs parts of its forward pass again in the backward pass."""
+
+    def __init__(self, what: str, *, reentrant: bool) -> None:
+        super().__init__(nn.Sequential(nn.Dropout(0.3), nn.Linear(16, 3)))
+        self.what, self.reentrant = what, reentrant
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        if self.what == "all":
+            return list(self._run(self._all, x.requires_grad_()))
+        trunk = self._run(self.trunk, x.requires_grad_()) if self.what == "trunk" else self.trunk(x)
+        heads = [self.seg_head, self.depth_head]
+        if self.what == "heads":
+            return [self._run(head, trunk) for head in heads]
+        return [head(trunk) for head in heads]
+
+    def _all(self, x: Tensor) -> tuple[Tensor, ...]:
+        features = self.trunk(x)
+        return self.seg_head(features), self.depth_head(features)
+
+    def _run(self, what: Any, x: Tensor) -> Any:
+        return checkpoint(what, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize(
+    ("what", "reentrant"),
+    [("trunk", False), ("heads", False), ("all", False), ("trunk", True), ("all", True)],
+)
+def test_checkpoints_give_the_same(what: str, *, reentrant: bool) -> None:
+    x = torch.randn(5, 6)
+    ends = []
+    for kind in ("", what):
+        torch.manual_seed(1)
+        model = Checkpointed(kind, reentrant=reentrant)
+        session = armed(model, MGDA, CONFLICT)
+        torch.manual_seed(2)
+        loss(model(x.clone())).backward()
+        assert session.status()["combine"].fired == 1
+        assert session.status()["conflict"].fired == 1
+        ends.append(grads_of(model))
+    assert same(*ends)
+
+
+def test_a_reentrant_checkpoint_around_each_head() -> None:
+    x = torch.randn(5, 6)
+    model = Checkpointed("heads", reentrant=True)
+    armed(model, PCGRAD)
+    with pytest.raises(
+        GradSurgeonError, match=r"rule combine: (seg|depth)_head takes .*use_reentrant=False"
+    ):
+        loss(model(x)).backward()
+    model = Checkpointed("heads", reentrant=True)
+    torch.manual_seed(3)
+    wanted = plain(model, x)
+    armed(model, CONFLICT)
+    torch.manual_seed(3)
+    with pytest.warns(GradSurgeonWarning, match="use_reentrant=False"):
+        loss(model(x)).backward()
+    assert same(grads_of(model), wanted)
+
+
+# --- precision ---------------------------------------------------------------------------------------------
+
+
+def test_autocast() -> None:
+    torch.set_default_dtype(torch.float32)
+    model, x = two_heads()
+
+    def run(model: TwoHeads) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return losses([out.float() for out in model(x)])
+
+    rows = jacobian(run(model), model.features).double()
+    session = armed(model, MGDA)
+    parts = run(model)
+    model.features.retain_grad()
+    total(parts).backward()
+    wanted = aggregator("mgda")(rows).view_as(model.features)
+    torch.testing.assert_close(model.features.grad.double(), wanted, rtol=1e-2, atol=1e-4)  # type: ignore[union-attr]
+    assert session.status()["combine"].changed == 1
+
+
+@pytest.mark.parametrize("scale", [2.0**4, 2.0**20])
+def test_loss_scaling(scale: float) -> None:
+    """Inner products are in true units, and what arrives carries the scale."""
+    ends, records = [], []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model, x = two_heads()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=enabled)
+        session = armed(model, {"action": "combine", "method": "fairgrad", "alpha": 1.0}, CONFLICT)
+        scaler.scale(loss(model(x))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        ends.append({name: param.detach().clone() for name, param in model.named_parameters()})
+        records.append(
+            [
+                session.history("seg_head", "weight"),
+                session.history("seg_head/depth_head", "ratio"),
+            ]
+        )
+        session.remove()
+    assert close(*ends)
+    assert records[0] == records[1]
+
+
+def test_an_overflow_reaches_the_scaler() -> None:
+    model, x = two_heads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    armed(model, PCGRAD)
+    before = [param.detach().clone() for param in model.parameters()]
+    outs = model(x)
+    scaler.scale(loss([outs[0] * float("inf"), outs[1]])).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(map(torch.equal, before, model.parameters()))
+    assert scaler.get_scale() == 1.0
+
+
+# --- torch.func, copies, an end -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["grad", "vmap", "jacrev", "is_grads_batched"])
+def test_transforms_leave_alone(kind: str) -> None:
+    model, x = two_heads()
+
+    def value(params: Any, x: Tensor) -> Tensor:
+        return loss(torch.func.functional_call(model, params, (x,)))
+
+    def run() -> Any:
+        params = dict(model.named_parameters())
+        if kind == "grad":
+            return torch.func.grad(value)(params, x)["trunk.0.weight"]
+        if kind == "jacrev":
+            return torch.func.jacrev(value)(params, x)["trunk.0.weight"]
+        if kind == "vmap":
+            each = torch.func.vmap(torch.func.grad(value), in_dims=(None, 0))
+            return each(params, x.unsqueeze(1))["trunk.0.weight"]
+        outs = model(x)
+        seeds = [torch.randn(3, *out.shape, generator=generator()) for out in outs]
+        weight = model.trunk[0].weight
+        return torch.autograd.grad(outs, weight, seeds, is_grads_batched=True)[0]
+
+    wanted = run()
+    armed(model, MGDA)
+    with pytest.warns(GradSurgeonWarning, match=r"torch.func"):
+        assert torch.equal(run(), wanted)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def test_copies_have_no_rules() -> None:
+    model, x = two_heads()
+    wanted = plain(model, x)
+    session = armed(model, MGDA)
+    outs = model(x)  # a graph is there
+    kept, model.features = model.features, None  # type: ignore[assignment] # torch copies no inner tensors
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies.append(torch.load(file, weights_only=False))
+    for one in copies:
+        assert not any(module._forward_pre_hooks for module in one.modules())
+        loss(one(x)).backward()
+        assert same(grads_of(one), wanted)
+    loss(outs).backward()
+    assert session.status()["combine"].fired == 1
+    del kept
+
+
+@pytest.mark.parametrize("moment", ["before", "between"])
+@pytest.mark.parametrize("how", ["remove", "pause"])
+def test_no_rule_acts_any_more(how: str, moment: str) -> None:
+    model, x = two_heads()
+    wanted = plain(model, x)
+    hooks = [dict(vars(module)) for module in model.modules()]
+    session = armed(model, MGDA)
+    outs = model(x) if moment == "between" else None
+    if how == "remove":
+        session.remove()
+        model.features = None  # type: ignore[assignment]
+        for module, before in zip(model.modules(), hooks, strict=True):
+            assert vars(module)["_forward_pre_hooks"] == before["_forward_pre_hooks"]
+        loss(outs or model(x)).backward()
+    else:
+        session.pause()
+        loss(outs or model(x)).backward()
+        session.resume()
+    assert same(grads_of(model), wanted)
+    assert session.status()["combine"].fired == 0
+    if how == "pause":
+        model.zero_grad()
+        loss(model(x)).backward()
+        assert session.status()["combine"].fired == 1
+
+
+# --- steps --------------------------------------------------------------------------------------------------
+
+
+def test_every_other_step() -> None:
+    model, x = two_heads()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = armed(model, {**MGDA, "steps": {"every": 2}})
+    for step in range(4):
+        optimizer.zero_grad()
+        model.features = None  # type: ignore[assignment] # torch copies no inner tensors
+        session_off = copy.deepcopy(model)
+        method = drawing("mgda") if step % 2 == 0 else lambda rows: rows.sum(0)
+        wanted = by_hand(session_off, losses(session_off(x)), method)
+        loss(model(x)).backward()
+        assert close(grads_of(model), wanted)
+        optimizer.step()
+    assert [step for step, _ in session.history("seg_head", "weight")] == [0, 2]
+
+
+def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
+    model, x = two_heads()
+    trunk = torch.optim.SGD(model.trunk.parameters(), lr=0.1)
+    seg = torch.optim.SGD(model.seg_head.parameters(), lr=0.1)
+    depth = torch.optim.SGD(model.depth_head.parameters(), lr=0.1)
+    session = armed(model, {**MGDA, "steps": {"every": 2}}, optimizer=[trunk, seg, depth])
+    for step in range(4):
+        model.zero_grad()
+        loss(model(x)).backward()
+        trunk.step()
+        seg.step()
+        if step == 3:
+            depth.step()
+    assert [step for step, _ in session.history("seg_head", "weight")] == [0, 2]
+
+
+# --- nothing is silent -----------------------------------------------------------------------------------------
+
+
+def why(session: gradsurgeon.Session, rule: str = "combine") -> str:
+    (event,) = [one for one in session.events if one.kind == "never-fired" and one.rule == rule]
+    return event.message
+
+
+def train(model: nn.Module, run: Callable[[], Tensor], steps: int = 4) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        run().backward()
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
+def test_heads_that_take_different_tensors() -> None:
+    model, x = two_heads()
+    session = armed(model, PCGRAD)
+    train(
+        model,
+        lambda: loss([model.seg_head(model.trunk(x)), model.depth_head(model.trunk(x).sin())]),
+    )
+    assert "no two of the modules it matched sent gradients back to one tensor" in why(session)
+
+
+@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
+def test_heads_that_are_trained_in_turn() -> None:
+    model, x = two_heads()
+    session = armed(model, PCGRAD)
+    turn = iter(range(9))
+    train(model, lambda: losses(model(x))[next(turn) % 2])
+    assert "no two of the modules it matched sent gradients back to one tensor" in why(session)
+
+
+def test_inner_modules_join_where_the_outer_one_is_not_matched() -> None:
+    model = TwoHeads(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)))
+    x = torch.randn(5, 6)
+    wanted = by_hand(model, losses(model(x)), drawing("mgda"))
+    armed(model, {**MGDA, "modules": ["seg_head.0", "depth_head"]})
+    loss(model(x)).backward()
+    assert close(grads_of(model), wanted)

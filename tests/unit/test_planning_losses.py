@@ -1,0 +1,274 @@
+"""Rules on the gradients of several losses: what binds, what is refused and why, what the plan says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+from several_losses import Heads
+from torch import nn
+
+import gradsurgeon
+from gradsurgeon import BindError
+from gradsurgeon.actions._methods import METHODS
+from gradsurgeon.actions.combine import MethodName
+from gradsurgeon.planning import Manifest, Plan, bind, from_model
+
+OF_LOSSES: dict[str, Any] = {"losses": ["seg", "depth"]}
+
+
+def combine(rule_id: str = "surgery", **options: Any) -> dict[str, Any]:
+    given = {"params": "trunk.*", "method": "upgrad", **options}
+    losses = {} if "modules" in given else OF_LOSSES
+    return {"id": rule_id, "action": "combine", **losses, **given}
+
+
+def on_heads(rule_id: str = "heads", **options: Any) -> dict[str, Any]:
+    heads = {"modules": ["seg", "depth"], "tensor": "input.grad", **options}
+    return {"id": rule_id, "action": "combine", "method": "pcgrad", **heads}
+
+
+def plan(*rules: dict[str, Any], model: nn.Module | None = None) -> Plan:
+    return gradsurgeon.plan(model or Heads(), {"version": 1, "rules": list(rules)})
+
+
+def refused(*rules: dict[str, Any], manifest: Manifest | None = None) -> list[str]:
+    loaded = gradsurgeon.load({"version": 1, "rules": list(rules)})
+    with pytest.raises(BindError) as error:
+        bind(loaded, manifest or from_model(Heads()))
+    return list(error.value.complaints)
+
+
+def sharded(word: str) -> Manifest:
+    manifest = from_model(Heads())
+    params = (replace(param, sharding=word) for param in manifest.params)  # type: ignore[arg-type]
+    return replace(manifest, params=tuple(params))
+
+
+class TestTwoThatMeet:
+    def test_are_an_error_that_names_both_and_a_parameter(self) -> None:
+        (text,) = refused(combine("first"), combine("second", params="trunk.0.*", method="mean"))
+        assert "rule second: first combines the gradients of trunk.0.weight and 1 other" in text
+        assert "`exclude`" in text
+
+    def test_every_pair_is_named(self) -> None:
+        found = refused(*(combine(f"rule-{number}") for number in range(3)))
+        assert [text.partition(": rule ")[2].split()[:2] for text in found] == [
+            ["rule-1:", "rule-0"],
+            ["rule-2:", "rule-0"],
+            ["rule-2:", "rule-1"],
+        ]
+
+    def test_are_an_error_on_modules_as_well(self) -> None:
+        (text,) = refused(on_heads(), on_heads("again", modules="depth"))
+        assert "rule again: heads combines the gradients of depth already" in text
+
+    def test_go_by_the_tensors_of_a_module(self) -> None:
+        first, second = (on_heads(f"the-{at}", tensor=f"input[{at}].grad") for at in range(2))
+        assert plan(first, second).of("the-1")
+        assert len(refused(first, second, on_heads())) == 2
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            combine("other", params="seg.*"),
+            combine("other", exclude="trunk.*", params="*"),
+            {"id": "other", "action": "conflict", **OF_LOSSES, "params": "trunk.*"},
+            on_heads("other"),
+        ],
+        ids=["elsewhere", "excluded", "conflict", "on modules"],
+    )
+    def test_others_do_not_meet(self, other: dict[str, Any]) -> None:
+        assert plan(combine(), other).of("other")
+
+    def test_one_after_the_other_is_fine(self) -> None:
+        early, late = combine("early", steps={"to": 5}), combine("late", steps={"from": 5})
+        assert plan(early, late).of("late")
+        assert refused(early, {**late, "steps": {"from": 4}})
+
+    def test_a_tied_parameter_is_met_under_either_name(self) -> None:
+        model = Heads()
+        model.seg.weight = model.trunk[2].weight
+        (text,) = refused(
+            combine(), combine("head", params="seg.weight"), manifest=from_model(model)
+        )
+        assert "trunk.2.weight" in text
+
+    def test_a_review_says_it_too(self) -> None:
+        from gradsurgeon.review.difference import compare
+
+        old = gradsurgeon.load({"version": 1, "rules": [combine()]})
+        new = gradsurgeon.load({"version": 1, "rules": [combine(), combine("again")]})
+        (found,) = (
+            one
+            for one in compare(old, new, from_model(Heads())).warnings
+            if one.kind == "cannot-act"
+        )
+        assert found.rules == ("again",)
+        assert "surgery combines" in found.detail
+
+
+class TestRefused:
+    @pytest.mark.parametrize("word", ["fully_shard", "tensor parallel", "FullyShardedDataParallel"])
+    @pytest.mark.parametrize("action", ["combine", "conflict"])
+    def test_divided_parameters_with_the_form_on_modules(self, word: str, action: str) -> None:
+        rule = {
+            key: one for key, one in combine().items() if key != "method" or action == "combine"
+        }
+        (text,) = refused({**rule, "action": action}, manifest=sharded(word))
+        assert word in text
+        assert "trunk.0.weight" in text
+        assert "`tensor: input.grad`" in text
+
+    @pytest.mark.parametrize("word", ["fully_shard", "tensor parallel"])
+    def test_the_form_on_modules_is_not(self, word: str) -> None:
+        loaded = gradsurgeon.load({"version": 1, "rules": [on_heads()]})
+        assert bind(loaded, sharded(word)).of("heads")
+
+    def test_sparse_gradients(self) -> None:
+        trunk = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 8))
+        (text,) = refused(combine(), manifest=from_model(Heads(trunk)))
+        assert "1 parameters are sparse (trunk.0.weight)" in text
+        assert "`exclude`" in text
+        assert len(plan(combine(exclude="trunk.0.*"), model=Heads(trunk)).of("surgery")) == 2
+
+    def test_complex_parameters_are_not(self) -> None:
+        trunk = nn.Sequential(nn.Linear(6, 8, dtype=torch.complex64))
+        assert len(plan(combine(), model=Heads(trunk)).of("surgery")) == 2
+
+
+class TestPlan:
+    def test_says_which_losses_meet_where_and_what_becomes_of_them(self) -> None:
+        text = str(
+            plan(
+                {
+                    "id": "tasks",
+                    "action": "conflict",
+                    **OF_LOSSES,
+                    "params": "trunk.*",
+                    "per": "module",
+                },
+                combine(method="cagrad", c=0.4),
+                on_heads(),
+            )
+        )
+        part = text.partition("gradients that meet\n")[2].partition("\n\n")[0]
+        trunk = "seg, depth on 4 parameters: trunk.{0,2}.weight, trunk.{0,2}.bias"
+        assert [line.split() for line in part.splitlines()] == [
+            [
+                "tasks",
+                *trunk.split(),
+                "->",
+                *["compared", "in", "pairs,", "each", "module", "by", "itself"],
+            ],
+            ["surgery", *trunk.split(), "->", "cagrad", "(c:", "0.4)"],
+            [
+                "heads",
+                *["on", "input.grad", "of", "2", "modules:", "seg,", "depth", "->", "pcgrad"],
+            ],
+        ]
+
+    def test_has_no_such_part_without_such_rules(self) -> None:
+        assert "meet" not in str(plan({"id": "norms", "action": "norm-log", "params": "*"}))
+
+    def test_the_cost_is_told_once_for_all_rules(self) -> None:
+        look = {
+            "id": "tasks",
+            "action": "conflict",
+            "losses": ["seg", "edges"],
+            "params": "trunk.0.*",
+        }
+        found = plan(look, combine())
+        # 6 * 16 + 16 + 16 * 8 + 8 elements of 4 bytes, for each of three losses.
+        assert found.warnings[0] == (
+            "gradsurgeon.backward takes one more backward pass per loss (seg, edges, depth), and meanwhile keeps "
+            "3 gradients of 248 elements (3.0 kB) and the graph"
+        )
+        assert sum("backward pass per loss" in one for one in found.warnings) == 1
+        assert not any("backward pass per loss" in one for one in plan(on_heads()).warnings)
+
+    @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float64", 8), ("complex64", 8)])
+    def test_the_memory_follows_the_dtype(self, dtype: str, size: int) -> None:
+        model = Heads(nn.Linear(6, 8, dtype=getattr(torch, dtype)))
+        assert f"56 elements ({2 * 56 * size} bytes)" in plan(combine(), model=model).warnings[0]
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_the_scale_is_told(self, method: str) -> None:
+        options: dict[str, dict[str, Any]] = {
+            "cagrad": {"c": 1},
+            "fairgrad": {"alpha": 1},
+            "krum": {"n_byzantine": 0, "losses": ["a", "b", "c"]},
+            "constant": {"weights": {"seg": 1, "depth": 1}},
+        }
+        scale, *_ = plan(combine(method=method, **options.get(method, {}))).rule_warnings["surgery"]
+        assert f"{method}" in scale
+        assert f"gives {METHODS[method].size}" in scale
+        assert ("mind the learning rate" in scale) is (METHODS[method].size != "the sum")
+
+    def test_a_preference_is_no_average(self) -> None:
+        scale, *_ = plan(combine(preference={"seg": 2})).rule_warnings["surgery"]
+        assert "gives the sum by its `preference`" in scale
+
+    def test_the_call_is_told_on_parameters_and_the_ranks_on_modules(self) -> None:
+        found = plan(combine(), on_heads()).rule_warnings
+        assert 'gradsurgeon.backward({"seg": ..., "depth": ...})' in found["surgery"][-1]
+        assert found["heads"][-1] == "each rank goes by its own gradients"
+
+    def test_a_module_alone_is_doubtful(self) -> None:
+        found = plan(on_heads(), on_heads("alone", modules="trunk.0")).rule_warnings
+        assert found["alone"][0].startswith("trunk.0 alone has nothing to meet")
+        assert not any("alone" in one for one in found["heads"])
+
+    def test_frozen_parameters_are_the_usual_warning(self) -> None:
+        model = Heads()
+        model.trunk.requires_grad_(requires_grad=False)
+        found = plan(combine(), model=model).rule_warnings["surgery"]
+        assert "all parameters it matches have `requires_grad` off: it acts once it is on" in found
+
+    def test_it_acts_before_all_others_wherever_it_stands(self) -> None:
+        early = {"id": "early", "action": "clamp", "params": "trunk.*", "at": "backward", "max": 1}
+        found = plan(early, {"id": "look", "action": "norm-log", "params": "*"}, combine())
+        assert found.chains["trunk.0.bias"] == ("surgery", "early", "look")
+        (warning,) = (one for one in found.warnings if "both change" in one)
+        assert warning.endswith(
+            "surgery (at backward), then early (at backward), which sees the losses combined"
+        )
+
+    def test_on_modules_it_acts_on_what_edits_of_each_have_left(self) -> None:
+        edit = {
+            "id": "half",
+            "action": "scale",
+            "modules": "seg",
+            "tensor": "input.grad",
+            "factor": 2,
+        }
+        assert plan(on_heads(), edit).chains["seg input.grad"] == ("half", "heads")
+
+    def test_names_of_losses_are_escaped(self) -> None:
+        text = str(plan(combine(losses=["seg\x1b[2J", "depth"])))
+        assert "\x1b" not in text
+
+    def test_json_carries_losses_and_method(self) -> None:
+        look = {"id": "tasks", "action": "conflict", **OF_LOSSES, "params": "trunk.*"}
+        norms = {"id": "norms", "action": "norm-log", "params": "*"}
+        text = json.dumps(plan(look, combine(), on_heads(), norms).to_dict())
+        tasks, surgery, heads, other = json.loads(text)["rules"]
+        assert (tasks["losses"], tasks["method"]) == (["seg", "depth"], None)
+        assert (surgery["losses"], surgery["method"]) == (["seg", "depth"], "upgrad")
+        assert (heads["losses"], heads["method"]) == ([], "pcgrad")
+        assert not {"losses", "method"} & set(other)
+
+
+def test_the_methods_of_the_class_are_those_of_the_table() -> None:
+    assert get_args(MethodName) == tuple(METHODS)
+
+
+def test_modules_that_lie_in_one_another_are_told_apart() -> None:
+    model = nn.ModuleDict({"b": nn.Sequential(nn.Linear(2, 2)), "c": nn.Linear(2, 2)})
+    rule = {"id": "heads", "action": "conflict", "modules": "*", "tensor": "input.grad"}
+    warnings = gradsurgeon.plan(model, {"version": 1, "rules": [rule]}).rule_warnings["heads"]
+    (said,) = [text for text in warnings if "does not meet" in text]
+    assert said.startswith("b.0 is a part of b, and gets a view of its own")

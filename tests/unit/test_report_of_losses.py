@@ -1,0 +1,516 @@
+"""What a report says of several losses: how far they conflict, and what combining them made of their sum."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import pathlib
+import random
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from commands import call_here
+from html_views import Page
+from runs import meta, values
+
+from gradsurgeon import RecordError, open_run
+from gradsurgeon.events import RuleStatus
+from gradsurgeon.report import Report, RuleInfo, from_run
+from gradsurgeon.report.live import LiveRun
+from gradsurgeon.report.loss_lines import compared_remarks
+from gradsurgeon.report.losses import MOST_VALUES, Compared, split_pair
+from gradsurgeon.report.plain import to_dict
+from gradsurgeon.report.screen import screen
+from gradsurgeon.report.signed_curve import by_step, means_of, runs_below
+from gradsurgeon.report.web_page import page_data
+from gradsurgeon.sinks.summary import Measured, summary
+from gradsurgeon.store import Key, Records
+from gradsurgeon.store.writer import RunWriter
+
+NAN = math.nan
+PAIRS = ("seg/depth", "seg/edges", "depth/edges")
+LOSSES = ("seg", "depth", "edges")
+# Four calls, of which the second did not reach `edges`; two of them are in one step.
+STEPS = (0, 1, 2, 2)
+COSINES = ((-0.5, 0.25, 0.5), (-0.75, NAN, NAN), (0.25, 0.5, -0.125), (-0.25, 0.75, 0.5))
+RATIOS = ((2.0, 100.0, 0.5), (8.0, NAN, NAN), (0.5, 1000.0, 0.5), (2.0, 10000.0, 4.0))
+OPPOSED = ((0.5, 0.0, 0.25), (0.75, NAN, NAN), (0.25, 0.5, 0.5), (0.5, 0.25, 0.75))
+WEIGHTS = ((1.0, 1.0, 1.0), (0.5, 0.25, 2.0), (1.5, 0.5, 4.0), (1.0, 0.5, 1.0))
+DISTANCES = (0.0, 0.5, math.inf, 1.0)
+
+Row = Sequence[float]
+
+
+def rules_of(*ids: str, losses: Sequence[str] = LOSSES) -> dict[str, RuleInfo]:
+    return {rule: RuleInfo("conflict", "observe", losses=tuple(losses)) for rule in ids}
+
+
+def about(**more: Any) -> dict[str, Any]:
+    """Return what `run.json` says of a run with a rule that compares and one that combines."""
+    given: dict[str, Any] = {
+        "plan": {
+            "rules": [
+                {"id": "tasks", "action": "conflict", "params": ["w"]},
+                {"id": "surgery", "action": "combine", "params": ["w"]},
+            ]
+        },
+        "roles": {
+            "tasks": {
+                "role": "observe",
+                "stats": ["cosine", "ratio", "opposed"],
+                "losses": list(LOSSES),
+            },
+            "surgery": {
+                "role": "edit",
+                "stats": ["weight", "distance"],
+                "losses": list(LOSSES),
+            },
+        },
+    }
+    return meta(("w",), **(given | more))
+
+
+def fill(writer: RunWriter, *, times: float = 1.0, prefix: str = "") -> None:
+    pairs = tuple(prefix + pair for pair in PAIRS)
+    for stat, rows in (("cosine", COSINES), ("ratio", RATIOS), ("opposed", OPPOSED)):
+        for step, row in zip(STEPS, rows, strict=True):
+            numbers = values(*(times * value for value in row))
+            writer.add(Key("tasks", stat, "backward", pairs), step, numbers, frozenset())
+    for step, row, distance in zip(STEPS, WEIGHTS, DISTANCES, strict=True):
+        writer.add(Key("surgery", "weight", "backward", LOSSES), step, values(*row), frozenset())
+        key = Key("surgery", "distance", "backward", ("combined",))
+        writer.add(key, step, values(distance), frozenset())
+
+
+@pytest.fixture
+def run(tmp_path: pathlib.Path) -> pathlib.Path:
+    path = tmp_path / "run"
+    writer = RunWriter(path, rank=0, meta=about())
+    fill(writer)
+    writer.statuses({"tasks": RuleStatus(1, 4, 0.0, 2), "surgery": RuleStatus(1, 4, 0.75, 2)})
+    writer.close()
+    return path
+
+
+def report_of(path: pathlib.Path) -> dict[str, Any]:
+    with open_run(path) as opened:
+        return to_dict(from_run(opened))
+
+
+def recorded(
+    by_stat: Mapping[str, Sequence[Row]], names: Sequence[str], rule: str = "tasks"
+) -> Records:
+    records = Records(2**40)
+    for stat, rows in by_stat.items():
+        for step, row in enumerate(rows):
+            records.add(Key(rule, stat, "backward", tuple(names)), step, values(*row))
+    return records
+
+
+def compared(cosines: Sequence[Row], names: Sequence[str], losses: Sequence[str]) -> Compared:
+    records = recorded({"cosine": cosines}, names)
+    report = Report("t", (), rules_of("tasks", losses=losses), {}, records)
+    (found,) = report.of_losses().compared
+    return found
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_the_numbers_are_those_of_the_rows(
+    run: pathlib.Path, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if long:
+        monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
+    (found,) = report_of(run)["conflicts"]
+    assert {key: found[key] for key in ("rule", "losses", "steps", "one_call_in")} == {
+        "rule": "tasks",
+        "losses": list(LOSSES),
+        "steps": [0, 2],
+        "one_call_in": 1,
+    }
+    wanted: list[dict[str, Any]] = [
+        {
+            "first": "seg",
+            "second": "depth",
+            "calls": 4,
+            "missing": 0,
+            "cosine": -0.3125,
+            "least": -0.75,
+            "below": 0.75,
+            "below_from": 0,
+            "ratio": 2.0,  # the fourth root of 16
+            "opposed": 0.5,
+        },
+        {
+            "first": "seg",
+            "second": "edges",
+            "calls": 3,
+            "missing": 1,
+            "cosine": 0.5,
+            "least": 0.25,
+            "below": 0.0,
+            "below_from": None,
+            "ratio": 1000.0,
+            "opposed": 0.25,
+            "since": None,
+        },
+        {
+            "first": "depth",
+            "second": "edges",
+            "calls": 3,
+            "missing": 1,
+            "cosine": 0.875 / 3,
+            "least": -0.125,
+            "below": 1 / 3,
+            "below_from": 2,
+            "ratio": 1.0,
+            "opposed": 0.5,
+        },
+    ]
+    for pair, numbers in zip(found["pairs"], wanted, strict=True):
+        assert pair["part"] == ""
+        for key, value in numbers.items():
+            assert pair[key] == (
+                pytest.approx(value, abs=1e-6) if isinstance(value, float) else value
+            )
+
+
+def test_what_was_combined(run: pathlib.Path) -> None:
+    (found,) = report_of(run)["combined"]
+    weights = found.pop("weights")
+    assert found == {
+        "rule": "surgery",
+        "steps": [0, 2],
+        "one_call_in": 1,
+        "calls": 4,
+        "changed": 0.75,
+        "distance": 0.5,  # of those that are finite
+        "largest": "Infinity",
+        "largest_step": 2,
+    }
+    assert weights == [
+        {"name": "seg", "calls": 4, "mean": 1.0, "least": 0.5, "largest": 1.5},
+        {"name": "depth", "calls": 4, "mean": 0.5625, "least": 0.25, "largest": 1.0},
+        {"name": "edges", "calls": 4, "mean": 2.0, "least": 1.0, "largest": 4.0},
+    ]
+
+
+def test_the_text_has_a_matrix_and_says_what_is_left_out(run: pathlib.Path) -> None:
+    done = call_here("report", str(run), cwd=run.parent)
+    assert done.returncode == 0
+    text = done.stdout
+    assert "norms: no l2" not in text
+    lines = [line.split() for line in text.splitlines()]
+    assert ["1", "seg", "-0.31", "0.50"] in lines
+    assert ["2", "depth", "75%", "0.29"] in lines
+    assert ["3", "edges", "0%", "33%"] in lines
+    row = next(line for line in lines if line[:1] == ["seg/depth"])
+    assert row[2:8] == ["-0.31", "-0.75", "75%", "2", "50%", "4"]
+    assert "left out: 1 call of seg/edges, and of 1 more pair, in which a loss gave no" in text
+    assert "the gradient of seg is 1e+03 times that of edges" in text
+    assert "  changed the sum in 75% of calls; distance from it, over its norm: mean 0.5" in text
+    assert "largest inf at step 2" in text
+
+
+def test_what_observes_would_have_changed(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=about(mode="observe"))
+    fill(writer)
+    writer.close()
+    with open_run(tmp_path / "run") as opened:
+        text = from_run(opened).text(width=100)
+        page = page_data(opened)
+    assert "  would have changed the sum in 75% of calls" in text
+    assert page["combined"][0]["remarks"][0].startswith("would have changed the sum in 75%")
+
+
+def test_norms_beside_them_and_other_statistics_are_shown_as_ever(tmp_path: pathlib.Path) -> None:
+    writer = RunWriter(tmp_path / "run", rank=0, meta=about())
+    fill(writer)
+    writer.add(Key("extra", "linf", "step", ("w",)), 0, values(1.0), frozenset())
+    writer.close()
+    with open_run(tmp_path / "run") as opened:
+        assert "norms: no l2 recorded; recorded: cosine, distance, linf," in str(from_run(opened))
+    # A statistic of somebody's own may be called like one of these.
+    records = recorded({"weight": [[1.0]], "cosine": [[0.5]]}, ["a.weight"])
+    of_losses = Report("t", (), rules_of("tasks", losses=()), {}, records).of_losses()
+    assert not of_losses.compared
+    assert not of_losses.combined
+
+
+def test_of_several_ranks_it_is_the_lowest(tmp_path: pathlib.Path) -> None:
+    writers = [RunWriter(tmp_path / "run", rank=rank, meta=about()) for rank in range(2)]
+    for rank, writer in enumerate(writers):
+        fill(writer, times=1.0 - 2.0 * rank)
+        writer.close()
+    with open_run(tmp_path / "run") as opened:
+        assert opened.ranks == (0, 1)
+        assert opened.history("seg/depth", "cosine") == [
+            (0, -0.5),
+            (1, -0.75),
+            (2, 0.25),
+            (2, -0.25),
+        ]
+        assert opened.latest("seg", "weight") == 1.0
+        (found,) = from_run(opened).of_losses().compared
+    assert found.pairs[0].cosine == pytest.approx(-0.3125, abs=1e-6)
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_another_rank_adds_pairs_that_only_it_has(
+    tmp_path: pathlib.Path, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if long:
+        monkeypatch.setattr("gradsurgeon.report.sources._MOST_VALUES", 0)
+    writers = [RunWriter(tmp_path / "run", rank=rank, meta=about()) for rank in range(2)]
+    for writer, names in zip(writers, (("seg/depth",), ("seg/depth", "seg/edges")), strict=True):
+        rank = writer.rank
+        key = Key("tasks", "cosine", "backward", names)
+        writer.add(key, 0, values(*[0.5 - rank] * len(names)), frozenset())
+        writer.close()
+    with open_run(tmp_path / "run") as opened:
+        (found,) = from_run(opened).of_losses().compared
+    assert [(one.name, one.curve) for one in found.pairs] == [
+        ("seg/depth", [(0, 0.5)]),
+        ("seg/edges", [(0, -0.5)]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "losses", "split"),
+    [
+        ("seg/depth", LOSSES, ("", "seg", "depth")),
+        ("trunk.0.weight:seg/depth", LOSSES, ("trunk.0.weight", "seg", "depth")),
+        (
+            "train/seg/train/aux/depth",
+            ("train/seg", "train/aux/depth"),
+            ("", "train/seg", "train/aux/depth"),
+        ),
+        ("w:l:1/l:2", ("l:1", "l:2"), ("w", "l:1", "l:2")),
+        ("train/seg/train/depth", (), ("", "train/seg", "train/depth")),
+        ("w:seg/depth", (), ("w", "seg", "depth")),
+        ("w", LOSSES, None),
+    ],
+)
+def test_a_name_says_what_it_is_made_of(
+    name: str, losses: Sequence[str], split: tuple[str, str, str] | None
+) -> None:
+    assert split_pair(name, losses) == split
+
+
+def noisy(means: Sequence[float], seed: int = 0, noise: float = 0.1) -> list[tuple[int, float]]:
+    rng = random.Random(seed)
+    return [(step, rng.gauss(mean, noise)) for step, mean in enumerate(means)]
+
+
+@pytest.mark.parametrize(
+    ("means", "when"),
+    [
+        ([-0.4] * 200, "throughout"),
+        ([0.4] * 200, "never"),
+        ([0.4] * 120 + [-0.4] * 80, "since step 1[12]."),
+        ([-0.4] * 80 + [0.4] * 120, "until step (7|8)."),
+        ([0.4] * 60 + [-0.4] * 60 + [0.4] * 80, "at times"),
+        ([0.0] * 200, "at times"),
+        ([0.3 - step / 200 for step in range(200)], "since step (4|5|6|7)."),
+        ([-0.5] * 3, "throughout"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(5))
+def test_since_when_they_conflict(means: Sequence[float], when: str, seed: int) -> None:
+    curve = noisy(means, seed)
+    (pair,) = compared([[value] for _, value in curve], ["a/b"], ["a", "b"]).pairs
+    assert re.fullmatch(when, pair.when)
+    assert (pair.since is not None) == (pair.when.split()[0] in ("since", "throughout"))
+
+
+def test_a_conflict_that_has_begun_late_is_said() -> None:
+    curve = noisy([0.6] * 160 + [-0.4] * 40)
+    found = compared([[value] for _, value in curve], ["a/b"], ["a", "b"])
+    assert found.pairs[0].cosine > 0.2
+    assert list(compared_remarks(found)) == [
+        f"conflicts that have begun: a/b since step {found.pairs[0].since}"
+    ]
+    never = compared([[0.5], [0.25]], ["a/b"], ["a", "b"])
+    assert list(compared_remarks(never)) == ["no losses conflict on average"]
+
+
+def test_curves_are_folded_by_step_and_by_mean() -> None:
+    curve = [(0, 1.0), (0, 3.0), (1, 5.0), (2, -1.0)]
+    assert by_step(curve) == [(0, 2.0), (1, 5.0), (2, -1.0)]
+    assert means_of(curve, 2) == [(0, 2.0), (1, 2.0)]
+    assert means_of([], 4) == []
+    assert runs_below([]) == []
+
+
+EIGHT = ["segmentation", "depth", "normals", "edges", "keypoints", "boxes", "train/flow", "albedo"]
+
+
+def test_twenty_eight_pairs_can_be_read() -> None:
+    names = [f"{one}/{other}" for one, other in itertools.combinations(EIGHT, 2)]
+    rows = [[(place - 14) / 14 for place in range(28)]] * 10
+    records = recorded({"cosine": rows}, names)
+    text = Report("t", (), rules_of("tasks", losses=EIGHT), {}, records).text(width=100)
+    lines = text.splitlines()
+    start = next(at for at, line in enumerate(lines) if line.split() == [*map(str, range(1, 9))])
+    matrix = [line.split()[2:] for line in lines[start + 1 : start + 9]]
+    assert [len(row) for row in matrix] == [7] * 8
+    assert matrix[0] == ["-1.00", "-0.93", "-0.86", "-0.79", "-0.71", "-0.64", "-0.57"]
+    assert matrix[7][0] == "100%"
+    assert "... and 18 more; the lowest mean cosines are shown" in text
+    tables = [line for line in lines if not line.startswith(("  the worst", "  history: "))]
+    assert max(map(len, tables)) <= 100, tables
+
+
+def test_of_hundreds_of_parts_the_worst_are_shown() -> None:
+    names = [f"trunk.{place}.weight:seg/depth" for place in range(300)]
+    rows = [[(place - 30) / 300 for place in range(300)]] * 16
+    rows[3] = [NAN] * 300
+    report = Report(
+        "t", (), rules_of("tasks", losses=["seg", "depth"]), {}, recorded({"cosine": rows}, names)
+    )
+    text = report.text(width=120)
+    shown = re.findall(r"^  (trunk\.\d+\.weight): seg/depth ", text, re.MULTILINE)
+    assert shown == [f"trunk.{place}.weight" for place in range(10)]
+    assert "... and 290 more; the lowest mean cosines are shown" in text
+    assert "conflicts of 2 losses in each of 300 parts, recorded by tasks in steps 0..15" in text
+    assert "seg/depth conflict on average in 30 of 300 parts" in text
+    assert "left out: 1 call of trunk.0.weight: seg/depth, and of 299 more pairs" in text
+
+
+def test_parts_that_come_later_have_series_of_their_own() -> None:
+    records = Records()
+    first = Key("tasks", "cosine", "backward", ("seg/depth",))
+    both = Key("tasks", "cosine", "backward", ("seg/depth", "seg/edges", "depth/edges"))
+    for step in range(4):
+        key, row = (first, [0.5]) if step % 2 else (both, [-0.5, 0.25, 0.0])
+        records.add(key, step, values(*row))
+    (found,) = Report("t", (), rules_of("tasks"), {}, records).of_losses().compared
+    assert [one.curve for one in found.pairs][:2] == [
+        [(0, -0.5), (1, 0.5), (2, -0.5), (3, 0.5)],
+        [(0, 0.25), (2, 0.25)],
+    ]
+
+
+def test_of_a_long_run_one_call_in_a_few_is_read(
+    run: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gradsurgeon.report.losses.MOST_VALUES", 26)
+    for on_disk in (False, True):
+        monkeypatch.setattr(
+            "gradsurgeon.report.sources._MOST_VALUES", 0 if on_disk else MOST_VALUES
+        )
+        (found,) = report_of(run)["conflicts"]
+        assert found["one_call_in"] == 2
+        assert found["pairs"][0]["cosine"] == pytest.approx(-0.125, abs=1e-6)
+        assert [one["calls"] for one in found["pairs"]] == [2, 2, 2]
+
+
+def test_the_page_has_tables_and_curves(run: pathlib.Path) -> None:
+    with open_run(run) as opened:
+        data = page_data(opened)
+    (found,) = data["conflicts"]
+    (matrix,) = found["matrices"]
+    assert matrix["cells"][1] == ["1 seg", "", "-0.31", "0.50"]
+    assert matrix["tints"][1] == [-0.75, None, pytest.approx(0.291667)]
+    assert [curve["label"] for curve in found["curves"]] == [
+        "seg/depth",
+        "depth/edges",
+        "seg/edges",
+    ]
+    # Two calls of one step are one point.
+    assert (found["curves"][0]["steps"], found["curves"][0]["values"]) == (
+        [0, 1, 2],
+        [-0.5, -0.75, 0.0],
+    )
+    (combined,) = data["combined"]
+    assert combined["distance"]["values"] == [0.0, 0.5, "Infinity"]
+    assert [row[:2] for row in combined["weights"]] == [
+        ["seg", "1"],
+        ["depth", "0.562"],
+        ["edges", "2"],
+    ]
+    json.dumps(data, allow_nan=False)
+
+
+def test_a_notebook_shows_them(run: pathlib.Path) -> None:
+    with open_run(run) as opened:
+        view = Page(from_run(opened))
+    rows = view.rows("losses")
+    assert [row[0] for row in rows] == ["seg/depth", "depth/edges", "seg/edges"]
+    assert rows[0][2:5] == ["-0.31", "-0.75", "75%"]
+    assert [row[2] for row in view.rows("loss")] == ["1", "0.562", "2"]
+    assert "norms: no l2" not in view.text
+
+
+def test_the_screen_shows_the_newest_calls(run: pathlib.Path) -> None:
+    lines = [line.text for line in screen(LiveRun(run).read(), 100)]
+    assert not any("norms" in line for line in lines)
+    assert "worst cosines of losses, tasks in steps 0..2" in lines
+    row = next(line.split() for line in lines if line.startswith("  seg/depth"))
+    assert row[2:] == ["-0.25", "-0.31", "75%"]
+    assert "  distance from the sum, over its norm: 1" in lines
+
+
+def test_trackers_get_mean_and_least() -> None:
+    def sent(stat: str, names: Sequence[str], *row: float) -> dict[str, float] | None:
+        key = Key("tasks", stat, "backward", tuple(names))
+        found = summary(Measured(key, 3, values(*row), frozenset()))
+        return None if found is None else found.scalars
+
+    assert sent("cosine", PAIRS, -0.5, NAN, 0.25) == {
+        "tasks/seg/depth/cosine": -0.5,
+        "tasks/depth/edges/cosine": 0.25,
+        "tasks/cosine/mean": -0.125,
+        "tasks/cosine/largest": 0.25,
+        "tasks/cosine/least": -0.5,
+    }
+    many = [f"w{place}:seg/depth" for place in range(100)]
+    assert sent("cosine", many, *[0.0] * 99, -0.5) == {
+        "tasks/cosine/mean": -0.005,
+        "tasks/cosine/largest": 0.0,
+        "tasks/cosine/least": -0.5,
+    }
+    assert sent("distance", ["combined"], 0.5) == {"tasks/combined/distance": 0.5}
+    assert sent("cosine", PAIRS, NAN, NAN, NAN) is None
+
+
+def test_an_export_has_a_line_for_each_number(run: pathlib.Path) -> None:
+    done = call_here(
+        "export", str(run), "--format", "csv", "--stat", "cosine", "--name", "seg/*", cwd=run.parent
+    )
+    lines = done.stdout.splitlines()
+    assert lines[:4] == [
+        "step,rank,rule,point,stat,name,value",
+        "0,0,tasks,backward,cosine,seg/depth,-0.5",
+        "0,0,tasks,backward,cosine,seg/edges,0.25",
+        "1,0,tasks,backward,cosine,seg/depth,-0.75",
+    ]
+    assert lines[4] == "1,0,tasks,backward,cosine,seg/edges,nan"
+
+
+def test_rules_are_not_suggested_from_them_and_nothing_fails(run: pathlib.Path) -> None:
+    done = call_here("suggest", str(run), cwd=run.parent)
+    assert "has no l2 norms of parameters" in done.stderr
+    done = call_here("report", str(run), "--fail-on", "spike,trap,never-fired", cwd=run.parent)
+    assert done.returncode == 0
+
+
+def test_a_picture_has_a_panel_for_each_rule(run: pathlib.Path) -> None:
+    pytest.importorskip("matplotlib")
+    np = pytest.importorskip("numpy")
+    with open_run(run) as opened:
+        cosine, weight = opened.plot("losses").axes
+        (named,) = opened.plot("losses", name="seg/*").axes
+        with pytest.raises(
+            RecordError, match="nothing was recorded of several losses by a rule 'no'"
+        ):
+            opened.plot("losses", rule="no")
+        with pytest.raises(KeyError, match="is no name of what was recorded"):
+            opened.plot("losses", name="seg/dept")
+    lines = {line.get_label(): [*map(float, np.asarray(line.get_ydata()))] for line in cosine.lines}
+    assert lines["seg/depth"] == [-0.5, -0.75, 0.0]
+    assert lines["seg/edges"] == pytest.approx([0.25, 0.625])
+    assert [line.get_label() for line in weight.lines][:3] == list(LOSSES)
+    assert [line.get_label() for line in named.lines][:2] == ["seg/depth", "seg/edges"]
