@@ -149,7 +149,7 @@ def regrouped(
 ) -> RunningStatistic:
     """Return what is known of tensors that several statistics had, or none.
 
-    One norm over tensors of which some are new is another quantity, of which nothing is known.
+    One norm over tensors of which some are new, or had another norm each, is another quantity, of which nothing is known.
     """
     rows = spikes.bound.rows
     device = next((one.kept.device for one in earlier if one is not None), torch.device("cpu"))
@@ -163,10 +163,9 @@ def regrouped(
             new.usual[place] = old.usual[column].to(device)
             if not spikes.over_rule:
                 new.kept[:, place] = old.kept[:, column].to(device)
-    known = [one for one in earlier if one is not None]
-    if spikes.over_rule and len(known) == len(tensors):
-        # Of several the one that has seen most.
-        new.kept = max(known, key=lambda one: float(one.kept[0, 0])).kept.clone()
+    whole = earlier[0]
+    if spikes.over_rule and whole is not None and all(one is whole for one in earlier):
+        new.kept = whole.kept.clone()
     return new
 
 

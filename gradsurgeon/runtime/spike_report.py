@@ -130,7 +130,8 @@ def _growth(
     first = next(place for place, group in enumerate(order) if _largest(times, group)[0] >= half)
     grown, tensor = _largest(times, order[first])
     before = max((_largest(times, group)[0] for group in order[:first]), default=0.0)
-    if 0 < before < _LEAST <= grown / before:
+    # Nearly all of the growth in one place outweighs what the loss, or chance, has brought before it.
+    if before and (before < _LEAST <= grown / before or grown / before >= half**1.5):
         earlier = _largest(times, order[first - 1])[1]
         way = "in the order of backward"
         what = _IN_THE_MODEL
@@ -143,7 +144,7 @@ def _growth(
             f"{way} it begins at {_times(names, times, tensor)}; {_times(names, times, earlier)} right "
             f"before it: {what}"
         )
-    elif min(times[one] for one in order[0] if one in times) >= _GROWN:
+    elif not first and min(times[one] for one in order[0] if one in times) >= _GROWN:
         begun = f"is large already, {_times(names, times, _largest(times, order[0])[1])}"
         if not known:
             yield f"the last layer of the model {begun} ({_NO_ORDER}): {_NOBODY_KNOWS}"

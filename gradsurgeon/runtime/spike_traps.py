@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradsurgeon import _torch
 from gradsurgeon.actions import Spikes
+from gradsurgeon.errors import printable
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.edit_effect import LEFT_ALONE
@@ -210,7 +211,7 @@ class SpikeTraps:
             if spikes is None:
                 yield (
                     "",
-                    f"the state knows a rule {rule}, which learns nothing here or is gone: left out",
+                    f"the state knows a rule {printable(rule)}, which learns nothing here or is gone: left out",
                 )
                 continue
             per = "rule" if spikes.over_rule else "parameter"

@@ -579,6 +579,18 @@ def test_a_state_of_other_rules_and_parameters_is_told_apart_by_name() -> None:
     assert learnt(other) == []
 
 
+def test_a_rule_that_only_the_state_knows_is_told_in_letters_that_show() -> None:
+    session, _ = trained(ZCLIP, series())
+    state = session.state_dict()
+    state["rules"]["\x1b[31mred"] = state["rules"].pop("spikes")
+    other = gradsurgeon.apply(Leaves(5, 6), rules(rule(ZCLIP)))
+    with pytest.warns(gradsurgeon.GradSurgeonWarning) as told:
+        other.load_state_dict(state)
+    text = "".join(str(one.message) for one in told)
+    assert "\\x1b[31mred" in text
+    assert "\x1b" not in text
+
+
 @pytest.mark.parametrize(
     "state",
     [{}, {"version": 1}, [1], "x", {"version": 2, "steps": {}, "rules": {}}],

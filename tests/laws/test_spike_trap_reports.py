@@ -28,6 +28,10 @@ def _ten_thousandfold(_module: nn.Module, into: Any, _out: Any) -> Any:
     return (into[0] * 1e4,)
 
 
+def _tenfold(_module: nn.Module, into: Any, _out: Any) -> Any:
+    return (into[0] * 10.0,)
+
+
 def stopped(
     where: str,
     *,
@@ -196,3 +200,46 @@ def test_a_rebuilt_optimizer_goes_on_with_the_row_of_trips() -> None:
         param.weight.grad = torch.randn(1, 4) * 1e6
         with pytest.raises(gradsurgeon.GradientSpikeError, match="tripped 4 times in a row"):
             torch.optim.SGD(param.parameters(), lr=0.0).step()
+
+
+@pytest.mark.parametrize("per", ["rule", "parameter"])
+@pytest.mark.parametrize("loss", [1.0, 3.0])
+def test_a_layer_is_blamed_where_the_loss_is_a_little_larger_as_well(loss: float, per: str) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rules = {"version": 1, "rules": [spike_trap(per=per)]}
+    with gradsurgeon.apply(model, rules, optimizer=optimizer):
+        for step in range(31):
+            if step == 30:
+                model[2].register_full_backward_hook(_ten_thousandfold)
+            model.zero_grad()
+            x = torch.randn(64, 8)
+            ((model(x) - x).square().mean() * (loss if step == 30 else 1.0)).backward()
+            if step < 30:
+                optimizer.step()
+        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
+            optimizer.step()
+    line = str(caught.value).splitlines()[-1]
+    assert line.startswith("in the order of backward it begins at 1.0.bias (")
+    assert "the loss" not in line
+
+
+def test_no_origin_is_named_where_the_loss_explains_a_part_of_the_growth() -> None:
+    """Each layer makes gradients ten times as large as before."""
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with gradsurgeon.apply(model, {"version": 1, "rules": [spike_trap()]}, optimizer=optimizer):
+        for step in range(31):
+            if step == 30:
+                for layer in list(model.children())[1:]:
+                    layer.register_full_backward_hook(_tenfold)
+            model.zero_grad()
+            x = torch.randn(64, 8)
+            ((model(x) - x).square().mean() * (2.0 if step == 30 else 1.0)).backward()
+            if step < 30:
+                optimizer.step()
+        with pytest.raises(gradsurgeon.GradientSpikeError) as caught:
+            optimizer.step()
+    text = str(caught.value)
+    assert "it came with the loss" not in text
+    assert "look at this layer" not in text

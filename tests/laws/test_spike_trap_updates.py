@@ -152,6 +152,35 @@ def test_each_optimizer_has_a_bound_and_goes_on_with_it(
     assert sum(hand.cut for hand in (*hands, *retired)) > 1
 
 
+@pytest.mark.parametrize("above", ABOVE)
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("resumed", [False, True], ids=["unbroken", "resumed"])
+def test_of_two_optimizers_made_one_no_norm_over_all_is_known(
+    above: str, per: str, resumed: bool
+) -> None:
+    """What has been learnt of the norm of one of them says nothing of that of both."""
+    rule = spike_trap(above, per, "clip")
+    model: Any = make()
+    session = gradsurgeon.apply(model, rules(rule))
+    for step in range(len(FACTORS)):
+        if resumed and step == 8:
+            state = session.state_dict()
+            session.remove()
+            session = gradsurgeon.apply(model, rules(rule))
+            session.load_state_dict(state)
+        held = [sgd(model[0]), sgd(model[2])] if step < 8 else [sgd(model)]
+        backward(model, step)
+        for optimizer in held:
+            optimizer.step()
+    numbers = {
+        number
+        for part in session.state_dict()["rules"]["spikes"]["statistics"]
+        for number in part["kept"][0].tolist()
+    }
+    session.remove()
+    assert numbers == {len(FACTORS) - (8 if per == "rule" else 0)}
+
+
 @pytest.mark.parametrize("part", [0, 2], ids=["first layer", "last layer"])
 @pytest.mark.parametrize("resumed", [False, True], ids=["unbroken", "resumed"])
 @pytest.mark.parametrize("per", PER)
