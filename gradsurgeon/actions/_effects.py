@@ -111,6 +111,7 @@ class RunningBound:
     rows: int
     advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
     bounds: Callable[[Sequence[float]], tuple[float, str] | None]
+    keeps_mean: bool = True
     slack: float = 0.0
 
 

@@ -91,7 +91,9 @@ class Above(Options):
         times = self.times
         assert times is not None  # noqa: S101 # one of the two is given
         options = (times, 0.98 if beta is None else beta, warmup or 100)
-        return RunningBound("times", 2, partial(_adagc, *options), partial(_adagc_bound, *options))
+        # What begins as the smallest norm of the warm-up, and learns what is cut, is below what is usual for long.
+        adagc = partial(_adagc, *options), partial(_adagc_bound, *options)
+        return RunningBound("times", 2, *adagc, keeps_mean=False)
 
 
 class SpikeTrap(TrapRule):

@@ -69,6 +69,15 @@ class Applied:
             log = self.session._attachment.context.event_log  # noqa: SLF001 # a rule is no part of it
             log.emit("notice", text, step=self.session.step, warn=True)
 
+    def warn_of_clip(self, clip: float | None, how: str) -> None:
+        """Warn where a trainer cuts the norms that a rule learns from before the rule sees them."""
+        rules = () if self.session is None else self.session.plan.rules.rules
+        if clip and (learning := [rule.id for rule in rules if rule.judges_first]):
+            self.warn(
+                f"the trainer cuts the norm of the gradients to {clip:g} before rule {learning[0]} sees it, which then "
+                f"learns that all are alike and finds no spike: {how}, and clip by a `clip-norm` rule"
+            )
+
     def begins_anew(self, why: str) -> None:
         """Say that a training is resumed, and that the rules do not know what they had learnt."""
         step = 0 if self.session is None else self.session.step

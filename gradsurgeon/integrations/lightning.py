@@ -83,6 +83,10 @@ class LightningCallback(Callback):
             session.load_state_dict(kept["session"])
         elif step:
             self._applied.begins_anew("the checkpoint was written without this callback")
+        if (
+            trainer.gradient_clip_algorithm != "value"
+        ):  # which leaves norms as different as they were
+            self._applied.warn_of_clip(trainer.gradient_clip_val, "leave gradient_clip_val out")
         _pl.utilities.rank_zero_info(str(session.plan))
 
     def on_before_optimizer_step(self, *_: Any) -> None:

@@ -76,9 +76,7 @@ class TransformersCallback(TrainerCallback):
     def session(self) -> Session | None:
         return self._applied.session
 
-    def on_train_begin(
-        self, _args: Any, state: Any, _control: Any, *, model: Any, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, _control: Any, *, model: Any, **_: Any) -> None:
         self._come_first()
         if (left := _on.pop(model, None)) is not None:
             left.end(log_raised=True)
@@ -89,6 +87,7 @@ class TransformersCallback(TrainerCallback):
             self._applied.end(log_raised=True)
             raise
         _on[model] = self._applied
+        self._applied.warn_of_clip(args.max_grad_norm, "pass max_grad_norm=0 to TrainingArguments")
         if state.is_world_process_zero:
             print(session.plan)  # noqa: T201 # as the trainer prints its log
 

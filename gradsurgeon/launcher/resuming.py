@@ -32,7 +32,10 @@ def resume(session: Attachment, folder: Path, settings: Settings) -> None:
         say(f"error: {text}")
         raise SystemExit(launch_status.REFUSED) from None
     say(text)
-    say("the rules begin anew with what they learn")
+    begin = "the rules begin anew with what they learn"
+    if settings.start_step is None:
+        begin += ", and steps are counted from 0: add --start-step N where the training of the script goes on"
+    say(begin)
 
 
 def _tell_of_later(folder: Path, end: int, start_step: int | None) -> None:

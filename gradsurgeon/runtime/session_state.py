@@ -30,6 +30,7 @@ def state_dict(controller: Controller) -> dict[str, Any]:
         "step": counters.latest,
         "common_step": counters.common.step,
         "steps": {name: counters[tensor].step for tensor, name in enumerate(names)},
+        "shapes": _shapes(controller),
         "in_a_row": controller.traps.in_a_row(),
         "rules": controller.spikes.state(),
     }
@@ -63,6 +64,13 @@ def load_state_dict(controller: Controller, state: Any, *, step: int | None = No
     return end
 
 
+def _shapes(controller: Controller) -> dict[str, list[int]]:
+    context = controller.context
+    named = zip(context.program.names, context.parameters.params(), strict=True)
+    # Of a sharded one it is that of the whole.
+    return {name: list(param.shape) for name, param in named if param is not None}
+
+
 def _resume(controller: Controller, state: SessionState) -> Iterator[tuple[str, str]]:
     """Go on from a state; yield what it does not fit, with the rule that it concerns, if it is one."""
     context = controller.context
@@ -71,7 +79,9 @@ def _resume(controller: Controller, state: SessionState) -> Iterator[tuple[str, 
     context.counters.resume(steps, common=state.common_step, latest=state.step)
     controller.traps.resume(state.in_a_row, index)
     yield from _other_names(index, state)
-    yield from controller.spikes.load(state.rules, index)
+    shapes = _shapes(controller)
+    reshaped = {n for n, shape in state.shapes.items() if shapes.get(n, shape) != shape}
+    yield from controller.spikes.load(state.rules, index, reshaped)
 
 
 def _other_names(index: Mapping[str, int], state: SessionState) -> Iterator[tuple[str, str]]:

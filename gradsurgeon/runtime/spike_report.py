@@ -58,7 +58,8 @@ def spike_report(
         lines = ["the largest first:", *_table(rows)]
         if len(places) > _SHOWN:
             lines.append(f"    ... {len(places) - _SHOWN} more")
-    lines += _growth(names, judged, arrived)
+    if judged.spikes.over_rule or judged.spikes.bound.keeps_mean:
+        lines += _growth(names, judged, arrived)
     return TrapReport(rows[0][0], head, lines, expect="", reduced=False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,14 +194,19 @@ class SpikeTraps:
         return found
 
     def load(
-        self, rules: Mapping[str, LearntByRule], index: Mapping[str, int]
+        self,
+        rules: Mapping[str, LearntByRule],
+        index: Mapping[str, int],
+        reshaped: Collection[str] = (),
     ) -> Iterator[tuple[str, str]]:
         """Go on from what `state` has returned; yield by rule what does not fit.
 
         Args:
             rules: what it has returned, checked.
             index: the number of each parameter by its name.
+            reshaped: the names of those that have another shape than they had then.
         """
+        index = {name: tensor for name, tensor in index.items() if name not in reshaped}
         self.statistics.clear()
         self._locked = LockedBounds()
         self._judged.clear()
@@ -222,7 +227,14 @@ class SpikeTraps:
                     f"has learnt as {old}, and is `{spikes.bound.name}`, per: {per}: it begins anew",
                 )
                 continue
-            if changed := set(self._bound(rule)).symmetric_difference(of_rule.params):
+            bound = set(self._bound(rule))
+            if odd := bound.intersection(of_rule.params, reshaped):
+                told = f"acts on parameters that have other shapes than in the state ({shorten_names(sorted(odd))})"
+                if spikes.over_rule:
+                    yield rule, f"{told}, and its norm is another one: it begins anew"
+                    continue
+                yield rule, f"{told}: it begins anew with those"
+            if changed := bound.symmetric_difference(of_rule.params):
                 told = f"acts on other parameters than the state knows of it ({shorten_names(sorted(changed))})"
                 if spikes.over_rule:
                     yield rule, f"{told}, and its norm is another one: it begins anew"

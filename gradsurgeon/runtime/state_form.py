@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
@@ -90,6 +90,8 @@ class SessionState:
     steps: dict[str, _Count]
     in_a_row: dict[str, dict[str, _Count]]
     rules: dict[str, Annotated[LearntByRule, AfterValidator(_sizes)]]
+    # Of parameters, by name; earlier states have none.
+    shapes: dict[str, list[_Count]] = field(default_factory=dict)
 
 
 _FORM = TypeAdapter(SessionState)

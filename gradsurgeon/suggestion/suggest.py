@@ -70,7 +70,10 @@ def suggest(run: Run, share: float) -> Suggestion:
                 name, patterns, len(group), series.key, norms, found, share, doubts
             )
     if not rules:
-        reasons = "; ".join(dict.fromkeys(without.values())) or "no gradients were recorded"
+        reasons = (
+            "; ".join(dict.fromkeys(without.values()))
+            or "no parameter has finite norms of two steps"
+        )
         raise RecordError(f"{where}: {reasons}")
     missing = [f"no rule for {names}: {reason}" for names, reason in without.items()]
     notes = [f"no gradient: {', '.join(patterns_of(silent, known))}"] if silent else []

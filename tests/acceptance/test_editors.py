@@ -165,7 +165,7 @@ def written(tmp_path: pathlib.Path) -> Callable[[str], pathlib.Path]:
             {7: "number", 8: "nope is not allowed"},
         ),
         (RULE + '    action: scael\n    params: "*"\n    factor: 2\n', {5: '"scale"'}),
-        (RULE + "    action: explode\n", {4: "params", 5: '"clip-norm" | "freeze"'}),
+        (RULE + "    action: explode\n", {4: "params", 5: '"combine" | "conflict" | "freeze"'}),
         (RULE + '    params: "*"\n', {4: '"action"'}),
         (RULE + '    action: scale\n    params: "*"\n', {4: '"factor"'}),
         (RULE + "    action: zero\n", {4: '"params"'}),

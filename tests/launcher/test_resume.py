@@ -130,7 +130,11 @@ def test_a_damaged_state_stops_a_strict_launch_alone(folder: Folder, strict: boo
     head = "gradsurgeon: error: " if strict else "gradsurgeon: "
     told = "is damaged, no whole file of `torch.save`; go on from another one, or remove it"
     assert f"{head}{path}: {told}: then the rules begin anew with what they learn" in done.lines
-    assert ("gradsurgeon: the rules begin anew with what they learn" in done.lines) is not strict
+    anew = (
+        "gradsurgeon: the rules begin anew with what they learn, and steps are counted from 0: add --start-step N where "
+        "the training of the script goes on"
+    )
+    assert (anew in done.lines) is not strict
     assert (folder.path / "x.mlp").exists() is not strict
 
 

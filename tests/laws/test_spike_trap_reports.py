@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -243,3 +244,22 @@ def test_no_origin_is_named_where_the_loss_explains_a_part_of_the_growth() -> No
     text = str(caught.value)
     assert "it came with the loss" not in text
     assert "look at this layer" not in text
+
+
+def test_by_smallest_norms_no_origin_is_named() -> None:
+    """What a bound by `times` starts from is the smallest norm of the warm-up, and no usual one."""
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    above = {"times": 1.5, "warmup": 10}
+    rules = {"version": 1, "rules": [spike_trap(per="parameter", above=above, then="warn")]}
+    with gradsurgeon.apply(model, rules, optimizer=optimizer) as session:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for step in range(31):
+                model.zero_grad()
+                x = torch.randn(64, 8)
+                ((model(x) - x).square().mean() * (1e4 if step == 30 else 1.0)).backward()
+                optimizer.step()
+        spikes = [event.message for event in session.events if event.kind == "spike"]
+    assert spikes
+    assert not [text for text in spikes if "came with the loss" in text or "it begins at" in text]

@@ -60,7 +60,9 @@ class Net(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
-def fit(folder: Path, steps: int, callback: Any, checkpoint: str | None = None) -> tuple[Net, Any]:
+def fit(
+    folder: Path, steps: int, callback: Any, checkpoint: str | None = None, **options: Any
+) -> tuple[Net, Any]:
     model = Net()
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -72,6 +74,7 @@ def fit(folder: Path, steps: int, callback: Any, checkpoint: str | None = None) 
         enable_model_summary=False,
         default_root_dir=str(folder),
         max_steps=steps,
+        **options,
     )
     batches: Any = torch.utils.data.DataLoader(torch.zeros(2 * STEPS, 1), batch_size=None)  # type: ignore[arg-type]
     trainer.fit(model, batches, ckpt_path=checkpoint)
@@ -91,6 +94,11 @@ def test_lightning(tmp_path: Path) -> None:
     (part,) = session.state_dict()["rules"]["spikes"]["statistics"]
     assert part["kept"][0].item() == STEPS
     assert session.status()["spikes"].changed > 0
+
+
+def test_a_clip_of_lightning_that_makes_all_norms_alike_is_told_of(tmp_path: Path) -> None:
+    with pytest.warns(GradSurgeonWarning, match=r"to 0.5 before rule spikes .*gradient_clip_val"):
+        fit(tmp_path, 2, LightningCallback(RULES), gradient_clip_val=0.5)
 
 
 def test_a_checkpoint_of_lightning_without_the_callback_is_told_of(tmp_path: Path) -> None:
@@ -116,7 +124,9 @@ class Reader(nn.Module):
         return {"loss": loss_of(self.net, int(step[0]))}
 
 
-def train(folder: Path, callback: Any, steps: int, resume: Any = None, **options: Any) -> Reader:
+def train(
+    folder: Path, callback: Any, steps: int, resume: Any = None, clip: float = 0.0, **options: Any
+) -> Reader:
     """Train in a folder with the trainer of Hugging Face; return the model."""
     model = Reader()
     arguments = TrainingArguments(
@@ -126,7 +136,7 @@ def train(folder: Path, callback: Any, steps: int, resume: Any = None, **options
         max_steps=steps,
         learning_rate=0.05,
         lr_scheduler_type="constant",
-        max_grad_norm=0.0,
+        max_grad_norm=clip,
         save_strategy="steps",
         save_steps=BROKEN_OFF,
         report_to=[],
@@ -205,6 +215,15 @@ class TestTransformers:
         assert callback.session.step == STEPS
         assert entered(callback) == STEPS - BROKEN_OFF
 
+    def test_a_clip_of_the_trainer_that_makes_all_norms_alike_is_told_of(
+        self, tmp_path: Path
+    ) -> None:
+        with pytest.warns(
+            GradSurgeonWarning,
+            match=r"norm of the gradients to 1 before rule spikes .*max_grad_norm=0",
+        ):
+            train(tmp_path, TransformersCallback(RULES), 2, clip=1.0)
+
     def test_a_trainer_that_does_not_tell_its_checkpoint_is_told_of(self, tmp_path: Path) -> None:
         model, callback = Reader(), TransformersCallback(RULES)
         trainer = Trainer(model=model, args=TrainingArguments(str(tmp_path), use_cpu=True))
@@ -254,8 +273,15 @@ class TestTransformers:
     def test_the_best_model_at_the_end_is_no_matter_of_the_rules(self, tmp_path: Path) -> None:
         callback = TransformersCallback(RULES)
         # The one metric that a model without labels has.
-        best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_runtime"}
-        evaluated = {"eval_strategy": "steps", "eval_steps": BROKEN_OFF, "save_total_limit": 1}
+        best: dict[str, Any] = {
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "eval_runtime",
+        }
+        evaluated: dict[str, Any] = {
+            "eval_strategy": "steps",
+            "eval_steps": BROKEN_OFF,
+            "save_total_limit": 1,
+        }
         model = train(tmp_path, callback, STEPS, **best, **evaluated)
         assert entered(callback) == STEPS
         assert is_free(model)

@@ -62,6 +62,33 @@ def controller(session: gradsurgeon.Session) -> Any:
     return session._attachment.controller
 
 
+@pytest.mark.parametrize("per", ["rule", "parameter"])
+def test_a_parameter_of_another_shape_begins_anew_and_is_named(per: str) -> None:
+    rules = {"version": 1, "rules": [{**RULES["rules"][0], "per": per}]}
+    model = make()
+    with gradsurgeon.apply(model, rules) as session:
+        train(model)
+        state = session.state_dict()
+    wide = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 7))
+    with gradsurgeon.apply(wide, rules) as session:
+        with pytest.warns(
+            GradSurgeonWarning, match=r"other shapes than in the state \(1.bias, 1.weight\)"
+        ):
+            session.load_state_dict(state)
+        learnt = session.state_dict()["rules"]["spikes"]["statistics"]
+        known = sorted(name for part in learnt for name in part["params"])
+        assert known == ([] if per == "rule" else ["0.bias", "0.weight"])
+        assert session.step == STEPS
+
+
+def test_a_state_without_shapes_goes_on_as_before() -> None:
+    state = trained().state_dict()
+    del state["shapes"]
+    with gradsurgeon.apply(make(), RULES) as session:
+        session.load_state_dict(state)
+        assert session.step == STEPS
+
+
 # --- damage ---------------------------------------------------------------------------------------
 
 

@@ -401,7 +401,7 @@ class TestFile:
         assert "# no gradient: h.*.w\n" in text
         assert (summary, findings) == ("1 rule for 1 parameter", [])
         recorded(tmp_path / "all", w=none)
-        with pytest.raises(RecordError, match="all: no gradients were recorded"):
+        with pytest.raises(RecordError, match="all: no parameter has finite norms of two steps"):
             suggestion(tmp_path / "all")
 
     def test_several_ranks(self, tmp_path: pathlib.Path) -> None:
