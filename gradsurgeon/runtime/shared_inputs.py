@@ -7,9 +7,11 @@ sum in the place of theirs. One ordinary backward pass brings all of that.
 
 from __future__ import annotations
 
+import operator
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from threading import RLock
 
 import torch
@@ -22,7 +24,7 @@ from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime.activation_rules import ActivationRules, Due, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.loss_gradients import is_taken
-from gradsurgeon.runtime.loss_rules import LossRules, pairs, unscaled
+from gradsurgeon.runtime.loss_rules import LossRules, pairs, unscaled, weighted_sum
 from gradsurgeon.tensors.inner_products import inner_products
 
 _IN_PLACE = (
@@ -51,6 +53,7 @@ class SharedInput:
         is_inside: whether it was taken within a backward pass.
         takers: the modules that have taken it, by rule, in their order.
         contributions: what each of them has sent back in the running pass.
+        arrived: the same in the order in which autograd adds it up, of one that was called twice in two parts.
         passes: how many backward passes have come through it.
     """
 
@@ -58,6 +61,7 @@ class SharedInput:
     is_inside: bool
     takers: dict[str, tuple[LossRule, list[str]]] = field(default_factory=dict)
     contributions: dict[str, Tensor] = field(default_factory=dict)
+    arrived: list[Tensor] = field(default_factory=list)
     passes: int = 0
 
 
@@ -102,10 +106,11 @@ class SharedInputs:
         """Return the gradient of a shared tensor: what came, or with other weights on what modules sent."""
         with self._lock:
             came, shared.contributions = shared.contributions, {}
+            arrived, shared.arrived = shared.arrived, []
             shared.passes += 1
         if self._sites.context.paused:
             return total
-        out = total
+        weighed: dict[str, float] = {}
         for rule, takers in shared.takers.values():
             there = [name for name in takers if name in came]
             if missing := [name for name in takers if name not in came]:
@@ -122,9 +127,10 @@ class SharedInputs:
                         f"rule {rule.id}: a backward pass with create_graph=True goes through what {_named(there)} send "
                         "back, and weights have no gradient of their own; pause the session around it"
                     )
-                for grad, weight in zip(grads, weights, strict=True):
-                    out = out + grad * (weight - 1.0)
-        return out
+                weighed |= zip(there, weights, strict=True)
+        if all(weight == 1.0 for weight in weighed.values()):
+            return total
+        return _reweighed(total, came, arrived, weighed)
 
     def _weights(
         self, rule: LossRule, names: Sequence[str], grads: Sequence[Tensor]
@@ -178,6 +184,7 @@ class ContributionHook:
         if grad is None or is_taken():
             return
         came = self._shared.contributions
+        self._shared.arrived.append(grad)
         earlier = came.get(self._owner)
         came[self._owner] = grad if earlier is None else earlier + grad
 
@@ -202,6 +209,21 @@ class SumHook:
             return None
         out = inputs.arrived(self._shared, grad)
         return None if out is grad else out
+
+
+def _reweighed(
+    total: Tensor,
+    came: Mapping[str, Tensor],
+    arrived: Sequence[Tensor],
+    weights: Mapping[str, float],
+) -> Tensor:
+    """Return a sum of contributions, and of what else went into a total, with weights on some of them."""
+    # Added up as autograd does it, contributions leave exactly nothing where there is nothing else. To correct the total
+    # itself would leave what rounding has made of the largest one, and that may be more than a smaller one has.
+    rest = total.to(torch.promote_types(total.dtype, torch.float32)) - reduce(operator.add, arrived)
+    terms = [*came.values(), rest]
+    out = weighted_sum(terms, [*(weights.get(name, 1.0) for name in came), 1.0])
+    return total if out is None else out
 
 
 def _named(modules: Sequence[str]) -> str:
