@@ -184,7 +184,9 @@ class _Delivery:
                         "twice. A custom autograd function that writes to what it has saved does that, or a "
                         "checkpoint that draws other random numbers (preserve_rng_state=False)"
                     )
-            one.rules.repeat.add(one.rule.id)
+            # Of gradients that are not finite nothing is known.
+            if math.isfinite(least):
+                one.rules.repeat.add(one.rule.id)
 
 
 def _sum(rows: Mapping[str, Mapping[int, Tensor | None]], key: int) -> Tensor:
