@@ -12,6 +12,7 @@ from torch import nn
 
 from gradsurgeon import _live
 from gradsurgeon.compiler import compile_plan
+from gradsurgeon.errors import printable
 from gradsurgeon.events import Event, RuleStatus
 from gradsurgeon.planning import Plan
 from gradsurgeon.recording.event_log import EventLog
@@ -102,6 +103,9 @@ class Attachment:
                 for rule, due in self.context.event_log.never_fired():
                     text = f"{self.controller.why_never(due=due)} until the end"
                     self.context.event_log.emit("never-fired", text, rule=rule, step=self.step)
+                for of, loss in self.controller.losses.never_given():
+                    text = f"no gradsurgeon.backward gave the loss {printable(loss)} until the end"
+                    self.context.event_log.emit("never-fired", text, rule=of.id, step=self.step)
             finally:  # a warning that the script has made an error leaves nothing behind
                 self._close(at=self.step)
 

@@ -59,7 +59,7 @@ class Controller:
         self.spikes = SpikeTraps(context)
         self.traps = Traps(context, self._agreement, self._kept, self.spikes)
         self._edits = StepRules(context, self.spikes)
-        self.losses = LossRules(context)
+        self.losses = LossRules(context, self._agreement)
         self.backward = BackwardWatch(context, self)
         self.manual = ManualSteps(context, self, options)
         self._param_hooks = ParamHooks(context, self.backward)

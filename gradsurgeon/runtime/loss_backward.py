@@ -199,7 +199,8 @@ class _Delivery:
                         "twice. A custom autograd function that writes to what it has saved does that, or a "
                         "checkpoint that draws other random numbers (preserve_rng_state=False)"
                     )
-            if known:
+            # Of gradients that are not finite nothing is known.
+            if known and math.isfinite(least):
                 one.rules.repeat.add(one.rule.id)
 
 
@@ -211,6 +212,7 @@ def _sum(rows: Mapping[str, Mapping[int, Tensor | None]], key: int) -> Tensor:
 def _tell_of_unknown(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> None:
     """Say once that a rule names a loss that is not there, where one is there that no rule names."""
     for one in due:
+        one.rules.note_given(one.rule, losses)
         mine = one.rule.losses or ()
         unnamed = [name for name in losses if name not in mine]
         lacking = [name for name in mine if name not in losses]

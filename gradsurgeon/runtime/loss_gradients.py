@@ -104,7 +104,8 @@ def _of(name: str, loss: Tensor, params: Sequence[Tensor]) -> list[Tensor | None
     except RuntimeError as error:
         if "donated buffer" in str(error):
             raise GradSurgeonError(_COMPILED) from error
-        if "Checkpointing is not compatible with .grad()" in str(error):
+        # Releases of torch word it differently.
+        if "use_reentrant=False" in str(error) and ".grad()" in str(error):
             raise GradSurgeonError(_REENTRANT.format(name=printable(name))) from error
         raise
     for grad in row:

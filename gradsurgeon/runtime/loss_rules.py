@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from gradsurgeon.actions import Combination, Comparison, LossRule, Rule
 from gradsurgeon.compiler import Stage
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.store import Key
 from gradsurgeon.tensors.inner_products import InnerProducts, inner_products
 
@@ -87,13 +88,15 @@ class DueLossRule:
 class LossRules:
     """The rules of one session on the gradients of single losses."""
 
-    def __init__(self, context: Context) -> None:
-        self.context = context
+    def __init__(self, context: Context, agreement: RankAgreement) -> None:
+        self.context, self._agreement = context, agreement
         self.effects = {
             rule.id: _compiled(rule) for rule in context.rules if isinstance(rule, LossRule)
         }
         # Those in whose graphs the gradients of single losses have added up to that of their sum.
         self.repeat: set[str] = set()
+        # What calls have given of the losses that a rule names, by its id.
+        self._given: dict[str, set[str]] = {}
         # What modules send back is combined in the pass that trains alone, which is another sum then.
         self.combines_inputs = any(
             rule.edits for module in context.program.modules for rule in module.on_shared
@@ -110,7 +113,7 @@ class LossRules:
             leaves: what the losses reach.
 
         Raises:
-            GradSurgeonError: the parameters of a rule are sharded.
+            GradSurgeonError: the parameters of a rule are sharded, or a rank that averages them lacks the rules.
         """
         context = self.context
         reached: set[int] | None = None
@@ -130,7 +133,18 @@ class LossRules:
                 if param is not None and param.requires_grad and (tensor in reached or not alone)
             }
             if there:
+                self._agreement.find_sessions_for_losses(_groups(context, stage.tensors))
                 yield DueLossRule(self, rule, tuple(there), tuple(there.values()))
+
+    def note_given(self, rule: LossRule, losses: Collection[str]) -> None:
+        self._given.setdefault(rule.id, set()).update(losses)
+
+    def never_given(self) -> Iterator[tuple[LossRule, str]]:
+        """Yield the losses that no call has given, with each rule that names them and has been due."""
+        for stage in self.context.program.of_losses:
+            rule = _loss_rule(stage)
+            given = self._given.get(rule.id, set())
+            yield from ((rule, name) for name in rule.losses or () if given and name not in given)
 
     def _due_now(self, rule: Rule, tensors: Iterable[int]) -> list[int]:
         context = self.context

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from gradsurgeon import _dist
-from gradsurgeon.actions import FreezeRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule
 from gradsurgeon.distributed import ranks, session_discovery
 from gradsurgeon.distributed.ranks import FINE, Cause
 from gradsurgeon.distributed.session_discovery import SessionInfo
@@ -52,7 +52,12 @@ class RankAgreement:
         acting = context.rules if context.mode == "act" else ()
         self._deciding = [rule for rule in acting if _decides(rule)]
         self._edits = any(map(_edits_updates, acting))
-        self._drifts = self._edits or any(_then(rule) == "skip-step" for rule in acting)
+        # In both modes: ranks average what single losses give.
+        self._drifts = (
+            self._edits
+            or any(_then(rule) == "skip-step" for rule in acting)
+            or any(map(_averages_losses, context.rules))
+        )
         # What is divided over ranks can be measured by all of them together only.
         self._measures = any(rule.target == "params" for rule in context.rules)
         # By the name of a group: whether all of its ranks have the session's rules.
@@ -66,6 +71,10 @@ class RankAgreement:
             self._with_rules(self._context.ranks.shard_groups(tensors))
         if update and (self._deciding or self._drifts):
             self._with_rules(self._context.ranks.reduction_groups(tensors))
+
+    def find_sessions_for_losses(self, groups: _dist.Groups) -> None:
+        """Find the other ranks before the first gradients of single losses that they average together."""
+        self._with_rules(groups)
 
     def is_needed_by_others(self, tensors: Sequence[int], *, update: bool) -> bool:
         """Tell whether other ranks cannot measure what is divided over all without this paused one."""
@@ -160,8 +169,8 @@ class RankAgreement:
         remedy = "apply the same rules on all ranks, with the same `mode` and `start_step`"
         if shared or any(answer.drifts for answer in answers.values()):
             raise GradSurgeonError(
-                f"{lacking}: norms of a model that is divided over ranks would wait for ever, and weights "
-                f"would drift apart where a step is skipped or a final gradient edited; {remedy}"
+                f"{lacking}: norms of a model that is divided over ranks, and gradients of single losses, would wait for "
+                f"ever, and weights would drift apart where a step is skipped or a final gradient edited; {remedy}"
             )
         text = f"{lacking}: this rank decides alone, and where it stops the others wait for it; {remedy}"
         context.event_log.emit("notice", text, step=context.counters.latest, warn=True)
@@ -172,13 +181,20 @@ class RankAgreement:
         rules = [
             rule.model_dump_json()
             for rule in self._context.rules
-            if _decides(rule) or _changes(rule) or (shared and rule.target == "params")
+            if _decides(rule)
+            or _changes(rule)
+            or _averages_losses(rule)
+            or (shared and rule.target == "params")
         ]
         return hashlib.sha256("\n".join([self._context.mode, *rules]).encode()).hexdigest()
 
 
 def _changes(rule: Rule) -> bool:
     return rule.edits or isinstance(rule, FreezeRule)
+
+
+def _averages_losses(rule: Rule) -> bool:
+    return isinstance(rule, LossRule) and rule.target == "params"
 
 
 def _decides(rule: Rule) -> bool:

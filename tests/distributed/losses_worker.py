@@ -28,6 +28,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "no_sync": {},
 }
 FEATURES = ("plain", "bucket views", "static graph", "unused", "FSDP2")
+UNLIKE = ("mode", "method")
 SHARDED = ("FSDP2", "FSDP1", "tensor parallel")
 
 
@@ -149,6 +150,21 @@ def late() -> str:
     return "nothing"
 
 
+def unlike(what: str) -> str:
+    """Let the second rank have another mode, or another method, and return what is said."""
+    model = make()
+    called = DistributedDataParallel(model)
+    second = dist.get_rank() == 1
+    mode: Any = "observe" if second and what == "mode" else "act"
+    rule = {"action": "combine", "method": "mean" if second and what == "method" else "mgda"}
+    gradsurgeon.apply(called, rules(rule), mode=mode)
+    try:
+        gradsurgeon.backward(two(called, data(0).chunk(2)[dist.get_rank()]))
+    except gradsurgeon.GradSurgeonError as error:
+        return str(error)
+    return "nothing"
+
+
 ON_HEADS = {"modules": ["seg", "depth"], "tensor": "input.grad"}
 
 
@@ -187,6 +203,7 @@ def main() -> dict[str, Any]:
             found[f"{method}, {setup}"] = run(method, setup, ranks=2)
     found["missing"] = missing()
     found["nan"] = nan()
+    found["unlike"] = {what: unlike(what) for what in UNLIKE}
     found["refused"] = {kind: refused(kind) for kind in SHARDED}
     found["late"] = late()
     found["on features"] = {kind: on_features(kind) for kind in ("alone", *FEATURES)}

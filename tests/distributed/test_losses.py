@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.losses_worker import FEATURES, METHODS, SETUPS, SHARDED, data, make
+from distributed.losses_worker import FEATURES, METHODS, SETUPS, SHARDED, UNLIKE, data, make
 from ranks import run_ranks
 from several_losses import jacobian, trunk_of, two
 
@@ -75,6 +75,14 @@ def test_sharded_parameters_are_refused_with_the_form_on_modules(
         said = rank["late"] if kind == "late" else rank["refused"][kind]
         assert "combine" in said
         assert "input.grad" in said, said
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_ranks_that_would_not_combine_alike_are_told(
+    ranks: list[dict[str, Any]], what: str
+) -> None:
+    for number, rank in enumerate(ranks):
+        assert f"rank {1 - number} has other rules, mode or step" in rank["unlike"][what]
 
 
 @pytest.mark.parametrize("setup", FEATURES)

@@ -298,6 +298,15 @@ def test_a_misspelt_loss_is_said_at_once() -> None:
         gradsurgeon.backward(two(model, x))
 
 
+def test_a_loss_that_never_comes_is_said_in_the_end() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.backward({"seg": two(model, x)["seg"]})
+    session.remove()
+    told = [event.message for event in session.events if event.kind == "never-fired"]
+    assert told == ["no gradsurgeon.backward gave the loss depth until the end"]
+
+
 def test_a_plain_backward_pass_is_said_at_once() -> None:
     model, x = Heads(), torch.randn(5, 6)
     gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))

@@ -22,6 +22,7 @@ from several_losses import (
     two,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
 from gradsurgeon import BindError, GradSurgeonError
@@ -69,6 +70,29 @@ def test_a_reentrant_checkpoint(action: str) -> None:
     rule = COMBINE if action == "combine" else {"action": "conflict"}
     gradsurgeon.apply(model, rules(rule))
     with pytest.raises(GradSurgeonError, match="use_reentrant=False"):
+        gradsurgeon.backward(two(model, x))
+
+
+@pytest.mark.parametrize("action", ["combine", "conflict"])
+def test_a_reentrant_checkpoint_around_a_head(action: str) -> None:
+    class Reentrant(Heads):
+        def forward(self, x: Tensor) -> Any:
+            features = self.trunk(x)
+            return checkpoint(self.seg, features, use_reentrant=True), self.depth(features)
+
+    model, x = Reentrant(), torch.randn(5, 6)
+    gradsurgeon.apply(model, rules(COMBINE if action == "combine" else {"action": "conflict"}))
+    with pytest.raises(GradSurgeonError, match=r"of the loss seg .* use use_reentrant=False"):
+        gradsurgeon.backward(two(model, x))
+
+
+def test_a_first_gradient_that_is_not_finite_does_not_vouch_for_the_graph() -> None:
+    model, x = Heads(Unrepeatable()), torch.randn(5, 6)
+    gradsurgeon.apply(model, rules(COMBINE))
+    losses = two(model, x)
+    gradsurgeon.backward({**losses, "seg": losses["seg"] * torch.nan})
+    model.zero_grad()
+    with pytest.raises(GradSurgeonError, match="do not add up"):
         gradsurgeon.backward(two(model, x))
 
 

@@ -135,6 +135,28 @@ def test_what_others_send_back_is_added_as_it_is() -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_that_is_much_larger_leaves_the_other_its_digits(dtype: torch.dtype) -> None:
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    model, x = Heads().to(dtype), torch.randn(5, 6, dtype=dtype)
+
+    def losses() -> tuple[Tensor, list[Tensor]]:
+        features = model.trunk(x)
+        features.retain_grad()
+        seg, depth = model.seg(features), model.depth(features)
+        return features, [seg.float().square().mean() * 1e5, (depth.float() - 1).square().mean()]
+
+    features, apart = losses()
+    rows = [torch.autograd.grad(loss, features, retain_graph=True)[0].double() for loss in apart]
+    wanted = aggregation.IMTLG()(torch.stack([row.flatten() for row in rows]))
+    gradsurgeon.apply(model, on_heads({"action": "combine", "method": "imtl-g"}))
+    features, apart = losses()
+    sum(apart).backward()  # type: ignore[union-attr]
+    assert features.grad is not None
+    off = (features.grad.double().flatten() - wanted).norm() / wanted.norm()
+    assert float(off) < 2 * torch.finfo(dtype).eps
+
+
 def test_rules_on_other_gradients_keep_their_place() -> None:
     """A module's own share is edited before it is combined; the gradient of the trunk's output after that."""
     model, x = Heads(), torch.randn(5, 6)
