@@ -95,6 +95,8 @@ class LossRules:
         }
         # Those in whose graphs the gradients of single losses have added up to that of their sum.
         self.repeat: set[str] = set()
+        # The rules that had a rest in the last call, because some rank has paused.
+        self._resting: set[str] = set()
         # What calls have given of the losses that a rule names, by its id.
         self._given: dict[str, set[str]] = {}
         # What modules send back is combined in the pass that trains alone, which is another sum then.
@@ -115,26 +117,39 @@ class LossRules:
         Raises:
             GradSurgeonError: the parameters of a rule are sharded, or a rank that averages them lacks the rules.
         """
-        context = self.context
+        context, counters = self.context, self.context.counters
         reached: set[int] | None = None
         for stage in context.program.of_losses:
-            rule, tensors = _loss_rule(stage), self._due_now(stage.rule, stage.tensors)
+            rule = _loss_rule(stage)
+            # Paused or not: other ranks may wait.
+            tensors = [tensor for tensor in stage.tensors if rule.steps.due(counters[tensor].step)]
             params = context.parameters.params(tensors)
             for tensor, param in zip(tensors, params, strict=True):
-                if _dist.is_divided(param):
+                if _dist.is_divided(param) and not context.paused:
                     text = _FSDP.format(name=printable(context.program.names[tensor]))
                     raise GradSurgeonError(f"rule {rule.id}: {text}")
             if reached is None:
                 reached = set(context.parameters.owned(leaves))
-            alone = _dist.world() == 1 or not context.ranks.wrappers_of(stage.tensors)
+            groups = _groups(context, stage.tensors)
+            if not self._acts(rule, groups, reaches=not reached.isdisjoint(tensors)):
+                continue
             there = {
                 tensor: param
                 for tensor, param in zip(tensors, params, strict=True)
-                if param is not None and param.requires_grad and (tensor in reached or not alone)
+                if param is not None and param.requires_grad and (tensor in reached or groups)
             }
             if there:
-                self._agreement.find_sessions_for_losses(_groups(context, stage.tensors))
                 yield DueLossRule(self, rule, tuple(there), tuple(there.values()))
+
+    def _acts(self, rule: LossRule, groups: _dist.Groups, *, reaches: bool) -> bool:
+        """Tell whether losses reach what a rule has matched, on some rank, and no rank pauses. A collective."""
+        paused = self.context.paused
+        if groups:
+            self._agreement.find_sessions_for_losses(groups)
+            flags = torch.tensor([paused, reaches], dtype=torch.float32, device="cpu")
+            paused, reaches = map(bool, _dist.reduce(flags, groups, "max").tolist())
+        (self._resting.add if paused else self._resting.discard)(rule.id)
+        return reaches and not paused
 
     def note_given(self, rule: LossRule, losses: Collection[str]) -> None:
         self._given.setdefault(rule.id, set()).update(losses)
@@ -159,7 +174,8 @@ class LossRules:
             if not due:
                 continue
             if _thread.named is not None:
-                _thread.named.reached(self, rule, due)
+                if rule.id not in self._resting:
+                    _thread.named.reached(self, rule, due)
                 continue
             name, step = (
                 printable(self.context.program.names[due[0]]),

@@ -139,15 +139,17 @@ def refused(kind: str) -> str:
 def late() -> str:
     """Shard after the rules are on."""
     model = make().float()
-    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
     fully_shard(model)
+    said = "nothing"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             gradsurgeon.backward(two(model, data(0).float()))
         except gradsurgeon.GradSurgeonError as error:
-            return str(error)
-    return "nothing"
+            said = str(error)
+        session.remove()
+    return said
 
 
 def unlike(what: str) -> str:
@@ -194,6 +196,39 @@ def on_features(setup: str) -> dict[str, Any]:
     }
 
 
+def paused_on_one() -> dict[str, Any]:
+    """Pause one rank for a step: all get the plain sum in it, and go on together."""
+    model, plain = make(), make()
+    called, other = DistributedDataParallel(model), DistributedDataParallel(plain)
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    same = []
+    for step in range(3):
+        model.zero_grad()
+        plain.zero_grad()
+        if dist.get_rank() == 1 and step == 1:
+            session.pause()
+        part = data(step).chunk(2)[dist.get_rank()]
+        gradsurgeon.backward(two(called, part))
+        sum(two(other, part).values()).backward()  # type: ignore[union-attr]
+        session.resume()
+        pairs = zip(model.parameters(), plain.parameters(), strict=True)
+        same.append(all(torch.equal(a.grad, b.grad) for a, b in pairs))  # type: ignore[arg-type]
+    return {"same": same, "fired": session.status()["combine"].fired}
+
+
+def two_models() -> int:
+    """Train one of two models that have rules; return how often the rule on the other one has fired."""
+    first, second = make(), make()
+    called = [DistributedDataParallel(model) for model in (first, second)]
+    sessions = [
+        gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+        for model in (first, second)
+    ]
+    gradsurgeon.backward(two(called[0], data(0).chunk(2)[dist.get_rank()]))
+    assert sessions[0].status()["combine"].fired == 1
+    return sessions[1].status()["combine"].fired
+
+
 def main() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for method in METHODS:
@@ -206,6 +241,8 @@ def main() -> dict[str, Any]:
     found["unlike"] = {what: unlike(what) for what in UNLIKE}
     found["refused"] = {kind: refused(kind) for kind in SHARDED}
     found["late"] = late()
+    found["paused on one"] = paused_on_one()
+    found["two models"] = two_models()
     found["on features"] = {kind: on_features(kind) for kind in ("alone", *FEATURES)}
     return found
 

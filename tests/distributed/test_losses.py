@@ -101,6 +101,15 @@ def test_on_features_all_get_the_mean_of_what_each_rank_has_combined(
         assert largest_difference(rank["on features"][setup]["grads"], wanted) < 1e-6
 
 
+def test_a_pause_on_one_rank_is_one_on_all(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert rank["paused on one"] == {"same": [False, True, False], "fired": 2}
+
+
+def test_losses_that_reach_one_model_are_none_of_another(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["two models"] for rank in ranks] == [0, 0]
+
+
 def test_the_methods_are_known() -> None:
     assert set(METHODS) <= set(TABLE)
     assert gradsurgeon.backward.__doc__
