@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import operator
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations, islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -242,6 +244,12 @@ class LossRule(Rule):
         elif isinstance(losses, list | tuple) and len(losses) == 1:
             message = "expected two losses or more, found one: nothing can conflict with it"
             yield Flaw("losses", message, "name the others")
+        elif isinstance(losses, list | tuple):
+            # Some hundreds of losses have as many pairs as a model has parameters.
+            pairs = Counter(f"{a}/{b}" for a, b in islice(combinations(losses, 2), 10**5))
+            if twice := next((pair for pair, times in pairs.items() if times > 1), None):
+                message = f"two pairs of losses are both called `{twice[:80]}` in records"
+                yield Flaw("losses", message, "leave `/` out of the name of one of them")
 
     @classmethod
     def _flaws_on_modules(cls, given: Mapping[str, Any]) -> Iterator[Flaw]:

@@ -53,6 +53,7 @@ class Combine(LossRule):
     (`tensor: input.grad`), as the heads of a network do, it combines what each of them sends back to that tensor, in an ordinary
     `loss.backward()`.
 
+    A gradient of zeros, as of a loss that does not reach the parameters, is left out, also of an average (not by `krum`).
     Where a gradient is not finite, or the solver of a method fails, the plain sum is what arrives, and an event says why.
     Recorded in each call: `weight` of each loss, and `distance`, the norm of the difference from the plain
     sum over the norm of that sum; under `mode="observe"` it would have been that.
