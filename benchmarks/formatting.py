@@ -40,3 +40,16 @@ def size(count: float) -> str:
 def spread(numbers: Any) -> str:
     """Return a median with its quartiles."""
     return f"{number(numbers['median'])} ({number(numbers['low'])} to {number(numbers['high'])})"
+
+
+def filled(text: str, begin: str, made: str, end: str, lacking: str) -> str:
+    """Return a page with what stands between two lines replaced.
+
+    Raises:
+        ValueError: it lacks one of them, which ``lacking`` says.
+    """
+    before, found, rest = text.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not found or not ended:
+        raise ValueError(lacking)
+    return f"{before}{begin}\n{made}\n{end}{after}"

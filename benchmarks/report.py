@@ -10,6 +10,7 @@ from benchmarks import (
     device_counts,
     device_page,
     diagnosis,
+    formatting,
     like_for_like,
     losses,
     losses_page,
@@ -376,11 +377,8 @@ def filled(text: str, made: str) -> str:
     Raises:
         ValueError: it has no place for one.
     """
-    before, found, rest = text.partition(BEGIN)
-    _, ended, after = rest.partition(END)
-    if not found or not ended:
-        raise ValueError(f"the page lacks the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}\n{made}\n{END}{after}"
+    lacking = f"the page lacks the lines {BEGIN!r} and {END!r}"
+    return formatting.filled(text, BEGIN, made, END, lacking)
 
 
 def rendered(shown: Sequence[tuple[Path, Result]]) -> dict[Path, str]:

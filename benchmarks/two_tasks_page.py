@@ -42,11 +42,8 @@ def _share(numbers: dict[str, Any]) -> str:
 
 def with_table(guide: str, found: dict[str, Any]) -> str:
     """Return the guide with the table of these results."""
-    before, begin, rest = guide.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"{GUIDE.name} has no place for the table")
-    return f"{before}{begin}\n{table(found)}\n{end}{after}"
+    lacking = f"{GUIDE.name} has no place for the table"
+    return formatting.filled(guide, BEGIN, table(found), END, lacking)
 
 
 def draw(found: dict[str, Any], path: Any) -> None:

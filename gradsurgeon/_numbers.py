@@ -188,6 +188,11 @@ def _each(grads: Sequence[Tensor], order: float) -> Sequence[Tensor]:
     return torch._foreach_norm(filled, order, dtype=_widened(grads[0]))  # noqa: SLF001
 
 
+def in_float32(tensor: Tensor) -> Tensor:
+    """Return a tensor of half precision in float32, which holds what is small, and any other as it is."""
+    return tensor.float() if tensor.dtype in _HALF else tensor
+
+
 def _widened(grad: Tensor) -> torch.dtype | None:
     # float16 overflows at 65504, so a norm of it must not be taken in float16.
     return torch.float32 if grad.dtype in _HALF else None

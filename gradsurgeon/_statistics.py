@@ -61,8 +61,7 @@ def statistic(stat: str, grad: Tensor) -> Tensor:
     elements = _numbers.values(grad)
     if elements.numel() == 0:  # of a sparse gradient in which all are zero
         elements = elements.new_zeros(1)
-    if elements.dtype in (torch.float16, torch.bfloat16):
-        elements = elements.float()
+    elements = _numbers.in_float32(elements)
     return how.measure(elements, grad.numel() - elements.numel()).to(torch.float32)
 
 

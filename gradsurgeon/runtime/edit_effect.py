@@ -83,7 +83,7 @@ class NormClip:
         if isinstance(self._factor, float):
             return values * self._factor
         # Half precision would round the factor, and two 0-dim tensors take the wider dtype.
-        wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+        wide = _numbers.in_float32(values)
         return (wide * self._factor).to(values.dtype)
 
     def tell(self, context: Context, rule: str, step: int) -> None:

@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist
+from gradsurgeon import _dist, _numbers
 from gradsurgeon.actions import Combination, Comparison, LossRule, Rule
 from gradsurgeon.compiler import Stage
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
@@ -30,7 +30,6 @@ _FSDP = (
 )
 _HOW = 'write gradsurgeon.backward({"seg": seg_loss, ...}) in the place of the `.backward()` of their sum'
 
-_HALF = (torch.float16, torch.bfloat16)
 _PLAIN = "their plain sum arrives, as without the rule"
 
 
@@ -368,7 +367,7 @@ def weighted_sum(terms: Sequence[Tensor | None], weights: Sequence[float]) -> Te
     for term, weight in zip(terms, weights, strict=True):
         if term is None:
             continue
-        wide = term.float() if term.dtype in _HALF else term
+        wide = _numbers.in_float32(term)
         total = wide * weight if total is None else total.add_(wide, alpha=weight)
     dtype = next((term.dtype for term in terms if term is not None), None)
     return total if total is None else total.to(dtype)

@@ -227,24 +227,24 @@ class SpikeTraps:
                     f"has learnt as {old}, and is `{spikes.bound.name}`, per: {per}: it begins anew",
                 )
                 continue
-            bound = set(self._bound(rule))
-            if odd := bound.intersection(of_rule.params, reshaped):
-                told = f"acts on parameters that have other shapes than in the state ({shorten_names(sorted(odd))})"
-                if spikes.over_rule:
-                    yield rule, f"{told}, and its norm is another one: it begins anew"
-                    continue
-                yield rule, f"{told}: it begins anew with those"
-            if changed := bound.symmetric_difference(of_rule.params):
-                told = f"acts on other parameters than the state knows of it ({shorten_names(sorted(changed))})"
-                if spikes.over_rule:
-                    yield rule, f"{told}, and its norm is another one: it begins anew"
-                    continue
-                yield rule, f"{told}: it begins anew with those"
+            unlike = list(self._unlike(rule, of_rule, reshaped))
+            if unlike and spikes.over_rule:
+                yield rule, f"{unlike[0]}, and its norm is another one: it begins anew"
+                continue
+            yield from ((rule, f"{told}: it begins anew with those") for told in unlike)
             # An optimizer that has a part of the parameters of another is found by these.
             for part in sorted(of_rule.statistics, key=lambda part: -len(part.params)):
                 self._load(rule, spikes, part, index)
         for rule in self._context.spikes.keys() - rules.keys():
             yield rule, "the state says nothing of this rule: it begins anew with what it learns"
+
+    def _unlike(self, rule: str, learnt: LearntByRule, reshaped: Collection[str]) -> Iterator[str]:
+        """Yield in what the parameters of a rule differ from those that it has learnt of."""
+        bound = set(self._bound(rule))
+        if odd := bound.intersection(learnt.params, reshaped):
+            yield f"acts on parameters that have other shapes than in the state ({shorten_names(sorted(odd))})"
+        if changed := bound.symmetric_difference(learnt.params):
+            yield f"acts on other parameters than the state knows of it ({shorten_names(sorted(changed))})"
 
     def _bound(self, rule: str) -> list[str]:
         """Return the parameters that a rule is bound to."""

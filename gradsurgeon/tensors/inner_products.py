@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gradsurgeon import _numbers
+
 # Elements of a gradient that are copied at once: thousands of small ones take one call, and what is copied of the
 # largest layer stays in the cache of a processor. On a device it is calls that cost.
 _CHUNK, _CHUNK_ON_DEVICE = 2**16, 2**20
@@ -94,5 +96,4 @@ def _flat(row: Tensor | None, like: Tensor) -> Tensor:
     if row.is_complex():
         # The product of two complex gradients is that of their real and imaginary parts.
         row = torch.view_as_real(row.resolve_conj())
-    row = row.reshape(-1)
-    return row.float() if row.dtype in (torch.float16, torch.bfloat16) else row
+    return _numbers.in_float32(row.reshape(-1))

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gradsurgeon import _numbers
+
 
 def unscaled(grad: Tensor, scale: Tensor | None) -> Tensor:
     """Return a gradient in true units. Half precision becomes float32, which holds what is small."""
     if scale is None:
         return grad
-    values = grad.float() if grad.dtype in (torch.float16, torch.bfloat16) else grad
-    return values / scale.to(grad.device)
+    return _numbers.in_float32(grad) / scale.to(grad.device)
 
 
 def in_true_units(
