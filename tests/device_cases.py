@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -146,9 +146,9 @@ def two_threads() -> dict[str, Any]:
     sys.setswitchinterval(1e-6)
     begins = Controller.backward_started
 
-    def slowly(self: Controller, graph: BackwardGraph) -> None:
+    def slowly(self: Controller, graph: BackwardGraph, reached: Collection[int] | None) -> None:
         time.sleep(0.002)  # so that both threads come before the pass is known
-        begins(self, graph)
+        begins(self, graph, reached)
 
     Controller.backward_started = slowly  # type: ignore[method-assign]
     found: dict[str, Any] = {"events": [], "steps": [], "rows": []}

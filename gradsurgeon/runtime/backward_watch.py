@@ -230,12 +230,12 @@ class BackwardWatch:
         return self._training[1]
 
     def begin(self, running: RunningPass) -> _Before:
-        self._events.backward_started(running.graph)
         with _lock:
+            reached = self._reached(running)
+            self._events.backward_started(running.graph, reached)
             if len(_running) == 1:
                 # What is left is of a pass that was not watched, as where the session began inside of it.
                 self.seen = Seen()
-            reached = self._reached(running)
             tensors, grads = self._context.parameters.grads(
                 self._watched if reached is None else sorted(reached)
             )

@@ -113,11 +113,12 @@ class Controller:
         self.context.parameters.forget()
         self.context.paused = True
 
-    def backward_started(self, graph: BackwardGraph) -> None:
+    def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
         """Let gradients be seen that a step has hidden which has raised."""
         self.steps.end_failed()
-        with self._kept.spared():
-            self._kept.keep_loss(graph)
+        if reached is None or reached:
+            with self._kept.spared():
+                self._kept.keep_loss(graph, reached)
 
     def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
         act_on_contributions(self.context, tensors, logged)

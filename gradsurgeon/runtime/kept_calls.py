@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -170,10 +170,16 @@ class KeptCalls:
             self.dropped += 1
             self.problem = f"{type(error).__name__}: {error}"
 
-    def keep_loss(self, graph: BackwardGraph) -> None:
-        """Keep how the loss of a pass that begins was made of what came out of the calls."""
+    def keep_loss(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
+        """Keep how the loss of a pass that begins was made of what came out of the calls.
+
+        Args:
+            graph: what the pass runs through.
+            reached: the tensors that it reaches, ``None`` for all.
+        """
         self._begins = True
-        if self.reaching and not self._context.parameters.grads()[0]:
+        tensors = None if reached is None else sorted(reached)
+        if self.reaching and not self._context.parameters.grads(tensors)[0]:
             # The script has cleared what earlier passes of this step have left.
             self.calls = [call for call in self.calls if not call.number]
             self.losses.clear()

@@ -78,8 +78,13 @@ class StepDecision:
 class TrainingEvents(Protocol):
     """What a controller is told, in the order in which it happens."""
 
-    def backward_started(self, graph: BackwardGraph) -> None:
-        """Take notice of a backward pass, which may be one through another model, before it runs."""
+    def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
+        """Take notice of a backward pass, which may be one through another model, before it runs.
+
+        Args:
+            graph: what it runs through.
+            reached: where other threads train as well, the only tensors whose gradients may be read now.
+        """
 
     def contributed(self, tensors: Sequence[int], logged: Logged) -> None:
         """Act on gradients that hold what the running pass has contributed, in the order in which they came."""

@@ -116,6 +116,49 @@ def test_models_in_threads_train_and_are_recorded_as_one_after_the_other() -> No
         assert found == alone
 
 
+class Told(nn.Parameter):
+    """Notes which threads read its gradient."""
+
+    readers: set[int] = set()
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        self.readers.add(threading.get_ident())
+        return torch.Tensor.grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, value)
+
+
+def test_no_thread_reads_the_gradients_that_another_one_trains() -> None:
+    # Autograd and `zero_grad` write them without Python's lock: who reads them then may crash the process.
+    model = nn.Linear(2, 1, bias=False)
+    model.weight = Told(model.weight.detach())
+    other = nn.Linear(2, 1)
+    first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in (model, other))
+    with (
+        gradsurgeon.apply(model, RULES, optimizer=first),
+        gradsurgeon.apply(other, RULES, optimizer=second),
+    ):
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        Told.readers.clear()
+
+        def run() -> None:
+            for _ in range(3):
+                other(torch.ones(1, 2)).sum().backward()
+                second.step()
+                second.zero_grad()
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert not Told.readers
+        model(torch.ones(1, 2)).sum().backward()
+        assert Told.readers == {threading.get_ident()}
+
+
 def test_the_loss_scale_of_another_thread_is_not_mine() -> None:
     norms = {"version": 1, "rules": [RULES["rules"][1], RULES["rules"][2]]}
     model = nn.Linear(2, 1, bias=False)
