@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -14,14 +13,20 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gradsurgeon import _dist, _numbers
+from gradsurgeon import _dist
 from gradsurgeon.actions import Combination, Comparison, LossRule, Rule
 from gradsurgeon.compiler import Stage
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.store import Key
-from gradsurgeon.tensors.inner_products import InnerProducts, inner_products
+from gradsurgeon.tensors.backward_graph import BackwardGraph
+from gradsurgeon.tensors.inner_products import (
+    InnerProducts,
+    inner_products,
+    pairs,
+    weighted_sum,
+)
 
 _FSDP = (
     "the gradients of single losses cannot be had of parameters that are sharded (fully_shard, "
@@ -31,6 +36,10 @@ _FSDP = (
 _HOW = 'write gradsurgeon.backward({"seg": seg_loss, ...}) in the place of the `.backward()` of their sum'
 
 _PLAIN = "their plain sum arrives, as without the rule"
+_RESTS = (
+    "rank {rank} is paused: the plain sum of the losses arrives on all ranks",
+    "rank {rank} runs a plain `.backward()` where this one passes named losses: their plain sum arrives on all ranks",
+)
 
 
 class NamedPass:
@@ -42,10 +51,13 @@ class NamedPass:
         self.unseen: list[str] = []
 
     def reached(self, rules: LossRules, rule: LossRule, tensors: Sequence[int]) -> None:
-        seen = self._seen.get((rules, rule.id), ())
+        seen, context = self._seen.get((rules, rule.id), ()), rules.context
         for tensor in tensors:
-            if tensor not in seen:
-                self.astray(rule, rules.context.program.names[tensor])
+            name = context.program.names[tensor]
+            if _dist.is_divided(context.parameters.param(tensor)):
+                self.unseen.append(f"rule {rule.id}: {_FSDP.format(name=printable(name))}")
+            elif tensor not in seen:
+                self.astray(rule, name)
 
     def astray(self, rule: LossRule, name: str) -> None:
         self.unseen.append(
@@ -114,41 +126,70 @@ class LossRules:
             leaves: what the losses reach.
 
         Raises:
-            GradSurgeonError: the parameters of a rule are sharded, or a rank that averages them lacks the rules.
+            GradSurgeonError: a rank that averages the gradients of the parameters lacks the rules.
         """
-        context, counters = self.context, self.context.counters
-        reached: set[int] | None = None
-        for stage in context.program.of_losses:
-            rule = _loss_rule(stage)
-            # Paused or not: other ranks may wait.
-            tensors = [tensor for tensor in stage.tensors if rule.steps.due(counters[tensor].step)]
-            params = context.parameters.params(tensors)
-            for tensor, param in zip(tensors, params, strict=True):
-                if _dist.is_divided(param) and not context.paused:
-                    text = _FSDP.format(name=printable(context.program.names[tensor]))
-                    raise GradSurgeonError(f"rule {rule.id}: {text}")
-            if reached is None:
-                reached = set(context.parameters.owned(leaves))
-            groups = _groups(context, stage.tensors)
-            if not self._acts(rule, groups, reaches=not reached.isdisjoint(tensors)):
-                continue
+        for rule, stage, reached, groups in self._agreed(leaves, plain=False):
+            tensors = self._scheduled(rule, stage)
+            params = self.context.parameters.params(tensors)
             there = {
                 tensor: param
                 for tensor, param in zip(tensors, params, strict=True)
                 if param is not None and param.requires_grad and (tensor in reached or groups)
+                # Refused once the pass has reached it, which its leaves do not tell.
+                if not _dist.is_divided(param)
             }
             if there:
                 yield DueLossRule(self, rule, tuple(there), tuple(there.values()))
 
-    def _acts(self, rule: LossRule, groups: _dist.Groups, *, reaches: bool) -> bool:
-        """Tell whether losses reach what a rule has matched, on some rank, and no rank pauses. A collective."""
-        paused = self.context.paused
+    def tell_of_plain_pass(self, graph: BackwardGraph) -> None:
+        """Let all ranks have the plain sum of a pass in which this one passes no named losses. A collective."""
+        if _thread.named is None and self.context.program.of_losses and _dist.world() > 1:
+            for _ in self._agreed(list(graph.leaves()), plain=True):
+                pass
+
+    def _scheduled(self, rule: LossRule, stage: Stage) -> list[int]:
+        counters = self.context.counters
+        return [tensor for tensor in stage.tensors if rule.steps.due(counters[tensor].step)]
+
+    def _agreed(
+        self, leaves: Sequence[Tensor], *, plain: bool
+    ) -> Iterator[tuple[LossRule, Stage, set[int], _dist.Groups]]:
+        """Yield the rules that act in a pass on all ranks, the tensors that it reaches, and the ranks.
+
+        Ranks whose `DistributedDataParallel` a pass reaches meet: that makes all of them wait for it anyway.
+        """
+        reached = set(self.context.parameters.owned(leaves))
+        keys = {id(leaf) for leaf in leaves}
+        for stage in self.context.program.of_losses:
+            rule = _loss_rule(stage)
+            # Paused or not: other ranks may wait.
+            if not (tensors := self._scheduled(rule, stage)):
+                continue
+            groups = _groups(self.context, stage.tensors, keys)
+            reaches = not reached.isdisjoint(tensors)
+            if self._acts(rule, tensors[0], groups, reaches=reaches, plain=plain):
+                yield rule, stage, reached, groups
+
+    def _acts(
+        self, rule: LossRule, tensor: int, groups: _dist.Groups, *, reaches: bool, plain: bool
+    ) -> bool:
+        """Tell whether losses reach what a rule has matched on some rank, and all know them. A collective."""
+        rank, paused = _dist.rank(), self.context.paused
         if groups:
             self._agreement.find_sessions_for_losses(groups)
-            flags = torch.tensor([paused, reaches], dtype=torch.float32, device="cpu")
-            paused, reaches = map(bool, _dist.reduce(flags, groups, "max").tolist())
-        (self._resting.add if paused else self._resting.discard)(rule.id)
-        return reaches and not paused
+            mine = [(rank + 1) * fact for fact in (reaches, paused, plain)]
+            worst = _dist.reduce(torch.tensor(mine, device="cpu"), groups, "max").tolist()
+            step = self.context.counters[tensor].step
+            for other, mark, why in zip(worst[1:], (paused, plain), _RESTS, strict=True):
+                if other and not mark and not self.context.paused:
+                    text = why.format(rank=other - 1)
+                    self.context.event_log.notice_once(
+                        why, text, rule=rule.id, step=step, warn=True
+                    )
+            reaches, paused, plain = map(bool, worst)
+        rests = paused or plain
+        (self._resting.add if rests else self._resting.discard)(rule.id)
+        return reaches and not rests
 
     def note_given(self, rule: LossRule, losses: Collection[str]) -> None:
         self._given.setdefault(rule.id, set()).update(losses)
@@ -176,10 +217,8 @@ class LossRules:
                 if rule.id not in self._resting:
                     _thread.named.reached(self, rule, due)
                 continue
-            name, step = (
-                printable(self.context.program.names[due[0]]),
-                self.context.counters[due[0]].step,
-            )
+            name = printable(self.context.program.names[due[0]])
+            step = self.context.counters[due[0]].step
             text = f"a backward pass reached {name} without the losses being known: {_HOW}"
             self.context.event_log.notice_once("plain", text, rule=rule.id, step=step, warn=True)
 
@@ -231,11 +270,8 @@ class LossRules:
             known: their inner products.
             groups: the ranks that must have the same weights.
         """
-        event_log, effect, products = (
-            self.context.event_log,
-            self.effects[rule.id],
-            known.products,
-        )
+        event_log, products = self.context.event_log, known.products
+        effect = self.effects[rule.id]
         assert isinstance(effect, Combination)  # noqa: S101 # of a rule that combines
         event_log.count_fired(rule.id, step)
         if (culprit := _nonfinite(names, products)) is not None:
@@ -310,7 +346,7 @@ class LossRules:
         groups = _groups(self.context, due.tensors)
         average = partial(_averaged, group=groups[0]) if groups else None
         known = inner_products(rows, due.params, average, compare=compare)
-        return known if scale is None else unscaled(known, scale)
+        return known if scale is None else known.unscaled(scale)
 
     def _record(
         self, rule: LossRule, stat: str, step: int, names: Sequence[str], values: Tensor
@@ -332,52 +368,23 @@ def _compiled(rule: LossRule) -> Combination | Comparison:
         raise BindError([f"rule {rule.id}: {error}"]) from error
 
 
-def pairs(
-    names: Sequence[str], known: InnerProducts
-) -> Iterator[tuple[str, tuple[float, float, float]]]:
-    """Yield the name of each pair, and cosine, ratio of norms and opposed share; NaN where a gradient is zero."""
-    products = known.products.tolist()
-    opposed = [] if known.opposed is None else known.opposed.tolist()
-    for first, second in itertools.combinations(range(len(names)), 2):
-        one, other = products[first][first], products[second][second]
-        pair = f"{names[first]}/{names[second]}"
-        if not (one > 0 and other > 0 and math.isfinite(one + other)):
-            yield pair, (math.nan, math.nan, math.nan)
-            continue
-        cosine = products[first][second] / math.sqrt(one * other)
-        share = math.sqrt(opposed[first][second] / (one + other))
-        yield pair, (max(-1.0, min(1.0, cosine)), math.sqrt(one / other), share)
-
-
 def _nonfinite(losses: Sequence[str], products: Tensor) -> str | None:
     finite = products.diagonal().isfinite().tolist()
     return next((name for name, fine in zip(losses, finite, strict=True) if not fine), None)
 
 
-def unscaled(known: InnerProducts, scale: Tensor) -> InnerProducts:
-    """Return inner products in true units, of gradients that a scaler has multiplied. Waits for the device."""
-    square = float(scale) ** 2
-    opposed = None if known.opposed is None else known.opposed / square
-    return InnerProducts(known.products / square, opposed)
-
-
-def weighted_sum(terms: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
-    """Return a new tensor of the dtype of the terms. Half precision is rounded once, at the end."""
-    total: Tensor | None = None
-    for term, weight in zip(terms, weights, strict=True):
-        if term is None:
-            continue
-        wide = _numbers.in_float32(term)
-        total = wide * weight if total is None else total.add_(wide, alpha=weight)
-    dtype = next((term.dtype for term in terms if term is not None), None)
-    return total if total is None else total.to(dtype)
-
-
-def _groups(context: Context, tensors: Sequence[int]) -> _dist.Groups:
+def _groups(
+    context: Context, tensors: Sequence[int], leaves: Collection[int] | None = None
+) -> _dist.Groups:
+    """Return the groups of ranks that average gradients, where a pass reaches some leaves, told by their ids."""
     if _dist.world() == 1:
         return ()
-    wrappers = context.ranks.wrappers_of(tensors)
-    return tuple(dict.fromkeys(wrapper.process_group for wrapper in wrappers))
+    reached = [
+        wrapper
+        for wrapper in context.ranks.wrappers_of(tensors)
+        if leaves is None or not set(leaves).isdisjoint(map(id, wrapper.parameters()))
+    ]
+    return tuple(dict.fromkeys(wrapper.process_group for wrapper in reached))
 
 
 def _averaged(block: Tensor, group: object) -> Tensor:

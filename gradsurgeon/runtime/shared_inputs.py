@@ -23,8 +23,8 @@ from gradsurgeon.runtime import backward_watch
 from gradsurgeon.runtime.activation_rules import ActivationRules, Due, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.loss_gradients import is_taken
-from gradsurgeon.runtime.loss_rules import LossRules, pairs, unscaled, weighted_sum
-from gradsurgeon.tensors.inner_products import InnerProducts, inner_products
+from gradsurgeon.runtime.loss_rules import LossRules
+from gradsurgeon.tensors.inner_products import InnerProducts, inner_products, pairs, weighted_sum
 
 _IN_PLACE = (
     "{owner} works in place on the tensor that it shares with others: what it sends back cannot be told from theirs; "
@@ -125,7 +125,7 @@ class SharedInputs:
         compare = any(not isinstance(effects[party.rule.id], Combination) for party in parties)
         known = inner_products([[grad] for grad in grads], grads[:1], compare=compare)
         if (scale := context.scaling.scale) is not None:
-            known = unscaled(known, scale)
+            known = known.unscaled(scale)
         weights: dict[str, float] = {}
         for rule, mine in parties:
             part = _part(known, [names.index(name) for name in mine])

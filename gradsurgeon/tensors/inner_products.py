@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,6 +30,12 @@ class InnerProducts(NamedTuple):
 
     products: Tensor
     opposed: Tensor | None = None
+
+    def unscaled(self, scale: Tensor) -> InnerProducts:
+        """Return them in true units, of gradients that a scaler has multiplied. Waits for the device."""
+        square = float(scale) ** 2
+        opposed = None if self.opposed is None else self.opposed / square
+        return InnerProducts(self.products / square, opposed)
 
 
 def inner_products(
@@ -97,3 +105,32 @@ def _flat(row: Tensor | None, like: Tensor) -> Tensor:
         # The product of two complex gradients is that of their real and imaginary parts.
         row = torch.view_as_real(row.resolve_conj())
     return _numbers.in_float32(row.reshape(-1))
+
+
+def pairs(
+    names: Sequence[str], known: InnerProducts
+) -> Iterator[tuple[str, tuple[float, float, float]]]:
+    """Yield the name of each pair, and cosine, ratio of norms and opposed share; NaN where a gradient is zero."""
+    products = known.products.tolist()
+    opposed = [] if known.opposed is None else known.opposed.tolist()
+    for first, second in itertools.combinations(range(len(names)), 2):
+        one, other = products[first][first], products[second][second]
+        pair = f"{names[first]}/{names[second]}"
+        if not (one > 0 and other > 0 and math.isfinite(one + other)):
+            yield pair, (math.nan, math.nan, math.nan)
+            continue
+        cosine = products[first][second] / math.sqrt(one * other)
+        share = math.sqrt(opposed[first][second] / (one + other))
+        yield pair, (max(-1.0, min(1.0, cosine)), math.sqrt(one / other), share)
+
+
+def weighted_sum(terms: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
+    """Return a new tensor of the dtype of the terms. Half precision is rounded once, at the end."""
+    total: Tensor | None = None
+    for term, weight in zip(terms, weights, strict=True):
+        if term is None:
+            continue
+        wide = _numbers.in_float32(term)
+        total = wide * weight if total is None else total.add_(wide, alpha=weight)
+    dtype = next((term.dtype for term in terms if term is not None), None)
+    return total if total is None else total.to(dtype)

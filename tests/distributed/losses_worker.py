@@ -216,6 +216,50 @@ def paused_on_one() -> dict[str, Any]:
     return {"same": same, "fired": session.status()["combine"].fired}
 
 
+PLAIN = ("first", "later", "both", "no_sync", "on another model")
+
+
+def plain_on_one(where: str) -> dict[str, Any]:
+    """Let one rank run a plain `.backward()` in a step: all get the plain sum in it, and go on together."""
+    model, plain, apart = make(), make(), make()
+    called, other = DistributedDataParallel(model), DistributedDataParallel(plain)
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    wanted = {"first": [0], "later": [1], "both": [0, 1], "no_sync": [1], "on another model": []}
+    same = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            model.zero_grad()
+            plain.zero_grad()
+            part = data(step).chunk(2)[dist.get_rank()]
+            alone = dist.get_rank() == 1
+            if where == "on another model" and alone:
+                sum(two(apart, part).values()).backward()  # type: ignore[union-attr]
+            with called.no_sync() if where == "no_sync" else contextlib.nullcontext():
+                losses = two(called, part)
+                if step in wanted[where] and alone:
+                    sum(losses.values()).backward()  # type: ignore[union-attr]
+                else:
+                    gradsurgeon.backward(losses)
+            with other.no_sync() if where == "no_sync" else contextlib.nullcontext():
+                sum(two(other, part).values()).backward()  # type: ignore[union-attr]
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            same.append(all(torch.equal(a.grad, b.grad) for a, b in pairs))  # type: ignore[arg-type]
+    said = [str(w.message) for w in caught if isinstance(w.message, gradsurgeon.GradSurgeonWarning)]
+    return {"same": same, "fired": session.status()["combine"].fired, "said": said}
+
+
+def beside_a_sharded_one() -> int:
+    """Combine in one model, where another one that has rules was sharded after them."""
+    model, apart = make(), make().float()
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    other = gradsurgeon.apply(apart, rules({"action": "combine", "method": "mgda"}))
+    fully_shard(apart)
+    gradsurgeon.backward(two(model, data(0)))
+    other.remove()
+    return session.status()["combine"].fired
+
+
 def two_models() -> int:
     """Train one of two models that have rules; return how often the rule on the other one has fired."""
     first, second = make(), make()
@@ -242,6 +286,8 @@ def main() -> dict[str, Any]:
     found["refused"] = {kind: refused(kind) for kind in SHARDED}
     found["late"] = late()
     found["paused on one"] = paused_on_one()
+    found["plain on one"] = {where: plain_on_one(where) for where in PLAIN}
+    found["beside a sharded one"] = beside_a_sharded_one()
     found["two models"] = two_models()
     found["on features"] = {kind: on_features(kind) for kind in ("alone", *FEATURES)}
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.losses_worker import FEATURES, METHODS, SETUPS, SHARDED, UNLIKE, data, make
+from distributed.losses_worker import FEATURES, METHODS, PLAIN, SETUPS, SHARDED, UNLIKE, data, make
 from ranks import run_ranks
 from several_losses import jacobian, trunk_of, two
 
@@ -104,6 +104,27 @@ def test_on_features_all_get_the_mean_of_what_each_rank_has_combined(
 def test_a_pause_on_one_rank_is_one_on_all(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["paused on one"] == {"same": [False, True, False], "fired": 2}
+
+
+@pytest.mark.parametrize("where", PLAIN)
+def test_a_plain_pass_on_one_rank_is_one_on_all(ranks: list[dict[str, Any]], where: str) -> None:
+    steps = {"first": [0], "later": [1], "both": [0, 1], "no_sync": [1], "on another model": []}[
+        where
+    ]
+    for number, rank in enumerate(ranks):
+        seen = rank["plain on one"][where]
+        assert seen["same"] == [step in steps for step in range(3)]
+        assert seen["fired"] == 3 - len(steps)
+        if steps:
+            (said,) = seen["said"]
+            wanted = (
+                "without the losses being known" if number else "rank 1 runs a plain `.backward()`"
+            )
+            assert wanted in said
+
+
+def test_a_model_that_is_sharded_later_is_none_of_another(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["beside a sharded one"] for rank in ranks] == [1, 1]
 
 
 def test_losses_that_reach_one_model_are_none_of_another(ranks: list[dict[str, Any]]) -> None:

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -116,19 +116,22 @@ def test_models_in_threads_train_and_are_recorded_as_one_after_the_other() -> No
         assert found == alone
 
 
+_GRAD: Any = torch.Tensor.grad
+
+
 class Told(nn.Parameter):
     """Notes which threads read its gradient."""
 
-    readers: set[int] = set()
+    readers: ClassVar[set[int]] = set()
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> Any:
         self.readers.add(threading.get_ident())
-        return torch.Tensor.grad.__get__(self)
+        return _GRAD.__get__(self)
 
     @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)
+    def grad(self, value: Any) -> None:
+        _GRAD.__set__(self, value)
 
 
 def test_no_thread_reads_the_gradients_that_another_one_trains() -> None:
