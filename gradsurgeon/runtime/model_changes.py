@@ -145,6 +145,9 @@ class ModelChanges:
         params = [self._context.parameters.param(tensor) for tensor in replaced]
         if any(param is not None and _dist.is_sharded(param) for param in params):
             self.check()
+            if (model := self._model()) is not None:
+                # Those of `fully_shard` give each module a tensor of its own.
+                self._module_hooks.put_first(named_modules(model))
         there = [tensor for tensor in replaced if self._param_hooks.rearm(tensor)]
         self._tell_params("hook-rearmed", there, _REPLACED)
         self._tell_params("hook-lost", [t for t in replaced if t not in there], _GONE)

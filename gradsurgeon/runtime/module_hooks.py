@@ -204,6 +204,13 @@ class ModuleHooks:
                 exchanged.append((program.name, module is not None))
         return exchanged
 
+    def put_first(self, modules: Mapping[str, nn.Module]) -> None:
+        """Put hooks that have to be the first of their modules before those that came since."""
+        for program in self._programs:
+            if program.on_shared:
+                self._take_off(program.name)
+        self.refresh(modules)
+
     def detach(self) -> None:
         for name in list(self._hooked):
             self._take_off(name)

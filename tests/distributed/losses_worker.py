@@ -196,6 +196,25 @@ def on_features(setup: str) -> dict[str, Any]:
     }
 
 
+def heads_sharded_later() -> int:
+    """Shard heads after a rule is on what they send back, and return how often it has fired in three passes."""
+    model = make().float()
+    rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
+    session = gradsurgeon.apply(model, {"version": 1, "rules": [rule]})
+    for part in (model.seg, model.depth, model):
+        fully_shard(part)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(3):
+            optimizer.zero_grad()
+            sum(two(model, data(step).float()).values()).backward()  # type: ignore[union-attr]
+            optimizer.step()
+        fired = session.status()["heads"].fired
+        session.remove()
+    return fired
+
+
 def paused_on_one() -> dict[str, Any]:
     """Pause one rank for a step: all get the plain sum in it, and go on together."""
     model, plain = make(), make()
@@ -285,6 +304,7 @@ def main() -> dict[str, Any]:
     found["unlike"] = {what: unlike(what) for what in UNLIKE}
     found["refused"] = {kind: refused(kind) for kind in SHARDED}
     found["late"] = late()
+    found["heads sharded later"] = heads_sharded_later()
     found["paused on one"] = paused_on_one()
     found["plain on one"] = {where: plain_on_one(where) for where in PLAIN}
     found["beside a sharded one"] = beside_a_sharded_one()

@@ -101,6 +101,13 @@ def test_on_features_all_get_the_mean_of_what_each_rank_has_combined(
         assert largest_difference(rank["on features"][setup]["grads"], wanted) < 1e-6
 
 
+def test_heads_that_are_sharded_later_meet_from_the_second_pass_on(
+    ranks: list[dict[str, Any]],
+) -> None:
+    # The first one finds other parameters, and says so.
+    assert [rank["heads sharded later"] for rank in ranks] == [2, 2]
+
+
 def test_a_pause_on_one_rank_is_one_on_all(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         assert rank["paused on one"] == {"same": [False, True, False], "fired": 2}
