@@ -49,8 +49,8 @@ def test_what_lets_weights_drift_apart_is_refused_on_one_rank(
 ) -> None:
     one = ranks[0][f"one rank, {rule}"]
     assert one["error"] == (
-        "nothing heard of rules on rank 1 within 4 s: norms of a model that is divided over ranks would "
-        "wait for ever, and weights would drift apart where a step is skipped or a final gradient edited; "
+        "nothing heard of rules on rank 1 within 4 s: norms of a model that is divided over ranks, and "
+        "gradients of single losses, would wait for ever, and weights would drift apart where a step is skipped or a final gradient edited; "
         "apply the same rules on all ranks, with the same `mode` and `start_step`"
     )
     assert one["clock"] == 0
