@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from gradsurgeon.actions._methods import METHODS
+
+# Of the methods that must be given some.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cagrad": {"c": 0.5},
+    "fairgrad": {"alpha": 1.0},
+    "krum": {"n_byzantine": 0},
+}
 
 Losses = Callable[[nn.Module, Tensor], dict[str, Tensor]]
 
@@ -167,3 +177,12 @@ def flat_grads(params: Sequence[Tensor]) -> Tensor:
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
     grads: list[tuple[str, Tensor | None]] = [(n, p.grad) for n, p in model.named_parameters()]
     return {name: None if grad is None else grad.clone() for name, grad in grads}
+
+
+def aggregator(method: str, losses: int = 2) -> Any:
+    """Return TorchJD's own, which sees the whole Jacobian."""
+    aggregation = pytest.importorskip("torchjd.aggregation")
+    if method == "constant":
+        return aggregation.Constant(torch.tensor([2.0, 0.5, -1.0][:losses]))
+    known = METHODS[method].weighting.removesuffix("Weighting")
+    return getattr(aggregation, known)(**OPTIONS.get(method, {}))

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from several_losses import Checkpointed, Heads, flat_grads, grads_of, rules, two
+from several_losses import (
+    OPTIONS,
+    Checkpointed,
+    Heads,
+    aggregator,
+    flat_grads,
+    grads_of,
+    rules,
+    two,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +28,6 @@ from gradsurgeon import GradSurgeonError, GradSurgeonWarning
 from gradsurgeon.actions._methods import METHODS
 
 OF = {"modules": ["seg", "depth"], "tensor": "input.grad"}
-OPTIONS: dict[str, dict[str, Any]] = {"cagrad": {"c": 0.5}, "fairgrad": {"alpha": 1.0}}
 TWO = [name for name in METHODS if name not in ("krum", "constant")]
 
 
@@ -28,12 +36,7 @@ def on_heads(*given: dict[str, Any]) -> dict[str, Any]:
     return {"version": 1, "rules": [{"id": rule["action"], **OF, **rule} for rule in given]}
 
 
-@pytest.fixture(autouse=True)
-def doubles() -> Any:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def total(model: nn.Module, x: Tensor) -> Any:
@@ -43,18 +46,15 @@ def total(model: nn.Module, x: Tensor) -> Any:
 
 def by_hand(model: Any, x: Tensor, method: str, losses_of: Any) -> Tensor:
     """Return the gradients of the trunk that TorchJD's aggregator gives on the features."""
-    aggregation = pytest.importorskip("torchjd.aggregation")
+    aggregate = aggregator(method)
     features = model.trunk(x)
     cut = features.detach().requires_grad_()
     other = copy.copy(model)
     other._modules = {**model._modules, "trunk": nn.Identity()}  # the same heads
     losses = losses_of(other, cut)
     rows = [torch.autograd.grad(loss, cut, retain_graph=True)[0] for loss in losses.values()]
-    known = METHODS[method].weighting.removesuffix("Weighting")
     torch.manual_seed(0)  # the step
-    combined = getattr(aggregation, known)(**OPTIONS.get(method, {}))(
-        torch.stack([row.flatten() for row in rows])
-    )
+    combined = aggregate(torch.stack([row.flatten() for row in rows]))
     grads = torch.autograd.grad(features, [*model.trunk.parameters()], combined.view_as(features))
     return torch.cat([grad.flatten() for grad in grads])
 

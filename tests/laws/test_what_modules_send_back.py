@@ -8,11 +8,12 @@ import io
 import pickle
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from several_losses import OPTIONS, aggregator
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_heads import (
@@ -39,26 +40,7 @@ import gradsurgeon
 from gradsurgeon import GradSurgeonError, GradSurgeonWarning
 from gradsurgeon.actions._methods import METHODS
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "cagrad": {"c": 0.5},
-    "fairgrad": {"alpha": 1.0},
-    "krum": {"n_byzantine": 0},
-}
-
-
-@pytest.fixture(autouse=True)
-def doubles() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-def aggregator(method: str) -> Any:
-    """Return TorchJD's own, which sees the whole Jacobian."""
-    aggregation = pytest.importorskip("torchjd.aggregation")
-    known = METHODS[method].weighting.removesuffix("Weighting")
-    return getattr(aggregation, known)(**OPTIONS.get(method, {}))
+pytestmark = pytest.mark.usefixtures("doubles")
 
 
 def drawing(method: str) -> Callable[[Tensor], Tensor]:
