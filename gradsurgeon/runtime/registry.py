@@ -75,7 +75,7 @@ def enter(model: nn.Module, session: Attachment) -> None:
     beside = session.options.beside
     old = None if beside else _sessions.get(model)
     # The finalizer is what notices a model that goes away; it must not keep the model itself.
-    finalizer = weakref.finalize(model, _model_gone, weakref.ref(session))
+    finalizer = weakref.finalize(model, session.model_gone)
     finalizer.atexit = False
     try:
         session.attach(partial(_leave, finalizer))
@@ -171,11 +171,6 @@ def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
         _count_tags()
         if _watching and not _sessions and not _beside:
             _watching.pop().close()
-
-
-def _model_gone(session: weakref.ref[Attachment]) -> None:
-    if (gone := session()) is not None:
-        gone.model_gone()
 
 
 @uncompiled

@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import gradsurgeon
 from gradsurgeon import NonFiniteGradientError
-from gradsurgeon.runtime import Options
+from gradsurgeon.runtime import Options, compile_support, registry
 
 PARAMS: list[dict[str, Any]] = [
     {"id": "half", "action": "scale", "factor": 0.5, "params": "*"},
@@ -449,6 +449,21 @@ def test_a_run_directory_keeps_nothing_alive(tmp_path: Path) -> None:
     gc.collect()
     assert [one() for one in gone] == [None] * len(gone)
     assert len(gradsurgeon.open_run(tmp_path / "run").history("0.weight", rule="norms")) == 2
+
+
+def test_a_session_that_nobody_keeps_ends_with_its_model(tmp_path: Path) -> None:
+    def go() -> None:
+        model = make()
+        gradsurgeon.apply(model, rules([PARAMS[2]]), record=tmp_path / "run")
+        train(model)
+
+    go()
+    gc.collect()
+    run = gradsurgeon.open_run(tmp_path / "run")
+    assert run.states == {0: "finished"}
+    assert len(run.history("0.weight", rule="norms")) == 2
+    assert not compile_support._programs
+    assert not registry._watching
 
 
 def test_an_optimizer_that_outlives_its_model_keeps_weights_and_nothing_else() -> None:
