@@ -190,12 +190,13 @@ def writes(tensor: Tensor) -> int:
 def share_storage(grads: Sequence[Tensor]) -> list[bool]:
     """Tell of each gradient that has a storage of its own whether another live tensor uses it, too."""
     # A tensor that the script gave as `backward(gradient=...)` can become ``.grad`` itself.
-    users, strided = torch._C._storage_Use_Count, torch.strided  # noqa: SLF001
-    # One user is the gradient, one is the handle that is being looked at.
-    return [
-        grad.layout is strided and users(grad.untyped_storage()._cdata) > 2  # noqa: SLF001, PLR2004
-        for grad in grads
-    ]
+    strided = torch.strided
+    return [grad.layout is strided and _users(grad.untyped_storage()) > 2 for grad in grads]  # noqa: PLR2004
+
+
+def _users(storage: torch.UntypedStorage) -> int:
+    # One user is the tensor, one the handle, which counts in all releases only as long as it is held.
+    return torch._C._storage_Use_Count(storage._cdata)  # noqa: SLF001
 
 
 def stepping(optimizer: Optimizer) -> Optimizer | None:
