@@ -37,9 +37,10 @@ class SpikeTraps:
         self._context = context
         # By rule and tensor. Those of one rule that go by one counter share one.
         self.statistics: dict[tuple[str, int], RunningStatistic] = {}
-        # What was known before the update that has entered last, and its counter.
+        # What was known before the update that has entered last, its counter, and which one it was.
         self._before: list[tuple[RunningStatistic, Tensor, Tensor]] = []
         self._entered: StepCounter | None = None
+        self._entered_at = 0
         # Of updates that are about to take place.
         self._judged: dict[StepCounter, dict[str, JudgedNorms]] = {}
         self._locked = LockedBounds()
@@ -174,17 +175,17 @@ class SpikeTraps:
 
     def state(self) -> dict[str, Any]:
         """Return what is learnt, by rule: plain tensors on the host, numbers and texts."""
+        # In the middle of an update, as where SIGTERM ends the script there, its number is still to come again.
+        is_counted = self._entered is None or self._entered.step != self._entered_at
+        earlier = {id(one): (kept, usual) for one, kept, usual in self._before if not is_counted}
         names, found = self._context.program.names, {}
         for rule, spikes in self._context.spikes.items():
             of_rule = [one for (of, _), one in self.statistics.items() if of == rule]
-            parts = [
-                {
-                    "params": [names[tensor] for tensor in one.tensors],
-                    "kept": one.kept.cpu(),
-                    "usual": one.usual.cpu(),
-                }
-                for one in {id(one): one for one in of_rule}.values()
-            ]
+            parts = []
+            for one in {id(one): one for one in of_rule}.values():
+                kept, usual = earlier.get(id(one), (one.kept, one.usual))
+                params = [names[tensor] for tensor in one.tensors]
+                parts.append({"params": params, "kept": kept.cpu(), "usual": usual.cpu()})
             found[rule] = {
                 "bound": spikes.bound.name,
                 "per": "rule" if spikes.over_rule else "parameter",
@@ -263,7 +264,7 @@ class SpikeTraps:
 
     def update(self, counter: StepCounter) -> None:
         """Let the update that was judged last enter what is learnt: it has taken place."""
-        self._before, self._entered = [], counter
+        self._before, self._entered, self._entered_at = [], counter, counter.step
         for judged in self._judged.pop(counter, {}).values():
             statistic, spikes = judged.statistic, judged.spikes
             self._before.append((statistic, statistic.kept, statistic.usual))

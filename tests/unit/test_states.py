@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,33 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
         "'usual' is of size (4,) and, of 1 parameters, should be of (1,)",
     ),
 }
+
+
+def test_a_state_of_any_moment_is_that_of_a_whole_number_of_updates() -> None:
+    """A signal may end a script between any two lines of ours; what it leaves must be of one step."""
+    model, seen = make(), []
+    session = gradsurgeon.apply(model, RULES)
+
+    def watch(frame: Any, event: str, _: Any) -> Any:
+        if "gradsurgeon/runtime" not in Path(frame.f_code.co_filename).as_posix():
+            return None
+        if frame.f_code.co_name in ("step_finished", "update") and event == "line":
+            sys.settrace(None)
+            state = session.state_dict()
+            for part in state["rules"]["spikes"]["statistics"]:
+                seen.append((state["step"], int(part["kept"][0])))
+            sys.settrace(watch)
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        train(model)
+    finally:
+        sys.settrace(before)
+    session.remove()
+    assert len(seen) > 10 * STEPS
+    assert [learnt for step, learnt in seen] == [step for step, learnt in seen]
 
 
 @pytest.fixture
