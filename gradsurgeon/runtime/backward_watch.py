@@ -1,177 +1,22 @@
 """Backward passes: which gradients they have left, and what hooks saw of them on the way.
 
-All passes that Python begins go through one function of torch, which is watched for all sessions
-together. What a pass has reached is told by the gradients before and after it, so that no parameter
+What a pass has reached is told by the gradients before and after it, so that no parameter
 needs a hook for that.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradsurgeon import _dist, _torch
-from gradsurgeon.runtime import loss_gradients
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.running_passes import RunningPass, lock, running_passes, threads
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
-from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
-
-
-@dataclass(slots=True, eq=False)
-class RunningPass:
-    """A backward pass that is running.
-
-    Attributes:
-        graph: what it runs through.
-        makes_graph: whether its gradients get a graph of their own.
-        tasks: the number that autograd has given it, once it is known.
-    """
-
-    graph: BackwardGraph
-    makes_graph: bool = False
-    tasks: list[int] = field(default_factory=list)
-
-
-_running: list[RunningPass] = []
-# Those of `torch.autograd.grad`, by the number that autograd has given them.
-_returning: set[int] = set()
-# The threads that have run backward passes. Autograd writes gradients without holding Python's lock: what
-# another thread is training must not even be read.
-_threads: set[int] = set()
-# Held while gradients are read as long as there is one thread, so that a second one begins after that.
-_lock = threading.RLock()
-
-
-def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any]:
-    """Return what is to be called around the function of torch that runs backward passes.
-
-    Args:
-        watches: returns what is to be told of a pass.
-    """
-
-    @uncompiled
-    def run(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **named: Any) -> Any:
-        known = list(watches())
-        scalings = [watch.scaling for watch in known if watch.scaling.in_use]
-        if (outer := _torch.graph_task()) != -1:
-            # A pass inside another one is a part of it.
-            roots = _note_inner(outputs)
-            with _numbered(roots, [partial(s.began_inside, outer=outer) for s in scalings]):
-                returned = original(outputs, *args, **named)
-            # What has been trained here may be updated here.
-            _act_on_waiting(known)
-            return returned
-        with loss_gradients.begun() as take:
-            if take is not None:
-                # What is seen of this pass is seen again by the one that trains.
-                with _numbered(roots_of(outputs), [take]):
-                    return original(outputs, *args, **named)
-        if not named.get("accumulate_grad"):
-            with _noted_as_returning(outputs, known):
-                returned = original(outputs, *args, **named)
-            for watch in known:
-                watch.end_of_grad()
-            return returned
-        running = _begin(outputs, makes_graph=args[2] if len(args) > 2 else True)  # noqa: PLR2004 # by position
-        try:
-            begun = [(watch, watch.begin(running)) for watch in known]
-            with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
-                returned = original(outputs, *args, **named)
-            # Of several sessions that share a parameter, one may look at what another one edits.
-            _act_on_waiting(known, running)
-        except BaseException:
-            for watch in known:
-                watch.failed(running)
-            raise
-        else:
-            for watch, before in begun:
-                watch.end(running, before)
-        finally:
-            # As long as it is there, no other thread takes what hooks have seen.
-            with _lock:
-                _running.remove(running)
-        return returned
-
-    return run
-
-
-@contextmanager
-def _noted_as_returning(outputs: Sequence[Any], watches: Sequence[BackwardWatch]) -> Iterator[None]:
-    if not any(watch.knows_shared_inputs for watch in watches):
-        yield
-        return
-    tasks: list[int] = []
-
-    # Called in the thread of a device, as the pass begins there.
-    def note(task: int) -> None:
-        tasks.append(task)
-        _returning.add(task)
-
-    try:
-        with _numbered(roots_of(outputs), [note]):
-            yield
-    finally:
-        _returning.difference_update(tasks)
-
-
-def returns_gradients() -> bool:
-    """Tell, inside a backward pass, whether it is one of `torch.autograd.grad`.
-
-    Known where a session has rules on tensors that several modules take.
-    """
-    return bool(_returning) and _torch.graph_task() in _returning
-
-
-def _act_on_waiting(watches: Sequence[BackwardWatch], running: RunningPass | None = None) -> None:
-    for watch in watches:
-        watch.act_on_waiting(running)
-
-
-def _begin(outputs: Sequence[Any], *, makes_graph: bool) -> RunningPass:
-    alone = outputs[0] if len(outputs) == 1 else None
-    loss = alone.detach() if isinstance(alone, Tensor) and not alone.dim() else None
-    running = RunningPass(BackwardGraph(roots_of(outputs), loss=loss), makes_graph)
-    with _lock:
-        _running.append(running)
-        _threads.add(threading.get_ident())
-        if len(_threads) > 1:  # those that have ended train nothing any more
-            _threads.intersection_update(thread.ident for thread in threading.enumerate())
-    return running
-
-
-def _note_inner(outputs: Sequence[Any]) -> Sequence[Root]:
-    roots = roots_of(outputs)
-    if (node := _torch.current_node()) is not None:
-        with _lock:
-            # Of several that run beside one another only one has the node.
-            for running in _running:
-                running.graph.inner.setdefault(node, []).append(roots)
-    return roots
-
-
-@contextmanager
-def _numbered(roots: Sequence[Root], tell: Sequence[Callable[[int], object]]) -> Iterator[None]:
-    """Tell the number that autograd gives a pass, which only its nodes learn."""
-
-    def learn(_: object) -> None:
-        for take in tell:
-            take(_torch.graph_task())
-
-    handles = [_torch.node_of(root).register_prehook(learn) for root in roots[:1] if tell]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass(slots=True, eq=False)
@@ -231,10 +76,10 @@ class BackwardWatch:
 
     def begin(self, running: RunningPass) -> _Before:
         self._events.agree_on_losses(running.graph)
-        with _lock:
+        with lock:
             reached = self._reached(running)
             self._events.backward_started(running.graph, reached)
-            if len(_running) == 1:
+            if len(running_passes) == 1:
                 # What is left is of a pass that was not watched, as where the session began inside of it.
                 self.seen = Seen()
             tensors, grads = self._context.parameters.grads(
@@ -277,7 +122,7 @@ class BackwardWatch:
         if not seen.waiting:
             return
         reached = self._reached(running) if running is not None else None
-        if reached == set() or (running is None and len(_threads) > 1):
+        if reached == set() or (running is None and len(threads) > 1):
             return
         # By their hooks, in their order: a part that has not been accumulated yet goes on waiting.
         came = [tensor for tensor in seen.calls if tensor in seen.waiting]
@@ -304,7 +149,7 @@ class BackwardWatch:
 
     def end(self, running: RunningPass, before: _Before) -> None:
         """Tell of a pass, if it has reached the model."""
-        with _lock:
+        with lock:
             reached = self._reached(running)
             if reached is None:
                 tensors = self._changed(before)
@@ -351,7 +196,7 @@ class BackwardWatch:
         ``None`` where there are none, or where the graph knows other leaves than the parameters.
         """
         params = self._context.parameters
-        if len(_threads) == 1 or any(map(_dist.is_divided, params.params())):
+        if len(threads) == 1 or any(map(_dist.is_divided, params.params())):
             return None
         return set(params.owned(running.graph.leaves())).intersection(self._watched)
 
@@ -363,8 +208,8 @@ class BackwardWatch:
 
     def end_of_grad(self) -> None:
         """Tell of gradients that no parameter has got, where rules on modules saw them."""
-        with _lock:
-            if _running:
+        with lock:
+            if running_passes:
                 return  # What hooks have seen may be of a pass that another thread runs.
             seen, self.seen = self.seen, Seen()
         if seen.module:

@@ -27,9 +27,9 @@ from gradsurgeon._patching import Patch
 from gradsurgeon.runtime import loss_backward
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch
-from gradsurgeon.runtime.backward_watch import watched as watched_passes
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.controller import Controller
+from gradsurgeon.runtime.running_passes import watched as watched_passes
 from gradsurgeon.runtime.scaler_watch import watched
 
 # Values are strong: a session lives as long as its model, even if the caller drops it.

@@ -19,7 +19,7 @@ from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Combination, LossRule
 from gradsurgeon.compiler import Program
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime import backward_watch
+from gradsurgeon.runtime import running_passes
 from gradsurgeon.runtime.activation_rules import ActivationRules, Due, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.loss_gradients import is_taken
@@ -143,7 +143,7 @@ class SharedInputs:
 
     def _check(self, meeting: _Meeting, given: Mapping[str, Tensor]) -> None:
         """Refuse gradients that would have to meet others which come in another pass."""
-        if backward_watch.returns_gradients():
+        if running_passes.returns_gradients():
             # `torch.autograd.grad` of one loss, as a script takes it to look at it.
             return
         meeting.passes += 1
@@ -271,7 +271,7 @@ class _Meeting:
         if total is None or shared is None:
             return None
         fork = None if self.fork is None else self.fork()
-        if fork is not None and not (is_taken() or backward_watch.returns_gradients()):
+        if fork is not None and not (is_taken() or running_passes.returns_gradients()):
             fork.close()
         return shared.arrived(self, total)
 

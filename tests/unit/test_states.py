@@ -169,8 +169,8 @@ def test_a_state_of_any_moment_is_that_of_a_whole_number_of_updates() -> None:
         if frame.f_code.co_name in ("step_finished", "update") and event == "line":
             sys.settrace(None)
             state = session.state_dict()
-            for part in state["rules"]["spikes"]["statistics"]:
-                seen.append((state["step"], int(part["kept"][0])))
+            parts = state["rules"]["spikes"]["statistics"]
+            seen.extend((state["step"], int(part["kept"][0])) for part in parts)
             sys.settrace(watch)
         return watch
 
