@@ -7,7 +7,7 @@ is put to all of them, in one reduced number, outside of autograd.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Diagnosis
+from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import (
     GradientSpikeError,
     GradSurgeonError,
@@ -53,9 +54,8 @@ class Cause:
 
 @dataclass(slots=True)
 class _Wrapper:
-    """A `DistributedDataParallel`, and the indices of the parameters in its care."""
+    """What is known of a `DistributedDataParallel`: the indices of the parameters in its care."""
 
-    ref: weakref.ref[Any]
     params: frozenset[int]
     # Whether the last backward pass reduced over it; unknown before there was one.
     reduced: bool | None = None
@@ -72,8 +72,7 @@ class Ranks:
         # As they are now.
         self._params = params
         self._known = False
-        # In the same order on all ranks.
-        self._wrappers: list[_Wrapper] = []
+        self._wrappers: weakref.WeakKeyDictionary[Any, _Wrapper] = weakref.WeakKeyDictionary()
         # The indices of the parameters on each mesh.
         self._meshes: list[list[int]] = []
 
@@ -88,25 +87,31 @@ class Ranks:
                     "`DistributedSampler`), or train without rules"
                 )
 
-    def _live(self) -> Iterator[tuple[Any, _Wrapper]]:
+    def look_again(self) -> None:
+        """Notice parameters that have become sharded since."""
+        self._known = False
+
+    def _live(self) -> list[tuple[Any, _Wrapper]]:
+        """Return the wrappers that have some parameters in their care, in the same order on all ranks."""
+        if _dist.world() == 1:
+            return []
         self._search_once()
-        for known in self._wrappers:
-            if (wrapper := known.ref()) is not None:
-                yield wrapper, known
+        for wrapper in data_parallel.known():
+            if wrapper not in self._wrappers:
+                inside = {id(param) for param in wrapper.parameters()}
+                params = enumerate(self._params())
+                indices = frozenset(index for index, param in params if id(param) in inside)
+                self._wrappers[wrapper] = _Wrapper(indices)
+        having = [(wrapper, known) for wrapper, known in self._wrappers.items() if known.params]
+        return sorted(having, key=lambda pair: min(pair[1].params))
 
     def _search_once(self) -> None:
-        if self._known:
+        if self._known or _dist.world() == 1:
             return
         self._known = True
-        if _dist.world() == 1:
-            return
         params = {index: param for index, param in enumerate(self._params()) if param is not None}
-        for wrapper in _dist.data_parallel(params.values()):
-            inside = {id(param) for param in wrapper.parameters()}
-            indices = frozenset(index for index, param in params.items() if id(param) in inside)
-            self._wrappers.append(_Wrapper(weakref.ref(wrapper), indices))
-        # The search among live objects finds them in no order that ranks share.
-        self._wrappers.sort(key=lambda known: min(known.params))
+        # Later ones are known as soon as they are called.
+        data_parallel.find(params.values())
         meshes: dict[_dist.Groups, list[int]] = {}
         for index, param in params.items():
             if groups := _dist.mesh_groups(param):
@@ -136,6 +141,21 @@ class Ranks:
     def wrappers_of(self, tensors: Sequence[int]) -> list[Any]:
         """Return the `DistributedDataParallel` wrappers that have some parameters in their care."""
         return [wrapper for wrapper, known in self._live() if not known.params.isdisjoint(tensors)]
+
+    def averaging(self, tensors: Sequence[int], reached: Collection[int]) -> _dist.Groups:
+        """Return the groups over which a pass that begins now averages gradients of some parameters.
+
+        Args:
+            tensors: the parameters.
+            reached: the ids of all that the pass reaches.
+        """
+        groups = [
+            wrapper.process_group
+            for wrapper in self.wrappers_of(tensors)
+            if data_parallel.averages(wrapper)
+            if any(id(param) in reached for param in wrapper.parameters())
+        ]
+        return tuple(dict.fromkeys(groups))
 
     def shapes(self, group: Any) -> list[tuple[int, ...]]:
         """Return the shapes of what the ranks of a group average or divide."""

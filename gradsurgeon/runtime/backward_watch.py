@@ -75,7 +75,6 @@ class BackwardWatch:
         return self._training[1]
 
     def begin(self, running: RunningPass) -> _Before:
-        self._events.agree_on_losses(running.graph)
         with lock:
             reached = self._reached(running)
             self._events.backward_started(running.graph, reached)

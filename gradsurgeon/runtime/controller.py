@@ -113,9 +113,6 @@ class Controller:
         self.context.parameters.forget()
         self.context.paused = True
 
-    def agree_on_losses(self, graph: BackwardGraph) -> None:
-        self.losses.tell_of_plain_pass(graph)
-
     def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
         """Let gradients be seen that a step has hidden which has raised."""
         self.steps.end_failed()

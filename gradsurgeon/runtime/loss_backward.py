@@ -16,7 +16,8 @@ from gradsurgeon import _torch
 from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
 from gradsurgeon.runtime import loss_gradients
 from gradsurgeon.runtime.compile_support import uncompiled
-from gradsurgeon.runtime.loss_rules import DueLossRule, LossRules, NamedPass, running
+from gradsurgeon.runtime.loss_ranks import REST
+from gradsurgeon.runtime.loss_rules import DueLossRule, LossRules, NamedPass, in_order, running
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 
 # The gradients of single losses add up to that of their sum but for rounding, of which half precision has much.
@@ -40,7 +41,8 @@ def backward(
     due: list[DueLossRule] = []
     if sessions:
         leaves = list(BackwardGraph(roots_of(list(scaled.values()))).leaves())
-        due = [one for rules, _ in sessions for one in rules.due(leaves)]
+        ordered = in_order(rules for rules, _ in sessions)
+        due = [one for rules in ordered for one in rules.due(leaves, losses)]
     # As a script writes it, so that without a rule the very same operations run.
     total = reduce(operator.add, scaled.values())
     named = NamedPass(due)
@@ -78,19 +80,14 @@ def _delivering(
     named: NamedPass,
 ) -> Iterator[None]:
     params = list({id(param): param for one in due for param in one.params}.values())
-    known = {name for one in due for name in one.rule.losses or ()}
-    parts = {name: loss for name, loss in losses.items() if name in known}
-    others = [loss for name, loss in losses.items() if name not in known]
     _tell_of_unknown(due, losses)
+    parts = _parts(due, losses)
+    if not parts:
+        yield
+        return
     wrappers = [
         wrapper for one in due for wrapper in one.rules.context.ranks.wrappers_of(one.tensors)
     ]
-    # Where ranks average gradients, another one may have what this one lacks.
-    if not (parts or wrappers):
-        yield
-        return
-    if others:
-        parts[_REST] = reduce(operator.add, others)
     taken, tasks = loss_gradients.gradients(parts, params, models, wrappers)
     rows = {name: dict(zip(map(id, params), row, strict=True)) for name, row in taken.items()}
     del taken
@@ -117,6 +114,26 @@ def _delivering(
     delivery.check()
 
 
+def _parts(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what takes a pass of its own, in the same order on all ranks.
+
+    A model may meet other ranks in its backward pass (`SyncBatchNorm`): so that all run as many passes, what only
+    another one has is one of zeros here.
+    """
+    names = dict.fromkeys(name for one in due for name in one.rule.losses or ())
+    elsewhere = {name for one in due if one.groups for name in one.losses}
+    parts = {name: losses[name] for name in names if name in losses}
+    others = [loss for name, loss in losses.items() if name not in names]
+    if others and (parts or elsewhere):
+        parts[REST] = reduce(operator.add, others)
+    # What it calls a loss that only other rules name is none of these either.
+    lacking = {name if name in names else REST for name in elsewhere} - parts.keys()
+    if lacking:
+        nothing = reduce(operator.add, losses.values()) * 0.0
+        parts |= dict.fromkeys(lacking, nothing)
+    return {name: parts[name] for name in (*names, REST) if name in parts}
+
+
 def _refuse_two(due: Sequence[DueLossRule], last: DueLossRule, params: Collection[int]) -> None:
     """Refuse rules of several sessions that combine the gradient of one parameter; of one session binding does."""
     for one in due:
@@ -127,10 +144,6 @@ def _refuse_two(due: Sequence[DueLossRule], last: DueLossRule, params: Collectio
                     f"rule {last.rule.id}: another session combines the gradient of {name} already, by the rule "
                     f"{one.rule.id}: leave it out of one of them by `exclude`"
                 )
-
-
-# No loss has it: names of losses are not empty.
-_REST = ""
 
 
 class _Delivery:

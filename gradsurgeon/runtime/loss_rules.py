@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -16,8 +16,10 @@ from torch import Tensor
 from gradsurgeon import _dist
 from gradsurgeon.actions import Combination, Comparison, LossRule, Rule
 from gradsurgeon.compiler import Stage
+from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.loss_ranks import LossRanks
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.store import Key
 from gradsurgeon.tensors.backward_graph import BackwardGraph
@@ -36,10 +38,6 @@ _FSDP = (
 _HOW = 'write gradsurgeon.backward({"seg": seg_loss, ...}) in the place of the `.backward()` of their sum'
 
 _PLAIN = "their plain sum arrives, as without the rule"
-_RESTS = (
-    "rank {rank} is paused: the plain sum of the losses arrives on all ranks",
-    "rank {rank} runs a plain `.backward()` where this one passes named losses: their plain sum arrives on all ranks",
-)
 
 
 class NamedPass:
@@ -66,6 +64,25 @@ class NamedPass:
         )
 
 
+def begun(sessions: Sequence[LossRules], graph: BackwardGraph) -> None:
+    """Take notice of a pass that is about to begin. A collective where ranks average it.
+
+    All ranks have the plain sum of a pass in which one of them passes no named losses.
+    """
+    if not (sessions and data_parallel.is_any_to_average()):
+        return
+    leaves = list(graph.leaves())
+    for one in in_order(sessions) if _thread.named is None else ():
+        for _ in one.ranks.agreed(leaves, None):
+            pass
+    data_parallel.begun(set(map(id, leaves)))
+
+
+def in_order(sessions: Iterable[LossRules]) -> list[LossRules]:
+    """Return sessions in the order in which all ranks go through them, however these have applied them."""
+    return sorted(sessions, key=lambda one: one.ranks.order)
+
+
 class _Thread(threading.local):
     named: NamedPass | None = None
 
@@ -90,6 +107,10 @@ class DueLossRule:
     rule: LossRule
     tensors: tuple[int, ...]
     params: tuple[Tensor, ...]
+    # The ranks that average the pass.
+    groups: _dist.Groups
+    # What there is of losses on these, those of no rule as `REST`.
+    losses: frozenset[str]
 
     @property
     def step(self) -> int:
@@ -100,14 +121,13 @@ class LossRules:
     """The rules of one session on the gradients of single losses."""
 
     def __init__(self, context: Context, agreement: RankAgreement) -> None:
-        self.context, self._agreement = context, agreement
+        self.context = context
+        self.ranks = LossRanks(context, agreement)
         self.effects = {
             rule.id: _compiled(rule) for rule in context.rules if isinstance(rule, LossRule)
         }
         # Those in whose graphs the gradients of single losses have added up to that of their sum.
         self.repeat: set[str] = set()
-        # The rules that had a rest in the last call, because some rank has paused.
-        self._resting: set[str] = set()
         # What calls have given of the losses that a rule names, by its id.
         self._given: dict[str, set[str]] = {}
         # What modules send back is combined in the pass that trains alone, which is another sum then.
@@ -117,79 +137,31 @@ class LossRules:
         # Sinks tell rows apart by the identity of their keys.
         self._keys: dict[Key, Key] = {}
 
-    def due(self, leaves: Sequence[Tensor]) -> Iterator[DueLossRule]:
+    def due(self, leaves: Sequence[Tensor], given: Collection[str]) -> Iterator[DueLossRule]:
         """Yield the rules on parameters that act on losses now, with those parameters that the losses reach.
 
         Where ranks average gradients it is all that are matched: they must all measure the same.
 
         Args:
             leaves: what the losses reach.
+            given: what the losses are called.
 
         Raises:
             GradSurgeonError: a rank that averages the gradients of the parameters lacks the rules.
         """
-        for rule, stage, reached, groups in self._agreed(leaves, plain=False):
-            tensors = self._scheduled(rule, stage)
-            params = self.context.parameters.params(tensors)
+        for one in self.ranks.agreed(leaves, given):
+            params = self.context.parameters.params(one.tensors)
             there = {
                 tensor: param
-                for tensor, param in zip(tensors, params, strict=True)
-                if param is not None and param.requires_grad and (tensor in reached or groups)
+                for tensor, param in zip(one.tensors, params, strict=True)
+                if param is not None and param.requires_grad
+                if tensor in one.reached or one.groups
                 # Refused once the pass has reached it, which its leaves do not tell.
                 if not _dist.is_divided(param)
             }
             if there:
-                yield DueLossRule(self, rule, tuple(there), tuple(there.values()))
-
-    def tell_of_plain_pass(self, graph: BackwardGraph) -> None:
-        """Let all ranks have the plain sum of a pass in which this one passes no named losses. A collective."""
-        if _thread.named is None and self.context.program.of_losses and _dist.world() > 1:
-            for _ in self._agreed(list(graph.leaves()), plain=True):
-                pass
-
-    def _scheduled(self, rule: LossRule, stage: Stage) -> list[int]:
-        counters = self.context.counters
-        return [tensor for tensor in stage.tensors if rule.steps.due(counters[tensor].step)]
-
-    def _agreed(
-        self, leaves: Sequence[Tensor], *, plain: bool
-    ) -> Iterator[tuple[LossRule, Stage, set[int], _dist.Groups]]:
-        """Yield the rules that act in a pass on all ranks, the tensors that it reaches, and the ranks.
-
-        Ranks whose `DistributedDataParallel` a pass reaches meet: that makes all of them wait for it anyway.
-        """
-        reached = set(self.context.parameters.owned(leaves))
-        keys = {id(leaf) for leaf in leaves}
-        for stage in self.context.program.of_losses:
-            rule = _loss_rule(stage)
-            # Paused or not: other ranks may wait.
-            if not (tensors := self._scheduled(rule, stage)):
-                continue
-            groups = _groups(self.context, stage.tensors, keys)
-            reaches = not reached.isdisjoint(tensors)
-            if self._acts(rule, tensors[0], groups, reaches=reaches, plain=plain):
-                yield rule, stage, reached, groups
-
-    def _acts(
-        self, rule: LossRule, tensor: int, groups: _dist.Groups, *, reaches: bool, plain: bool
-    ) -> bool:
-        """Tell whether losses reach what a rule has matched on some rank, and all know them. A collective."""
-        rank, paused = _dist.rank(), self.context.paused
-        if groups:
-            self._agreement.find_sessions_for_losses(groups)
-            mine = [(rank + 1) * fact for fact in (reaches, paused, plain)]
-            worst = _dist.reduce(torch.tensor(mine, device="cpu"), groups, "max").tolist()
-            step = self.context.counters[tensor].step
-            for other, mark, why in zip(worst[1:], (paused, plain), _RESTS, strict=True):
-                if other and not mark and not self.context.paused:
-                    text = why.format(rank=other - 1)
-                    self.context.event_log.notice_once(
-                        why, text, rule=rule.id, step=step, warn=True
-                    )
-            reaches, paused, plain = map(bool, worst)
-        rests = paused or plain
-        (self._resting.add if rests else self._resting.discard)(rule.id)
-        return reaches and not rests
+                tensors, acted_on = tuple(there), tuple(there.values())
+                yield DueLossRule(self, one.rule, tensors, acted_on, one.groups, one.losses)
 
     def note_given(self, rule: LossRule, losses: Collection[str]) -> None:
         self._given.setdefault(rule.id, set()).update(losses)
@@ -214,7 +186,7 @@ class LossRules:
             if not due:
                 continue
             if _thread.named is not None:
-                if rule.id not in self._resting:
+                if rule.id not in self.ranks.resting:
                     _thread.named.reached(self, rule, due)
                 continue
             name = printable(self.context.program.names[due[0]])
@@ -243,8 +215,8 @@ class LossRules:
         if not isinstance(effect, Combination):
             self.record_pairs(rule, due.step, self._compared(due, effect.per, losses, rows, scale))
             return {}
-        known, groups = self._products(due, rows, scale), _groups(self.context, due.tensors)
-        weights = self.weights(rule, due.step, losses, known, groups)
+        known = self._products(due, rows, scale)
+        weights = self.weights(rule, due.step, losses, known, due.groups)
         if weights is None or self.context.mode == "observe":
             return {}
         rows += [[given[name].get(id(param)) for param in due.params] for name in rest]
@@ -326,7 +298,7 @@ class LossRules:
         for group, some in places.items():
             tensors = tuple(due.tensors[place] for place in some)
             params = tuple(due.params[place] for place in some)
-            part = DueLossRule(self, due.rule, tensors, params)
+            part = replace(due, tensors=tensors, params=params)
             known = self._products(
                 part, [[row[p] for p in some] for row in rows], scale, compare=True
             )
@@ -343,8 +315,7 @@ class LossRules:
         compare: bool = False,
     ) -> InnerProducts:
         """Return the inner products of gradients in true units, of their averages where ranks average them."""
-        groups = _groups(self.context, due.tensors)
-        average = partial(_averaged, group=groups[0]) if groups else None
+        average = partial(_averaged, group=due.groups[0]) if due.groups else None
         known = inner_products(rows, due.params, average, compare=compare)
         return known if scale is None else known.unscaled(scale)
 
@@ -371,20 +342,6 @@ def _compiled(rule: LossRule) -> Combination | Comparison:
 def _nonfinite(losses: Sequence[str], products: Tensor) -> str | None:
     finite = products.diagonal().isfinite().tolist()
     return next((name for name, fine in zip(losses, finite, strict=True) if not fine), None)
-
-
-def _groups(
-    context: Context, tensors: Sequence[int], leaves: Collection[int] | None = None
-) -> _dist.Groups:
-    """Return the groups of ranks that average gradients, where a pass reaches some leaves, told by their ids."""
-    if _dist.world() == 1:
-        return ()
-    reached = [
-        wrapper
-        for wrapper in context.ranks.wrappers_of(tensors)
-        if leaves is None or not set(leaves).isdisjoint(map(id, wrapper.parameters()))
-    ]
-    return tuple(dict.fromkeys(wrapper.process_group for wrapper in reached))
 
 
 def _averaged(block: Tensor, group: object) -> Tensor:

@@ -18,19 +18,22 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
-from gradsurgeon.runtime import loss_backward
+from gradsurgeon.distributed import data_parallel
+from gradsurgeon.runtime import loss_backward, loss_rules
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.controller import Controller
 from gradsurgeon.runtime.running_passes import watched as watched_passes
 from gradsurgeon.runtime.scaler_watch import watched
+from gradsurgeon.tensors.backward_graph import BackwardGraph
 
 # Values are strong: a session lives as long as its model, even if the caller drops it.
 _sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
@@ -106,7 +109,8 @@ def _watch() -> ExitStack:
     watch_steps()
     stack.callback(unwatch_steps)
     stack.enter_context(watched(_on_scale, _around_scaler_step))
-    stack.callback(Patch(*_torch.BACKWARD, watched_passes(_backward_watches)).undo)
+    stack.callback(Patch(*_torch.BACKWARD, watched_passes(_backward_watches, _before_pass)).undo)
+    stack.callback(Patch(DistributedDataParallel, "forward", data_parallel.called).undo)
     stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
     stack.callback(register_module_module_registration_hook(_on_registration).remove)
     stack.callback(register_module_parameter_registration_hook(_on_registration).remove)
@@ -229,6 +233,11 @@ def _around_scaler_step(scaler: GradScaler, optimizer: Optimizer) -> Iterator[No
 
 def _backward_watches() -> list[BackwardWatch]:
     return [controller.backward for controller in _controllers()]
+
+
+def _before_pass(graph: BackwardGraph) -> None:
+    rules = [one.losses for one in _controllers() if one.context.program.of_losses]
+    loss_rules.begun(rules, graph)
 
 
 def _controllers() -> list[Controller]:

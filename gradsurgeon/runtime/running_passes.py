@@ -45,11 +45,14 @@ threads: set[int] = set()
 lock = threading.RLock()
 
 
-def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any]:
+def watched(
+    watches: Callable[[], Sequence[BackwardWatch]], begins: Callable[[BackwardGraph], None]
+) -> Callable[..., Any]:
     """Return what is to be called around the function of torch that runs backward passes.
 
     Args:
         watches: returns what is to be told of a pass.
+        begins: called before one that trains, while no lock is held: it may wait for other ranks.
     """
 
     @uncompiled
@@ -77,6 +80,7 @@ def watched(watches: Callable[[], Sequence[BackwardWatch]]) -> Callable[..., Any
             return returned
         running = _begin(outputs, makes_graph=args[2] if len(args) > 2 else True)  # noqa: PLR2004 # by position
         try:
+            begins(running.graph)
             begun = [(watch, watch.begin(running)) for watch in known]
             with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
                 returned = original(outputs, *args, **named)

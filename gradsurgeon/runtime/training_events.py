@@ -78,9 +78,6 @@ class StepDecision:
 class TrainingEvents(Protocol):
     """What a controller is told, in the order in which it happens."""
 
-    def agree_on_losses(self, graph: BackwardGraph) -> None:
-        """Meet other ranks before a pass that they may run for named losses. No lock is held meanwhile."""
-
     def backward_started(self, graph: BackwardGraph, reached: Collection[int] | None) -> None:
         """Take notice of a backward pass, which may be one through another model, before it runs.
 

@@ -18,7 +18,7 @@ from worker import work
 
 import gradsurgeon
 
-STEPS = 3
+STEPS, WORLD = 3, 2
 METHODS = ("upgrad", "pcgrad", "mgda", "imtl-g", "aligned-mtl", "random")
 SETUPS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -60,10 +60,10 @@ def run(method: str, setup: str, *, ranks: int) -> dict[str, Any]:
         for step in range(STEPS):
             optimizer.zero_grad()
             parts = micro_batches(data(step), 2 if setup == "no_sync" else 1, ranks)
-            for number, part in enumerate(parts):
+            for number, (part, share) in enumerate(parts):
                 quiet = ranks > 1 and number < len(parts) - 1
                 with called.no_sync() if quiet else contextlib.nullcontext():
-                    losses = {name: loss / len(parts) for name, loss in two(called, part).items()}
+                    losses = {name: loss * share for name, loss in two(called, part).items()}
                     gradsurgeon.backward(losses)
             optimizer.step()
     found = {
@@ -75,10 +75,19 @@ def run(method: str, setup: str, *, ranks: int) -> dict[str, Any]:
     return found
 
 
-def micro_batches(batch: Tensor, parts: int, ranks: int) -> list[Tensor]:
-    """Return the micro-batches of this rank; those of all ranks together are those of one process."""
-    whole = batch.chunk(parts)
-    return [part.chunk(ranks)[dist.get_rank() % ranks] for part in whole]
+def micro_batches(batch: Tensor, count: int, ranks: int) -> list[tuple[Tensor, float]]:
+    """Return the micro-batches of this rank, each with its share of the loss.
+
+    Of several only the last one is averaged over ranks, and weighed by all of them: to one process the others are
+    passes by themselves.
+    """
+    *alone, last = batch.chunk(count)
+    parts = [part for whole in alone for part in whole.chunk(WORLD)]
+    share = 1.0 / count / WORLD
+    if ranks > 1:
+        parts, share = parts[dist.get_rank() :: WORLD], 1.0 / count
+    final = last.chunk(ranks)[dist.get_rank() % ranks]
+    return [*((part, share) for part in parts), (final, 1.0 / count)]
 
 
 def missing() -> dict[str, Any]:

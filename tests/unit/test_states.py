@@ -160,7 +160,8 @@ DAMAGE: dict[str, tuple[tuple[Any, ...], Any, str]] = {
 
 def test_a_state_of_any_moment_is_that_of_a_whole_number_of_updates() -> None:
     """A signal may end a script between any two lines of ours; what it leaves must be of one step."""
-    model, seen = make(), []
+    model = make()
+    seen: list[tuple[int, int]] = []
     session = gradsurgeon.apply(model, RULES)
 
     def watch(frame: Any, event: str, _: Any) -> Any:
