@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -177,6 +179,15 @@ def flat_grads(params: Sequence[Tensor]) -> Tensor:
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
     grads: list[tuple[str, Tensor | None]] = [(n, p.grad) for n, p in model.named_parameters()]
     return {name: None if grad is None else grad.clone() for name, grad in grads}
+
+
+@contextmanager
+def drawing(rule: str = "combine", step: int = 0, call: int = 0) -> Iterator[None]:
+    """Draw from torch's generator what a rule draws in a call."""
+    state, text = torch.get_rng_state(), f"{torch.initial_seed()}/{rule}/{step}/{call}"
+    torch.manual_seed(int(hashlib.sha256(text.encode()).hexdigest()[:16], 16) // 2)
+    yield
+    torch.set_rng_state(state)
 
 
 def aggregator(method: str, losses: int = 2) -> Any:

@@ -83,8 +83,6 @@ def gradients(
     tasks: list[int] = []
     with ExitStack() as stack:
         stack.enter_context(_dist.extra_pass(wrappers))
-        devices = sorted({param.device.index or 0 for param in params if param.is_cuda})
-        stack.enter_context(torch.random.fork_rng(devices))
         buffers = _Buffers(models)
         _thread.tasks = tasks
         stack.callback(setattr, _thread, "tasks", None)

@@ -19,6 +19,7 @@ from gradsurgeon.compiler import Stage
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import BindError, GradSurgeonError, printable
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.drawing import Drawing
 from gradsurgeon.runtime.loss_ranks import LossRanks
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.store import Key
@@ -134,6 +135,8 @@ class LossRules:
         self.combines_inputs = any(
             rule.edits for module in context.program.modules for rule in module.on_shared
         )
+        # The step and the number in it of the call that has combined last, by the id of the rule.
+        self._calls: dict[str, tuple[int, int]] = {}
         # Sinks tell rows apart by the identity of their keys.
         self._keys: dict[Key, Key] = {}
 
@@ -251,7 +254,7 @@ class LossRules:
             event_log.notice_once(f"loss {culprit}", text, rule=rule.id, step=step)
             return None
         try:
-            with _drawing(step):
+            with Drawing(rule.id, step, self._call(rule, step)):
                 weights = effect.weigh(products)
         except (ValueError, ArithmeticError, RuntimeError) as error:
             text = f"no weights could be had for {', '.join(map(printable, names))}: {printable(str(error))}; {_PLAIN}"
@@ -271,6 +274,13 @@ class LossRules:
         self._record(rule, "distance", step, ("combined",), torch.tensor([distance], device="cpu"))
         event_log.count_changed(rule.id, int(moved > 0.0))
         return [float(weight) for weight in weights]
+
+    def _call(self, rule: LossRule, step: int) -> int:
+        """Return which call of a rule in a step this is, from 0."""
+        last, call = self._calls.get(rule.id, (step, -1))
+        call = call + 1 if last == step else 0
+        self._calls[rule.id] = step, call
+        return call
 
     def record_pairs(
         self, rule: LossRule, step: int, compared: Mapping[str, tuple[float, float, float]]
@@ -346,11 +356,3 @@ def _nonfinite(losses: Sequence[str], products: Tensor) -> str | None:
 
 def _averaged(block: Tensor, group: object) -> Tensor:
     return _dist.reduce(block, (group,)) / len(_dist.members(group))
-
-
-@contextmanager
-def _drawing(step: int) -> Iterator[None]:
-    """Let random numbers of the host be the same on all ranks, and leave those of the script as they are."""
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(step)
-        yield

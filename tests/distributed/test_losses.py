@@ -125,7 +125,9 @@ def test_a_plain_pass_on_one_rank_is_one_on_all(ranks: list[dict[str, Any]], whe
         mine = [1] if where == "no_sync" and number else steps
         assert seen["same"] == [step in mine for step in range(3)]
         assert seen["fired"] == 3 - len(mine)
-        wanted = ["without the losses being known"] if number else ["rank 1 runs a plain `.backward()`"]
+        wanted = (
+            ["without the losses being known"] if number else ["rank 1 runs a plain `.backward()`"]
+        )
         for said, text in zip(seen["said"], wanted if steps or mine else [], strict=True):
             assert text in said
 

@@ -15,6 +15,7 @@ from several_losses import (
     Checkpointed,
     Heads,
     aggregator,
+    drawing,
     flat_grads,
     grads_of,
     rules,
@@ -53,8 +54,8 @@ def by_hand(model: Any, x: Tensor, method: str, losses_of: Any) -> Tensor:
     other._modules = {**model._modules, "trunk": nn.Identity()}  # the same heads
     losses = losses_of(other, cut)
     rows = [torch.autograd.grad(loss, cut, retain_graph=True)[0] for loss in losses.values()]
-    torch.manual_seed(0)  # the step
-    combined = aggregate(torch.stack([row.flatten() for row in rows]))
+    with drawing():
+        combined = aggregate(torch.stack([row.flatten() for row in rows]))
     grads = torch.autograd.grad(features, [*model.trunk.parameters()], combined.view_as(features))
     return torch.cat([grad.flatten() for grad in grads])
 
