@@ -1,0 +1,55 @@
+"""Ranks that do not do the same with their losses: none waits for ever, and each gets what it should."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.unlike_losses_worker import MET, WRAPPED
+from ranks import run_ranks
+
+pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    worker = Path(__file__).with_name("unlike_losses_worker.py")
+    return run_ranks(worker, tmp_path_factory.mktemp("losses") / "seen")
+
+
+def test_micro_batches_that_are_not_averaged_may_differ_in_number(
+    ranks: list[dict[str, Any]],
+) -> None:
+    assert max(rank["uneven"] for rank in ranks) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["plain", "named"])
+def test_a_pass_of_the_wrapped_model_is_one_of_this_rank_alone(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
+    first, second = (rank["pass of one rank"][kind] for rank in ranks)
+    assert max(first["off"], second["off"]) < 1e-12
+    assert second["said"] == []
+    told = {"plain": "without the losses being known", "named": "does not average this pass"}[kind]
+    assert [told in message for message in first["said"]] == [True]
+
+
+@pytest.mark.parametrize("when", WRAPPED)
+def test_a_wrapper_is_known_whenever_it_is_made(ranks: list[dict[str, Any]], when: str) -> None:
+    assert max(rank["wrapped"][when] for rank in ranks) < 1e-12
+
+
+def test_ranks_may_apply_rules_to_several_models_in_any_order(ranks: list[dict[str, Any]]) -> None:
+    assert max(rank["order"] for rank in ranks) < 1e-12
+
+
+@pytest.mark.parametrize("kind", MET)
+def test_passes_that_meet_other_ranks_are_as_many_on_all(
+    ranks: list[dict[str, Any]], kind: str
+) -> None:
+    for rank in ranks:
+        found, wanted = rank["met"][kind]
+        assert found["weight"] == pytest.approx(wanted["weight"], rel=1e-6)
+        assert found["grads"] == pytest.approx(wanted["grads"], rel=1e-9, abs=1e-12)
+    assert ranks[0]["met"][kind][0]["grads"] == ranks[1]["met"][kind][0]["grads"]

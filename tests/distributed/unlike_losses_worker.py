@@ -1,0 +1,188 @@
+"""Combines the losses of ranks that do not do the same: each writes down what it got, and what it should have got."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from several_losses import Heads, aggregator, flat_grads, jacobian, rules, trunk_of, two
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from worker import work
+
+import gradsurgeon
+
+WRAPPED = ("before", "after a pass", "anew")
+MET = (
+    "same",
+    "other order",
+    "one lacks a loss",
+    "one has a loss more",
+    "one has another loss alone",
+)
+
+
+def part(number: int) -> Tensor:
+    """Return a batch of this rank."""
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    return torch.randn(4, 6, generator=generator, dtype=torch.float64)
+
+
+def make(trunk: type[nn.Module] | None = None) -> Any:
+    torch.manual_seed(0)
+    return Heads(trunk() if trunk else None).double()
+
+
+def averaged(matrix: Tensor) -> Tensor:
+    total = matrix.clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def by_hand(model: Any, batch: Tensor, *, alone: bool = False) -> Tensor:
+    """Return what MGDA makes of the averaged gradients, or of those of this rank alone."""
+    matrix = jacobian(two(model, batch), trunk_of(model))
+    combined: Tensor = aggregator("mgda")(matrix if alone else averaged(matrix))
+    return averaged(combined) if alone else combined
+
+
+def off(model: Any, wanted: Tensor) -> float:
+    return float((flat_grads(trunk_of(model)) - wanted).abs().max())
+
+
+def uneven_micro_batches() -> float:
+    """Run another number of micro-batches on each rank before the one that is averaged."""
+    model = make()
+    called = DistributedDataParallel(model)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    wanted = by_hand(model, part(9))
+    quiet = range(1 + 2 * dist.get_rank())
+    mine = [jacobian(two(model, part(n)), trunk_of(model)) for n in quiet]
+    wanted += averaged(sum((aggregator("mgda")(one) for one in mine), torch.zeros_like(wanted)))
+    for number in quiet:
+        with called.no_sync():
+            gradsurgeon.backward(two(called, part(number)))
+    gradsurgeon.backward(two(called, part(9)))
+    return off(model, wanted)
+
+
+def pass_of_one_rank(kind: str) -> dict[str, Any]:
+    """Let one rank run a pass of the wrapped model by itself in each step."""
+    model, largest = make(), 0.0
+    called = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    for step in range(3):
+        if dist.get_rank() == 0 and kind == "plain":
+            two(model, part(7))["seg"].backward()
+        elif dist.get_rank() == 0:
+            gradsurgeon.backward(two(model, part(7)))
+        model.zero_grad()
+        wanted = by_hand(model, part(step))
+        gradsurgeon.backward(two(called, part(step)))
+        largest = max(largest, off(model, wanted))
+        optimizer.step()
+        model.zero_grad()
+    return {"off": largest, "said": [event.message for event in session.events]}
+
+
+def wrapped(when: str) -> float:
+    """Wrap the model before the first pass, after one of the bare model, or once more after one."""
+    model, largest = make(), 0.0
+    called: Any = model if when == "after a pass" else DistributedDataParallel(model)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    gradsurgeon.backward(two(called, part(0)))
+    if when != "before":
+        called = DistributedDataParallel(model)
+    for step in range(1, 4):
+        model.zero_grad()
+        wanted = by_hand(model, part(step))
+        gradsurgeon.backward(two(called, part(step)))
+        largest = max(largest, off(model, wanted))
+    return largest
+
+
+def applied_in_another_order() -> float:
+    """Apply rules to two models on each rank in another order, and run passes that reach both."""
+    first, second = make(), make()
+    given: list[tuple[Any, str]] = [(first, "mgda"), (second, "mean")]
+    for model, method in given[:: -1 if dist.get_rank() else 1]:
+        gradsurgeon.apply(model, rules({"action": "combine", "method": method}))
+    called = [DistributedDataParallel(model) for model in (first, second)]
+    wanted, found = by_hand(first, part(0)), 0.0
+    for kind in ("named", "plain", "named"):
+        first.zero_grad()
+        losses = [two(model, part(0)) for model in called]
+        both = {name: losses[0][name] + losses[1][name] for name in losses[0]}
+        if kind == "named":
+            gradsurgeon.backward(both)
+            found = max(found, off(first, wanted))
+        else:
+            sum(both.values()).backward()  # type: ignore[union-attr]
+    return found
+
+
+class Met(torch.autograd.Function):
+    """The identity, whose gradient is averaged over ranks within the backward pass, as in `SyncBatchNorm`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return averaged(grad)
+
+
+class Meeting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features: Tensor = self.second(torch.tanh(self.first(x)))
+        met: Tensor = Met.apply(features)
+        return met
+
+
+def met_in_the_pass(kind: str, *, alike: bool) -> dict[str, Any]:
+    """Train a model whose backward pass is one of all ranks, where the second one has its losses in another way.
+
+    ``alike``: all give the same names in the same order, with zeros for what is not there.
+    """
+    model = make(Meeting)
+    called = DistributedDataParallel(model, find_unused_parameters=True)
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    both = two(called, part(0))
+    every = {**both, "aux": 0.1 * both["seg"] + both["depth"]}
+    names = {
+        "same": ["seg", "depth"],
+        "other order": ["depth", "seg"],
+        "one lacks a loss": ["seg"],
+        "one has a loss more": ["aux", "seg", "depth"],
+        "one has another loss alone": ["aux"],
+    }[kind]
+    mine = names if dist.get_rank() == 1 else ["seg", "depth"]
+    if alike:
+        gradsurgeon.backward({n: loss * (n in mine) for n, loss in every.items()})
+    else:
+        gradsurgeon.backward({name: every[name] for name in mine})
+    grads = flat_grads(trunk_of(model))
+    return {"grads": grads.tolist(), "weight": session.latest("seg", "weight")}
+
+
+def main() -> dict[str, Any]:
+    warnings.simplefilter("ignore")
+    return {
+        "uneven": uneven_micro_batches(),
+        "pass of one rank": {kind: pass_of_one_rank(kind) for kind in ("plain", "named")},
+        "wrapped": {when: wrapped(when) for when in WRAPPED},
+        "order": applied_in_another_order(),
+        "met": {k: [met_in_the_pass(k, alike=alike) for alike in (False, True)] for k in MET},
+    }
+
+
+if __name__ == "__main__":
+    work(main)
