@@ -28,8 +28,8 @@ _EVENTS_SHOWN = 5
 class Session(RecordQueries):
     """Rules acting on one model, until `remove()` or the end of the ``with`` block.
 
-    `gradsurgeon.apply` makes it. The rules stay on the model as long as the model lives, even if nobody
-    keeps the session. If a session is an attribute of its model, copies of the model and models loaded
+    `gradsurgeon.apply` makes it. The rules stay on the model as long as the model lives, or some module of it that has
+    parameters, even if nobody keeps the session. If a session is an attribute of its model, copies of the model and models loaded
     from a file have ``None`` in its place.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Attachment:
-    """Rules acting on one model, until `remove()`. It reaches the model weakly, and lives as long."""
+    """Rules acting on one model, until `remove()`. It reaches the model weakly, and lives as long as its modules."""
 
     def __init__(
         self,
@@ -70,6 +71,8 @@ class Attachment:
         recorder.step = partial(attrgetter("latest"), self.context.counters)
         self._when_removed: Callable[[], None] | None = None
         self.removed = False
+        # How many modules with parameters have outlived the model.
+        self._owners = 0
 
     def attach(self, removed: Callable[[], None]) -> None:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
@@ -115,8 +118,21 @@ class Attachment:
             self.context.recorder.discard()
             self._close()
 
-    def model_gone(self) -> None:
+    def model_gone(self) -> bool:
+        """Go on as long as some module with parameters lives without the model; tell whether there are such."""
         if not self.removed:
+            # It still has those that go with it.
+            owners = [module for module in self.controller.modules if module._parameters]  # noqa: SLF001 # they are looked up there
+            self._owners = len(owners)
+            for owner in owners:
+                weakref.finalize(owner, self._owner_gone).atexit = False
+            if not owners:
+                self._close()
+        return not self.removed
+
+    def _owner_gone(self) -> None:
+        self._owners -= 1
+        if not (self._owners or self.removed):
             self._close()
 
     def _close(self, at: int | None = None) -> None:

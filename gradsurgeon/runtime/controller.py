@@ -53,6 +53,7 @@ _NOT_MET = (
 class Controller:
     def __init__(self, model: nn.Module, context: Context, plan: Plan, options: Options) -> None:
         self._model = weakref.ref(model)
+        self._modules = weakref.WeakSet(model.modules())
         self.context = context
         self._agreement = RankAgreement(context)
         self._kept = KeptCalls(context)
@@ -95,13 +96,16 @@ class Controller:
         self.attached = True
 
     @property
-    def root(self) -> nn.Module | None:
-        return self._model()
+    def modules(self) -> list[nn.Module]:
+        """The modules that the model has, or those that have outlived it."""
+        model = self._model()
+        return list(self._modules if model is None else model.modules())
 
     def go_last(self) -> None:
         self._param_hooks.arm()
-        self._module_hooks.detach()
-        self._module_hooks.refresh(named_modules(self._model()))
+        if (model := self._model()) is not None:
+            self._module_hooks.detach()
+            self._module_hooks.refresh(named_modules(model))
 
     def detach(self) -> None:
         self.attached = False
@@ -231,7 +235,8 @@ class Controller:
             return True
         if self._search_on:
             model = self._model()
-            if model is not None and self.steps.search(model.parameters()):
+            survivors = (one for one in self.context.parameters.params() if one is not None)
+            if self.steps.search(survivors if model is None else model.parameters()):
                 self._search_on = False
         return not self._search_on
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 
@@ -27,29 +27,29 @@ _TOLERANCE, _ROUNDING = 0.05, 1e-3
 def backward(
     losses: Mapping[str, Tensor],
     scaler: GradScaler | None,
-    sessions: Sequence[tuple[LossRules, nn.Module]],
+    sessions: Sequence[LossRules],
+    modules: Iterable[nn.Module],
 ) -> None:
     """Run the backward pass of the sum of losses, and let the rules of sessions act on the gradient of each.
 
     Args:
         losses: scalars by name.
         scaler: what multiplies them, or ``None``.
-        sessions: the rules on losses of each, and its model.
+        sessions: the rules on losses of each.
+        modules: all of their models.
     """
     _check(losses)
     scaled = losses if scaler is None else {n: scaler.scale(loss) for n, loss in losses.items()}
     due: list[DueLossRule] = []
     if sessions:
         leaves = list(BackwardGraph(roots_of(list(scaled.values()))).leaves())
-        ordered = in_order(rules for rules, _ in sessions)
-        due = [one for rules in ordered for one in rules.due(leaves, losses)]
+        due = [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
     # As a script writes it, so that without a rule the very same operations run.
     total = reduce(operator.add, scaled.values())
     named = NamedPass(due)
     with running(named), ExitStack() as stack:
         if due:
-            models = [model for _, model in sessions]
-            stack.enter_context(_delivering(due, scaled, models, named))
+            stack.enter_context(_delivering(due, scaled, modules, named))
         torch.autograd.backward(total)
     if named.unseen:
         raise GradSurgeonError(named.unseen[0])
@@ -76,7 +76,7 @@ def _check(losses: object) -> None:
 def _delivering(
     due: Sequence[DueLossRule],
     losses: Mapping[str, Tensor],
-    models: Sequence[nn.Module],
+    modules: Iterable[nn.Module],
     named: NamedPass,
 ) -> Iterator[None]:
     params = list({id(param): param for one in due for param in one.params}.values())
@@ -88,7 +88,7 @@ def _delivering(
     wrappers = [
         wrapper for one in due for wrapper in one.rules.context.ranks.wrappers_of(one.tensors)
     ]
-    taken, tasks = loss_gradients.gradients(parts, params, models, wrappers)
+    taken, tasks = loss_gradients.gradients(parts, params, modules, wrappers)
     rows = {name: dict(zip(map(id, params), row, strict=True)) for name, row in taken.items()}
     del taken
     combined: dict[int, Tensor] = {}

@@ -7,7 +7,7 @@ leaves no record; it must not leave anything else behind either.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -63,7 +63,7 @@ def is_taken() -> bool:
 def gradients(
     losses: Mapping[str, Tensor],
     params: Sequence[Tensor],
-    models: Sequence[nn.Module],
+    modules: Iterable[nn.Module],
     wrappers: Sequence[object] = (),
 ) -> tuple[dict[str, list[Tensor | None]], Sequence[int]]:
     """Return the gradient of each loss with respect to each parameter, ``None`` where it does not reach it.
@@ -73,7 +73,7 @@ def gradients(
     Args:
         losses: scalars, of a graph that is kept.
         params: leaves that require gradients.
-        models: those whose buffers a forward pass that is run again may move (checkpointing).
+        modules: those whose buffers a forward pass that is run again may move (checkpointing).
         wrappers: the `DistributedDataParallel` of the models.
 
     Raises:
@@ -83,7 +83,7 @@ def gradients(
     tasks: list[int] = []
     with ExitStack() as stack:
         stack.enter_context(_dist.extra_pass(wrappers))
-        buffers = _Buffers(models)
+        buffers = _Buffers(modules)
         _thread.tasks = tasks
         stack.callback(setattr, _thread, "tasks", None)
         for name, loss in losses.items():
@@ -122,10 +122,10 @@ _REENTRANT = (
 
 
 class _Buffers:
-    """The buffers of some models, which a forward pass that is run again may move."""
+    """The buffers of some modules, which a forward pass that is run again may move."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        tables = [module._buffers for model in models for module in model.modules()]  # noqa: SLF001 # where they are
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        tables = [module._buffers for module in dict.fromkeys(modules)]  # noqa: SLF001 # where they are
         self._slots = [
             (table, name, buffer)
             for table in tables

@@ -39,6 +39,8 @@ from gradsurgeon.tensors.backward_graph import BackwardGraph
 _sessions: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 # Sessions of the launcher and of a test that it runs, beside those that the script itself has asked for.
 _beside: weakref.WeakKeyDictionary[nn.Module, list[Attachment]] = weakref.WeakKeyDictionary()
+# Sessions whose models are gone, but not all of their modules: a script may give several to `apply` in a container.
+_without_model: list[Attachment] = []
 # Several threads may train, and the tables must not change while they are gone through.
 _changing = RLock()
 # Steps of optimizers, uses of scalers, backward passes, and exchanges of parameters and modules.
@@ -53,7 +55,11 @@ _shown_to: list[Callable[[str, Tensor], None]] = []
 
 
 def find(model: nn.Module) -> Attachment | None:
+    """Return the session of a model, or that of an earlier container of the same modules."""
     session = _sessions.get(model)
+    for other in _without_model if session is None else ():
+        if not other.options.beside and set(model.modules()).issuperset(other.controller.modules):
+            session = other
     return None if session is None or session.removed else session
 
 
@@ -76,16 +82,16 @@ def unwatch_steps() -> None:
 
 def enter(model: nn.Module, session: Attachment) -> None:
     beside = session.options.beside
-    old = None if beside else _sessions.get(model)
+    old = None if beside else find(model)
     # The finalizer is what notices a model that goes away; it must not keep the model itself.
-    finalizer = weakref.finalize(model, session.model_gone)
+    finalizer = weakref.finalize(model, _model_gone, session)
     finalizer.atexit = False
     try:
         session.attach(partial(_leave, finalizer))
     except BaseException:
         finalizer.detach()
         raise
-    if old is not None and not old.removed:
+    if old is not None:
         try:
             old.remove()
         except BaseException:  # Ctrl-C, while it waits
@@ -102,6 +108,12 @@ def enter(model: nn.Module, session: Attachment) -> None:
         _count_tags()
         if not _watching:
             _watching.append(_watch())
+
+
+def _model_gone(session: Attachment) -> None:
+    _without_model.append(session)
+    if not session.model_gone():
+        _forget_removed()
 
 
 def _watch() -> ExitStack:
@@ -149,12 +161,9 @@ def tags_shown_to(show: Callable[[str, Tensor], None]) -> Iterator[None]:
 
 def backward(losses: Mapping[str, Tensor], scaler: GradScaler | None) -> None:
     """Run the backward pass of the sum of losses, with the rules of all sessions on the gradient of each."""
-    sessions = [
-        (controller.losses, root)
-        for controller in _controllers()
-        if controller.context.program.of_losses and (root := controller.root) is not None
-    ]
-    loss_backward.backward(losses, scaler, sessions)
+    sessions = [one for one in _controllers() if one.context.program.of_losses]
+    modules = (module for one in sessions for module in one.modules)
+    loss_backward.backward(losses, scaler, [one.losses for one in sessions], modules)
 
 
 def _count_tags() -> None:
@@ -165,7 +174,12 @@ def _count_tags() -> None:
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
     finalizer.detach()
+    _forget_removed()
+
+
+def _forget_removed() -> None:
     with _changing:
+        _without_model[:] = [session for session in _without_model if not session.removed]
         for model in [model for model, session in _sessions.items() if session.removed]:
             del _sessions[model]
         for model, sessions in list(_beside.items()):
@@ -173,7 +187,7 @@ def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
             if not sessions:
                 del _beside[model]
         _count_tags()
-        if _watching and not _sessions and not _beside:
+        if _watching and not (_sessions or _beside or _without_model):
             _watching.pop().close()
 
 
@@ -242,5 +256,5 @@ def _before_pass(graph: BackwardGraph) -> None:
 
 def _controllers() -> list[Controller]:
     with _changing:
-        sessions = [*_sessions.values(), *chain(*_beside.values())]
+        sessions = [*_sessions.values(), *chain(*_beside.values()), *_without_model]
     return [session.controller for session in sessions if not session.removed]

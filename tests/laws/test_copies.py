@@ -11,7 +11,7 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -463,6 +463,69 @@ def test_a_session_that_nobody_keeps_ends_with_its_model(tmp_path: Path) -> None
     assert run.states == {0: "finished"}
     assert len(run.history("0.weight", rule="norms")) == 2
     assert not compile_support._programs
+    assert not registry._watching
+
+
+def in_a_container(parts: Mapping[str, Any], **options: Any) -> gradsurgeon.Session:
+    """Apply rules to several models in a container that is made for that alone."""
+    given: list[dict[str, Any]] = [
+        {"id": "still", "action": "zero", "params": "first.*", "at": "step"},
+        {"id": "norms", "action": "norm-log", "params": "*"},
+        {
+            "id": "half",
+            "action": "scale",
+            "modules": "second.0",
+            "tensor": "output.grad",
+            "factor": 0.5,
+        },
+    ]
+    return gradsurgeon.apply(nn.ModuleDict(parts), rules(given), **options)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_path: Path) -> None:
+    def go() -> None:
+        first, second = make(), make()
+        session = in_a_container({"first": first, "second": second}, record=tmp_path / "run")
+        gc.collect()
+        if not kept:
+            del session
+        before = [param.detach().clone() for param in first.parameters()]
+        train(first)
+        train(second)
+        assert all(map(torch.equal, before, first.parameters()))
+
+    go()
+    gc.collect()
+    run = gradsurgeon.open_run(tmp_path / "run")
+    assert run.states == {0: "finished"}
+    assert len(run.history("first.0.weight", rule="norms")) == 2
+    assert len(run.history("second.0.weight", rule="norms")) == 2
+    assert {status.fired for status in run.status().values()} == {8, 16, 2}
+    assert not registry._watching
+
+
+def test_a_container_that_is_made_once_more_has_the_rules_of_the_first_one() -> None:
+    parts = {"first": make(), "second": make()}
+    in_a_container(parts)
+    with pytest.raises(gradsurgeon.GradSurgeonError, match="already applied to this model"):
+        in_a_container(parts)
+    session = in_a_container(parts, replace=True)
+    train(parts["second"])
+    assert session.status()["half"].fired == 2
+    gradsurgeon.remove(nn.ModuleDict(parts))
+    assert not registry._watching
+
+
+def test_a_submodule_that_outlives_its_model_keeps_the_rules() -> None:
+    model = make()
+    session = gradsurgeon.apply(model, rules([PARAMS[2]]))
+    rest = model[0]
+    del model
+    gc.collect()
+    rest(data(0, 5, 4)).sum().backward()
+    assert session.status()["norms"].fired
+    session.remove()
     assert not registry._watching
 
 
