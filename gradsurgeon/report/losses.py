@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gradsurgeon.report.measurements import WholeMeasurements
 from gradsurgeon.report.rules_and_events import RuleInfo
-from gradsurgeon.report.signed_curve import Curve, runs_below
+from gradsurgeon.report.signed_curve import Curve, runs_below, tells_of_turns
 from gradsurgeon.store import Key
 from gradsurgeon.store.layout import Stored, unpack_absent
 
@@ -74,11 +74,13 @@ class Pair(NamedTuple):
     def when(self) -> str:
         """In words, when they conflicted on average over some calls."""
         runs = runs_below(self.curve)
+        if self.below == 1.0:
+            return "throughout"
         if not any(below for below, _ in runs):
             # Nothing of what noise could be is called a time of conflict.
             return "at times" if self.below else "never"
         if len(runs) == 1:
-            return "throughout"
+            return "throughout" if tells_of_turns(self.curve) else "on average"
         if runs[-1][0]:
             return f"since step {runs[-1][1]}"
         return f"until step {runs[-1][1]}" if len(runs) == 2 else "at times"  # noqa: PLR2004 # one run below, one not

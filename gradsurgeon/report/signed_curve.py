@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from statistics import fmean, median
 
@@ -36,6 +36,11 @@ def _windows(curve: Curve, most: int) -> Iterator[Curve]:
     return (curve[start:stop] for start, stop in pairwise(edges))
 
 
+def tells_of_turns(curve: Curve) -> bool:
+    """Tell whether there are enough calls for a change in the course of them to be seen."""
+    return len(curve) >= 2 * _LEAST_CALLS
+
+
 def runs_below(curve: Curve) -> list[tuple[bool, int]]:
     """Return in turn whether a cosine was below 0 beyond noise, with the first step from which on it was so."""
     windows = list(_windows(curve, min(CELLS, max(1, len(curve) // _LEAST_CALLS))))
@@ -55,11 +60,18 @@ def runs_below(curve: Curve) -> list[tuple[bool, int]]:
         if sides[place] is None and sides[place + 1] == (means[place] < 0):
             sides[place] = sides[place + 1]
     side = next(side for side in sides if side is not None)
-    settled = []
-    for window, one in zip(windows, sides, strict=True):
-        side = side if one is None else one
-        settled.append((side, window[0][0]))
-    return [next(run) for _, run in groupby(settled, key=itemgetter(0))]
+    runs = [(side, curve[0][0])]
+    for before, window, one in zip(windows, windows[1:], sides[1:], strict=False):
+        if one is not None and one is not runs[-1][0]:
+            runs.append((one, _turn([*before, *window], below=one)))
+    return runs
+
+
+def _turn(curve: Curve, *, below: bool) -> int:
+    """Return the step from which on the values have another sign: up to it their sum has gone farthest the other way."""
+    sums = [total if below else -total for total in accumulate(value for _, value in curve)]
+    place = sums.index(max(sums)) + 1
+    return curve[min(place, len(curve) - 1)][0]
 
 
 def _noise(values: Sequence[float]) -> float:
