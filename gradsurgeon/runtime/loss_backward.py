@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from gradsurgeon import _torch
-from gradsurgeon.errors import GradSurgeonError, did_you_mean, printable
+from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime import loss_gradients
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.loss_ranks import REST
@@ -80,7 +80,8 @@ def _delivering(
     named: NamedPass,
 ) -> Iterator[None]:
     params = list({id(param): param for one in due for param in one.params}.values())
-    _tell_of_unknown(due, losses)
+    for one in due:
+        one.rules.note_given(one, losses)
     parts = _parts(due, losses)
     if not parts:
         yield
@@ -220,22 +221,3 @@ class _Delivery:
 def _sum(rows: Mapping[str, Mapping[int, Tensor | None]], key: int) -> Tensor:
     there = [grad for row in rows.values() if (grad := row[key]) is not None]
     return reduce(operator.add, there)
-
-
-def _tell_of_unknown(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> None:
-    """Say once that a rule names a loss that is not there, where one is there that no rule names."""
-    for one in due:
-        one.rules.note_given(one.rule, losses)
-        mine = one.rule.losses or ()
-        unnamed = [name for name in losses if name not in mine]
-        lacking = [name for name in mine if name not in losses]
-        if lacking and unnamed:
-            hint = did_you_mean(lacking[0], unnamed)
-            given = ", ".join(map(printable, losses))
-            text = (
-                f"no loss is called {printable(lacking[0])}; gradsurgeon.backward was given {given}"
-                f"{': ' + hint if hint else ''}"
-            )
-            one.rules.context.event_log.notice_once(
-                f"unknown {lacking[0]}", text, rule=one.rule.id, step=one.step, warn=True
-            )

@@ -17,7 +17,7 @@ from gradsurgeon.runtime.rank_agreement import RankAgreement
 # The losses that no rule names, taken together. No loss has it: names of losses are not empty.
 REST = ""
 
-_RESTS = (
+RESTS = (
     "rank {rank} is paused: the plain sum of the losses arrives on all ranks",
     "rank {rank} runs a plain `.backward()` where this one passes named losses: their plain sum arrives on all ranks",
 )
@@ -54,10 +54,8 @@ class LossRanks:
         # What sessions are gone through by: the same on all ranks, in whichever order they were applied.
         rules = [rule.model_dump_json() for rule, _ in self._rules]
         self.order = (*rules, *context.program.names)
-        # The rules that had a rest in the last pass, because some rank has paused or runs a plain one, and
-        # why those rest that have never acted.
+        # The rules that had a rest in the last pass, because some rank has paused or runs a plain one.
         self.resting: set[str] = set()
-        self.reasons: dict[str, str] = {}
 
     def agreed(
         self, leaves: Iterable[Tensor], given: Collection[str] | None
@@ -112,11 +110,9 @@ class LossRanks:
         rank = _dist.rank()
         mine = torch.tensor([(rank + 1) * fact for fact in facts], device="cpu")
         largest = _dist.reduce(mine, groups, "max").tolist()
-        for other, fact, why in zip(largest[1:3], facts[1:3], _RESTS, strict=True):
-            if other and not fact:
-                self.reasons[rule.id] = text = why.format(rank=other - 1)
-                if not self._context.paused:
-                    step = self._context.counters[tensor].step
-                    log = self._context.event_log
-                    log.notice_once(why, text, rule=rule.id, step=step, warn=True)
+        for other, fact, why in zip(largest[1:3], facts[1:3], RESTS, strict=True):
+            if other and not fact and not self._context.paused:
+                step, text = self._context.counters[tensor].step, why.format(rank=other - 1)
+                log = self._context.event_log
+                log.notice_once(why, text, rule=rule.id, step=step, warn=True)
         return list(map(bool, largest))

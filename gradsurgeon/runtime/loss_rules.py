@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from gradsurgeon import _dist
 from gradsurgeon.actions import Combination, Comparison, LossRule, Rule
 from gradsurgeon.compiler import Stage
 from gradsurgeon.distributed import data_parallel
-from gradsurgeon.errors import BindError, GradSurgeonError, printable
+from gradsurgeon.errors import BindError, GradSurgeonError, did_you_mean, printable
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.drawing import Drawing
 from gradsurgeon.runtime.loss_ranks import LossRanks
@@ -129,8 +130,8 @@ class LossRules:
         }
         # Those in whose graphs the gradients of single losses have added up to that of their sum.
         self.repeat: set[str] = set()
-        # What calls have given of the losses that a rule names, by its id.
-        self._given: dict[str, set[str]] = {}
+        # How often calls have given each loss while a rule was due, by its id.
+        self._given: dict[str, Counter[str]] = {}
         # What modules send back is combined in the pass that trains alone, which is another sum then.
         self.combines_inputs = any(
             rule.edits for module in context.program.modules for rule in module.on_shared
@@ -166,14 +167,29 @@ class LossRules:
                 tensors, acted_on = tuple(there), tuple(there.values())
                 yield DueLossRule(self, one.rule, tensors, acted_on, one.groups, one.losses)
 
-    def note_given(self, rule: LossRule, losses: Collection[str]) -> None:
-        self._given.setdefault(rule.id, set()).update(losses)
+    def note_given(self, due: DueLossRule, losses: Collection[str]) -> None:
+        """Take notice of what a call has given; say once that a rule names a loss that never comes, but others do."""
+        rule, given = due.rule, self._given.setdefault(due.rule.id, Counter())
+        given.update(list(losses))
+        unnamed = [name for name in losses if name not in (rule.losses or ())]
+        lacking = [name for name in rule.losses or () if name not in given]
+        if not (lacking and unnamed):
+            return
+        hint = did_you_mean(lacking[0], unnamed)
+        # The losses of another model may come through this one first, as those of a generator.
+        if hint or any(given[name] > 1 for name in unnamed):
+            text = (
+                f"no loss is called {printable(lacking[0])}; gradsurgeon.backward was given "
+                f"{', '.join(map(printable, losses))}{': ' + hint if hint else ''}"
+            )
+            topic = f"unknown {lacking[0]}"
+            self.context.event_log.notice_once(topic, text, rule=rule.id, step=due.step, warn=True)
 
     def never_given(self) -> Iterator[tuple[LossRule, str]]:
         """Yield the losses that no call has given, with each rule that names them and has been due."""
         for stage in self.context.program.of_losses:
             rule = _loss_rule(stage)
-            given = self._given.get(rule.id, set())
+            given = self._given.get(rule.id, ())
             yield from ((rule, name) for name in rule.losses or () if given and name not in given)
 
     def _due_now(self, rule: Rule, tensors: Iterable[int]) -> list[int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradsurgeon.actions import EditRule, LossRule, Rule, TrapRule
 from gradsurgeon.errors import printable
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.loss_ranks import RESTS
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.training_events import BackwardPass
 from gradsurgeon.tensors.measure import read
@@ -151,13 +152,19 @@ def _why_silent(context: Context, rule: Rule, tensors: Sequence[int], *, owned: 
     if not any(param.requires_grad for param in params):
         return "no parameter it matched has requires_grad"
     if isinstance(rule, LossRule):
-        names = ", ".join(map(printable, rule.losses or ()))
-        return f"no gradsurgeon.backward gave the losses it names ({names}), or they reach no parameter it matched"
+        return _why_no_loss(context, rule)
     if all(param.grad is None for param in params):
         return "no gradient reached any parameter it matched"
     if owned and context.counters[tensors[0]] is context.counters.common:
         return "no optimizer that steps owns any parameter it matched"
     return "no backward pass that it could see gave its parameters their gradients"
+
+
+def _why_no_loss(context: Context, rule: LossRule) -> str:
+    if any(context.event_log.is_noticed(why, rule.id) for why in RESTS):
+        return "another rank was paused or ran a plain `.backward()`, and all ranks took the plain sum with it"
+    names = ", ".join(map(printable, rule.losses or ()))
+    return f"no gradsurgeon.backward gave the losses it names ({names}), or they reach no parameter it matched"
 
 
 def _why_no_tensor(context: Context, rule: Rule) -> str:

@@ -244,6 +244,24 @@ def paused_on_one() -> dict[str, Any]:
     return {"same": same, "fired": session.status()["combine"].fired}
 
 
+def plain_throughout() -> list[str]:
+    """Let one rank run nothing but plain passes, and return why the rule has never fired."""
+    model = make()
+    called = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(120):
+            losses = two(called, data(step).chunk(2)[dist.get_rank()])
+            if dist.get_rank() == 1:
+                sum(losses.values()).backward()  # type: ignore[union-attr]
+            else:
+                gradsurgeon.backward(losses)
+            optimizer.step()
+    return [event.message for event in session.events if event.kind == "never-fired"]
+
+
 PLAIN = ("first", "later", "both", "no_sync", "on another model")
 
 
@@ -316,6 +334,7 @@ def main() -> dict[str, Any]:
     found["heads sharded later"] = heads_sharded_later()
     found["paused on one"] = paused_on_one()
     found["plain on one"] = {where: plain_on_one(where) for where in PLAIN}
+    found["plain throughout"] = plain_throughout()
     found["beside a sharded one"] = beside_a_sharded_one()
     found["two models"] = two_models()
     found["on features"] = {kind: on_features(kind) for kind in ("alone", *FEATURES)}

@@ -132,6 +132,13 @@ def test_a_plain_pass_on_one_rank_is_one_on_all(ranks: list[dict[str, Any]], whe
             assert text in said
 
 
+def test_a_rule_that_another_rank_keeps_from_firing_says_so(ranks: list[dict[str, Any]]) -> None:
+    why = ("another rank was paused or ran a plain", "no gradsurgeon.backward gave the losses")
+    for rank, text in zip(ranks, why, strict=True):
+        (said,) = rank["plain throughout"]
+        assert text in said
+
+
 def test_a_model_that_is_sharded_later_is_none_of_another(ranks: list[dict[str, Any]]) -> None:
     assert [rank["beside a sharded one"] for rank in ranks] == [1, 1]
 

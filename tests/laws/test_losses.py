@@ -280,6 +280,40 @@ def test_a_misspelt_loss_is_said_at_once() -> None:
         gradsurgeon.backward(two(model, x))
 
 
+def test_other_names_are_said_once_they_have_come_twice() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    session = gradsurgeon.apply(
+        model, rules({"action": "combine", "method": "mgda", "losses": ["real", "fake"]})
+    )
+    gradsurgeon.backward(two(model, x))
+    optimizer.step()
+    assert not session.events
+    with pytest.warns(
+        gradsurgeon.GradSurgeonWarning, match=r"no loss is called real; .*seg, depth"
+    ):
+        gradsurgeon.backward(two(model, x))
+
+
+def test_losses_of_another_model_may_come_through_this_one() -> None:
+    """Those of a generator reach the discriminator, whose rule names its own."""
+    generator, model, x = nn.Linear(6, 6), Heads(), torch.randn(5, 6)
+    held = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (generator, model)]
+    gradsurgeon.apply(
+        generator,
+        rules({"action": "combine", "method": "mgda", "params": "*", "losses": ["adv", "rec"]}),
+    )
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    for _ in range(3):
+        adv, rec = two(model, generator(x)).values()
+        gradsurgeon.backward({"adv": adv, "rec": rec})
+        held[0].step()
+        model.zero_grad()
+        gradsurgeon.backward(two(model, generator(x).detach()))
+        held[1].step()
+    assert [event.message for event in session.events if "no loss" in event.message] == []
+
+
 def test_a_loss_that_never_comes_is_said_in_the_end() -> None:
     model, x = Heads(), torch.randn(5, 6)
     session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
