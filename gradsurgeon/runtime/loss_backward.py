@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 
 from gradsurgeon import _torch
 from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime import loss_gradients
+from gradsurgeon.runtime import loss_gradients, running_passes
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.loss_ranks import REST
 from gradsurgeon.runtime.loss_rules import DueLossRule, LossRules, NamedPass, in_order, running
@@ -40,14 +40,16 @@ def backward(
     """
     _check(losses)
     scaled = losses if scaler is None else {n: scaler.scale(loss) for n, loss in losses.items()}
-    due: list[DueLossRule] = []
-    if sessions:
-        leaves = list(BackwardGraph(roots_of(list(scaled.values()))).leaves())
-        due = [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
     # As a script writes it, so that without a rule the very same operations run.
     total = reduce(operator.add, scaled.values())
-    named = NamedPass(due)
-    with running(named), ExitStack() as stack:
+    with ExitStack() as stack:
+        due: list[DueLossRule] = []
+        if sessions:
+            leaves = list(BackwardGraph(roots_of(list(scaled.values()))).leaves())
+            stack.enter_context(running_passes.alone(leaves))
+            due += [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
+        named = NamedPass(due)
+        stack.enter_context(running(named))
         if due:
             stack.enter_context(_delivering(due, scaled, modules, named))
         torch.autograd.backward(total)

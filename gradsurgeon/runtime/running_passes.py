@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,11 +28,16 @@ class RunningPass:
         graph: what it runs through.
         makes_graph: whether its gradients get a graph of their own.
         tasks: the number that autograd has given it, once it is known.
+        thread: in which it was begun.
     """
 
     graph: BackwardGraph
     makes_graph: bool = False
     tasks: list[int] = field(default_factory=list)
+    thread: int = field(default_factory=threading.get_ident)
+
+    def reaches(self, leaves: frozenset[int]) -> bool:
+        return any(id(leaf) in leaves for leaf in self.graph.leaves())
 
 
 running_passes: list[RunningPass] = []
@@ -43,6 +48,39 @@ _returning: set[int] = set()
 threads: set[int] = set()
 # Held while gradients are read as long as there is one thread, so that a second one begins after that.
 lock = threading.RLock()
+# The leaves that a thread has for itself, by their ids.
+_taken: list[tuple[int, frozenset[int]]] = []
+_ended = threading.Condition(lock)
+
+
+@contextmanager
+def alone(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Let no other thread run a backward pass that reaches some leaves; wait for those that run.
+
+    Hooks are taken off them meanwhile, and others are put on.
+    """
+    mine = threading.get_ident(), frozenset(map(id, leaves))
+    with _ended:
+        # In a pass of its own a thread would wait for itself.
+        if _torch.graph_task() == -1:
+            _ended.wait_for(lambda: not (_is_taken(mine[1]) or _is_running(mine[1])))
+        _taken.append(mine)
+    try:
+        yield
+    finally:
+        with _ended:
+            _taken.remove(mine)
+            _ended.notify_all()
+
+
+def _is_taken(leaves: frozenset[int]) -> bool:
+    me = threading.get_ident()
+    return any(thread != me and not leaves.isdisjoint(taken) for thread, taken in _taken)
+
+
+def _is_running(leaves: frozenset[int]) -> bool:
+    me = threading.get_ident()
+    return any(one.thread != me and one.reaches(leaves) for one in running_passes)
 
 
 def watched(
@@ -95,8 +133,9 @@ def watched(
                 watch.end(running, before)
         finally:
             # As long as it is there, no other thread takes what hooks have seen.
-            with lock:
+            with _ended:
                 running_passes.remove(running)
+                _ended.notify_all()
         return returned
 
     return run
@@ -138,7 +177,10 @@ def _begin(outputs: Sequence[Any], *, makes_graph: bool) -> RunningPass:
     alone = outputs[0] if len(outputs) == 1 else None
     loss = alone.detach() if isinstance(alone, Tensor) and not alone.dim() else None
     running = RunningPass(BackwardGraph(roots_of(outputs), loss=loss), makes_graph)
-    with lock:
+    with _ended:
+        if any(thread != running.thread for thread, _ in _taken):
+            leaves = frozenset(map(id, running.graph.leaves()))
+            _ended.wait_for(lambda: not _is_taken(leaves))
         running_passes.append(running)
         threads.add(threading.get_ident())
         if len(threads) > 1:  # those that have ended train nothing any more

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from several_losses import OPTIONS, aggregator
+from several_losses import OPTIONS, aggregator, drawing
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from two_heads import (
@@ -43,12 +43,12 @@ from gradsurgeon.actions._methods import METHODS
 pytestmark = pytest.mark.usefixtures("doubles")
 
 
-def drawing(method: str) -> Callable[[Tensor], Tensor]:
-    """Return an aggregator that draws what a rule draws in the first step."""
+def drawn_by(method: str) -> Callable[[Tensor], Tensor]:
+    """Return an aggregator that draws what a rule draws in its first call."""
 
     def aggregate(matrix: Tensor) -> Tensor:
-        torch.manual_seed(0)
-        out: Tensor = aggregator(method)(matrix)
+        with drawing():
+            out: Tensor = aggregator(method)(matrix)
         return out
 
     return aggregate
@@ -93,7 +93,7 @@ def test_each_method_equals_that_of_torchjd_on_the_features(method: str, heads: 
     if method == "krum" and heads < 3:
         pytest.skip("krum takes three gradients at least")
     model, x = many_heads(heads)
-    wanted = by_hand(model, losses(model(x)), drawing(method))
+    wanted = by_hand(model, losses(model(x)), drawn_by(method))
     rule = {"action": "combine", "modules": "heads.*", "method": method, **OPTIONS.get(method, {})}
     session = armed(model, rule)
     loss(model(x)).backward()
@@ -107,7 +107,7 @@ def test_the_gradients_of_these_tests_conflict() -> None:
         matrix = jacobian(parts, model.features)
         assert (matrix @ matrix.T).min() < 0
         plain_sum = by_hand(model, parts, lambda rows: rows.sum(0))
-        assert not close(by_hand(model, parts, drawing("pcgrad")), plain_sum)
+        assert not close(by_hand(model, parts, drawn_by("pcgrad")), plain_sum)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -195,7 +195,6 @@ def test_what_combine_records() -> None:
 def test_two_rules_on_two_pairs_of_heads() -> None:
     model, x = many_heads(4)
     rows = jacobian(losses(model(x)), model.features)
-    torch.manual_seed(0)
     wanted = aggregator("mgda")(rows[:2]) + aggregator("upgrad")(rows[2:])
     armed(
         model,
@@ -265,7 +264,7 @@ def test_a_small_gradient_is_not_lost_beside_a_large_one(dtype: torch.dtype, rat
 
 def test_a_pass_that_has_failed_leaves_nothing_to_the_next() -> None:
     model, x = two_heads()
-    wanted = by_hand(model, losses(model(x)), drawing("mgda"))
+    wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
     armed(model, MGDA)
     outs = model(x)
     handle = outs[0].register_hook(stop)  # by then the other head has sent back its part
@@ -372,7 +371,7 @@ def test_what_one_module_sends_back_is_one_gradient(kind: str) -> None:
     if kind == "attention":
         # The inner module takes the tensor three times over.
         modules = ["seg_head.attention", "depth_head"]
-    wanted = by_hand(model, losses(model(x)), drawing("mgda"))
+    wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
     session = armed(model, {**MGDA, "modules": modules})
     loss(model(x)).backward()
     assert close(grads_of(model), wanted)
@@ -413,7 +412,7 @@ def test_one_head_alone_in_a_pass_is_ordinary(kind: str) -> None:
 
 def test_batches_that_are_interleaved() -> None:
     model, x, y = *two_heads(), torch.randn(5, 6)
-    wanted = [by_hand(model, losses(model(one)), drawing("mgda")) for one in (x, y)]
+    wanted = [by_hand(model, losses(model(one)), drawn_by("mgda")) for one in (x, y)]
     session = armed(model, MGDA)
     # Both forwards of the trunk first, then each head on either.
     low, high = model.trunk(x), model.trunk(y)
@@ -429,7 +428,7 @@ def test_batches_that_are_interleaved() -> None:
 def test_micro_batches_are_combined_each_by_itself() -> None:
     model, x = two_heads()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wanted = [by_hand(model, losses(model(part)), drawing("mgda")) for part in x.split(2)]
+    wanted = [by_hand(model, losses(model(part)), drawn_by("mgda")) for part in x.split(2)]
     session = armed(model, MGDA)
     for part in x.split(2):
         loss(model(part)).backward()
@@ -472,7 +471,7 @@ def test_one_parameter_is_what_all_heads_take() -> None:
 def test_gradients_that_a_script_looks_at_do_not_count() -> None:
     """GradNorm and the like take the gradient of each loss, and then train."""
     model, x = two_heads()
-    wanted = by_hand(model, losses(model(x)), drawing("mgda"))
+    wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
     rows = jacobian(losses(model(x)), model.features)
     session = armed(model, MGDA)
     parts = losses(model(x))
@@ -489,7 +488,7 @@ def test_named_losses_and_shared_features_together() -> None:
     model, x = two_heads()
     names = ["seg", "depth"]
     parts = dict(zip(names, losses(model(x)), strict=True))
-    wanted = by_hand(model, list(parts.values()), drawing("mgda"))
+    wanted = by_hand(model, list(parts.values()), drawn_by("mgda"))
     lower = {"action": "combine", "method": "mean", "params": "trunk.0.bias", "losses": names}
     file = rules(MGDA)
     file["rules"].append({"id": "lower", **lower})
@@ -632,7 +631,7 @@ def test_a_second_pass_that_brings_the_rest_is_refused() -> None:
 
 def test_a_second_pass_of_both_heads_is_ordinary() -> None:
     model, x = two_heads()
-    wanted = by_hand(model, losses(model(x)), drawing("mgda"))
+    wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
     armed(model, MGDA)
     value = loss(model(x))
     value.backward(retain_graph=True)
@@ -891,7 +890,7 @@ def test_every_other_step() -> None:
         optimizer.zero_grad()
         model.features = None  # type: ignore[assignment] # torch copies no inner tensors
         session_off = copy.deepcopy(model)
-        method = drawing("mgda") if step % 2 == 0 else lambda rows: rows.sum(0)
+        method = drawn_by("mgda") if step % 2 == 0 else lambda rows: rows.sum(0)
         wanted = by_hand(session_off, losses(session_off(x)), method)
         loss(model(x)).backward()
         assert close(grads_of(model), wanted)
@@ -954,7 +953,7 @@ def test_heads_that_are_trained_in_turn() -> None:
 def test_inner_modules_join_where_the_outer_one_is_not_matched() -> None:
     model = TwoHeads(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)))
     x = torch.randn(5, 6)
-    wanted = by_hand(model, losses(model(x)), drawing("mgda"))
+    wanted = by_hand(model, losses(model(x)), drawn_by("mgda"))
     armed(model, {**MGDA, "modules": ["seg_head.0", "depth_head"]})
     loss(model(x)).backward()
     assert close(grads_of(model), wanted)

@@ -1,0 +1,110 @@
+"""Threads that train one model together, with losses by name: none sees what another one does meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from several_losses import Heads, aggregator, jacobian, rules, trunk_of, two
+from torch import Tensor
+
+import gradsurgeon
+
+pytestmark = [
+    pytest.mark.usefixtures("doubles"),
+    pytest.mark.filterwarnings("ignore:.*combines the losses of each backward pass"),
+    pytest.mark.filterwarnings("ignore:.*without the losses being known"),
+]
+
+
+@pytest.fixture(autouse=True)
+def switches() -> Iterator[None]:
+    """Let Python switch threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def at_once(*works: Callable[[], None]) -> None:
+    errors: list[Exception] = []
+    start = threading.Barrier(len(works))
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            start.wait()
+            work()
+        except Exception as error:  # noqa: BLE001 # to be raised in this thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def combined(model: Any, x: Tensor) -> Tensor:
+    out: Tensor = aggregator("mgda")(jacobian(two(model, x), trunk_of(model)))
+    return out
+
+
+@pytest.mark.parametrize("other", ["named", "plain"])
+def test_each_adds_what_it_would_have_added_alone(other: str) -> None:
+    model, times = Heads(), 15
+    reference = copy.deepcopy(model)
+    seen: list[int] = []
+    model.trunk[0].weight.register_hook(lambda grad: seen.append(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    session = gradsurgeon.apply(
+        model, rules({"action": "combine", "method": "mgda"}), optimizer=optimizer
+    )
+    batches = [torch.randn(2, 5, 6) for _ in range(times)]
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+
+    def named(place: int) -> None:
+        for batch in batches:
+            gradsurgeon.backward(two(model, batch[place]))
+
+    def plain() -> None:
+        for batch in batches:
+            sum(two(model, batch[1]).values()).backward()  # type: ignore[union-attr]
+
+    at_once(lambda: named(0), plain if other == "plain" else lambda: named(1))
+    wanted = torch.zeros(sum(param.numel() for param in trunk_of(model)))
+    for batch in batches:
+        wanted += combined(reference, batch[0])
+        if other == "plain":
+            wanted += jacobian(two(reference, batch[1]), trunk_of(reference)).sum(0)
+        else:
+            wanted += combined(reference, batch[1])
+    found = torch.cat([param.grad.flatten() for param in trunk_of(model)])  # type: ignore[union-attr]
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    assert session.status()["combine"].fired == times * (1 if other == "plain" else 2)
+    # A hook of the script sees each pass that trains, and no other.
+    assert len(seen) == 2 * times
+
+
+def test_threads_with_models_of_their_own_do_not_wait_for_each_other() -> None:
+    models = [Heads(), Heads()]
+    x = torch.randn(5, 6)
+    inside = threading.Barrier(2)
+
+    def meet(grad: Tensor) -> None:
+        inside.wait(20)
+
+    for model in models:
+        gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+        # Neither pass ends before the other one has begun.
+        model.seg.weight.register_hook(meet)
+    at_once(*(partial(gradsurgeon.backward, two(model, x)) for model in models))
+    assert not inside.broken
