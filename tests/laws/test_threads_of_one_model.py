@@ -95,7 +95,7 @@ def test_each_adds_what_it_would_have_added_alone(other: str) -> None:
 
 
 def test_threads_with_models_of_their_own_do_not_wait_for_each_other() -> None:
-    models = [Heads(), Heads()]
+    models: list[Any] = [Heads(), Heads()]
     x = torch.randn(5, 6)
     inside = threading.Barrier(2)
 
