@@ -7,7 +7,7 @@ the remedy: a session that bound itself anew would do what nobody has read in a 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -34,6 +34,10 @@ _SWAPPED = (
 )
 _TAKEN_OFF = "has lost its hooks, which somebody has taken off: they were put on anew"
 _REPLACED = "was replaced by another parameter: its rules act on the new one"
+_SHARDED = (
+    "its modules were sharded after it was applied (fully_shard), and what they have sent back so far was summed as without "
+    "it; it acts from the next pass on. Apply the rules after fully_shard"
+)
 _GONE = (
     "is gone from its module, or is one with another parameter now: its rules no longer act; apply them "
     "again after the model has its final form"
@@ -147,11 +151,19 @@ class ModelChanges:
             self.check()
             if (model := self._model()) is not None:
                 # Those of `fully_shard` give each module a tensor of its own.
-                self._module_hooks.put_first(named_modules(model))
+                rules = self._module_hooks.put_first(named_modules(model))
+                self._tell_of_sharding(rules)
         there = [tensor for tensor in replaced if self._param_hooks.rearm(tensor)]
         self._tell_params("hook-rearmed", there, _REPLACED)
         self._tell_params("hook-lost", [t for t in replaced if t not in there], _GONE)
         return replaced
+
+    def _tell_of_sharding(self, rules: Collection[str]) -> None:
+        """Say of which rules on modules the first pass has gone by, whose modules were sharded one by one."""
+        event_log, step = self._context.event_log, self._context.counters.latest
+        for rule, _ in event_log.never_fired():
+            if rule in rules:
+                event_log.notice_once("sharded", _SHARDED, rule=rule, step=step, warn=True)
 
     def compare(self, *, closing: bool = False, at_once: bool = False) -> None:
         """Find the parameters and modules of the plan in the model as it is now.

@@ -204,12 +204,13 @@ class ModuleHooks:
                 exchanged.append((program.name, module is not None))
         return exchanged
 
-    def put_first(self, modules: Mapping[str, nn.Module]) -> None:
-        """Put hooks that have to be the first of their modules before those that came since."""
-        for program in self._programs:
-            if program.on_shared:
-                self._take_off(program.name)
+    def put_first(self, modules: Mapping[str, nn.Module]) -> list[str]:
+        """Put hooks that have to be the first of their modules before those that came since; return their rules."""
+        shared = [program for program in self._programs if program.on_shared]
+        for program in shared:
+            self._take_off(program.name)
         self.refresh(modules)
+        return list(dict.fromkeys(rule.id for program in shared for rule in program.on_shared))
 
     def detach(self) -> None:
         for name in list(self._hooked):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -205,13 +206,13 @@ def on_features(setup: str) -> dict[str, Any]:
     }
 
 
-def heads_sharded_later() -> int:
-    """Shard heads after a rule is on what they send back, and return how often it has fired in three passes."""
+def heads_sharded_later(what: Sequence[str]) -> dict[str, Any]:
+    """Shard parts after a rule is on what heads send back; return how often it has fired in three passes, and what is said."""
     model = make().float()
     rule = {"id": "heads", "action": "combine", "method": "mgda", **ON_HEADS}
     session = gradsurgeon.apply(model, {"version": 1, "rules": [rule]})
-    for part in (model.seg, model.depth, model):
-        fully_shard(part)
+    for part in what:
+        fully_shard(model.get_submodule(part))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -221,7 +222,8 @@ def heads_sharded_later() -> int:
             optimizer.step()
         fired = session.status()["heads"].fired
         session.remove()
-    return fired
+    said = [event.message for event in session.events if event.rule == "heads"]
+    return {"fired": fired, "said": said}
 
 
 def paused_on_one() -> dict[str, Any]:
@@ -331,7 +333,8 @@ def main() -> dict[str, Any]:
     found["unlike"] = {what: unlike(what) for what in UNLIKE}
     found["refused"] = {kind: refused(kind) for kind in SHARDED}
     found["late"] = late()
-    found["heads sharded later"] = heads_sharded_later()
+    found["heads sharded later"] = heads_sharded_later(["seg", "depth", ""])
+    found["trunk sharded later"] = heads_sharded_later(["trunk", ""])
     found["paused on one"] = paused_on_one()
     found["plain on one"] = {where: plain_on_one(where) for where in PLAIN}
     found["plain throughout"] = plain_throughout()

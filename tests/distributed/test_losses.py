@@ -107,8 +107,12 @@ def test_on_features_all_get_the_mean_of_what_each_rank_has_combined(
 def test_heads_that_are_sharded_later_meet_from_the_second_pass_on(
     ranks: list[dict[str, Any]],
 ) -> None:
-    # The first one finds other parameters, and says so.
-    assert [rank["heads sharded later"] for rank in ranks] == [2, 2]
+    for rank in ranks:
+        found = rank["heads sharded later"]
+        assert found["fired"] == 2
+        (said,) = found["said"]
+        assert "summed as without it; it acts from the next pass on" in said
+        assert rank["trunk sharded later"] == {"fired": 3, "said": []}
 
 
 def test_a_pause_on_one_rank_is_one_on_all(ranks: list[dict[str, Any]]) -> None:
