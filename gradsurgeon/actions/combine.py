@@ -73,13 +73,14 @@ class Combine(LossRule):
     None: it acts while `gradsurgeon.backward` runs, before any rule at `backward`. Each call combines by itself: with
     several per update (accumulation) their sum can conflict again. Mind the scale: where a method gives an average,
     heads still get sums, and what was tuned for a sum of n losses wants a learning rate n times as
-    large on the matched parameters. Where ranks average gradients (DDP), the weights follow from the averages and are the same on all ranks; on
-    modules each rank decides by itself, and edits of a module's `input.grad` act on its own share before it is combined. Hooks that
+    large on the matched parameters. Where ranks average gradients (DDP), the weights follow from the averages and are the same on all ranks; in a pass that DDP does not
+    average (`no_sync`) and on modules each rank decides by itself, and edits of a module's `input.grad` act on its own share before it is combined. Hooks that
     the script has put on activations run in each of the passes, those on parameters once. Sharded parameters (FSDP) are refused: use the form on modules.
 
     ## Cost
     One more backward pass per loss, and memory for one gradient of the matched parameters per loss; on modules neither.
-    Waits for the device once per call. Needs the extra `surgery`.
+    Waits for the device once per call. Needs the extra `surgery`. What a method draws follows from `torch.initial_seed()`, the rule,
+    the step and the call; the generator of the script is left alone.
     """
 
     EXAMPLES: ClassVar = (

@@ -32,8 +32,8 @@ class Conflict(LossRule):
 
     ## Points
     None: it acts while `gradsurgeon.backward` runs. Each call is a record of its own, with `per: parameter` one for each
-    parameter. Gradients that several ranks average (DDP) are compared after the average; on modules each rank
-    compares its own.
+    parameter. Gradients that several ranks average (DDP) are compared after the average; in a pass that DDP does not
+    average (`no_sync`) and on modules each rank compares its own.
 
     ## Cost
     One more backward pass per loss, and memory for one gradient of the matched parameters per loss; on modules neither.
