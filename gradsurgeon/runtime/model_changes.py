@@ -149,6 +149,7 @@ class ModelChanges:
         params = [self._context.parameters.param(tensor) for tensor in replaced]
         if any(param is not None and _dist.is_sharded(param) for param in params):
             self.check()
+            self._context.ranks.look_again()
             if (model := self._model()) is not None:
                 # Those of `fully_shard` give each module a tensor of its own.
                 rules = self._module_hooks.put_first(named_modules(model))

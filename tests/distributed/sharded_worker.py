@@ -167,7 +167,26 @@ def late() -> dict[str, Any]:
     shard(model)
     found["refused"] = error(lambda: steps(model, mine))
     session.remove()
+    found["trapped"] = after_a_first_step()
     return found
+
+
+def after_a_first_step() -> list[str]:
+    """Shard once a step has gone by, let the gradients of one rank trip, and return what the trap says."""
+    model = make()
+    trap = {"id": "trap", "action": "nan-trap", "params": "*", "then": "skip-step"}
+    session = gradsurgeon.apply(model, rules(trap))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        steps(model, mine, count=1)
+        optimizer = steps(shard(model), mine, count=1)
+    model(mine(1)).sum().backward()
+    grads: list[Any] = [param.grad for param in model.parameters()]
+    if dist.get_rank() == 1:
+        grads[0].to_local().fill_(float("nan"))
+    optimizer.step()
+    session.remove()
+    return [event.message for event in session.events if event.kind == "trap"]
 
 
 def refused() -> dict[str, Any]:

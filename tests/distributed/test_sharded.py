@@ -64,6 +64,16 @@ def test_sharding_after_apply_is_repaired_with_one_warning(ranks: list[dict[str,
         assert late["norms"][0][1] == pytest.approx(wanted[0], rel=1e-5)
 
 
+def test_ranks_agree_on_a_model_that_is_sharded_between_two_steps(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank in ranks:
+        (said,) = rank["late"]["trapped"]
+        assert "in the part of rank 1" in said
+        # They ran the step again together.
+        assert "all gradients that this rank contributes are finite in the replay" in said
+
+
 @pytest.mark.cell(
     "FSDP2 (`fully_shard`)",
     "backward",
