@@ -33,9 +33,11 @@ LEAVE = "\x1b[?7h\x1b[?25h\x1b[?1049l"
 LIMIT = TIMEOUT / 10
 KEY = Key("norms", "l2", "accumulated", ("w",))
 
-# Only what is in the session of a terminal gets its signals.
+# Only what is in the session of a terminal gets its signals. A shell that starts the tests in the background has them
+# ignore Ctrl-C, and with them all that they start.
 IN_A_TERMINAL = f"""
-import fcntl, termios
+import fcntl, signal, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 {WITHOUT_TORCH}"""
 
