@@ -79,16 +79,15 @@ class LossRanks:
             if (tensors := self._scheduled(rule, matched))
         ]
         names = [*dict.fromkeys(name for rule, _, _ in due for name in rule.losses or ()), REST]
-        here = [name in given for name in names[:-1]] if given is not None else []
-        rest = given is not None and not set(given).issubset(names)
+        is_plain, given = given is None, given or ()
+        here = [*(name in given for name in names[:-1]), not set(given).issubset(names)]
         for rule, matched, tensors in due:
             groups = context.ranks.averaging(matched, keys)
-            if given is not None and not groups and context.ranks.wrappers_of(matched):
+            if not (is_plain or groups) and context.ranks.wrappers_of(matched):
                 step = context.counters[tensors[0]].step
                 context.event_log.notice_once("alone", _ALONE, rule=rule.id, step=step)
             reaches = not reached.isdisjoint(tensors)
-            facts = [reaches, context.paused, given is None, *here, rest]
-            facts += [False] * (3 + len(names) - len(facts))
+            facts = [reaches, context.paused, is_plain, *here]
             reaches, paused, plain, *there = self._joined(rule, tensors[0], groups, facts)
             rests = paused or plain
             (self.resting.add if rests else self.resting.discard)(rule.id)
