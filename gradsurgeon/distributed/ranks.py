@@ -142,20 +142,28 @@ class Ranks:
         """Return the `DistributedDataParallel` wrappers that have some parameters in their care."""
         return [wrapper for wrapper, known in self._live() if not known.params.isdisjoint(tensors)]
 
-    def averaging(self, tensors: Sequence[int], reached: Collection[int]) -> _dist.Groups:
-        """Return the groups over which a pass that begins now averages gradients of some parameters.
+    def averaging(
+        self, tensors: Sequence[int], leaves: Collection[int]
+    ) -> tuple[_dist.Groups, frozenset[int]]:
+        """Return over which ranks a pass that begins now averages gradients of some parameters, and of which.
 
         Args:
             tensors: the parameters.
-            reached: the ids of all that the pass reaches.
+            leaves: the ids of all that the pass reaches.
+
+        Returns:
+            At most one group, and the ids of the parameters that are averaged over it.
         """
-        groups = [
-            wrapper.process_group
-            for wrapper in self.wrappers_of(tensors)
-            if data_parallel.averages(wrapper)
-            if any(id(param) in reached for param in wrapper.parameters())
-        ]
-        return tuple(dict.fromkeys(groups))
+        held = self._params()
+        params = {id(held[tensor]) for tensor in tensors}
+        groups: dict[Any, set[int]] = {}
+        for wrapper in self.wrappers_of(tensors):
+            ids = params.intersection(map(id, data_parallel.averaged(wrapper, leaves)))
+            if ids:
+                groups.setdefault(wrapper.process_group, set()).update(ids)
+        for group, ids in groups.items():
+            return (group,), frozenset(ids)
+        return (), frozenset()
 
     def shapes(self, group: Any) -> list[tuple[int, ...]]:
         """Return the shapes of what the ranks of a group average or divide."""

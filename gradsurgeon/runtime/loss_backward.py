@@ -17,7 +17,8 @@ from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime import loss_gradients, running_passes
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.loss_ranks import REST
-from gradsurgeon.runtime.loss_rules import DueLossRule, LossRules, NamedPass, in_order, running
+from gradsurgeon.runtime.loss_rules import DueLossRule, LossRules
+from gradsurgeon.runtime.named_pass import NamedPass, in_order, running
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
 
 # The gradients of single losses add up to that of their sum but for rounding, of which half precision has much.
@@ -84,7 +85,12 @@ def _delivering(
     params = list({id(param): param for one in due for param in one.params}.values())
     for one in due:
         one.rules.note_given(one, losses)
+    modules = list(modules)
     parts = _parts(due, losses)
+    if any(one.groups for one in due) and any(isinstance(m, nn.SyncBatchNorm) for m in modules):
+        # Each pass goes wherever that of the sum goes: these layers meet in it, and a loss may go round one on some rank.
+        nothing = reduce(operator.add, losses.values()) * 0.0
+        parts = {name: loss + nothing for name, loss in parts.items()}
     if not parts:
         yield
         return

@@ -35,6 +35,7 @@ class AgreedRule:
         tensors: those that it is to act on by its schedule.
         reached: those that the pass reaches on this rank.
         groups: the ranks that average the pass; none where this one is by itself.
+        averaged: the ids of the parameters that they average.
         losses: what there is on some rank, of the losses that rules name and `REST`.
     """
 
@@ -42,6 +43,7 @@ class AgreedRule:
     tensors: tuple[int, ...]
     reached: frozenset[int]
     groups: _dist.Groups
+    averaged: frozenset[int]
     losses: frozenset[str]
 
 
@@ -58,13 +60,13 @@ class LossRanks:
         self.resting: set[str] = set()
 
     def agreed(
-        self, leaves: Iterable[Tensor], given: Collection[str] | None
+        self, leaves: Iterable[Tensor], names_given: Collection[str] | None
     ) -> Iterator[AgreedRule]:
         """Yield the rules that act in a pass on all ranks that average it. A collective where there are such.
 
         Args:
             leaves: what the pass reaches.
-            given: the names of its losses, ``None`` where they have none.
+            names_given: the names of its losses, ``None`` where they have none.
 
         Raises:
             GradSurgeonError: a rank that averages the gradients of the parameters lacks the rules.
@@ -79,21 +81,22 @@ class LossRanks:
             if (tensors := self._scheduled(rule, matched))
         ]
         names = [*dict.fromkeys(name for rule, _, _ in due for name in rule.losses or ()), REST]
-        is_plain, given = given is None, given or ()
-        here = [*(name in given for name in names[:-1]), not set(given).issubset(names)]
+        is_plain, given = names_given is None, frozenset(names_given or ())
+        here = [*(name in given for name in names[:-1]), not given.issubset(names)]
         for rule, matched, tensors in due:
-            groups = context.ranks.averaging(matched, keys)
-            if not (is_plain or groups) and context.ranks.wrappers_of(matched):
+            groups, averaged = context.ranks.averaging(matched, keys)
+            reaches = not reached.isdisjoint(tensors)
+            is_alone = reaches and not groups and not given.isdisjoint(rule.losses or ())
+            if is_alone and context.ranks.wrappers_of(matched):
                 step = context.counters[tensors[0]].step
                 context.event_log.notice_once("alone", _ALONE, rule=rule.id, step=step)
-            reaches = not reached.isdisjoint(tensors)
             facts = [reaches, context.paused, is_plain, *here]
             reaches, paused, plain, *there = self._joined(rule, tensors[0], groups, facts)
             rests = paused or plain
             (self.resting.add if rests else self.resting.discard)(rule.id)
             if reaches and not rests:
                 losses = frozenset(n for n, is_there in zip(names, there, strict=True) if is_there)
-                yield AgreedRule(rule, tensors, reached, groups, losses)
+                yield AgreedRule(rule, tensors, reached, groups, averaged, losses)
 
     def _scheduled(self, rule: LossRule, tensors: Sequence[int]) -> tuple[int, ...]:
         counters = self._context.counters

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -17,14 +15,13 @@ from torch import Tensor
 from gradsurgeon import _dist
 from gradsurgeon.actions import Combination, Comparison, LossRule, Rule
 from gradsurgeon.compiler import Stage
-from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import BindError, GradSurgeonError, did_you_mean, printable
+from gradsurgeon.runtime import named_pass
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.drawing import Drawing
 from gradsurgeon.runtime.loss_ranks import LossRanks
 from gradsurgeon.runtime.rank_agreement import RankAgreement
 from gradsurgeon.store import Key
-from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.inner_products import (
     InnerProducts,
     inner_products,
@@ -32,73 +29,9 @@ from gradsurgeon.tensors.inner_products import (
     weighted_sum,
 )
 
-_FSDP = (
-    "the gradients of single losses cannot be had of parameters that are sharded (fully_shard, "
-    "FullyShardedDataParallel, tensor parallelism), as {name} is: combine where the heads take their features, `modules: [...]` and "
-    "`tensor: input.grad`"
-)
 _HOW = 'write gradsurgeon.backward({"seg": seg_loss, ...}) in the place of the `.backward()` of their sum'
 
 _PLAIN = "their plain sum arrives, as without the rule"
-
-
-class NamedPass:
-    """The backward pass of named losses that a thread runs, and what rules have seen of them."""
-
-    def __init__(self, due: Sequence[DueLossRule]) -> None:
-        self._seen = {(one.rules, one.rule.id): set(one.tensors) for one in due}
-        # What has got a gradient although no loss alone gives it one.
-        self.unseen: list[str] = []
-
-    def reached(self, rules: LossRules, rule: LossRule, tensors: Sequence[int]) -> None:
-        seen, context = self._seen.get((rules, rule.id), ()), rules.context
-        for tensor in tensors:
-            name = context.program.names[tensor]
-            if _dist.is_divided(context.parameters.param(tensor)):
-                self.unseen.append(f"rule {rule.id}: {_FSDP.format(name=printable(name))}")
-            elif tensor not in seen:
-                self.astray(rule, name)
-
-    def astray(self, rule: LossRule, name: str) -> None:
-        self.unseen.append(
-            f"rule {rule.id}: {printable(name)} has got a gradient that no single loss gives it: part of the graph cannot "
-            "be gone through for one loss alone, as with checkpoint(use_reentrant=True); use use_reentrant=False"
-        )
-
-
-def begun(sessions: Sequence[LossRules], graph: BackwardGraph) -> None:
-    """Take notice of a pass that is about to begin. A collective where ranks average it.
-
-    All ranks have the plain sum of a pass in which one of them passes no named losses.
-    """
-    if not (sessions and data_parallel.is_any_to_average()):
-        return
-    leaves = list(graph.leaves())
-    for one in in_order(sessions) if _thread.named is None else ():
-        for _ in one.ranks.agreed(leaves, None):
-            pass
-    data_parallel.begun(set(map(id, leaves)))
-
-
-def in_order(sessions: Iterable[LossRules]) -> list[LossRules]:
-    """Return sessions in the order in which all ranks go through them, however these have applied them."""
-    return sorted(sessions, key=lambda one: one.ranks.order)
-
-
-class _Thread(threading.local):
-    named: NamedPass | None = None
-
-
-_thread = _Thread()
-
-
-@contextmanager
-def running(named: NamedPass) -> Iterator[None]:
-    before, _thread.named = _thread.named, named
-    try:
-        yield
-    finally:
-        _thread.named = before
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,8 +42,9 @@ class DueLossRule:
     rule: LossRule
     tensors: tuple[int, ...]
     params: tuple[Tensor, ...]
-    # The ranks that average the pass.
+    # The ranks that average the pass, and the ids of the parameters that they average.
     groups: _dist.Groups
+    averaged: frozenset[int]
     # What there is of losses on these, those of no rule as `REST`.
     losses: frozenset[str]
 
@@ -164,8 +98,15 @@ class LossRules:
                 if not _dist.is_divided(param)
             }
             if there:
-                tensors, acted_on = tuple(there), tuple(there.values())
-                yield DueLossRule(self, one.rule, tensors, acted_on, one.groups, one.losses)
+                yield DueLossRule(
+                    self,
+                    one.rule,
+                    tuple(there),
+                    tuple(there.values()),
+                    one.groups,
+                    one.averaged,
+                    one.losses,
+                )
 
     def note_given(self, due: DueLossRule, losses: Collection[str]) -> None:
         """Take notice of what a call has given; say once that a rule names a loss that never comes, but others do."""
@@ -204,9 +145,9 @@ class LossRules:
             due = self._due_now(rule, (tensor for tensor in tensors if tensor in matched))
             if not due:
                 continue
-            if _thread.named is not None:
+            if (named := named_pass.current()) is not None:
                 if rule.id not in self.ranks.resting:
-                    _thread.named.reached(self, rule, due)
+                    named.reached(self, rule, due)
                 continue
             name = printable(self.context.program.names[due[0]])
             step = self.context.counters[due[0]].step
@@ -234,6 +175,7 @@ class LossRules:
         if not isinstance(effect, Combination):
             self.record_pairs(rule, due.step, self._compared(due, effect.per, losses, rows, scale))
             return {}
+        self._tell_of_own(due)
         known = self._products(due, rows, scale)
         weights = self.weights(rule, due.step, losses, known, due.groups)
         if weights is None or self.context.mode == "observe":
@@ -243,6 +185,18 @@ class LossRules:
         columns = zip(due.params, zip(*rows, strict=True), strict=True)
         sums = {id(param): weighted_sum(column, weights) for param, column in columns}
         return {key: total for key, total in sums.items() if total is not None}
+
+    def _tell_of_own(self, due: DueLossRule) -> None:
+        """Say once that a rule that combines has parameters that the ranks do not average with the others."""
+        pairs = zip(due.tensors, due.params, strict=True)
+        own = [tensor for tensor, param in pairs if due.groups and id(param) not in due.averaged]
+        if own:
+            name = printable(self.context.program.names[own[0]])
+            text = (
+                f"DistributedDataParallel does not average {name}: the weights follow from the others alone, and it gets "
+                "its losses with these weights"
+            )
+            self.context.event_log.notice_once("own", text, rule=due.rule.id, step=due.step)
 
     def weights(
         self,
@@ -341,8 +295,14 @@ class LossRules:
         compare: bool = False,
     ) -> InnerProducts:
         """Return the inner products of gradients in true units, of their averages where ranks average them."""
-        average = partial(_averaged, group=due.groups[0]) if due.groups else None
-        known = inner_products(rows, due.params, average, compare=compare)
+        params, average = due.params, None
+        places = [place for place, param in enumerate(params) if id(param) in due.averaged]
+        if places:
+            # What other ranks have of the others is not that of these parameters.
+            params = tuple(params[place] for place in places)
+            rows = [[row[place] for place in places] for row in rows]
+            average = partial(_averaged, group=due.groups[0])
+        known = inner_products(rows, params, average, compare=compare)
         return known if scale is None else known.unscaled(scale)
 
     def _record(

@@ -18,7 +18,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -26,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.distributed import data_parallel
-from gradsurgeon.runtime import loss_backward, loss_rules
+from gradsurgeon.runtime import loss_backward, named_pass
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
@@ -122,7 +121,7 @@ def _watch() -> ExitStack:
     stack.callback(unwatch_steps)
     stack.enter_context(watched(_on_scale, _around_scaler_step))
     stack.callback(Patch(*_torch.BACKWARD, watched_passes(_backward_watches, _before_pass)).undo)
-    stack.callback(Patch(DistributedDataParallel, "forward", data_parallel.called).undo)
+    stack.callback(data_parallel.watch())
     stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
     stack.callback(register_module_module_registration_hook(_on_registration).remove)
     stack.callback(register_module_parameter_registration_hook(_on_registration).remove)
@@ -249,9 +248,9 @@ def _backward_watches() -> list[BackwardWatch]:
     return [controller.backward for controller in _controllers()]
 
 
-def _before_pass(graph: BackwardGraph) -> None:
+def _before_pass(graph: BackwardGraph, inputs: Sequence[Tensor]) -> None:
     rules = [one.losses for one in _controllers() if one.context.program.of_losses]
-    loss_rules.begun(rules, graph)
+    named_pass.begun(rules, graph, inputs)
 
 
 def _controllers() -> list[Controller]:

@@ -84,13 +84,15 @@ def _is_running(leaves: frozenset[int]) -> bool:
 
 
 def watched(
-    watches: Callable[[], Sequence[BackwardWatch]], begins: Callable[[BackwardGraph], None]
+    watches: Callable[[], Sequence[BackwardWatch]],
+    begins: Callable[[BackwardGraph, Sequence[Any]], None],
 ) -> Callable[..., Any]:
     """Return what is to be called around the function of torch that runs backward passes.
 
     Args:
         watches: returns what is to be told of a pass.
-        begins: called before one that trains, while no lock is held: it may wait for other ranks.
+        begins: called before one that trains with the only inputs that it is to reach, if it was told such. No lock is
+            held meanwhile: it may wait for other ranks.
     """
 
     @uncompiled
@@ -118,7 +120,7 @@ def watched(
             return returned
         running = _begin(outputs, makes_graph=args[2] if len(args) > 2 else True)  # noqa: PLR2004 # by position
         try:
-            begins(running.graph)
+            begins(running.graph, args[3] if len(args) > 3 else ())  # noqa: PLR2004 # by position
             begun = [(watch, watch.begin(running)) for watch in known]
             with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
                 returned = original(outputs, *args, **named)

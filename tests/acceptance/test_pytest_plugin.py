@@ -46,7 +46,7 @@ def state():
     return (
         Optimizer.__init__, torch.autograd.backward, torch.autograd._engine_run_backward,
         torch.utils.swap_tensors, torch.amp.GradScaler.scale, torch.amp.GradScaler.step,
-        nn.parallel.DistributedDataParallel.forward,
+        torch.distributed.Reducer.prepare_for_backward,
         *map(len, (
             optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks,
             module._global_module_registration_hooks, module._global_parameter_registration_hooks,
