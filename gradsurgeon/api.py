@@ -185,6 +185,11 @@ def attach(
             "rules are already applied to this model: call gradsurgeon.remove(model) first, or pass "
             "replace=True"
         )
+    if not (options.beside or replace) and runtime.on_parts_of(model):
+        raise GradSurgeonError(
+            "rules are already applied to parts of this model, by a container that is gone: call gradsurgeon.remove(model) "
+            "first, or pass replace=True"
+        )
     options = options._replace(diagnose=_diagnose)
     with ExitStack() as undo:
         writer = None if record is None else _writer(record, bound, options)
@@ -221,10 +226,15 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 
 def remove(model: nn.Module) -> None:
-    """Take the rules off a model without a trace. If it has none, nothing happens."""
-    if (attachment := _runtime().find(model)) is not None:
-        attachment.remove()
-        attachment.context.event_log.raise_raised()
+    """Take the rules off a model without a trace, and those of a container that is gone off its parts.
+
+    If there are none, nothing happens.
+    """
+    runtime = _runtime()
+    for attachment in (runtime.find(model), *runtime.on_parts_of(model)):
+        if attachment is not None:
+            attachment.remove()
+            attachment.context.event_log.raise_raised()
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,8 +19,21 @@ from torch.nn.parallel import DistributedDataParallel
 from gradsurgeon import _dist, _live, _torch
 from gradsurgeon._patching import Patch
 
-# Of those that await a pass the ids of the parameters that passes have reached since; ``None`` of others.
-_awaiting: weakref.WeakKeyDictionary[DistributedDataParallel, set[int] | None] = (
+
+@dataclass(slots=True)
+class _Reduction:
+    """What is known of the reducer of a wrapper.
+
+    Attributes:
+        params: the ids of the parameters that it averages: those that it had when it was first seen.
+        reached: where it awaits a pass, the ids of the parameters that passes have reached since.
+    """
+
+    params: frozenset[int]
+    reached: set[int] | None = None
+
+
+_reductions: weakref.WeakKeyDictionary[DistributedDataParallel, _Reduction] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -35,17 +49,17 @@ def watch() -> Callable[[], object]:
 
 def forget() -> None:
     """Take no wrapper for one that awaits a pass: nobody knows which have run since."""
-    _awaiting.update(dict.fromkeys(list(_awaiting)))
+    for reduction in list(_reductions.values()):
+        reduction.reached = None
 
 
 def _prepared(original: Callable[..., Any], reducer: object, *args: Any, **named: Any) -> Any:
     returned = original(reducer, *args, **named)
-    if reducer not in [wrapper.reducer for wrapper in list(_awaiting)]:
-        for wrapper in _live.instances(DistributedDataParallel):
-            _awaiting.setdefault(wrapper, None)
-    for wrapper in list(_awaiting):
+    if reducer not in [wrapper.reducer for wrapper in list(_reductions)]:
+        _note(_live.instances(DistributedDataParallel))
+    for wrapper, reduction in list(_reductions.items()):
         if wrapper.reducer is reducer:
-            _awaiting[wrapper] = set()
+            reduction.reached = set()
     return returned
 
 
@@ -54,28 +68,36 @@ _torch.compile_within_caller(_prepared)
 
 def find(params: Iterable[Tensor]) -> None:
     """Look for wrappers of some parameters that were used before anybody took notice, or never."""
-    for wrapper in _dist.data_parallel(params):
-        _awaiting.setdefault(wrapper, None)
+    _note(_dist.data_parallel(params))
+
+
+def _note(wrappers: Iterable[Any]) -> None:
+    for wrapper in wrappers:
+        if wrapper not in _reductions:
+            # One that is frozen now is none of the reducer's, whatever becomes of it.
+            params = [param for param in _dist.averaged_by(wrapper) if param.requires_grad]
+            _reductions[wrapper] = _Reduction(frozenset(map(id, params)))
 
 
 def known() -> list[Any]:
     """Return the wrappers that were used or looked for, in no order that ranks share."""
-    return list(_awaiting)
+    return list(_reductions)
 
 
 def is_any_awaiting() -> bool:
-    return any(reached is not None for reached in list(_awaiting.values()))
+    return any(reduction.reached is not None for reduction in list(_reductions.values()))
 
 
-def averaged(wrapper: Any, leaves: Collection[int]) -> list[Tensor]:
-    """Return the parameters that a wrapper averages in a pass that begins now: none where it does not.
+def averaged(wrapper: Any, leaves: Collection[int]) -> frozenset[int]:
+    """Return the ids of the parameters that a wrapper averages in a pass that begins now: none where it does not.
 
     Args:
         wrapper: one that is known.
         leaves: the ids of what the pass reaches.
     """
-    params = _dist.averaged_by(wrapper) if _awaiting[wrapper] is not None else []
-    return params if any(id(param) in leaves for param in params) else []
+    reduction = _reductions[wrapper]
+    awaits = reduction.reached is not None and not reduction.params.isdisjoint(leaves)
+    return reduction.params if awaits else frozenset()
 
 
 def begun(leaves: Collection[int]) -> None:
@@ -84,12 +106,12 @@ def begun(leaves: Collection[int]) -> None:
     Args:
         leaves: the ids of the parameters that it reaches.
     """
-    for wrapper, reached in list(_awaiting.items()):
-        params = averaged(wrapper, leaves)
-        if reached is None or not params:
+    for wrapper, reduction in list(_reductions.items()):
+        if reduction.reached is None or not averaged(wrapper, leaves):
             continue
-        reached.update(leaves)
+        reduction.reached.update(leaves)
         # Otherwise it waits for those that are missing.
         at_once = wrapper.find_unused_parameters or wrapper.static_graph
-        if at_once or all(id(param) in reached for param in params if param.requires_grad):
-            _awaiting[wrapper] = None
+        frozen = {id(p) for p in _dist.averaged_by(wrapper) if not p.requires_grad}
+        if at_once or reduction.params <= reduction.reached | frozen:
+            reduction.reached = None

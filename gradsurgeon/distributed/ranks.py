@@ -158,7 +158,7 @@ class Ranks:
         params = {id(held[tensor]) for tensor in tensors}
         groups: dict[Any, set[int]] = {}
         for wrapper in self.wrappers_of(tensors):
-            ids = params.intersection(map(id, data_parallel.averaged(wrapper, leaves)))
+            ids = params & data_parallel.averaged(wrapper, leaves)
             if ids:
                 groups.setdefault(wrapper.process_group, set()).update(ids)
         for group, ids in groups.items():

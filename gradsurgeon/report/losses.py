@@ -80,6 +80,8 @@ class Pair(NamedTuple):
             # Nothing of what noise could be is called a time of conflict.
             return "at times" if self.below else "never"
         if len(runs) == 1:
+            if self.below <= 0.5:  # noqa: PLR2004 # most calls know of no conflict, whatever the mean is
+                return "at times"
             return "throughout" if tells_of_turns(self.curve) else "on average"
         if runs[-1][0]:
             return f"since step {runs[-1][1]}"

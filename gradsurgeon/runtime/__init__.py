@@ -4,7 +4,7 @@ from gradsurgeon._oldest_torch import OLDEST
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.context import Mode, Options
 from gradsurgeon.runtime.kept_step import FailedStep
-from gradsurgeon.runtime.registry import backward, enter, find, tag
+from gradsurgeon.runtime.registry import backward, enter, find, on_parts_of, tag
 
 __all__ = [
     "OLDEST",
@@ -15,5 +15,6 @@ __all__ = [
     "backward",
     "enter",
     "find",
+    "on_parts_of",
     "tag",
 ]

@@ -71,8 +71,8 @@ class Attachment:
         recorder.step = partial(attrgetter("latest"), self.context.counters)
         self._when_removed: Callable[[], None] | None = None
         self.removed = False
-        # How many modules with parameters have outlived the model.
-        self._owners = 0
+        # Of the modules with parameters that have outlived the model.
+        self._owners: list[weakref.finalize[..., nn.Module]] = []
 
     def attach(self, removed: Callable[[], None]) -> None:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
@@ -123,20 +123,23 @@ class Attachment:
         if not self.removed:
             # It still has those that go with it.
             owners = [module for module in self.controller.modules if module._parameters]  # noqa: SLF001 # they are looked up there
-            self._owners = len(owners)
             for owner in owners:
-                weakref.finalize(owner, self._owner_gone).atexit = False
+                finalizer = weakref.finalize(owner, self._owner_gone, owner._parameters)  # noqa: SLF001 # as above
+                finalizer.atexit = False
+                self._owners.append(finalizer)
             if not owners:
                 self._close()
         return not self.removed
 
-    def _owner_gone(self) -> None:
-        self._owners -= 1
-        if not (self._owners or self.removed):
+    def _owner_gone(self, table: dict[str, nn.Parameter | None]) -> None:
+        self.context.parameters.drop(table)
+        if not (self.removed or any(owner.alive for owner in self._owners)):
             self._close()
 
     def _close(self, at: int | None = None) -> None:
         self.removed = True
+        for owner in self._owners:
+            owner.detach()
         # From the last one to the first, each whatever happens to the others: Ctrl-C may come in any of them.
         with ExitStack() as stack:
             if self._when_removed is not None:

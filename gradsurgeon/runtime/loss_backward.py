@@ -112,7 +112,7 @@ def _delivering(
             combined |= new
     delivery = _Delivery(due, rows, combined, named)
     del rows, combined
-    handles = [_torch.register_first(param, delivery.hook(id(param))) for param in params]
+    handles = [_torch.register_first(param, delivery.hook(param)) for param in params]
     try:
         yield
     finally:
@@ -181,10 +181,13 @@ class _Delivery:
         self._astray: set[int] = set()
         self._differences: list[tuple[int, Tensor, Tensor]] = []
 
-    def hook(self, key: int) -> Callable[[Tensor], Tensor | None]:
+    def hook(self, param: Tensor) -> Callable[[Tensor], Tensor | None]:
+        key = id(param)
+
         @uncompiled
         def deliver(grad: Tensor | None) -> Tensor | None:
-            if grad is None:
+            # A hook of the script's may ask for gradients of its own (`torch.autograd.grad`) meanwhile.
+            if grad is None or not _torch.accumulates(param):
                 return None
             if key not in self._reached:
                 self._astray.add(key)

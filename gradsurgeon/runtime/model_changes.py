@@ -38,6 +38,10 @@ _SHARDED = (
     "its modules were sharded after it was applied (fully_shard), and what they have sent back so far was summed as without "
     "it; it acts from the next pass on. Apply the rules after fully_shard"
 )
+_CONTAINER = (
+    "the module that the rules were applied to is gone, and parts of it live on: the rules go on acting on these, but a layer "
+    "that is put into one of them later gets none. Keep what you pass to apply, such as a container of several models"
+)
 _GONE = (
     "is gone from its module, or is one with another parameter now: its rules no longer act; apply them "
     "again after the model has its final form"
@@ -108,6 +112,9 @@ class ModelChanges:
 
     def after_step(self, counter: StepCounter) -> None:
         self._steps += 1
+        if self._model() is None:
+            step = self._context.counters.latest
+            self._context.event_log.notice_once("container", _CONTAINER, step=step, warn=True)
         if self._steps >= self._next:
             self._next = 2 * self._steps
             self.compare()

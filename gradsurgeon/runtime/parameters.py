@@ -130,5 +130,10 @@ class Parameters:
         self._divided.clear()
         self.identify(range(len(self._places)))
 
+    def drop(self, owner: Mapping[str, object]) -> None:
+        """Let the parameters of an owner go that is gone."""
+        places = {t: place for t, place in enumerate(self._places) if place[0] is not owner}
+        self.move(places)
+
     def forget(self) -> None:
         self.move({})

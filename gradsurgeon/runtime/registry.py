@@ -54,12 +54,16 @@ _shown_to: list[Callable[[str, Tensor], None]] = []
 
 
 def find(model: nn.Module) -> Attachment | None:
-    """Return the session of a model, or that of an earlier container of the same modules."""
     session = _sessions.get(model)
-    for other in _without_model if session is None else ():
-        if not other.options.beside and set(model.modules()).issuperset(other.controller.modules):
-            session = other
     return None if session is None or session.removed else session
+
+
+def on_parts_of(model: nn.Module) -> list[Attachment]:
+    """Return the sessions whose own models are gone, with modules that this one has: as of an earlier container."""
+    with _changing:
+        others = [one for one in _without_model if not (one.removed or one.options.beside)]
+    modules = set(model.modules()) if others else set()
+    return [one for one in others if not modules.isdisjoint(one.controller.modules)]
 
 
 def watch_steps() -> None:
@@ -81,7 +85,7 @@ def unwatch_steps() -> None:
 
 def enter(model: nn.Module, session: Attachment) -> None:
     beside = session.options.beside
-    old = None if beside else find(model)
+    old = [] if beside else [one for one in (find(model), *on_parts_of(model)) if one is not None]
     # The finalizer is what notices a model that goes away; it must not keep the model itself.
     finalizer = weakref.finalize(model, _model_gone, session)
     finalizer.atexit = False
@@ -90,12 +94,12 @@ def enter(model: nn.Module, session: Attachment) -> None:
     except BaseException:
         finalizer.detach()
         raise
-    if old is not None:
-        try:
-            old.remove()
-        except BaseException:  # Ctrl-C, while it waits
-            session.discard()
-            raise
+    try:
+        for one in old:
+            one.remove()
+    except BaseException:  # Ctrl-C, while it waits
+        session.discard()
+        raise
     with _changing:
         if beside:
             _beside.setdefault(model, []).append(session)

@@ -41,7 +41,9 @@ class RunningPass:
 
 
 running_passes: list[RunningPass] = []
-# Those of `torch.autograd.grad`, by the number that autograd has given them.
+# Those of `torch.autograd.grad`.
+_returning_passes: list[RunningPass] = []
+# The same where a session has rules on tensors that several modules take, by the number that autograd has given them.
 _returning: set[int] = set()
 # The threads that have run backward passes. Autograd writes gradients without holding Python's lock: what
 # another thread is training must not even be read.
@@ -73,6 +75,27 @@ def alone(leaves: Iterable[Tensor]) -> Iterator[None]:
             _ended.notify_all()
 
 
+@contextmanager
+def _beside(outputs: Sequence[Any]) -> Iterator[None]:
+    """Run a pass that returns gradients, once no other thread has its leaves for itself."""
+    running = RunningPass(BackwardGraph(roots_of(outputs)))
+    with _ended:
+        _wait_for_leaves(running)
+        _returning_passes.append(running)
+    try:
+        yield
+    finally:
+        with _ended:
+            _returning_passes.remove(running)
+            _ended.notify_all()
+
+
+def _wait_for_leaves(running: RunningPass) -> None:
+    if any(thread != running.thread for thread, _ in _taken):
+        leaves = frozenset(map(id, running.graph.leaves()))
+        _ended.wait_for(lambda: not _is_taken(leaves))
+
+
 def _is_taken(leaves: frozenset[int]) -> bool:
     me = threading.get_ident()
     return any(thread != me and not leaves.isdisjoint(taken) for thread, taken in _taken)
@@ -80,7 +103,8 @@ def _is_taken(leaves: frozenset[int]) -> bool:
 
 def _is_running(leaves: frozenset[int]) -> bool:
     me = threading.get_ident()
-    return any(one.thread != me and one.reaches(leaves) for one in running_passes)
+    running = (*running_passes, *_returning_passes)
+    return any(one.thread != me and one.reaches(leaves) for one in running)
 
 
 def watched(
@@ -113,7 +137,7 @@ def watched(
                 with _numbered(roots_of(outputs), [take]):
                     return original(outputs, *args, **named)
         if not named.get("accumulate_grad"):
-            with _noted_as_returning(outputs, known):
+            with _noted_as_returning(outputs, known), _beside(outputs):
                 returned = original(outputs, *args, **named)
             for watch in known:
                 watch.end_of_grad()
@@ -180,9 +204,7 @@ def _begin(outputs: Sequence[Any], *, makes_graph: bool) -> RunningPass:
     loss = alone.detach() if isinstance(alone, Tensor) and not alone.dim() else None
     running = RunningPass(BackwardGraph(roots_of(outputs), loss=loss), makes_graph)
     with _ended:
-        if any(thread != running.thread for thread, _ in _taken):
-            leaves = frozenset(map(id, running.graph.leaves()))
-            _ended.wait_for(lambda: not _is_taken(leaves))
+        _wait_for_leaves(running)
         running_passes.append(running)
         threads.add(threading.get_ident())
         if len(threads) > 1:  # those that have ended train nothing any more

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.unlike_losses_worker import MET, WRAPPED
+from distributed.unlike_losses_worker import BETWEEN, MET, WRAPPED
 from ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.cover_children]
@@ -38,6 +38,23 @@ def test_a_pass_of_the_wrapped_model_is_one_of_this_rank_alone(
 @pytest.mark.parametrize("when", WRAPPED)
 def test_a_wrapper_is_known_whenever_it_is_made(ranks: list[dict[str, Any]], when: str) -> None:
     assert max(rank["wrapped"][when] for rank in ranks) < 1e-12
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_the_pass_that_is_averaged_is_known_whatever_comes_between(
+    ranks: list[dict[str, Any]], what: str
+) -> None:
+    assert max(rank["between"][what] for rank in ranks) < 1e-12
+
+
+@pytest.mark.parametrize("how", ["other widths", "ignored"])
+def test_what_ddp_leaves_alone_has_no_part_in_the_weights(
+    ranks: list[dict[str, Any]], how: str
+) -> None:
+    for rank in ranks:
+        assert rank["own"][how]["off"] < 1e-12
+        (said,) = rank["own"][how]["said"]
+        assert "the weights follow from the others alone" in said
 
 
 def test_ranks_may_apply_rules_to_several_models_in_any_order(ranks: list[dict[str, Any]]) -> None:

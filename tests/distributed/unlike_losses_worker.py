@@ -124,6 +124,65 @@ def applied_in_another_order() -> float:
     return found
 
 
+BETWEEN = ("nothing", "evaluation", "evaluation on one rank", "no_sync", "inputs")
+
+
+def passes_between(what: str) -> float:
+    """Do something between the forward pass that is trained and its backward pass."""
+    model = make()
+    called = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    largest = 0.0
+    for step in range(3):
+        optimizer.zero_grad()
+        wanted = by_hand(model, part(step))
+        x = part(step).requires_grad_()
+        losses = two(called, x)
+        if what == "evaluation" or (what == "evaluation on one rank" and dist.get_rank() == 0):
+            with torch.no_grad():
+                called(part(7))
+        elif what == "no_sync":
+            with called.no_sync():
+                called(part(7))
+        elif what == "inputs":
+            losses["seg"].backward(inputs=[x], retain_graph=True)
+        gradsurgeon.backward(losses)
+        largest = max(largest, off(model, wanted))
+        optimizer.step()
+    return largest
+
+
+def with_parts_of_their_own(how: str) -> dict[str, Any]:
+    """Train a model of which DDP averages the trunk alone, with heads of another width on each rank."""
+    model = make()
+    if how == "other widths":
+        model.seg = nn.Linear(8, 2 + dist.get_rank()).double()
+        model.trunk = DistributedDataParallel(model.trunk)
+        called: Any = model
+    else:
+        ignored = [name for name, _ in model.named_parameters() if not name.startswith("trunk")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+        called = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rule = {"action": "combine", "method": "mgda", "params": "*"}
+    session = gradsurgeon.apply(model, rules(rule, {"action": "conflict", "params": "*"}))
+    largest = 0.0
+    for step in range(3):
+        optimizer.zero_grad()
+        matrix = averaged(jacobian(two(model, part(step)), trunk_of(model)))
+        wanted = aggregator("mgda")(matrix)
+        gradsurgeon.backward(two(called, part(step)))
+        largest = max(largest, off(model, wanted))
+        optimizer.step()
+        if dist.get_rank() == 0:  # no rank waits for another in this one
+            two(getattr(called, "module", called) if how == "ignored" else make(), part(3))[
+                "seg"
+            ].backward()
+    said = [event.message for event in session.events if "does not average" in event.message]
+    return {"off": largest, "said": said}
+
+
 class Met(torch.autograd.Function):
     """The identity, whose gradient is averaged over ranks within the backward pass, as in `SyncBatchNorm`."""
 
@@ -179,6 +238,8 @@ def main() -> dict[str, Any]:
         "uneven": uneven_micro_batches(),
         "pass of one rank": {kind: pass_of_one_rank(kind) for kind in ("plain", "named")},
         "wrapped": {when: wrapped(when) for when in WRAPPED},
+        "between": {what: passes_between(what) for what in BETWEEN},
+        "own": {how: with_parts_of_their_own(how) for how in ("other widths", "ignored")},
         "order": applied_in_another_order(),
         "met": {k: [met_in_the_pass(k, alike=alike) for alike in (False, True)] for k in MET},
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -482,6 +483,9 @@ def in_a_container(parts: Mapping[str, Any], **options: Any) -> gradsurgeon.Sess
     return gradsurgeon.apply(nn.ModuleDict(parts), rules(given), **options)
 
 
+GONE = pytest.mark.filterwarnings("ignore:.*is gone, and parts of it live on")
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_path: Path) -> None:
     def go() -> None:
@@ -491,7 +495,8 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
         if not kept:
             del session
         before = [param.detach().clone() for param in first.parameters()]
-        train(first)
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="Keep what you pass to apply"):
+            train(first)
         train(second)
         assert all(map(torch.equal, before, first.parameters()))
 
@@ -505,10 +510,11 @@ def test_a_container_that_is_made_for_the_rules_alone_may_go(kept: bool, tmp_pat
     assert not registry._watching
 
 
+@GONE
 def test_a_container_that_is_made_once_more_has_the_rules_of_the_first_one() -> None:
     parts = {"first": make(), "second": make()}
     in_a_container(parts)
-    with pytest.raises(gradsurgeon.GradSurgeonError, match="already applied to this model"):
+    with pytest.raises(gradsurgeon.GradSurgeonError, match="by a container that is gone"):
         in_a_container(parts)
     session = in_a_container(parts, replace=True)
     train(parts["second"])
@@ -517,16 +523,41 @@ def test_a_container_that_is_made_once_more_has_the_rules_of_the_first_one() -> 
     assert not registry._watching
 
 
-def test_a_submodule_that_outlives_its_model_keeps_the_rules() -> None:
+@GONE
+def test_containers_that_share_a_part_act_on_it_once() -> None:
+    shared = nn.Linear(3, 1, bias=False)
+    heads = [nn.Linear(2, 2) for _ in range(3)]
+    for number, head in enumerate(heads):
+        rule = {"id": "scaled", "action": "scale", "params": "shared.*", "factor": 10.0 + number}
+        parts = nn.ModuleDict({"shared": shared, "head": head})
+        with pytest.raises(gradsurgeon.GradSurgeonError) if number else contextlib.nullcontext():
+            gradsurgeon.apply(parts, rules([rule]))
+        if number:
+            gradsurgeon.apply(parts, rules([rule]), replace=True)
+        del parts
+    shared(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(shared.weight.grad, torch.full((1, 3), 12.0))  # type: ignore[arg-type]
+    gradsurgeon.remove(shared)
+    assert not registry._watching
+
+
+@GONE
+@pytest.mark.filterwarnings("ignore:2.weight, 2.bias. each is gone from its module")
+def test_a_submodule_that_outlives_its_model_keeps_the_rules_and_nothing_else() -> None:
     model = make()
     session = gradsurgeon.apply(model, rules([PARAMS[2]]))
-    rest = model[0]
+    rest, other = model[0], weakref.ref(model[2].weight)
     del model
     gc.collect()
+    assert other() is None
     rest(data(0, 5, 4)).sum().backward()
     assert session.status()["norms"].fired
     session.remove()
     assert not registry._watching
+    gone = weakref.ref(session._attachment)
+    del session
+    gc.collect()
+    assert gone() is None
 
 
 def test_an_optimizer_that_outlives_its_model_keeps_weights_and_nothing_else() -> None:

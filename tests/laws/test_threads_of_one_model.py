@@ -94,6 +94,57 @@ def test_each_adds_what_it_would_have_added_alone(other: str) -> None:
     assert len(seen) == 2 * times
 
 
+def test_gradients_that_another_thread_asks_for_are_its_own() -> None:
+    model, x, times = Heads(), torch.randn(5, 6), 60
+    params = trunk_of(model)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    wanted, asked = combined(model, x), torch.autograd.grad(two(model, x)["seg"], params)
+    wrong: list[str] = []
+
+    def train() -> None:
+        for _ in range(times):
+            model.zero_grad()
+            gradsurgeon.backward(two(model, x))
+            found = torch.cat([param.grad.flatten() for param in params])  # type: ignore[union-attr]
+            if not torch.allclose(found, wanted, rtol=1e-9, atol=1e-12):
+                wrong.append("trained")
+
+    def ask() -> None:
+        for _ in range(times):
+            found = torch.autograd.grad(two(model, x)["seg"], params)
+            if not all(map(torch.equal, found, asked)):
+                wrong.append("asked")
+
+    at_once(train, ask)
+    assert not wrong
+
+
+def test_gradients_that_a_hook_asks_for_are_those_without_rules() -> None:
+    model, x = Heads(), torch.randn(5, 6)
+    params = trunk_of(model)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    wanted, asked = combined(model, x), torch.autograd.grad(two(model, x)["seg"], params)
+    seen: list[bool] = []
+
+    def ask(grad: Tensor) -> None:
+        with torch.enable_grad():
+            found = torch.autograd.grad(two(model, x)["seg"], params)
+        seen.append(all(map(torch.equal, found, asked)))
+
+    for _ in range(3):
+        model.zero_grad()
+        seg, depth = model(x)
+        seg.register_hook(ask)
+        conflict = seg.square().mean()
+        gradsurgeon.backward(
+            {"seg": conflict, "depth": 0.5 * (depth - 1).abs().mean() - 2.0 * conflict}
+        )
+        found = torch.cat([param.grad.flatten() for param in params])  # type: ignore[union-attr]
+        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+    assert seen
+    assert all(seen)
+
+
 def test_threads_with_models_of_their_own_do_not_wait_for_each_other() -> None:
     models: list[Any] = [Heads(), Heads()]
     x = torch.randn(5, 6)
