@@ -219,9 +219,11 @@ class LossRules:
         effect = self.effects[rule.id]
         assert isinstance(effect, Combination)  # noqa: S101 # of a rule that combines
         event_log.count_fired(rule.id, step)
-        if (culprit := _nonfinite(names, products)) is not None:
-            text = f"the gradient of {printable(culprit)} is not finite: {_PLAIN}, for a trap or a scaler to see"
-            event_log.notice_once(f"loss {culprit}", text, rule=rule.id, step=step)
+        if culprits := _nonfinite(names, products):
+            # One that meets other ranks in its pass (`SyncBatchNorm`) is in those of all.
+            some = " or ".join(map(printable, culprits))
+            text = f"the gradient of {some} is not finite: {_PLAIN}, for a trap or a scaler to see"
+            event_log.notice_once(f"loss {some}", text, rule=rule.id, step=step)
             return None
         try:
             with Drawing(rule.id, step, self._call(rule, step)):
@@ -325,9 +327,9 @@ def _compiled(rule: LossRule) -> Combination | Comparison:
         raise BindError([f"rule {rule.id}: {error}"]) from error
 
 
-def _nonfinite(losses: Sequence[str], products: Tensor) -> str | None:
+def _nonfinite(losses: Sequence[str], products: Tensor) -> list[str]:
     finite = products.diagonal().isfinite().tolist()
-    return next((name for name, fine in zip(losses, finite, strict=True) if not fine), None)
+    return [name for name, fine in zip(losses, finite, strict=True) if not fine]
 
 
 def _averaged(block: Tensor, group: object) -> Tensor:

@@ -15,8 +15,10 @@ from worker import work
 import gradsurgeon
 
 WRAPPED = ("before", "after a pass", "anew")
+NOTHING = ("a constant", "a head's zero")
 MET = (
     "same",
+    *NOTHING,
     "other order",
     "one lacks a loss",
     "one has a loss more",
@@ -195,13 +197,22 @@ class Met(torch.autograd.Function):
         return averaged(grad)
 
 
+class Synchronized(nn.SyncBatchNorm):
+    """One that a host can run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        met: Tensor = Met.apply(x)
+        return met
+
+
 class Meeting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 8)
+        self.norm = nn.BatchNorm1d(16, affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        features: Tensor = self.second(torch.tanh(self.first(x)))
+        features: Tensor = self.second(torch.tanh(self.norm(self.first(x))))
         met: Tensor = Met.apply(features)
         return met
 
@@ -213,6 +224,8 @@ def met_in_the_pass(kind: str, *, alike: bool) -> dict[str, Any]:
     """
     model = make(Meeting)
     called = DistributedDataParallel(model, find_unused_parameters=True)
+    # It takes no such layer whose parameters are on a host.
+    model.trunk.norm.__class__ = Synchronized
     session = gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
     both = two(called, part(0))
     every = {**both, "aux": 0.1 * both["seg"] + both["depth"]}
@@ -222,8 +235,13 @@ def met_in_the_pass(kind: str, *, alike: bool) -> dict[str, Any]:
         "one lacks a loss": ["seg"],
         "one has a loss more": ["aux", "seg", "depth"],
         "one has another loss alone": ["aux"],
-    }[kind]
+    }.get(kind, ["seg"])
     mine = names if dist.get_rank() == 1 else ["seg", "depth"]
+    if kind in NOTHING and not alike and dist.get_rank() == 1:
+        # What a script writes where a batch has nothing for a head.
+        zero = 0.0 * sum(param.sum() for param in model.depth.parameters())
+        every["depth"] = torch.zeros(()) if kind == "a constant" else zero
+        mine = ["seg", "depth"]
     if alike:
         gradsurgeon.backward({n: loss * (n in mine) for n, loss in every.items()})
     else:
