@@ -179,6 +179,8 @@ class _Delivery:
         wanted = {id(param) for one in self._asked for param in one.params}
         self._sums = {key: _sum(rows, key) for key in wanted & self._reached}
         self._astray: set[int] = set()
+        # By the numbers that autograd has given passes.
+        self._trains: dict[int, bool] = {}
         self._differences: list[tuple[int, Tensor, Tensor]] = []
 
     def hook(self, param: Tensor) -> Callable[[Tensor], Tensor | None]:
@@ -187,7 +189,7 @@ class _Delivery:
         @uncompiled
         def deliver(grad: Tensor | None) -> Tensor | None:
             # A hook of the script's may ask for gradients of its own (`torch.autograd.grad`) meanwhile.
-            if grad is None or not _torch.accumulates(param):
+            if grad is None or not self._is_training(param):
                 return None
             if key not in self._reached:
                 self._astray.add(key)
@@ -200,6 +202,12 @@ class _Delivery:
 
         deliver.__name__ = "gradsurgeon.backward"
         return deliver
+
+    def _is_training(self, param: Tensor) -> bool:
+        # Asked once per pass.
+        if (task := _torch.graph_task()) not in self._trains:
+            self._trains[task] = _torch.accumulates(param)
+        return self._trains[task]
 
     def check(self) -> None:
         """Refuse a graph in which the gradients of single losses do not add up to that of their sum."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gradsurgeon import _torch
+from gradsurgeon.errors import GradSurgeonWarning
 from gradsurgeon.runtime import loss_gradients
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
@@ -55,6 +57,13 @@ _taken: list[tuple[int, frozenset[int]]] = []
 _ended = threading.Condition(lock)
 
 
+_PATIENCE = 10.0  # seconds
+_WAITS = (
+    "a backward pass waits for that of another thread through the same parameters, which gradsurgeon.backward has for itself "
+    "meanwhile; if that one waits for this one in turn, neither ever goes on: run them in one thread"
+)
+
+
 @contextmanager
 def alone(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Let no other thread run a backward pass that reaches some leaves; wait for those that run.
@@ -65,7 +74,7 @@ def alone(leaves: Iterable[Tensor]) -> Iterator[None]:
     with _ended:
         # In a pass of its own a thread would wait for itself.
         if _torch.graph_task() == -1:
-            _ended.wait_for(lambda: not (_is_taken(mine[1]) or _is_running(mine[1])))
+            _wait_until(lambda: not (_is_taken(mine[1]) or _is_running(mine[1])))
         _taken.append(mine)
     try:
         yield
@@ -93,7 +102,13 @@ def _beside(outputs: Sequence[Any]) -> Iterator[None]:
 def _wait_for_leaves(running: RunningPass) -> None:
     if any(thread != running.thread for thread, _ in _taken):
         leaves = frozenset(map(id, running.graph.leaves()))
-        _ended.wait_for(lambda: not _is_taken(leaves))
+        _wait_until(lambda: not _is_taken(leaves))
+
+
+def _wait_until(is_free: Callable[[], bool]) -> None:
+    if not _ended.wait_for(is_free, _PATIENCE):
+        warnings.warn(_WAITS, GradSurgeonWarning, stacklevel=2)
+        _ended.wait_for(is_free)
 
 
 def _is_taken(leaves: frozenset[int]) -> bool:

@@ -15,6 +15,7 @@ from several_losses import Heads, aggregator, jacobian, rules, trunk_of, two
 from torch import Tensor
 
 import gradsurgeon
+from gradsurgeon.runtime import running_passes
 
 pytestmark = [
     pytest.mark.usefixtures("doubles"),
@@ -159,3 +160,25 @@ def test_threads_with_models_of_their_own_do_not_wait_for_each_other() -> None:
         model.seg.weight.register_hook(meet)
     at_once(*(partial(gradsurgeon.backward, two(model, x)) for model in models))
     assert not inside.broken
+
+
+def test_a_pass_that_waits_long_says_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running_passes, "_PATIENCE", 0.05)
+    model: Any = Heads()
+    x = torch.randn(5, 6)
+    gradsurgeon.apply(model, rules({"action": "combine", "method": "mgda"}))
+    inside, waited = threading.Event(), threading.Event()
+
+    def hold(grad: Tensor) -> None:
+        inside.set()
+        assert waited.wait(20)
+
+    model.seg.weight.register_hook(hold)
+
+    def ask() -> None:
+        assert inside.wait(20)
+        threading.Timer(0.5, waited.set).start()
+        with pytest.warns(gradsurgeon.GradSurgeonWarning, match="run them in one thread"):
+            torch.autograd.grad(two(model, x)["depth"], trunk_of(model))
+
+    at_once(partial(gradsurgeon.backward, two(model, x)), ask)
