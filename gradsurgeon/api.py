@@ -180,14 +180,9 @@ def attach(
 ) -> Attachment:
     """Attach a plan to the model it was made for, as `apply` does once it has bound the rules."""
     runtime = _runtime()
-    if not (options.beside or replace) and runtime.find(model) is not None:
+    if not (options.beside or replace) and runtime.applied_to(model):
         raise GradSurgeonError(
-            "rules are already applied to this model: call gradsurgeon.remove(model) first, or pass "
-            "replace=True"
-        )
-    if not (options.beside or replace) and runtime.on_parts_of(model):
-        raise GradSurgeonError(
-            "rules are already applied to parts of this model, by a container that is gone: call gradsurgeon.remove(model) "
+            "rules are already applied to this model, or were to a container of parts of it: call gradsurgeon.remove(model) "
             "first, or pass replace=True"
         )
     options = options._replace(diagnose=_diagnose)
@@ -226,15 +221,10 @@ def open_run(path: str | os.PathLike[str]) -> Run:
 
 
 def remove(model: nn.Module) -> None:
-    """Take the rules off a model without a trace, and those of a container that is gone off its parts.
-
-    If there are none, nothing happens.
-    """
-    runtime = _runtime()
-    for attachment in (runtime.find(model), *runtime.on_parts_of(model)):
-        if attachment is not None:
-            attachment.remove()
-            attachment.context.event_log.raise_raised()
+    """Take the rules off a model without a trace; those of a container that is gone, too. If it has none, nothing happens."""
+    for attachment in _runtime().applied_to(model):
+        attachment.remove()
+        attachment.context.event_log.raise_raised()
 
 
 def tag(tensor: Tensor, name: str) -> Tensor:

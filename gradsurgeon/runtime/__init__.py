@@ -4,7 +4,7 @@ from gradsurgeon._oldest_torch import OLDEST
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.context import Mode, Options
 from gradsurgeon.runtime.kept_step import FailedStep
-from gradsurgeon.runtime.registry import backward, enter, find, on_parts_of, tag
+from gradsurgeon.runtime.registry import applied_to, backward, enter, find, tag
 
 __all__ = [
     "OLDEST",
@@ -12,9 +12,9 @@ __all__ = [
     "FailedStep",
     "Mode",
     "Options",
+    "applied_to",
     "backward",
     "enter",
     "find",
-    "on_parts_of",
     "tag",
 ]

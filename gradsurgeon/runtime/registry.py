@@ -58,12 +58,13 @@ def find(model: nn.Module) -> Attachment | None:
     return None if session is None or session.removed else session
 
 
-def on_parts_of(model: nn.Module) -> list[Attachment]:
-    """Return the sessions whose own models are gone, with modules that this one has: as of an earlier container."""
+def applied_to(model: nn.Module) -> list[Attachment]:
+    """Return the session of a model, and those that an earlier container of modules of it has left behind."""
     with _changing:
         others = [one for one in _without_model if not (one.removed or one.options.beside)]
     modules = set(model.modules()) if others else set()
-    return [one for one in others if not modules.isdisjoint(one.controller.modules)]
+    left = [one for one in others if not modules.isdisjoint(one.controller.modules)]
+    return left if (session := find(model)) is None else [session, *left]
 
 
 def watch_steps() -> None:
@@ -85,7 +86,7 @@ def unwatch_steps() -> None:
 
 def enter(model: nn.Module, session: Attachment) -> None:
     beside = session.options.beside
-    old = [] if beside else [one for one in (find(model), *on_parts_of(model)) if one is not None]
+    old = [] if beside else applied_to(model)
     # The finalizer is what notices a model that goes away; it must not keep the model itself.
     finalizer = weakref.finalize(model, _model_gone, session)
     finalizer.atexit = False
