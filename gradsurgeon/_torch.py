@@ -62,6 +62,20 @@ def accumulates(param: Tensor) -> bool:
     return True
 
 
+class Accumulation:
+    """Tells a `backward()` from a `torch.autograd.grad()`, as `accumulates`, and asks once per pass."""
+
+    def __init__(self) -> None:
+        self._last = (-1, False)
+
+    def runs(self, param: Tensor) -> bool:
+        # Of two threads each goes on with what it has asked itself.
+        task, last = graph_task(), self._last
+        if last[0] != task:
+            self._last = last = (task, accumulates(param))
+        return last[1]
+
+
 def is_capturing() -> bool:
     """Tell whether the operations of this stream go into a CUDA graph instead of being run."""
     # Builds without CUDA have the question, but no answer.

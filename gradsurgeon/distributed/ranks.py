@@ -161,9 +161,10 @@ class Ranks:
             ids = params & data_parallel.averaged(wrapper, leaves)
             if ids:
                 groups.setdefault(wrapper.process_group, set()).update(ids)
-        for group, ids in groups.items():
-            return (group,), frozenset(ids)
-        return (), frozenset()
+        if not groups:
+            return (), frozenset()
+        group, averaged = next(iter(groups.items()))
+        return (group,), frozenset(averaged)
 
     def shapes(self, group: Any) -> list[tuple[int, ...]]:
         """Return the shapes of what the ranks of a group average or divide."""

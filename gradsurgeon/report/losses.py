@@ -65,23 +65,28 @@ class Pair(NamedTuple):
         return f"{self.first}/{self.second}"
 
     @property
+    def _runs(self) -> list[tuple[bool, int]]:
+        """The times of conflict and those without; none if most calls know of no conflict, whatever their mean is."""
+        runs = runs_below(self.curve)
+        is_rare = self.below <= 0.5 and [below for below, _ in runs] == [True]  # noqa: PLR2004 # half of them
+        return [] if is_rare else runs
+
+    @property
     def since(self) -> int | None:
         """The step from which on they conflict on average, until the end; ``None`` where they do not at the end."""
-        runs = runs_below(self.curve)
+        runs = self._runs
         return runs[-1][1] if runs and runs[-1][0] else None
 
     @property
     def when(self) -> str:
         """In words, when they conflicted on average over some calls."""
-        runs = runs_below(self.curve)
         if self.below == 1.0:
             return "throughout"
+        runs = self._runs
         if not any(below for below, _ in runs):
             # Nothing of what noise could be is called a time of conflict.
             return "at times" if self.below else "never"
         if len(runs) == 1:
-            if self.below <= 0.5:  # noqa: PLR2004 # most calls know of no conflict, whatever the mean is
-                return "at times"
             return "throughout" if tells_of_turns(self.curve) else "on average"
         if runs[-1][0]:
             return f"since step {runs[-1][1]}"

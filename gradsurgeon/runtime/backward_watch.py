@@ -63,16 +63,13 @@ class BackwardWatch:
         self.scaling = context.scaling
         self._watched = list(context.program.watched)
         self.seen = Seen()
-        self._training: tuple[int, bool] = (-1, False)
+        self._accumulation = _torch.Accumulation()
         # Whether rules at `backward` may wait for the end of a pass.
         self._is_waited_for = True
 
     def is_training(self, param: Tensor) -> bool:
         """Tell a `backward()` from a `torch.autograd.grad()`; asked once per pass."""
-        task = _torch.graph_task()
-        if self._training[0] != task:
-            self._training = (task, _torch.accumulates(param))
-        return self._training[1]
+        return self._accumulation.runs(param)
 
     def begin(self, running: RunningPass) -> _Before:
         with lock:

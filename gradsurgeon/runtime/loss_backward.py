@@ -45,14 +45,15 @@ def backward(
     total = reduce(operator.add, scaled.values())
     with ExitStack() as stack:
         due: list[DueLossRule] = []
+        leaves: list[Tensor] = []
         if sessions:
-            leaves = list(BackwardGraph(roots_of(list(scaled.values()))).leaves())
+            leaves += BackwardGraph(roots_of(list(scaled.values()))).leaves()
             stack.enter_context(running_passes.alone(leaves))
             due += [one for rules in in_order(sessions) for one in rules.due(leaves, losses)]
-        named = NamedPass(due)
+        named = NamedPass(due, leaves)
         stack.enter_context(running(named))
         if due:
-            stack.enter_context(_delivering(due, scaled, modules, named))
+            stack.enter_context(_delivering(due, scaled, total, modules, named))
         torch.autograd.backward(total)
     if named.unseen:
         raise GradSurgeonError(named.unseen[0])
@@ -79,6 +80,7 @@ def _check(losses: object) -> None:
 def _delivering(
     due: Sequence[DueLossRule],
     losses: Mapping[str, Tensor],
+    total: Tensor,
     modules: Iterable[nn.Module],
     named: NamedPass,
 ) -> Iterator[None]:
@@ -86,11 +88,10 @@ def _delivering(
     for one in due:
         one.rules.note_given(one, losses)
     modules = list(modules)
-    parts = _parts(due, losses)
+    parts = _parts(due, losses, total)
     if any(one.groups for one in due) and any(isinstance(m, nn.SyncBatchNorm) for m in modules):
         # Each pass goes wherever that of the sum goes: these layers meet in it, and a loss may go round one on some rank.
-        nothing = reduce(operator.add, losses.values()) * 0.0
-        parts = {name: loss + nothing for name, loss in parts.items()}
+        parts = {name: loss + total * 0.0 for name, loss in parts.items()}
     if not parts:
         yield
         return
@@ -123,7 +124,9 @@ def _delivering(
     delivery.check()
 
 
-def _parts(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _parts(
+    due: Sequence[DueLossRule], losses: Mapping[str, Tensor], total: Tensor
+) -> dict[str, Tensor]:
     """Return what takes a pass of its own, in the same order on all ranks.
 
     A model may meet other ranks in its backward pass (`SyncBatchNorm`): so that all run as many passes, what only
@@ -138,8 +141,7 @@ def _parts(due: Sequence[DueLossRule], losses: Mapping[str, Tensor]) -> dict[str
     # What it calls a loss that only other rules name is none of these either.
     lacking = {name if name in names else REST for name in elsewhere} - parts.keys()
     if lacking:
-        nothing = reduce(operator.add, losses.values()) * 0.0
-        parts |= dict.fromkeys(lacking, nothing)
+        parts |= dict.fromkeys(lacking, total * 0.0)
     return {name: parts[name] for name in (*names, REST) if name in parts}
 
 
@@ -179,8 +181,7 @@ class _Delivery:
         wanted = {id(param) for one in self._asked for param in one.params}
         self._sums = {key: _sum(rows, key) for key in wanted & self._reached}
         self._astray: set[int] = set()
-        # By the numbers that autograd has given passes.
-        self._trains: dict[int, bool] = {}
+        self._accumulation = _torch.Accumulation()
         self._differences: list[tuple[int, Tensor, Tensor]] = []
 
     def hook(self, param: Tensor) -> Callable[[Tensor], Tensor | None]:
@@ -189,7 +190,7 @@ class _Delivery:
         @uncompiled
         def deliver(grad: Tensor | None) -> Tensor | None:
             # A hook of the script's may ask for gradients of its own (`torch.autograd.grad`) meanwhile.
-            if grad is None or not self._is_training(param):
+            if grad is None or not self._accumulation.runs(param):
                 return None
             if key not in self._reached:
                 self._astray.add(key)
@@ -202,12 +203,6 @@ class _Delivery:
 
         deliver.__name__ = "gradsurgeon.backward"
         return deliver
-
-    def _is_training(self, param: Tensor) -> bool:
-        # Asked once per pass.
-        if (task := _torch.graph_task()) not in self._trains:
-            self._trains[task] = _torch.accumulates(param)
-        return self._trains[task]
 
     def check(self) -> None:
         """Refuse a graph in which the gradients of single losses do not add up to that of their sum."""

@@ -26,9 +26,10 @@ _FSDP = (
 
 
 class NamedPass:
-    """The backward pass of named losses that a thread runs, and what rules have seen of them."""
+    """The backward pass of named losses that a thread runs, what it reaches, and what rules have seen of them."""
 
-    def __init__(self, due: Sequence[DueLossRule]) -> None:
+    def __init__(self, due: Sequence[DueLossRule], leaves: Sequence[Tensor]) -> None:
+        self.leaves = leaves
         self._seen = {(one.rules, one.rule.id): set(one.tensors) for one in due}
         # What has got a gradient although no loss alone gives it one.
         self.unseen: list[str] = []
@@ -66,10 +67,13 @@ def begun(
     if not sessions:
         data_parallel.forget()
         return
-    leaves = list(inputs or graph.leaves())
-    for one in in_order(sessions) if _thread.named is None else ():
-        for _ in one.ranks.agreed(leaves, None):
-            pass
+    if (named := current()) is not None:
+        leaves = named.leaves
+    else:
+        leaves = list(inputs or graph.leaves())
+        for one in in_order(sessions):
+            for _ in one.ranks.agreed(leaves, None):
+                pass
     data_parallel.begun(set(map(id, leaves)))
 
 

@@ -165,7 +165,7 @@ def tags_shown_to(show: Callable[[str, Tensor], None]) -> Iterator[None]:
 
 def backward(losses: Mapping[str, Tensor], scaler: GradScaler | None) -> None:
     """Run the backward pass of the sum of losses, with the rules of all sessions on the gradient of each."""
-    sessions = [one for one in _controllers() if one.context.program.of_losses]
+    sessions = _with_loss_rules()
     modules = (module for one in sessions for module in one.modules)
     loss_backward.backward(losses, scaler, [one.losses for one in sessions], modules)
 
@@ -254,8 +254,11 @@ def _backward_watches() -> list[BackwardWatch]:
 
 
 def _before_pass(graph: BackwardGraph, inputs: Sequence[Tensor]) -> None:
-    rules = [one.losses for one in _controllers() if one.context.program.of_losses]
-    named_pass.begun(rules, graph, inputs)
+    named_pass.begun([one.losses for one in _with_loss_rules()], graph, inputs)
+
+
+def _with_loss_rules() -> list[Controller]:
+    return [one for one in _controllers() if one.context.program.of_losses]
 
 
 def _controllers() -> list[Controller]:

@@ -44,9 +44,7 @@ class RunningPass:
 
 running_passes: list[RunningPass] = []
 # Those of `torch.autograd.grad`.
-_returning_passes: list[RunningPass] = []
-# The same where a session has rules on tensors that several modules take, by the number that autograd has given them.
-_returning: set[int] = set()
+_returning: list[RunningPass] = []
 # The threads that have run backward passes. Autograd writes gradients without holding Python's lock: what
 # another thread is training must not even be read.
 threads: set[int] = set()
@@ -85,24 +83,19 @@ def alone(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _beside(outputs: Sequence[Any]) -> Iterator[None]:
-    """Run a pass that returns gradients, once no other thread has its leaves for itself."""
-    running = RunningPass(BackwardGraph(roots_of(outputs)))
+def _listed(running: RunningPass, passes: list[RunningPass]) -> Iterator[None]:
+    """List a pass among those that run, once no other thread has its leaves for itself."""
     with _ended:
-        _wait_for_leaves(running)
-        _returning_passes.append(running)
+        if any(thread != running.thread for thread, _ in _taken):
+            leaves = frozenset(map(id, running.graph.leaves()))
+            _wait_until(lambda: not _is_taken(leaves))
+        passes.append(running)
     try:
         yield
     finally:
         with _ended:
-            _returning_passes.remove(running)
+            passes.remove(running)
             _ended.notify_all()
-
-
-def _wait_for_leaves(running: RunningPass) -> None:
-    if any(thread != running.thread for thread, _ in _taken):
-        leaves = frozenset(map(id, running.graph.leaves()))
-        _wait_until(lambda: not _is_taken(leaves))
 
 
 def _wait_until(is_free: Callable[[], bool]) -> None:
@@ -118,7 +111,7 @@ def _is_taken(leaves: frozenset[int]) -> bool:
 
 def _is_running(leaves: frozenset[int]) -> bool:
     me = threading.get_ident()
-    running = (*running_passes, *_returning_passes)
+    running = (*running_passes, *_returning)
     return any(one.thread != me and one.reaches(leaves) for one in running)
 
 
@@ -152,31 +145,27 @@ def watched(
                 with _numbered(roots_of(outputs), [take]):
                     return original(outputs, *args, **named)
         if not named.get("accumulate_grad"):
-            with _noted_as_returning(outputs, known), _beside(outputs):
+            with _noted_as_returning(outputs, known):
                 returned = original(outputs, *args, **named)
             for watch in known:
                 watch.end_of_grad()
             return returned
         running = _begin(outputs, makes_graph=args[2] if len(args) > 2 else True)  # noqa: PLR2004 # by position
-        try:
-            begins(running.graph, args[3] if len(args) > 3 else ())  # noqa: PLR2004 # by position
-            begun = [(watch, watch.begin(running)) for watch in known]
-            with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
-                returned = original(outputs, *args, **named)
-            # Of several sessions that share a parameter, one may look at what another one edits.
-            _act_on_waiting(known, running)
-        except BaseException:
-            for watch in known:
-                watch.failed(running)
-            raise
-        else:
+        # As long as it is listed, no other thread takes what hooks have seen.
+        with _listed(running, running_passes):
+            try:
+                begins(running.graph, args[3] if len(args) > 3 else ())  # noqa: PLR2004 # by position
+                begun = [(watch, watch.begin(running)) for watch in known]
+                with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
+                    returned = original(outputs, *args, **named)
+                # Of several sessions that share a parameter, one may look at what another one edits.
+                _act_on_waiting(known, running)
+            except BaseException:
+                for watch in known:
+                    watch.failed(running)
+                raise
             for watch, before in begun:
                 watch.end(running, before)
-        finally:
-            # As long as it is there, no other thread takes what hooks have seen.
-            with _ended:
-                running_passes.remove(running)
-                _ended.notify_all()
         return returned
 
     return run
@@ -184,21 +173,13 @@ def watched(
 
 @contextmanager
 def _noted_as_returning(outputs: Sequence[Any], watches: Sequence[BackwardWatch]) -> Iterator[None]:
-    if not any(watch.knows_shared_inputs for watch in watches):
+    running = RunningPass(BackwardGraph(roots_of(outputs)))
+    is_asked_for = any(watch.knows_shared_inputs for watch in watches)
+    with (
+        _listed(running, _returning),
+        _numbered(running.graph.roots, [running.tasks.append] if is_asked_for else ()),
+    ):
         yield
-        return
-    tasks: list[int] = []
-
-    # Called in the thread of a device, as the pass begins there.
-    def note(task: int) -> None:
-        tasks.append(task)
-        _returning.add(task)
-
-    try:
-        with _numbered(roots_of(outputs), [note]):
-            yield
-    finally:
-        _returning.difference_update(tasks)
 
 
 def returns_gradients() -> bool:
@@ -206,7 +187,8 @@ def returns_gradients() -> bool:
 
     Known where a session has rules on tensors that several modules take.
     """
-    return bool(_returning) and _torch.graph_task() in _returning
+    task = _torch.graph_task()
+    return any(task in running.tasks for running in list(_returning))
 
 
 def _act_on_waiting(watches: Sequence[BackwardWatch], running: RunningPass | None = None) -> None:
@@ -218,9 +200,7 @@ def _begin(outputs: Sequence[Any], *, makes_graph: bool) -> RunningPass:
     alone = outputs[0] if len(outputs) == 1 else None
     loss = alone.detach() if isinstance(alone, Tensor) and not alone.dim() else None
     running = RunningPass(BackwardGraph(roots_of(outputs), loss=loss), makes_graph)
-    with _ended:
-        _wait_for_leaves(running)
-        running_passes.append(running)
+    with lock:
         threads.add(threading.get_ident())
         if len(threads) > 1:  # those that have ended train nothing any more
             threads.intersection_update(thread.ident for thread in threading.enumerate())

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -15,6 +13,8 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon.runtime import registry
+
+pytestmark = pytest.mark.usefixtures("hurried")
 
 RULES: dict[str, Any] = {
     "version": 1,
@@ -25,14 +25,6 @@ RULES: dict[str, Any] = {
         {"id": "t", "action": "nan-trap", "params": "*", "then": "skip-step"},
     ],
 }
-
-
-@pytest.fixture(autouse=True)
-def _hurried() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
 
 
 class Slow(torch.optim.SGD):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,19 +17,10 @@ import gradsurgeon
 from gradsurgeon.runtime import running_passes
 
 pytestmark = [
-    pytest.mark.usefixtures("doubles"),
+    pytest.mark.usefixtures("doubles", "hurried"),
     pytest.mark.filterwarnings("ignore:.*combines the losses of each backward pass"),
     pytest.mark.filterwarnings("ignore:.*without the losses being known"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def switches() -> Iterator[None]:
-    """Let Python switch threads as often as it can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
 
 
 def at_once(*works: Callable[[], None]) -> None:

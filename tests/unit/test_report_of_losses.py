@@ -336,7 +336,7 @@ def test_few_calls_of_which_all_conflict_do_so_throughout() -> None:
 def test_a_few_calls_in_conflict_among_many_without_are_told_as_such() -> None:
     values = [[-0.8 if step % 10 == 0 else 0.0] for step in range(200)]
     (pair,) = compared(values, ["a/b"], ["a", "b"]).pairs
-    assert (pair.below, pair.when) == (0.1, "at times")
+    assert (pair.below, pair.when, pair.since) == (0.1, "at times", None)
 
 
 def test_a_conflict_that_has_begun_late_is_said() -> None:
