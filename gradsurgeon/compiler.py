@@ -1,6 +1,6 @@
 """Plan -> program: everything a session does, sorted by the moment at which it happens. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule
@@ -33,23 +33,23 @@ class Program:
     # Of all parameters: those that no rule touches are there because their optimizer counts the steps.
     names: tuple[str, ...]
     armed: tuple[int, ...] = ()  # the parameters that some rule acts on
-    # Parameter to its rules at `backward`; one tensor hook each.
-    per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
-    # Parameter to the rules that edit what one pass contributes, those on losses first.
-    contributing: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
+    # On the gradients of single losses, before all others.
+    of_losses: tuple[Stage, ...] = ()
+    in_backward: tuple[Stage, ...] = ()
     # The traps are among these: they look there and decide at the step.
     after_backward: tuple[Stage, ...] = ()
     at_step: tuple[Stage, ...] = ()
-    # On the gradients of single losses, before all others.
-    of_losses: tuple[Stage, ...] = ()
+    # `in_backward` by parameter: one tensor hook each.
+    per_tensor: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
+    # Parameter to the rules that edit the contribution of one pass, those on losses first.
+    contributing: dict[int, tuple[Rule, ...]] = field(default_factory=dict)
     modules: tuple[ModuleProgram, ...] = ()
     tags: tuple[Rule, ...] = ()
 
     @property
     def rules(self) -> list[Rule]:
-        found = {rule.id: rule for own in self.per_tensor.values() for rule in own}
-        stages = (*self.of_losses, *self.after_backward, *self.at_step)
-        found |= {stage.rule.id: stage.rule for stage in stages}
+        stages = (*self.of_losses, *self.in_backward, *self.after_backward, *self.at_step)
+        found = {stage.rule.id: stage.rule for stage in stages}
         return [*(found | {rule.id: rule for rule, _ in self.site_rules}).values()]
 
     @property
@@ -82,52 +82,43 @@ class Program:
 def compile_plan(plan: Plan) -> Program:
     names = tuple(param.name for param in plan.manifest.params)
     index = {name: number for number, name in enumerate(names)}
-    per_tensor: dict[int, list[Rule]] = {}
-    stages: dict[str, list[Stage]] = {"accumulated": [], "step": []}
     of_losses: list[Stage] = []
-    for rule in plan.rules.rules:
-        if rule.target != "params" or not plan.of(rule.id):
-            continue
-        tensors = tuple(index[binding.name] for binding in plan.of(rule.id))
-        if isinstance(rule, LossRule):
-            of_losses.append(Stage(rule, tensors))
-        elif rule.point == "backward":
-            for tensor in tensors:
-                per_tensor.setdefault(tensor, []).append(rule)
-        else:
-            stages[rule.point].append(Stage(rule, tensors))
-    every = [*of_losses, *stages["accumulated"], *stages["step"]]
-    armed = {tensor for stage in every for tensor in stage.tensors} | per_tensor.keys()
+    stages: dict[str, list[Stage]] = {"backward": [], "accumulated": [], "step": []}
+    for rule in plan.rules.in_order:
+        if rule.target == "params" and (bindings := plan.of(rule.id)):
+            stage = Stage(rule, tuple(index[binding.name] for binding in bindings))
+            (of_losses if isinstance(rule, LossRule) else stages[rule.point]).append(stage)
+    in_backward, after_backward, at_step = stages.values()
+    every = (*of_losses, *in_backward, *after_backward, *at_step)
+    combined = [stage for stage in of_losses if stage.rule.edits]
     return Program(
         names=names,
-        armed=tuple(sorted(armed)),
-        per_tensor={tensor: tuple(rules) for tensor, rules in sorted(per_tensor.items())},
-        contributing=_contributing(of_losses, per_tensor),
-        after_backward=tuple(stages["accumulated"]),
-        at_step=tuple(stages["step"]),
+        armed=tuple(sorted({tensor for stage in every for tensor in stage.tensors})),
         of_losses=tuple(of_losses),
+        in_backward=tuple(in_backward),
+        after_backward=tuple(after_backward),
+        at_step=tuple(at_step),
+        per_tensor=_by_tensor(in_backward),
+        contributing=_by_tensor([*combined, *in_backward]),
         modules=tuple(_modules(plan)),
         tags=tuple(
-            rule for rule in plan.rules.rules if rule.target == "tensors" and plan.of(rule.id)
+            rule for rule in plan.rules.in_order if rule.target == "tensors" and plan.of(rule.id)
         ),
     )
 
 
-def _contributing(
-    of_losses: Sequence[Stage], per_tensor: Mapping[int, Sequence[Rule]]
-) -> dict[int, tuple[Rule, ...]]:
+def _by_tensor(stages: Sequence[Stage]) -> dict[int, tuple[Rule, ...]]:
+    """Return the rules of each parameter, in the order of the stages."""
     rules: dict[int, list[Rule]] = {}
-    for stage in of_losses:
-        for tensor in stage.tensors if stage.rule.edits else ():
+    for stage in stages:
+        for tensor in stage.tensors:
             rules.setdefault(tensor, []).append(stage.rule)
-    for tensor, more in per_tensor.items():
-        rules.setdefault(tensor, []).extend(more)
     return {tensor: tuple(some) for tensor, some in rules.items()}
 
 
 def _modules(plan: Plan) -> Sequence[ModuleProgram]:
     own: dict[str, list[Rule]] = {}
-    for rule in plan.rules.rules:
+    for rule in plan.rules.in_order:
         if rule.target == "modules":
             for binding in plan.of(rule.id):
                 own.setdefault(binding.name, []).append(rule)

@@ -86,21 +86,14 @@ class Plan:
 
         Parameters go by their name; ``conv1 output.grad`` is a tensor of a module.
         """
-        bindings_of: dict[str, list[Binding]] = {}
-        kinds = {rule.id: rule.target for rule in self.rules.rules}
-        orders = {rule.id: rule.order for rule in self.rules.rules}
-        for binding in self.bindings:
-            is_param = kinds[binding.rule] == "params"
-            key = binding.name if is_param else f"{binding.name} {binding.tensor}"
-            bindings_of.setdefault(key, []).append(binding)
-        order = {param.name: place for place, param in enumerate(self.manifest.params)}
-        return {
-            # The sort is stable: within one point the file order stands.
-            key: tuple(b.rule for b in sorted(chain, key=lambda b: orders[b.rule]))
-            for key, chain in sorted(
-                bindings_of.items(), key=lambda item: order.get(item[0], len(order))
-            )
-        }
+        chains: dict[str, list[str]] = {}
+        for rule in self.rules.in_order:
+            for binding in self.of(rule.id):
+                key = binding.name if rule.target == "params" else f"{binding.name} {binding.tensor}"
+                chains.setdefault(key, []).append(rule.id)
+        place = {param.name: number for number, param in enumerate(self.manifest.params)}
+        keys = sorted(chains, key=lambda key: place.get(key, len(place)))
+        return {key: tuple(chains[key]) for key in keys}
 
     def of(self, rule_id: str) -> tuple[Binding, ...]:
         """Return the bindings of one rule."""

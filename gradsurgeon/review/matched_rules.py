@@ -88,6 +88,7 @@ class MatchedRules:
 
     def __init__(self, rules: RuleSet, matcher: Matcher) -> None:
         self.rules = {rule.id: rule for rule in rules.rules}
+        self._in_order = rules.in_order
         self.matches = {rule.id: matcher.match(rule) for rule in rules.rules}
         self.matcher = matcher
 
@@ -95,8 +96,7 @@ class MatchedRules:
     def chains(self) -> dict[str, tuple[str, ...]]:
         """Per tensor, the ids of its rules in order of effect; keys and order as in `Plan.chains`."""
         chains: dict[str, list[str]] = {}
-        # The sort is stable: within one point the file order stands.
-        for rule in sorted(self.rules.values(), key=lambda rule: rule.order):
+        for rule in self._in_order:
             suffix = "" if rule.target == "params" else f" {rule.ref}"
             for name in self.matches[rule.id].names:
                 chains.setdefault(name + suffix, []).append(rule.id)

@@ -82,15 +82,8 @@ class RulesByCounter:
             if isinstance(decision, Decision)
         }
         self._counters = counters
-        in_backward: dict[str, tuple[Rule, list[int]]] = {}
-        for tensor, rules in program.per_tensor.items():
-            for rule in rules:
-                in_backward.setdefault(rule.id, (rule, []))[1].append(tensor)
         self._moments: tuple[tuple[Stage, ...], ...] = (
-            (
-                *program.of_losses,
-                *(Stage(rule, tuple(tensors)) for rule, tensors in in_backward.values()),
-            ),
+            (*program.of_losses, *program.in_backward),
             program.after_backward,
             program.at_step,
         )

@@ -121,7 +121,7 @@ def _scale_of(scaler: GradScaler) -> Tensor:
 
 
 def refuse_scaling(program: Program) -> None:
-    rules = [rule for own in program.per_tensor.values() for rule in own]
+    rules = [stage.rule for stage in program.in_backward]
     rules += [rule for rule, _ in program.site_rules]
     if refused := dict.fromkeys(rule.id for rule in rules if rule.hides_overflow):
         text = (
