@@ -37,12 +37,13 @@ class Net(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
         self.again = self.offset
 
-    def forward(self, x: Tensor, *, rests: bool) -> Tensor:
+    def forward(self, x: Tensor, *, rests: bool, poison: tuple[str, float] | None) -> Tensor:
         x = self.enc[1](torch.tanh(self.enc[0](x)))
         x = torch.tanh(x) + (self.shift + self.offset)
         loss: Tensor = self.gain * self.head(x).pow(2).mean() + (self.wide * x.mean()).pow(2).mean()
         rest: Tensor = self.aux(x * self.again).pow(2).mean()
-        return loss if rests else loss + rest
+        loss = loss if rests else loss + rest
+        return loss if poison is None else loss + (self.get_parameter(poison[0]) * poison[1]).sum()
 
 
 PATTERNS = (
@@ -59,7 +60,7 @@ class Training:
         optimizers: by name of the optimizer, one for all parameters or one for `enc.*` and one for the rest.
         every: the second optimizer steps every so many iterations.
         rests: the iterations in which a branch rests.
-        poison: iteration, micro-batch and parameter whose gradient becomes NaN or infinite.
+        poison: iteration, micro-batch and rank in which the gradient of a parameter becomes NaN or infinite.
         hooks: parameter and factor of hooks of the script, from before the rules and from after them.
         observe: the rules only observe.
     """
@@ -73,7 +74,7 @@ class Training:
     scale: float = 0.0
     unscales: bool = False
     clip: float = 0.0
-    poison: tuple[int, int, str, float] | None = None
+    poison: tuple[tuple[int, int, int], tuple[str, float]] | None = None
     before: tuple[tuple[str, float], ...] = ()
     after: tuple[tuple[str, float], ...] = ()
     observe: bool = False
@@ -153,7 +154,7 @@ def rule_files(*, scaled: bool = False) -> st.SearchStrategy[list[dict[str, Any]
 
 
 @st.composite
-def trainings(draw: st.DrawFn) -> tuple[list[dict[str, Any]], Training]:
+def trainings(draw: st.DrawFn, ranks: int = 1) -> tuple[list[dict[str, Any]], Training]:
     def pick(*of: Any) -> Any:
         return draw(st.sampled_from(of))
 
@@ -164,9 +165,10 @@ def trainings(draw: st.DrawFn) -> tuple[list[dict[str, Any]], Training]:
     scale = pick(0.0, 0.0, 0.0, 2.0**10)
     steps, micro = pick(3, 4, 5), pick(1, 1, 2, 3)
     several = draw(st.booleans())
-    poison = st.tuples(
-        st.integers(0, steps - 1), st.integers(0, micro - 1), st.sampled_from(names), st.sampled_from([math.nan, math.inf])
-    )  # fmt: skip
+    when = st.tuples(
+        st.integers(0, steps - 1), st.integers(0, micro - 1), st.integers(0, ranks - 1)
+    )
+    what = st.tuples(st.sampled_from(names), st.sampled_from([math.nan, math.inf]))
     training = Training(
         optimizers=tuple(pick(*OPTIMIZERS) for _ in range(1 + several)),
         every=pick(1, 1, 2) if several else 1,
@@ -177,7 +179,7 @@ def trainings(draw: st.DrawFn) -> tuple[list[dict[str, Any]], Training]:
         scale=scale,
         unscales=bool(scale) and draw(st.booleans()),
         clip=pick(0.0, 0.0, 0.5),
-        poison=draw(st.one_of(st.none(), poison)),
+        poison=draw(st.one_of(st.none(), st.tuples(when, what))),
         before=pick((), (), draw(hooks)),
         after=pick((), (), draw(hooks)),
         observe=pick(False, False, False, True),
@@ -192,7 +194,8 @@ def by_hand(rules: Rules, training: Training, **more: Any) -> Outcome:
 
     def attach(model: nn.Module, optimizers: Sequence[Optimizer], scaler: Scaler) -> Interpreter:
         seen, start = training.observe, training.start_step
-        return Interpreter(rules, model, optimizers, scaler, observe=seen, start_step=start)
+        bare = getattr(model, "module", model)
+        return Interpreter(rules, bare, optimizers, scaler, observe=seen, start_step=start)
 
     script = Script(training, attach, **more)
     stopped = script.train()
@@ -268,6 +271,7 @@ class Script:
         self._model = wrap(model)
         self.rules = attach(self._model, self._optimizers, self._scaler)
         self._hook(training.after)
+        self._rank = rank
         self._batches = torch.Generator().manual_seed(1 + rank)
 
     def _hook(self, factors: Iterable[tuple[str, float]]) -> None:
@@ -290,12 +294,13 @@ class Script:
     def _backward(self, iteration: int, micro: int) -> None:
         training = self._training
         x = torch.randn(3, 4, generator=self._batches).to(self._named["shift"].dtype)
+        at, poison = training.poison or (None, None)
+        if at != (iteration, micro, self._rank):
+            poison = None
         model: Any = self._model
         adds_up = micro < training.micro - 1 and hasattr(model, "no_sync")
         with model.no_sync() if adds_up else nullcontext():
-            loss = model(x, rests=iteration in training.rests)
-            if training.poison and training.poison[:2] == (iteration, micro):
-                loss = loss + (self._named[training.poison[2]] * training.poison[3]).sum()
+            loss = model(x, rests=iteration in training.rests, poison=poison)
             (self._scaler.scale(loss) if self._scaler else loss).backward()
 
     def _update(self, iteration: int) -> None:
@@ -346,3 +351,28 @@ def _optimizers(training: Training, named: Mapping[str, nn.Parameter]) -> list[O
     return [
         OPTIMIZERS[kind](group) for kind, group in zip(training.optimizers, groups, strict=True)
     ]
+
+
+def check(found: Outcome, expected: Outcome) -> None:
+    """Compare all that two trainings have left."""
+    assert found.stopped == expected.stopped
+    assert found.records.keys() == expected.records.keys()
+    for key, rows in expected.records.items():
+        assert [step for step, _ in found.records[key]] == [step for step, _ in rows], key
+        values = [torch.tensor([value for _, value in one]) for one in (found.records[key], rows)]
+        close(values[0], values[1], key)
+    assert found.captured.keys() == expected.captured.keys()
+    for call, kept in expected.captured.items():
+        close(found.captured[call], kept, call)
+    for name, weight in expected.weights.items():
+        close(found.weights[name], weight, name)
+    for state, other in zip(found.states, expected.states, strict=True):
+        assert state.keys() == other.keys()
+        for of, value in other.items():
+            close(state[of], value, of)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, what: object) -> None:
+    torch.testing.assert_close(
+        found, expected, rtol=2e-4, atol=1e-6, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
