@@ -89,7 +89,9 @@ class Plan:
         chains: dict[str, list[str]] = {}
         for rule in self.rules.in_order:
             for binding in self.of(rule.id):
-                key = binding.name if rule.target == "params" else f"{binding.name} {binding.tensor}"
+                key = (
+                    binding.name if rule.target == "params" else f"{binding.name} {binding.tensor}"
+                )
                 chains.setdefault(key, []).append(rule.id)
         place = {param.name: number for number, param in enumerate(self.manifest.params)}
         keys = sorted(chains, key=lambda key: place.get(key, len(place)))
