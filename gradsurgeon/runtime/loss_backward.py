@@ -7,12 +7,13 @@ import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from gradsurgeon import _torch
+from gradsurgeon import _numbers, _torch
 from gradsurgeon.errors import GradSurgeonError, printable
 from gradsurgeon.runtime import loss_gradients, running_passes
 from gradsurgeon.runtime.compile_support import uncompiled
@@ -20,9 +21,12 @@ from gradsurgeon.runtime.loss_ranks import REST
 from gradsurgeon.runtime.loss_rules import DueLossRule, LossRules
 from gradsurgeon.runtime.named_pass import NamedPass, in_order, running
 from gradsurgeon.tensors.backward_graph import BackwardGraph, roots_of
+from gradsurgeon.tensors.inner_products import weighted_sum
 
 # The gradients of single losses add up to that of their sum but for rounding, of which half precision has much.
 _TOLERANCE, _ROUNDING = 0.05, 1e-3
+# The gradient of each loss by the id of each parameter.
+_Rows = Mapping[str, dict[int, Tensor | None]]
 
 
 def backward(
@@ -101,18 +105,8 @@ def _delivering(
     taken, tasks = loss_gradients.gradients(parts, params, modules, wrappers)
     rows = {name: dict(zip(map(id, params), row, strict=True)) for name, row in taken.items()}
     del taken
-    combined: dict[int, Tensor] = {}
-    scales = {rules: rules.context.scaling.of(tasks) for rules in {one.rules for one in due}}
     with torch.no_grad():
-        for one in due:
-            mine = one.rule.losses or ()
-            unlisted = [name for name in parts if name not in mine]
-            new = one.rules.run(one, rows, unlisted, scales[one.rules])
-            if twice := combined.keys() & new.keys():
-                _refuse_two(due, one, twice)
-            combined |= new
-    delivery = _Delivery(due, rows, combined, named)
-    del rows, combined
+        delivery = _Delivery(due, rows, _weights(due, rows, tasks), named)
     handles = [_torch.register_first(param, delivery.hook(param)) for param in params]
     try:
         yield
@@ -145,6 +139,31 @@ def _parts(
     return {name: parts[name] for name in (*names, REST) if name in parts}
 
 
+def _weights(
+    due: Sequence[DueLossRule], rows: _Rows, tasks: Sequence[int]
+) -> dict[int, Mapping[str, float]]:
+    """Let rules see the gradients; return the weights of the losses, by the ids of the parameters with a combined gradient.
+
+    A loss without a weight is added as it is.
+    """
+    scales = {rules: rules.context.scaling.of(tasks) for rules in {one.rules for one in due}}
+    found: dict[int, Mapping[str, float]] = {}
+    reached = _reached(rows)
+    for one in due:
+        weights = one.rules.run(one, rows, scales[one.rules])
+        if weights is None:
+            continue
+        keys = reached.intersection(map(id, one.params))
+        if twice := found.keys() & keys:
+            _refuse_two(due, one, twice)
+        found |= dict.fromkeys(keys, weights)
+    return found
+
+
+def _reached(rows: _Rows) -> set[int]:
+    return {key for row in rows.values() for key, grad in row.items() if grad is not None}
+
+
 def _refuse_two(due: Sequence[DueLossRule], last: DueLossRule, params: Collection[int]) -> None:
     """Refuse rules of several sessions that combine the gradient of one parameter; of one session binding does."""
     for one in due:
@@ -163,15 +182,13 @@ class _Delivery:
     def __init__(
         self,
         due: Sequence[DueLossRule],
-        rows: Mapping[str, Mapping[int, Tensor | None]],
-        combined: dict[int, Tensor],
+        rows: _Rows,
+        weights: Mapping[int, Mapping[str, float]],
         named: NamedPass,
     ) -> None:
+        """Combine the gradients of single losses, and take them out of ``rows``: there are as many copies as losses."""
         self._due, self._named = due, named
-        self._combined = combined
-        self._reached = {
-            key for row in rows.values() for key, grad in row.items() if grad is not None
-        }
+        self._reached = _reached(rows)
         # Whether the passes agree is asked once of each rule; after that only the combined gradients are kept.
         self._asked = [
             one
@@ -179,7 +196,14 @@ class _Delivery:
             if one.rule.id not in one.rules.repeat and not one.rules.combines_inputs
         ]
         wanted = {id(param) for one in self._asked for param in one.params}
-        self._sums = {key: _sum(rows, key) for key in wanted & self._reached}
+        self._combined: dict[int, Tensor | None] = {}
+        self._sums: dict[int, _Sum] = {}
+        for key in self._reached:
+            column = {name: row.pop(key) for name, row in rows.items()}
+            if key in wanted:
+                self._sums[key] = _Sum.of(column)
+            if key in weights:
+                self._combined[key] = weighted_sum(column, weights[key])
         self._astray: set[int] = set()
         self._accumulation = _torch.Accumulation()
         self._differences: list[tuple[int, Tensor, Tensor]] = []
@@ -195,10 +219,10 @@ class _Delivery:
             if key not in self._reached:
                 self._astray.add(key)
                 return None
-            if (total := self._sums.pop(key, None)) is not None:
+            if (known := self._sums.pop(key, None)) is not None:
                 with torch.no_grad():
-                    both = torch.stack([(grad - total).norm(), grad.norm() + total.norm()])
-                self._differences.append((key, both[0], both[1]))
+                    off, size = _numbers.norm(grad - known.total), _numbers.norm(grad) + known.size
+                self._differences.append((key, off, size))
             return self._combined.pop(key, None)
 
         deliver.__name__ = "gradsurgeon.backward"
@@ -232,6 +256,18 @@ class _Delivery:
                 one.rules.repeat.add(one.rule.id)
 
 
-def _sum(rows: Mapping[str, Mapping[int, Tensor | None]], key: int) -> Tensor:
-    there = [grad for row in rows.values() if (grad := row[key]) is not None]
-    return reduce(operator.add, there)
+class _Sum(NamedTuple):
+    """The sum of the gradients of single losses, and the sum of their norms, 0-dim.
+
+    Where losses cancel, rounding is small beside each gradient, and not beside their sum.
+    """
+
+    total: Tensor
+    size: Tensor
+
+    @classmethod
+    def of(cls, grads: Mapping[str, Tensor | None]) -> _Sum:
+        norms = [_numbers.norm(grad) for grad in grads.values() if grad is not None]
+        total = weighted_sum(grads, {})
+        assert total is not None  # noqa: S101 # of a parameter that some loss reaches
+        return cls(total, torch.stack(norms).sum())

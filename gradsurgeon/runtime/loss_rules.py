@@ -26,7 +26,6 @@ from gradsurgeon.tensors.inner_products import (
     InnerProducts,
     inner_products,
     pairs,
-    weighted_sum,
 )
 
 _HOW = 'write gradsurgeon.backward({"seg": seg_loss, ...}) in the place of the `.backward()` of their sum'
@@ -158,15 +157,13 @@ class LossRules:
         self,
         due: DueLossRule,
         given: Mapping[str, Mapping[int, Tensor | None]],
-        rest: Sequence[str],
         scale: Tensor | None,
-    ) -> dict[int, Tensor]:
-        """Compare or combine; return the combined gradients by the ids of their parameters.
+    ) -> Mapping[str, float] | None:
+        """Compare or weigh; return the weights of the losses by name, ``None`` where the plain sum is to arrive.
 
         Args:
             due: the rule.
             given: of each loss its gradients, by the ids of the parameters.
-            rest: the losses that the rule does not name, to be added as they are.
             scale: what a scaler has multiplied all of them by.
         """
         rule, losses = due.rule, due.rule.losses or ()
@@ -174,17 +171,13 @@ class LossRules:
         effect = self.effects[rule.id]
         if not isinstance(effect, Combination):
             self.record_pairs(rule, due.step, self._compared(due, effect.per, losses, rows, scale))
-            return {}
+            return None
         self._tell_of_own(due)
         known = self._products(due, rows, scale)
         weights = self.weights(rule, due.step, losses, known, due.groups)
         if weights is None or self.context.mode == "observe":
-            return {}
-        rows += [[given[name].get(id(param)) for param in due.params] for name in rest]
-        weights += [1.0] * len(rest)
-        columns = zip(due.params, zip(*rows, strict=True), strict=True)
-        sums = {id(param): weighted_sum(column, weights) for param, column in columns}
-        return {key: total for key, total in sums.items() if total is not None}
+            return None
+        return dict(zip(losses, weights, strict=True))
 
     def _tell_of_own(self, due: DueLossRule) -> None:
         """Say once that a rule that combines has parameters that the ranks do not average with the others."""

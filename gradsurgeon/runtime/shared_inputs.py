@@ -139,7 +139,7 @@ class SharedInputs:
         if all(weight == 1.0 for weight in weights.values()):
             return None
         # From the contributions alone: what the largest of them has rounded away in the sum is gone.
-        return weighted_sum(list(given.values()), [weights.get(name, 1.0) for name in given])
+        return weighted_sum(given, weights)
 
     def _check(self, meeting: _Meeting, given: Mapping[str, Tensor]) -> None:
         """Refuse gradients that would have to meet others which come in another pass."""

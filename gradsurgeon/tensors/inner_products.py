@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -124,13 +124,16 @@ def pairs(
         yield pair, (max(-1.0, min(1.0, cosine)), math.sqrt(one / other), share)
 
 
-def weighted_sum(terms: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
-    """Return a new tensor of the dtype of the terms. Half precision is rounded once, at the end."""
+def weighted_sum(terms: Mapping[str, Tensor | None], weights: Mapping[str, float]) -> Tensor | None:
+    """Return a new tensor of the dtype of the terms, ``None`` if there is none. Half precision is rounded once, at the end.
+
+    Args:
+        terms: gradients by the names of their losses, ``None`` for zeros.
+        weights: those that are not 1, by the same names.
+    """
     total: Tensor | None = None
-    for term, weight in zip(terms, weights, strict=True):
-        if term is None:
-            continue
-        wide = _numbers.in_float32(term)
+    there = {name: term for name, term in terms.items() if term is not None}
+    for name, term in there.items():
+        wide, weight = _numbers.in_float32(term), weights.get(name, 1.0)
         total = wide * weight if total is None else total.add_(wide, alpha=weight)
-    dtype = next((term.dtype for term in terms if term is not None), None)
-    return total if total is None else total.to(dtype)
+    return total if total is None else total.to(next(iter(there.values())).dtype)

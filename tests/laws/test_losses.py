@@ -740,3 +740,19 @@ def test_a_compiled_training_step_may_call_it() -> None:
 
     step(x)
     torch.testing.assert_close(flat_grads(trunk_of(model)), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype"), [(0.995, torch.bfloat16), (1 + 1e-6, torch.float32), (0.98, torch.float32)]
+)
+def test_losses_that_all_but_cancel_are_combined(weight: float, dtype: torch.dtype) -> None:
+    torch.set_default_dtype(torch.float32)
+    model, x = Heads(width=5), torch.randn(64, 6)
+    session = gradsurgeon.apply(model, rules({"action": "combine", "method": "upgrad"}))
+    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        features = model.trunk(x)
+        first, second = (model.seg(features).float() - 1).square().mean(), model.seg(features)
+        losses = {"seg": first, "depth": -weight * (second.float() - 1).square().mean()}
+    gradsurgeon.backward(losses)
+    assert session.latest("combined", "distance") > 0
+    assert session.status()["combine"].fired == 1
