@@ -127,7 +127,7 @@ def _leave() -> None:
     if os.getpid() not in _refusing or hasattr(sys, "last_type"):
         return
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(Exception):  # whatever the script has put there
             stream.flush()
     os._exit(REFUSED)
 

@@ -7,13 +7,16 @@ from typing import Any
 
 
 def to_stderr(text: str) -> None:
-    """Write to stderr, where there is one: a script may close it, or put nothing in its place."""
+    """Write to stderr, or to the stderr that Python began with if the script's own takes no text.
+
+    A script may close stderr, remove it, or replace it by any object, which may raise anything.
+    """
     for stream in (sys.stderr, sys.__stderr__):
-        # Nothing at all would be taken for stdout, which is the script's.
-        if stream is not None and not stream.closed:
-            with suppress(OSError, ValueError):
+        with suppress(Exception):
+            # `print` takes None for stdout, which is the script's. A tee need not have `closed`.
+            if stream is not None and not getattr(stream, "closed", False):
                 print(text, file=stream, flush=True)  # there is no other channel
-            return
+                return
 
 
 def say(text: str) -> None:
@@ -28,7 +31,7 @@ def write(lines: Iterable[str], rank: int) -> None:
     if not getattr(tqdm, "_instances", ()):
         to_stderr(text)
         return
-    with tqdm.get_lock():
+    with suppress(Exception), tqdm.get_lock():
         # `external_write_mode` would also redraw those on a stdout that goes elsewhere.
         bars = [
             bar
@@ -36,7 +39,8 @@ def write(lines: Iterable[str], rank: int) -> None:
             if hasattr(bar, "start_t") and bar.fp == sys.stderr
         ]
         for bar in bars:
-            bar.clear(nolock=True)
+            with suppress(Exception):  # its stream may be broken
+                bar.clear(nolock=True)
         to_stderr(text)
         for bar in bars:
             bar.refresh(nolock=True)

@@ -178,7 +178,13 @@ class EventLog:
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
-        warnings.warn(_with_rule(message, rule), GradSurgeonWarning, _level_of_the_script())
+        text, level = _with_rule(message, rule), _level_of_the_script()
+        try:
+            warnings.warn(text, GradSurgeonWarning, level)
+        except GradSurgeonWarning:
+            raise  # a filter of the script makes an error of it
+        except Exception:  # noqa: BLE001, S110 # stderr is closed, or an object of the script's that raises
+            pass
 
     def _note(self, event: Event) -> None:
         innocent = event.kind in _INNOCENT
@@ -356,7 +362,8 @@ def _log(level: int, text: str, error: BaseException | None = None) -> None:
         _LOGGER.log(level, "%s", text, exc_info=error)
     except Exception:  # noqa: BLE001 # whatever a handler raises
         if logging.raiseExceptions and sys.stderr is not None:
-            traceback.print_exc(file=sys.stderr)
+            with contextlib.suppress(Exception):  # stderr may raise as well
+                traceback.print_exc(file=sys.stderr)
 
 
 def _with_rule(message: str, rule: str) -> str:

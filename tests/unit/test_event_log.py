@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import warnings
 from collections import Counter
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 import gradsurgeon
 from gradsurgeon import Event, GradSurgeonWarning, NonFiniteGradientError, load
+from gradsurgeon.launcher import messages
 from gradsurgeon.recording.event_log import EventLog, Tally
 
 NAN = float("nan")
@@ -262,3 +265,57 @@ def test_the_last_step_of_a_rule_is_the_latest_of_all_optimizers() -> None:
         log.count_fired("guard", step)
     assert log.status()["guard"].last_step == 2
     assert log.status()["other"].last_step is None
+
+
+class _Tee:
+    """As scripts put it in the place of stderr: no ``closed``, no ``fileno``."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def write(self, text: str) -> None:
+        self.texts.append(text)
+
+    def flush(self) -> None:
+        pass
+
+
+class _Broken(_Tee):
+    def write(self, text: str) -> None:
+        raise RuntimeError("this stream takes nothing")
+
+    @property
+    def closed(self) -> bool:
+        raise RuntimeError("nor does it answer")
+
+
+@pytest.mark.parametrize("stderr", [_Broken(), object(), None], ids=["raises", "object", "none"])
+def test_a_broken_stderr_stops_no_message(
+    stderr: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    beginning = _Tee()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(sys, "__stderr__", beginning)
+    messages.say("told all the same")
+    assert "".join(beginning.texts) == "gradsurgeon: told all the same\n"
+    # As Python shows them where nothing records them.
+    monkeypatch.setattr(warnings, "_showwarnmsg_impl", _write_to_stderr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        make().warn("told by a warning", rule="guard")
+        warnings.simplefilter("error")
+        with pytest.raises(GradSurgeonWarning, match="an error of the script's choice"):
+            make().warn("an error of the script's choice")
+    assert capsys.readouterr().out == ""
+
+
+def _write_to_stderr(warning: warnings.WarningMessage) -> None:
+    cast("Any", sys.stderr).write(str(warning.message))
+
+
+def test_a_tee_without_closed_gets_the_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    tee, beginning = _Tee(), _Tee()
+    monkeypatch.setattr(sys, "stderr", tee)
+    monkeypatch.setattr(sys, "__stderr__", beginning)
+    messages.say("told")
+    assert ("".join(tee.texts), beginning.texts) == ("gradsurgeon: told\n", [])
