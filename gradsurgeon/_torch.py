@@ -1,6 +1,6 @@
 """The calls of torch that are private, untyped or easily got wrong, wrapped once with types.
 
-Nothing else in the package uses a private name of torch. Each function says how the fact behind it
+Nothing else in the package uses a private name of torch, but for `_backward_calls`. Each function says how the fact behind it
 is known; the tests hold every one of them against the installed torch.
 """
 
@@ -36,10 +36,6 @@ def keeps_graph() -> bool:
 def current_node() -> Any:
     """Return the node of the graph that this thread is running, ``None`` outside of a backward pass."""
     return torch._C._current_autograd_node()  # noqa: SLF001
-
-
-# Where torch keeps the function that all backward passes of Python go through.
-BACKWARD = torch.autograd, "_engine_run_backward"
 
 
 def node_of(root: Node | Tensor) -> Node:

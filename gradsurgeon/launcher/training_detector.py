@@ -3,7 +3,7 @@
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradsurgeon import _dist, _live, api
+from gradsurgeon import _backward_calls, _dist, _live, api
+from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon._patching import Patch
 from gradsurgeon.errors import GradSurgeonError, RuleFileError
 from gradsurgeon.launcher import launch_status
@@ -56,7 +57,7 @@ class TrainingDetector:
         self._sizes: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         # Those that were there before, as long as they have not stepped.
         self._idle: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._backward_patch: Patch | None = None
+        self._end_waiting: Callable[[], None] | None = None
         self._checked = False
         # A few elements of the parameters that the last pass reached, as long as there is no optimizer.
         self._samples: dict[int, tuple[Tensor, Tensor]] = {}
@@ -97,29 +98,29 @@ class TrainingDetector:
 
     def _wait_for_backward(self) -> None:
         """Wait for the first backward pass of a new model, and for all as long as there is no optimizer."""
-        if self._backward_patch is None:
-            self._backward_patch = Patch(torch.autograd, "backward", self._backward)
-        # One that could not be taken off, because the script has put its own over it, is still called.
-        self._backward_patch.active = True
+        if self._end_waiting is None:
+            self._end_waiting = _backward_calls.before(self._before_backward)
 
     def _stop_waiting(self) -> None:
-        if self._backward_patch is not None and self._backward_patch.undo():
-            self._backward_patch = None
+        if self._end_waiting is not None:
+            self._end_waiting()
+            self._end_waiting = None
 
-    def _backward(self, original: Callable[..., None], *tensors: Any, **named: Any) -> None:
+    def _before_backward(self, call: BackwardCall) -> None:
+        if not call.accumulates:
+            return
         self._stop_waiting()
         for optimizer in list(self._sizes):
             self._search(optimizer)
         if set(self._sizes) - set(self._idle):
             self._samples.clear()  # They keep the parameters that they were taken of.
         else:
-            self._search_updated(tensors[0] if tensors else named["tensors"])
+            self._search_updated(call.outputs)
         self._begin()
-        original(*tensors, **named)
 
-    def _search_updated(self, outputs: Any) -> None:
+    def _search_updated(self, outputs: Sequence[Any]) -> None:
         """Find the models that a script updates by hand: their weights have changed since the last pass."""
-        roots = roots_of_pass([outputs] if isinstance(outputs, Tensor) else outputs)
+        roots = roots_of_pass(outputs)
         leaves = [leaf for leaf in BackwardGraph(roots).leaves() if isinstance(leaf, nn.Parameter)]
         before, self._samples = self._samples, {id(leaf): (leaf, _sample(leaf)) for leaf in leaves}
         updated = [

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradsurgeon import _torch
+from gradsurgeon import _backward_calls, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.distributed import data_parallel
 from gradsurgeon.runtime import loss_backward, named_pass
@@ -125,7 +125,7 @@ def _watch() -> ExitStack:
     watch_steps()
     stack.callback(unwatch_steps)
     stack.enter_context(watched(_on_scale, _around_scaler_step))
-    stack.callback(Patch(*_torch.BACKWARD, watched_passes(_backward_watches, _before_pass)).undo)
+    stack.callback(_backward_calls.around(watched_passes(_backward_watches, _before_pass)))
     stack.callback(data_parallel.watch())
     stack.callback(Patch(torch.utils, "swap_tensors", _swap).undo)
     stack.callback(register_module_module_registration_hook(_on_registration).remove)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from gradsurgeon import _torch
+from gradsurgeon._backward_calls import BackwardCall
 from gradsurgeon.errors import GradSurgeonWarning
 from gradsurgeon.runtime import loss_gradients
-from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 
 if TYPE_CHECKING:
@@ -118,8 +118,8 @@ def _is_running(leaves: frozenset[int]) -> bool:
 def watched(
     watches: Callable[[], Sequence[BackwardWatch]],
     begins: Callable[[BackwardGraph, Sequence[Any]], None],
-) -> Callable[..., Any]:
-    """Return what is to be called around the function of torch that runs backward passes.
+) -> Callable[[BackwardCall], AbstractContextManager[None]]:
+    """Return what makes the context of a backward pass.
 
     Args:
         watches: returns what is to be told of a pass.
@@ -127,37 +127,38 @@ def watched(
             held meanwhile: it may wait for other ranks.
     """
 
-    @uncompiled
-    def run(original: Callable[..., Any], outputs: Sequence[Any], *args: Any, **named: Any) -> Any:
-        known = list(watches())
+    @contextmanager
+    def around(call: BackwardCall) -> Iterator[None]:
+        known, outputs = list(watches()), call.outputs
         scalings = [watch.scaling for watch in known if watch.scaling.in_use]
         if (outer := _torch.graph_task()) != -1:
             # A pass inside another one is a part of it.
             roots = _note_inner(outputs)
             with _numbered(roots, [partial(s.began_inside, outer=outer) for s in scalings]):
-                returned = original(outputs, *args, **named)
+                yield
             # What has been trained here may be updated here.
             _act_on_waiting(known)
-            return returned
+            return
         with loss_gradients.begun() as take:
             if take is not None:
                 # What is seen of this pass is seen again by the one that trains.
                 with _numbered(roots_of(outputs), [take]):
-                    return original(outputs, *args, **named)
-        if not named.get("accumulate_grad"):
+                    yield
+                return
+        if not call.accumulates:
             with _noted_as_returning(outputs, known):
-                returned = original(outputs, *args, **named)
+                yield
             for watch in known:
                 watch.end_of_grad()
-            return returned
-        running = _begin(outputs, makes_graph=args[2] if len(args) > 2 else True)  # noqa: PLR2004 # by position
+            return
+        running = _begin(outputs, makes_graph=call.makes_graph)
         # As long as it is listed, no other thread takes what hooks have seen.
         with _listed(running, running_passes):
             try:
-                begins(running.graph, args[3] if len(args) > 3 else ())  # noqa: PLR2004 # by position
+                begins(running.graph, call.inputs)
                 begun = [(watch, watch.begin(running)) for watch in known]
                 with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
-                    returned = original(outputs, *args, **named)
+                    yield
                 # Of several sessions that share a parameter, one may look at what another one edits.
                 _act_on_waiting(known, running)
             except BaseException:
@@ -166,9 +167,8 @@ def watched(
                 raise
             for watch, before in begun:
                 watch.end(running, before)
-        return returned
 
-    return run
+    return around
 
 
 @contextmanager

@@ -44,7 +44,8 @@ from torch.optim import Optimizer, optimizer
 
 def state():
     return (
-        Optimizer.__init__, torch.autograd.backward, torch.autograd._engine_run_backward,
+        Optimizer.__init__, torch.autograd.backward, torch.autograd.graph.log,
+        torch.autograd.graph._register_logging_hooks_on_whole_graph,
         torch.utils.swap_tensors, torch.amp.GradScaler.scale, torch.amp.GradScaler.step,
         torch.distributed.Reducer.prepare_for_backward,
         *map(len, (

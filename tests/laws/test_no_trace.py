@@ -44,6 +44,8 @@ def global_hooks() -> list[object]:
         *module._global_forward_hooks.values(),
         *module._global_forward_pre_hooks.values(),
         *module._global_backward_hooks.values(),
+        torch.autograd.graph.log,
+        torch.autograd.graph._register_logging_hooks_on_whole_graph,
     ]
 
 
