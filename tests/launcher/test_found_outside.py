@@ -111,6 +111,36 @@ for _ in range(2):
     assert folder.steps("0.weight") == [0, 1]
 
 
+@pytest.mark.parametrize("first", ["ema", "optimizer"])
+def test_an_average_that_holds_the_model_renames_nothing(first: str, folder: Folder) -> None:
+    made = {
+        "ema": "ema = EMA(model)",
+        "optimizer": "optimizer = torch.optim.Adam(model.parameters(), lr=0.1)",
+    }
+    lines = [made.pop(first), *made.values()]
+    script = """
+import copy, torch
+from torch import nn
+class EMA(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.online_model = model
+        self.ema_model = copy.deepcopy(model).requires_grad_(False)
+        self.register_buffer("step", torch.tensor(0))
+model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+{}
+for i in range(3):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    done = folder.run(script.format("\n".join(lines)))
+    assert done.code == 0, done.lines
+    (header,) = done.headers()
+    assert "on Sequential (4 parameters, 21 elements, updated by Adam)" in header
+    assert folder.steps("0.weight") == [0, 1, 2]
+
+
 def test_models_that_are_never_trained_are_one_line_each(folder: Folder) -> None:
     script = """
 import torch

@@ -1,0 +1,73 @@
+"""Which module the launcher takes for the model of an optimizer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from torch import Tensor, nn
+
+from gradsurgeon.launcher.discovery import roots_of
+
+
+class Holder(nn.Module):
+    """Holds modules by the names that it is given."""
+
+    def __init__(self, **modules: nn.Module | None) -> None:
+        super().__init__()
+        for name, module in modules.items():
+            self.register_module(name, module)
+
+
+def net(width: int = 3) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4), nn.Linear(4, 1))
+
+
+def frozen(module: nn.Module) -> nn.Module:
+    return copy.deepcopy(module).requires_grad_(False)
+
+
+def test_what_keeps_a_model_beside_frozen_copies_is_passed_over() -> None:
+    model = net()
+    held = [
+        Holder(online=model, ema=frozen(model), none=None),
+        Holder(online=model, fast=frozen(model), slow=frozen(model).double(), loss=nn.MSELoss()),
+    ]
+    assert roots_of(list(model.parameters())) == [model]
+    # Whoever trains the copy as well trains the whole.
+    assert roots_of(list(held[0].parameters())) == [held[0]]
+
+
+def test_a_wrapper_around_the_model_stays_above_it() -> None:
+    model = net()
+    wrapper = Holder(module=model)
+    keeper = Holder(online=model, ema=frozen(model))
+    outer = Holder(online=wrapper, ema=frozen(wrapper))
+    assert roots_of(list(model.parameters())) == [wrapper]
+    del keeper, outer
+
+
+WHOLES = {
+    "a frozen teacher of another shape": lambda model: Holder(
+        student=model, teacher=frozen(net(5))
+    ),
+    "a critic that is trained": lambda model: Holder(actor=model, critic=net()),
+    "a target that another optimizer may own": lambda model: Holder(
+        online=model, target=copy.deepcopy(model)
+    ),
+    "frozen layers of the same shape": lambda model: nn.ModuleList([frozen(model), model]),
+    "frozen layers inside": lambda model: Holder(
+        trunk=Holder(a=frozen(model), b=model), head=frozen(nn.Linear(1, 1))
+    ),
+    "a copy and something else": lambda model: Holder(
+        online=model, ema=frozen(model), head=frozen(nn.Linear(1, 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WHOLES)
+def test_the_outermost_module_is_the_model(name: str) -> None:
+    model = net()
+    whole = WHOLES[name](model)
+    params: list[Tensor] = list(model.parameters())
+    assert roots_of(params) == [whole]
