@@ -38,6 +38,10 @@ _FINITE_NOW = (
     "what came out of the call was not finite, and in the replay it is: a fault of the machine, a race, or state "
     "in Python that has moved on"
 )
+_ITERATOR = (
+    "the model was given an iterator ({}): to run the call again would take from it what the training is to get. "
+    "Give the model what the iterator yields"
+)
 _LONGEST = 300
 _DIVIDED = (
     "the parameters are divided over ranks, which would have to run the step again together: they do so where "
@@ -135,6 +139,8 @@ def _followed(replayed: Replayed, source: Source, failed: FailedStep) -> tuple[R
 
 def _problem(replayed: Replayed) -> str | None:
     """Return why a replay says nothing of the call, ``None`` where it does."""
+    if replayed.call.iterators:
+        return _ITERATOR.format(", ".join(replayed.call.iterators))
     error = replayed.error
     if error is not None:
         return f"the replay raised {type(error).__name__}: {_short(error)}"

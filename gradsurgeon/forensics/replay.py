@@ -23,7 +23,7 @@ from gradsurgeon.forensics.undisturbed import exchanged, grads_kept, undisturbed
 from gradsurgeon.planning import ROOT, named_modules, slots
 from gradsurgeon.runtime.kept_step import Fingerprint, KeptCall
 from gradsurgeon.runtime.registry import tags_shown_to
-from gradsurgeon.tensors.structure import Path, tensors_in, with_tensors
+from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
 # How inputs are called among what has gradients.
 INPUT = "input "
@@ -69,7 +69,7 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
     """
     module = call.module()
     found = Replayed(call)
-    if module is None:
+    if module is None or call.iterators:
         return found
     if _this_thread.replays:
         found.error = RuntimeError("a replay inside of a replay")
@@ -293,14 +293,10 @@ def _autocast(states: Mapping[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
 
 
 def _copied(value: Any) -> Any:
-    """Return arguments without the graph of the script, to which a forward pass may write."""
-    return with_tensors(
-        value,
-        {
-            path: tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            for path, tensor in tensors_in(value)
-        },
-    )
+    """Return arguments without the graph of the script, which a forward pass may write to and use up."""
+    return Copied(
+        value, lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    ).value
 
 
 def _spelled(path: Sequence[int | str]) -> str:

@@ -1,6 +1,6 @@
 """Keeps what it takes to run the calls of a model again, should the step that they feed go wrong.
 
-Everything is kept by reference, or is small: what went in, the gradients that came back to what came out,
+Tensors are kept by reference, or are small: what went in, the gradients that came back to what came out,
 the state of the random numbers, and those buffers that the forward pass changes. Nothing waits for a device.
 """
 
@@ -28,7 +28,7 @@ from gradsurgeon.runtime.kept_step import (
 )
 from gradsurgeon.runtime.parameters import Place
 from gradsurgeon.tensors.backward_graph import BackwardGraph
-from gradsurgeon.tensors.structure import Path, tensors_in
+from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
 # What is kept of one step; beyond it the oldest calls go first.
 MAX_BYTES = 256 * 2**20
@@ -120,6 +120,9 @@ class KeptCalls:
         key = name, module.training
         if key not in self._changing:
             self._open.buffers = {name: (b, _torch.writes(b)) for name, b in module.named_buffers()}
+        # The forward pass, or the script after it, may take things out of a dict or a list.
+        copied = Copied((args, kwargs))
+        args, kwargs = copied.value
         tensors = list(tensors_in([args, kwargs]))
         call = KeptCall(
             weakref.ref(module),
@@ -131,6 +134,7 @@ class KeptCalls:
             self._buffers(module, key),
             _autocast(self._devices),
             compiled=compiled,
+            iterators=tuple(copied.iterators),
             bytes=sum(tensor.numel() * tensor.element_size() for _, tensor in tensors),
         )
         self._open.calls[-1] = call

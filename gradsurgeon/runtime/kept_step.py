@@ -94,8 +94,8 @@ class KeptCall:
     Attributes:
         module: what was called, reached weakly.
         name: its name in the model of the session.
-        args: positional arguments, by reference.
-        kwargs: arguments by keyword, by reference.
+        args: positional arguments, tensors by reference, in copies of the containers of the script.
+        kwargs: arguments by keyword, the same.
         written: how often each tensor among the arguments had been written to.
         random: state of the random numbers of the host, and by device.
         buffers: copies from before the call of those that it changes, by name in ``module``.
@@ -108,6 +108,7 @@ class KeptCall:
         weights: those of the time, by name in ``module``, where it may have others by now.
         training: by name, whether each module was in training, where that may have changed.
         compiled: whether compiled code was run.
+        iterators: the types of the iterators among the arguments, which a replay would take from the script.
         casts: by name of a module, what `fully_shard` does around its forward pass, where its hooks are off.
     """
 
@@ -127,6 +128,7 @@ class KeptCall:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     training: Mapping[str, bool] = field(default_factory=dict)
     compiled: bool = False
+    iterators: tuple[str, ...] = ()
     casts: Mapping[str, Cast] = field(default_factory=dict)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSet
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 Path = tuple[int | str, ...]
 # Deeper than any model nests its outputs; a structure that contains itself must not hang us.
 _DEEPEST = 16
+# Most of what a model is given besides tensors; asked first, because a list may hold very many.
+_PLAIN = frozenset((int, float, bool, str, bytes, type(None)))
 
 
 def tensors_in(value: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
@@ -80,6 +83,80 @@ def with_tensors(value: Any, new: Mapping[Path, Tensor]) -> Any:
         else:
             object.__setattr__(out, str(step), item)
     return out
+
+
+class Copied:
+    """A structure whose containers are copies, so that nobody's later writes change it.
+
+    What stands in it twice stands in it twice again. A container that cannot be copied stays as it is.
+
+    Attributes:
+        value: the structure.
+        iterators: the types of iterators and generators in it, which can be used up only once.
+    """
+
+    def __init__(self, value: Any, of_tensor: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Copy a structure.
+
+        Args:
+            value: the structure.
+            of_tensor: returns what stands in the place of a tensor; without it, the tensor itself.
+        """
+        self.iterators: list[str] = []
+        self._of_tensor = of_tensor
+        # With what each was made of, so that nothing else gets its number.
+        self._made: dict[int, tuple[Any, Any]] = {}
+        self.value = self._copy(value, 0)
+
+    def _copy(self, value: Any, depth: int) -> Any:
+        if type(value) in _PLAIN:
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        if isinstance(value, Tensor):
+            if self._of_tensor is None:
+                return value
+            self._made[id(value)] = value, self._of_tensor(value)
+            return self._made[id(value)][1]
+        if isinstance(value, Iterator):
+            self.iterators.append(type(value).__name__)
+        elif depth <= _DEEPEST:
+            return self._of_container(value, depth + 1)
+        return value
+
+    def _of_container(self, value: Any, depth: int) -> Any:
+        if isinstance(value, tuple):
+            items = [self._copy(item, depth) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        if not (is_record or isinstance(value, list | deque | MutableMapping | MutableSet)):
+            return value
+        try:
+            # Copied rather than built anew: the constructor of a class of the script's may want anything.
+            out = copy.copy(value)
+            self._made[id(value)] = value, out
+            for step, item in _children(value):
+                if (new := self._copy(item, depth)) is item:
+                    continue
+                if isinstance(value, list | deque | MutableMapping):
+                    out[step] = new
+                else:
+                    object.__setattr__(out, step, new)
+        except Exception:  # noqa: BLE001 # whatever a class of the script's raises
+            out = value
+            self._made[id(value)] = value, value
+        return out
+
+
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, MutableMapping):
+        yield from value.items()
+    elif isinstance(value, list | deque):
+        yield from enumerate(value)
+    elif not isinstance(value, MutableSet):
+        yield from _items(value)
 
 
 def describe(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict, deque
+from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -471,3 +471,81 @@ def test_modules_below_vmap_are_run_again() -> None:
     torch.manual_seed(0)
     diagnosis = diagnosed(Mapped(), batch())
     assert brief(diagnosis)[:5] == ("reproduced", "NaN", "forward", ".", "aten.sqrt")
+
+
+# What the script gives its model.
+
+
+class Takes(Net):
+    """Takes things out of what it is given, and writes into it."""
+
+    def forward(self, given: Any) -> Tensor:
+        inner = given.pop("inner")
+        given["seen"] = inner[0].pop()
+        inner.append(given)
+        out: Tensor = self.last(self.body(self.first(given["seen"])))
+        return out
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict, lambda g: defaultdict(list, g)])
+@pytest.mark.parametrize("cleared", [False, True])
+def test_what_the_call_was_given_is_given_to_the_replay(
+    kind: Callable[[Any], Any], cleared: bool
+) -> None:
+    torch.manual_seed(0)
+    inner: list[Any] = [[batch(1), batch()]]
+    given = kind({"inner": inner})
+    model = Takes(torch.log)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=optimizer),
+        pytest.raises(gradsurgeon.NonFiniteGradientError) as caught,
+    ):
+        mean(model(given)).backward()
+        if cleared:
+            given.clear()
+        optimizer.step()
+    assert caught.value.diagnosis is not None
+    assert brief(caught.value.diagnosis)[:5] == ("reproduced", "NaN", "forward", "body", "aten.log")
+    # One call has changed them, and no replay.
+    assert [len(inner), len(inner[0]), len(given)] == [2, 1, 0 if cleared else 1]
+
+
+def test_one_tensor_that_is_given_twice_is_one_in_the_replay() -> None:
+    class Same(Net):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x.log() if x is y else x)
+
+    torch.manual_seed(0)
+    given = batch()
+    diagnosis = diagnosed(Same(), {"x": given, "y": given})
+    assert brief(diagnosis)[:5] == ("reproduced", "NaN", "forward", ".", "aten.log")
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (lambda: iter([batch(), batch(1)]), "list_iterator"),
+        (lambda: {"batches": [(number for number in [batch(), batch(1)])]}, "generator"),
+        (lambda: zip([batch(), batch(1)], strict=True), "zip"),
+    ],
+)
+def test_a_call_that_was_given_an_iterator_is_not_run_again(
+    given: Callable[[], Any], kind: str
+) -> None:
+    class Draws(Net):
+        def forward(self, source: Any) -> Tensor:
+            batches = source["batches"][0] if isinstance(source, dict) else source
+            drawn = next(batches)
+            return super().forward(drawn[0] if isinstance(drawn, tuple) else drawn)
+
+    torch.manual_seed(0)
+    source = given()
+    diagnosis = diagnosed(Draws(torch.log), {"source": source})
+    assert diagnosis.reasons == (
+        f"the model was given an iterator ({kind}): to run the call again would take from it what the training "
+        "is to get. Give the model what the iterator yields",
+    )
+    assert (diagnosis.certainty, diagnosis.where) == ("not reproduced", "")
+    left = source["batches"][0] if isinstance(source, dict) else source
+    assert len(list(left)) == 1
