@@ -131,6 +131,7 @@ class _Reader:
             tuple(map(str, document["rested"])),
             {int(number): self._loss(entry) for number, entry in document["losses"].items()},
             bad=tuple(map(str, document["bad"])),
+            updated=bool(document.get("updated")),
         )
         return failed, tuple(dict.fromkeys(self._doubts))
 

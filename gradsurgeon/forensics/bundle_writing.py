@@ -93,6 +93,7 @@ def write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
         "bad": failed.bad,
         "passes": failed.passes,
         "dropped": failed.dropped,
+        "updated": failed.updated,
         "diagnosis": str(diagnosis),
         "calls": [_call(call, tensors) for call in failed.calls],
         "weights": _weights(failed, tensors),

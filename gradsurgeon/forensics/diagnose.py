@@ -30,6 +30,10 @@ _CLOSE = (
     "the replay differs from the call in its last digits (an operation in it is not deterministic), or the "
     "script has written into what came out, so that it cannot be compared"
 )
+_UPDATED = (
+    "another optimizer has updated weights since the call, and it was run again with those: what came out is not "
+    "the same, and cannot be compared"
+)
 _FINITE = (
     "all gradients are finite in the replay: the script has changed them after backward or made them without the "
     "forward pass of the model, it takes random numbers from elsewhere, or it was a fault of the machine"
@@ -106,7 +110,7 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
     outside: tuple[Replayed, Source] | None = None
     for call in failed.calls:
         replayed = replay(call)
-        if (problem := _problem(replayed)) is not None:
+        if (problem := _problem(replayed, failed)) is not None:
             reasons.append(problem)
         elif (source := _to_blame(replayed, failed)) is None:
             if replayed.sources and failed.bad:
@@ -132,19 +136,19 @@ def _followed(replayed: Replayed, source: Source, failed: FailedStep) -> tuple[R
         for path, kept in call.outputs.items():
             if any(map(kept.is_like, given)) and path in (earlier := replay(call)).outputs:
                 _, before = earlier.outputs[path]
-                if not is_intended(before) and _problem(earlier) is None:
+                if not is_intended(before) and _problem(earlier, failed) is None:
                     return _followed(earlier, before, failed)
     return replayed, source
 
 
-def _problem(replayed: Replayed) -> str | None:
+def _problem(replayed: Replayed, failed: FailedStep) -> str | None:
     """Return why a replay says nothing of the call, ``None`` where it does."""
     if replayed.call.iterators:
         return _ITERATOR.format(", ".join(replayed.call.iterators))
     error = replayed.error
     if error is not None:
         return f"the replay raised {type(error).__name__}: {_short(error)}"
-    if all(replayed.differs.values()):
+    if failed.updated or all(replayed.differs.values()):
         return None
     for path, close in replayed.differs.items():
         if not close and path not in replayed.outputs:
@@ -197,7 +201,7 @@ def _made_by_loss(replayed: Replayed, failed: FailedStep) -> bool:
 def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[str]:
     call = replayed.call
     if replayed.differs:
-        yield _CLOSE
+        yield _UPDATED if failed.updated else _CLOSE
     written = {path: _torch.writes(tensor) for path, tensor in tensors_in([call.args, call.kwargs])}
     if call.written and written != call.written:
         yield _WRITTEN

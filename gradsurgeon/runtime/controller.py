@@ -204,9 +204,9 @@ class Controller:
                 self.model.after_step(counter)
         self.spikes.forget(counter)
         self.traps.done(counter)
-        self._kept.forget()
         self.tensor_hooks.missed(counter)
         counter.tick()
+        self._kept.updated(is_last=not (step.inside or self._is_awaited()))
         self._unstepped = False
         self._steps += 1
         if self._steps == _SETTLED and self.steps.owned:
@@ -298,6 +298,17 @@ class Controller:
             Traps(silent, self._agreement, self._kept, spikes).measure(counter, gradients)
             StepRules(silent, spikes).run(counter, gradients, acting=False)
         return self.traps.rest(counter)
+
+    def _is_awaited(self) -> bool:
+        """Tell whether the passes of this step feed another optimizer, which has not stepped yet."""
+        counters = self.context.counters
+        everything = range(len(self.context.program.names))
+        return any(
+            counter.passes
+            for counter in counters.among(everything)
+            # What no optimizer has claimed by now is updated by none.
+            if counter is not counters.common or self._steps < _SETTLED
+        )
 
     def _is_idle(self, counter: StepCounter) -> bool:
         """Tell whether nothing is due for a counter, by the rules alone: so it is on all ranks."""

@@ -62,6 +62,8 @@ class KeptCalls:
         # that `no_sync` keeps from that are fewer.
         self.passes = self.reaching = 0
         self._begins = False
+        # Whether an update has followed on the calls, and another one may.
+        self.is_updated = False
         self.losses: dict[int, KeptLoss] = {}
         self._handles: list[RemovableHandle] = []
         # The buffers that the forward pass of each called module changes, where modules keep them, in training
@@ -100,8 +102,19 @@ class KeptCalls:
             _torch.take_off(self._handles.pop())
         self.forget()
 
+    def updated(self, *, is_last: bool) -> None:
+        """Take notice of an update: what it was made of may feed that of another optimizer, until the model is called again.
+
+        Args:
+            is_last: whether no other update is awaited.
+        """
+        self.is_updated = True
+        if is_last:
+            self.forget()
+
     def forget(self) -> None:
         """Let go of all that was kept for a step."""
+        self.is_updated = False
         self.calls, self.dropped, self.losses = [], 0, {}
         self.passes = self.reaching = 0
         self.problem = ""
@@ -111,6 +124,8 @@ class KeptCalls:
     ) -> None:
         self._open.calls.append(None)
         outermost = len(self._open.calls) == 1
+        if outermost and self.is_updated:
+            self.forget()
         tracing = torch._C._get_tracing_state() is not None  # noqa: SLF001 # the public name has no types
         if not outermost or not torch.is_grad_enabled() or tracing:
             return

@@ -175,6 +175,7 @@ class FailedStep:
         rested: rules that edit what passes through modules, and rest in a replay.
         losses: by backward pass, from 1, what its loss was made of outside of the model.
         together: whether all ranks run it again at the same time, each its part, with whole parameters.
+        updated: whether another optimizer has updated weights since the calls.
     """
 
     calls: Sequence[KeptCall]
@@ -189,3 +190,4 @@ class FailedStep:
     problem: str = ""
     bad: tuple[str, ...] = ()
     together: bool = False
+    updated: bool = False

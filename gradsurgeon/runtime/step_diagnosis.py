@@ -146,6 +146,7 @@ class StepDiagnosis:
             kept.problem,
             tuple(name for report in reports for name in report.bad),
             together,
+            kept.is_updated,
         )
 
     def _run(

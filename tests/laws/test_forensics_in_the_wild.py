@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
@@ -549,3 +550,77 @@ def test_a_call_that_was_given_an_iterator_is_not_run_again(
     assert (diagnosis.certainty, diagnosis.where) == ("not reproduced", "")
     left = source["batches"][0] if isinstance(source, dict) else source
     assert len(list(left)) == 1
+
+
+# Several optimizers.
+
+
+class Root(nn.Module):
+    """Gives an infinite gradient to what comes before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.detach()).sqrt() + x
+
+
+_UPDATED = (
+    "another optimizer has updated weights since the call, and it was run again with those: what came out is not "
+    "the same, and cannot be compared"
+)
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize(
+    ("order", "reasons"), [((2, 0), (_UPDATED,)), ((0, 2), ()), ((1, 2, 0), (_UPDATED,))]
+)
+def test_a_step_that_feeds_several_optimizers_is_run_again_for_each(
+    given: bool, order: tuple[int, ...], reasons: tuple[str, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Root(), nn.Linear(4, 4)), nn.Linear(4, 2))
+    optimizers = [torch.optim.SGD(model[index].parameters(), 0.1) for index in order]
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=optimizers if given else None),
+        pytest.raises(gradsurgeon.NonFiniteGradientError) as caught,
+    ):
+        mean(model(batch())).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    diagnosis = caught.value.diagnosis
+    assert diagnosis is not None
+    assert (diagnosis.where, diagnosis.module, diagnosis.node) == (
+        "backward",
+        "1.0",
+        "SqrtBackward0",
+    )
+    assert (diagnosis.certainty, diagnosis.reasons) == (
+        "partial" if reasons else "reproduced",
+        reasons,
+    )
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_calls_are_let_go_of_at_the_last_update_or_at_the_next_call(several: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    parts = model if several else [model]
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in parts]
+    kept: list[bool] = []
+    with gradsurgeon.apply(model, TRAP, optimizer=optimizers):
+        given = batch()
+        alive = weakref.ref(given)
+        mean(model(given)).backward()
+        del given
+        for optimizer in optimizers:
+            kept.append(alive() is not None)
+            optimizer.step()
+        kept.append(alive() is not None)
+        given = batch()
+        alive = weakref.ref(given)
+        mean(model(given)).backward()
+        del given
+        optimizers[0].step()
+        kept.append(alive() is not None)
+        with torch.no_grad():
+            model(batch())
+        kept.append(alive() is not None)
+    assert kept == ([True, True, False, True, False] if several else [True, False, False, False])
