@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule, in_order
 from gradsurgeon.planning import ROOT, Plan
 
 
@@ -82,9 +82,10 @@ class Program:
 def compile_plan(plan: Plan) -> Program:
     names = tuple(param.name for param in plan.manifest.params)
     index = {name: number for number, name in enumerate(names)}
+    rules = in_order(plan.rules.rules)
     of_losses: list[Stage] = []
     stages: dict[str, list[Stage]] = {"backward": [], "accumulated": [], "step": []}
-    for rule in plan.rules.in_order:
+    for rule in rules:
         if rule.target == "params" and (bindings := plan.of(rule.id)):
             stage = Stage(rule, tuple(index[binding.name] for binding in bindings))
             (of_losses if isinstance(rule, LossRule) else stages[rule.point]).append(stage)
@@ -101,9 +102,7 @@ def compile_plan(plan: Plan) -> Program:
         per_tensor=_by_tensor(in_backward),
         contributing=_by_tensor([*combined, *in_backward]),
         modules=tuple(_modules(plan)),
-        tags=tuple(
-            rule for rule in plan.rules.in_order if rule.target == "tensors" and plan.of(rule.id)
-        ),
+        tags=tuple(rule for rule in rules if rule.target == "tensors" and plan.of(rule.id)),
     )
 
 
@@ -118,7 +117,7 @@ def _by_tensor(stages: Sequence[Stage]) -> dict[int, tuple[Rule, ...]]:
 
 def _modules(plan: Plan) -> Sequence[ModuleProgram]:
     own: dict[str, list[Rule]] = {}
-    for rule in plan.rules.in_order:
+    for rule in in_order(plan.rules.rules):
         if rule.target == "modules":
             for binding in plan.of(rule.id):
                 own.setdefault(binding.name, []).append(rule)

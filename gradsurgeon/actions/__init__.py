@@ -11,6 +11,7 @@ from gradsurgeon.actions._base import (
     Example,
     Moment,
     Rule,
+    in_order,
     known_actions,
 )
 from gradsurgeon.actions._checking import check_rule
@@ -69,6 +70,7 @@ __all__ = [
     "check_rule",
     "described",
     "gradient_pairs",
+    "in_order",
     "known_actions",
     "spelled",
     "written",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -253,3 +253,9 @@ class Rule(Options):
         if problem:
             raise TypeError(f"{cls.__module__}.{cls.__qualname__} is no action: {problem}")
         known_actions[name] = cls
+
+
+def in_order(rules: Iterable[Rule]) -> list[Rule]:
+    """Return rules that stand in file order in the order in which they act on one tensor."""
+    # The sort is stable: within one moment the file order stands.
+    return sorted(rules, key=lambda rule: rule.order)

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from gradsurgeon import _html, _live
-from gradsurgeon.actions import LossRule, Moment, Rule, TrapRule
+from gradsurgeon.actions import LossRule, Moment, Rule, TrapRule, in_order
 from gradsurgeon.errors import printable
 from gradsurgeon.planning.manifest import Manifest
 from gradsurgeon.planning.table import NOUNS, abridged, count, fold_names, grid, tied_to
@@ -87,7 +87,7 @@ class Plan:
         Parameters go by their name; ``conv1 output.grad`` is a tensor of a module.
         """
         chains: dict[str, list[str]] = {}
-        for rule in self.rules.in_order:
+        for rule in in_order(self.rules.rules):
             for binding in self.of(rule.id):
                 key = (
                     binding.name if rule.target == "params" else f"{binding.name} {binding.tensor}"

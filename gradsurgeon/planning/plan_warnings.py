@@ -5,7 +5,7 @@ from functools import cache
 from itertools import chain, combinations, islice
 from typing import Literal
 
-from gradsurgeon.actions import MOMENTS, CaptureRule, LossRule, Moment, ObserverRule, Rule
+from gradsurgeon.actions import MOMENTS, CaptureRule, LossRule, Moment, ObserverRule, Rule, in_order
 from gradsurgeon.errors import printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.manifest import ROOT
@@ -64,7 +64,7 @@ def _is_worth_a_word(earlier: _Kind, later: _Kind) -> bool:
 
 def _warning(plan: Plan, first: Rule, second: Rule, shared: set[str]) -> str:
     noun = first.target[:-1] if first.target != "params" else "parameter"
-    order = sorted((first, second), key=lambda rule: rule.order)
+    order = in_order((first, second))
     example = next(binding.name for binding in plan.of(first.id) if binding.name in shared)
     what = f"{count(len(shared), noun)} (e.g. {printable(example)})"
     combined = ", which sees the losses combined"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from gradsurgeon.actions import FreezeRule, Rule, TrapRule
+from gradsurgeon.actions import FreezeRule, Rule, TrapRule, in_order
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning import (
     Manifest,
@@ -88,7 +88,6 @@ class MatchedRules:
 
     def __init__(self, rules: RuleSet, matcher: Matcher) -> None:
         self.rules = {rule.id: rule for rule in rules.rules}
-        self._in_order = rules.in_order
         self.matches = {rule.id: matcher.match(rule) for rule in rules.rules}
         self.matcher = matcher
 
@@ -96,7 +95,7 @@ class MatchedRules:
     def chains(self) -> dict[str, tuple[str, ...]]:
         """Per tensor, the ids of its rules in order of effect; keys and order as in `Plan.chains`."""
         chains: dict[str, list[str]] = {}
-        for rule in self._in_order:
+        for rule in in_order(self.rules.values()):
             suffix = "" if rule.target == "params" else f" {rule.ref}"
             for name in self.matches[rule.id].names:
                 chains.setdefault(name + suffix, []).append(rule.id)

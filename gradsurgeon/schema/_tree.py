@@ -80,11 +80,6 @@ class RuleSet:
     # By the name of an included file the entry of `include` that names it.
     _entries: Mapping[str, Place] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def in_order(self) -> list[Rule]:
-        """The rules in the order in which they act on one tensor: by moment, within a moment as in the file."""
-        return sorted(self.rules, key=lambda rule: rule.order)
-
     def place(self, rule_id: str, *path: str | int) -> Place:
         """Return where a rule is written, or an option of it, such as ``"expect", "params"``."""
         if rule_id not in self._written:
