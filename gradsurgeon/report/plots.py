@@ -15,7 +15,6 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from gradsurgeon.errors import RecordError
-from gradsurgeon.events import Event
 from gradsurgeon.report.norms import norm_rows, shown_keys, worst_rows
 from gradsurgeon.report.over_time import DECADES, Columns, Largest, NormsOverTime
 from gradsurgeon.report.page import Report
@@ -36,6 +35,7 @@ _ONCE = ("accumulated", "step")
 # Kinds of events that say something of a step; a trap and what it skips fall on the same step.
 _EVENTS: dict[str, tuple[str, Any]] = {
     "trap": (NONFINITE, "-"),
+    "spike": ("#d1495b", "-"),
     "skipped-step": ("#f2a900", (0, (4, 4))),
     "scaler-skip": ("#3b78c3", (0, (2, 3))),
     "hook-lost": ("#8e44ad", "-"),
@@ -83,7 +83,7 @@ def norms(source: RecordQueries, *, name: Name | None = None, rule: str | None =
     axes.grid(alpha=0.25)
     axes.set_ylabel(f"l2 norm at {_points(recorded.keys[one] for one in shown)}")
     _dress(axes, columns, recorded.report)
-    _legend(figure, axes, handles, _events(axes, recorded.report.events))
+    _legend(figure, axes, handles, _events(axes, recorded.report))
     return figure
 
 
@@ -222,9 +222,12 @@ def _line(
     return line
 
 
-def _events(axes: Axes, events: Sequence[Event]) -> list[Line2D]:
+def _events(axes: Axes, report: Report) -> list[Line2D]:
     """Draw a line across for each step of a kind of events; return what explains them in the legend."""
     handles = []
+    # A rule that cuts spikes edits gradients, and may do so in every other step.
+    trips = {rule for rule, info in report.rules.items() if info.role == "trap"}
+    events = [event for event in report.events if event.kind != "spike" or event.rule in trips]
     for kind, (colour, style) in _EVENTS.items():
         if steps := sorted({event.step for event in events if event.kind == kind}):
             across = axes.get_xaxis_transform()

@@ -161,6 +161,13 @@ class TestWithNames:
         ]
         assert lint(tmp_path, rules, manifest(param("scale"))) == []
 
+    def test_a_list_in_one_text_says_what_to_write(self, tmp_path: pathlib.Path) -> None:
+        rules = '  - {id: a, action: norm-log, params: "h.weight, h.bias"}\n'
+        problems = lint(tmp_path, rules, manifest(param("h.weight"), param("h.bias")))
+        assert found(problems) == [("no-match", 3, 39), ("other-syntax", 3, 39)]
+        assert [problem.hint for problem in problems] == ['write ["h.weight", "h.bias"]'] * 2
+        assert lint(tmp_path, rules, manifest(param("h.weight, h.bias"))) == []
+
     def test_overlaps_are_exact(self, tmp_path: pathlib.Path) -> None:
         rules = (
             '  - {id: a, action: scale, params: "*.weight", factor: 2}\n'

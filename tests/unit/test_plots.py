@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
@@ -229,6 +230,32 @@ def test_events_are_lines_across(tmp_path: pathlib.Path) -> None:
     }
     assert across == {"trap": [3, 7], "skipped-step": [3]}
     assert legend(figure) == ["a", "trap", "skipped-step"]
+
+
+@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
+@pytest.mark.parametrize(("then", "across"), [("warn", {"spike": [10]}), ("clip", {})])
+def test_a_spike_that_a_trap_reports_is_a_line_across(then: str, across: dict[str, Any]) -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    above = {"sigmas": 2.5, "warmup": 6}
+    rules = [
+        {"id": "norms", "action": "norm-log", "params": "*"},
+        {"id": "spikes", "action": "spike-trap", "params": "*", "above": above, "then": then},
+    ]
+    with gradsurgeon.apply(model, {"version": 1, "rules": rules}, optimizer=optimizer) as session:
+        for step in range(11):
+            factor = 1e4 if step == 10 else 1.0 + 0.01 * (step % 3)
+            optimizer.zero_grad()
+            (factor * model(torch.ones(8, 4))).sum().backward()
+            optimizer.step()
+        assert [event.step for event in session.events if event.kind == "spike"] == [10]
+        figure = session.plot("norms")
+    found = {
+        str(one.get_label()): [segment[0][0] for segment in one.get_segments()]
+        for one in axes_of(figure).collections
+        if isinstance(one, LineCollection)
+    }
+    assert found == across
 
 
 @pytest.mark.slow

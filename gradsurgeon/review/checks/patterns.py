@@ -12,6 +12,9 @@ _NUMBER = re.compile(r"(?<![0-9])([0-9]+)\*")
 # Matches a word or a choice of words: no name with a dot in it.
 _WORDS = re.compile(r"\^?[\w|()-]*[A-Za-z][\w|()-]*\$?")
 _WORD = re.compile(r"[\w-]+")
+# What commas outside of braces and brackets divide, and a dash where a range has two dots.
+_PIECE = re.compile(r"(?:\{[^{}]*\}|\[[^\[\]]*\]|[^{}\[\],;])+")
+_DASH = re.compile(r"\{\s*([0-9]+)\s*(?:-|\.\.\.|:)\s*([0-9]+)\s*\}")
 
 
 class NoMatch(Check):
@@ -38,6 +41,8 @@ class NoMatch(Check):
         for rule in context.rules:
             if context.matched.has_no_match(rule.id):
                 hint = "correct the pattern, or write `optional: true` if it may match nothing"
+                slips = (meant for _, text in _patterns(rule) for _, meant in _other_syntax(text))
+                hint = next((f"write {meant}" for meant in slips), hint)
                 yield Finding(rule, (rule.target,), context.matched.no_match(rule.id), hint)
 
 
@@ -159,6 +164,32 @@ class PartialRegex(Check):
                 yield Finding(rule, path, message, f'did you mean "re:{lead}{meant[:60]}{trail}"?')
 
 
+class OtherSyntax(Check):
+    """A pattern is written as lists or ranges are in another language.
+
+    In `"tok.weight, pos.weight"` the comma is a part of one name, and `{0-3}` is the text `0-3`. Such a pattern matches
+    nothing, or less than was meant. Where the names of a model are known, it is found if the model has no such name.
+
+    Write a YAML list, `["tok.weight", "pos.weight"]`, a choice, `{tok,pos}.weight`, or a range with two dots, `{0..3}`.
+    """
+
+    BAD = """
+- id: embeddings
+  action: norm-log
+  params: "tok.weight, pos.weight"
+- id: first-blocks
+  action: norm-log
+  params: "blocks.{0-3}.*"
+"""
+
+    def find(self, context: LintContext) -> Iterator[Finding]:
+        for rule in context.rules:
+            for path, text in _patterns(rule):
+                if not context.hits(rule, text):
+                    for message, meant in _other_syntax(text):
+                        yield Finding(rule, path, message, f"write {meant}")
+
+
 class UselessExclude(Check):
     """An `exclude` takes nothing out.
 
@@ -192,6 +223,23 @@ def _patterns(rule: Rule) -> Iterator[tuple[tuple[str | int, ...], str]]:
     for key in (rule.target, "exclude"):
         for index, text in enumerate(getattr(rule, key)):
             yield (key, index), text
+
+
+def _other_syntax(text: str) -> Iterator[tuple[str, str]]:
+    """Yield why a glob looks like a list or a range of another language, and what is to be written instead."""
+    if text.startswith("re:"):
+        return
+    if dash := _DASH.search(text):
+        meant = text.replace(dash[0], f"{{{dash[1]}..{dash[2]}}}", 1)
+        yield f"`{dash[0][:40]}` is text, not a range: a range has two dots", f'"{meant[:80]}"'
+    pieces = [piece.strip() for piece in _PIECE.findall(text)]
+    if len(pieces) > 1:
+        listed = ", ".join(f'"{piece[:40]}"' for piece in pieces[:3])
+        more = ", ..." * (len(pieces) > 3)  # noqa: PLR2004 # enough to see what is meant
+        yield (
+            "a comma outside of braces is a part of the name: it separates no patterns",
+            f"[{listed}{more}]",
+        )
 
 
 def _goes_on(number: str, hits: Iterable[str] | None) -> bool:
