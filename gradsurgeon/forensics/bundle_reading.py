@@ -19,6 +19,7 @@ from gradsurgeon.runtime.kept_step import (
     Buffers,
     FailedStep,
     Fingerprint,
+    HostRandom,
     KeptCall,
     KeptLoss,
 )
@@ -157,6 +158,7 @@ class _Reader:
                 for device, value in entry["random"].items()
                 if torch.device(device).type in ("cpu", self._device.type)
             },
+            host=_host(entry.get("host", {})),
             buffers=Buffers({key: self._tensor(value) for key, value in entry["buffers"].items()}),
             autocast={
                 self._device.type if kind == self._made_on else kind: (bool(enabled), _dtype(dtype))
@@ -258,6 +260,22 @@ def _casts(module: nn.Module, entries: Mapping[str, Any]) -> Iterator[tuple[str,
             )
         given, gives = (None if dtype is None else _dtype(dtype) for dtype in (inputs, outputs))
         yield name, Cast(given, gives, bool(moves))
+
+
+def _host(entry: Mapping[str, Any]) -> HostRandom:
+    python, numpy = entry.get("python"), entry.get("numpy")
+    state: dict[str, Any] | None = None
+    if numpy is not None:
+        key, position, has_gauss, gauss = numpy
+        state = {"bit_generator": "MT19937", "has_gauss": int(has_gauss), "gauss": float(gauss)}
+        state["state"] = {
+            "key": torch.tensor(key, dtype=torch.uint32).numpy(),
+            "pos": int(position),
+        }
+    if python is not None:
+        version, numbers, gauss = python
+        python = version, tuple(map(int, numbers)), gauss
+    return HostRandom(python, state)
 
 
 def _path(steps: Any) -> TensorPath:

@@ -19,6 +19,7 @@ from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.forensics.bundle_reading import FORMAT, JSON, TENSORS
 from gradsurgeon.runtime.kept_step import (
     FailedStep,
+    HostRandom,
     KeptCall,
     KeptLoss,
 )
@@ -136,6 +137,7 @@ def _call(call: KeptCall, tensors: _Tensors) -> dict[str, Any]:
         "args": _structure(list(call.args), tensors),
         "kwargs": _structure(call.kwargs, tensors),
         "random": {device: tensors.add(state) for device, state in call.random.items()},
+        "host": _host(call.host),
         "buffers": {name: tensors.add(buffer) for name, buffer in call.buffers.items()},
         "autocast": {
             kind: [enabled, str(dtype).removeprefix("torch.")]
@@ -157,6 +159,18 @@ def _call(call: KeptCall, tensors: _Tensors) -> dict[str, Any]:
         "training": {}
         if (module := call.module()) is None
         else {name: inner.training for name, inner in module.named_modules()},
+    }
+
+
+def _host(state: HostRandom) -> dict[str, Any]:
+    """Return the random numbers of Python and numpy in lists; others of numpy than its own default are left out."""
+    numpy = state.numpy
+    if numpy is None or numpy["bit_generator"] != "MT19937":
+        return {"python": state.python, "numpy": None}
+    key, inner = numpy["state"]["key"].tolist(), numpy["state"]
+    return {
+        "python": state.python,
+        "numpy": [key, int(inner["pos"]), int(numpy["has_gauss"]), float(numpy["gauss"])],
     }
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import torch
+
 from gradsurgeon import _dist, _torch
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
@@ -34,6 +36,10 @@ _UPDATED = (
     "another optimizer has updated weights since the call, and it was run again with those: what came out is not "
     "the same, and cannot be compared"
 )
+_NOTHING_FINITE = (
+    "nothing finite has come out of the call that the replay could be compared with: whatever ends in NaN looks "
+    "alike, such as a replay whose state in Python has moved on"
+)
 _FINITE = (
     "all gradients are finite in the replay: the script has changed them after backward or made them without the "
     "forward pass of the model, it takes random numbers from elsewhere, or it was a fault of the machine"
@@ -46,6 +52,7 @@ _ITERATOR = (
     "the model was given an iterator ({}): to run the call again would take from it what the training is to get. "
     "Give the model what the iterator yields"
 )
+_LEFT = "the replay has changed what could not be put back, and the training goes on with it: {}"
 _LONGEST = 300
 _DIVIDED = (
     "the parameters are divided over ranks, which would have to run the step again together: they do so where "
@@ -110,6 +117,7 @@ def _search(failed: FailedStep, reasons: list[str]) -> tuple[Replayed, Source] |
     outside: tuple[Replayed, Source] | None = None
     for call in failed.calls:
         replayed = replay(call)
+        reasons += [_LEFT.format(_shortened(what)) for what in replayed.left]
         if (problem := _problem(replayed, failed)) is not None:
             reasons.append(problem)
         elif (source := _to_blame(replayed, failed)) is None:
@@ -147,7 +155,7 @@ def _problem(replayed: Replayed, failed: FailedStep) -> str | None:
         return _ITERATOR.format(", ".join(replayed.call.iterators))
     error = replayed.error
     if error is not None:
-        return f"the replay raised {type(error).__name__}: {_short(error)}"
+        return f"the replay raised {type(error).__name__}: {_shortened(str(error))}"
     if failed.updated or all(replayed.differs.values()):
         return None
     for path, close in replayed.differs.items():
@@ -158,8 +166,8 @@ def _problem(replayed: Replayed, failed: FailedStep) -> str | None:
     return _DIFFERENT
 
 
-def _short(error: Exception) -> str:
-    text = str(error).partition("\n")[0]
+def _shortened(text: str) -> str:
+    text = text.partition("\n")[0]
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
@@ -202,6 +210,8 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
     call = replayed.call
     if replayed.differs:
         yield _UPDATED if failed.updated else _CLOSE
+    elif not (replayed.is_compared or _has_moved_alike(replayed, failed)):
+        yield _NOTHING_FINITE
     written = {path: _torch.writes(tensor) for path, tensor in tensors_in([call.args, call.kwargs])}
     if call.written and written != call.written:
         yield _WRITTEN
@@ -216,6 +226,24 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
         yield _COMPILED
     if failed.rested:
         yield f"rules that edit what passes through modules rested in the replay: {', '.join(failed.rested)}"
+
+
+def _has_moved_alike(replayed: Replayed, failed: FailedStep) -> bool:
+    """Tell whether the replay has brought a buffer from finite numbers to those that the call had brought it to."""
+    call, module = replayed.call, replayed.call.module()
+    if module is None:
+        return False
+    later = failed.calls[failed.calls.index(call) + 1 :]
+    following = next((one for one in later if one.name == call.name), None)
+    then = {**dict(module.named_buffers()), **call.weights}
+    then |= {} if following is None else dict(following.buffers.items())
+    for name, (before, after) in replayed.moved.items():
+        # A count of calls is the same for each of them.
+        if after.is_floating_point() and after.shape == before.shape == then[name].shape:
+            changed = (after != before) & after.isfinite()
+            if bool(changed.any()) and torch.equal(after[changed], then[name][changed]):
+                return True
+    return False
 
 
 def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedStep) -> Diagnosis:

@@ -48,6 +48,9 @@ class Replayed:
         outputs: the same of what came out of the call, by path, and whether it is NaN or Inf.
         modules: the same of what came out of each module, by its name; of the first call of it.
         differs: the outputs whose sample is not that of the original call, by path, with whether it is close.
+        is_compared: whether something finite came out of both, and is equal.
+        moved: the buffers before and after the replay, by name.
+        left: what the replay has changed and could not be put back.
         error: what the replay raised.
     """
 
@@ -57,6 +60,9 @@ class Replayed:
     modules: dict[str, Source] = field(default_factory=dict)
     grads: dict[Path, Source] = field(default_factory=dict)
     differs: dict[Path, bool] = field(default_factory=dict)
+    is_compared: bool = False
+    moved: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
     error: Exception | None = None
 
 
@@ -76,7 +82,11 @@ def replay(call: KeptCall, *, stop_at: int = 0) -> Replayed:
         return found
     try:
         _this_thread.replays = True
-        with _one_at_a_time, undisturbed(module, call), warnings.catch_warnings():
+        with (
+            _one_at_a_time,
+            undisturbed(module, call) as found.left,
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             _run(module, call, found, stop_at)
     except Exception as error:  # noqa: BLE001 # whatever the code of the script raises: the decision of the trap stands
@@ -100,6 +110,7 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
     for name, inner in module.named_modules():
         inner.training = call.training.get(name, inner.training)
     buffers.update({name: copy.clone() for name, copy in call.buffers.items()})
+    before = {name: buffer.clone() for name, buffer in buffers.items()}
     modules = ModuleCalls()
     provenance = Provenance(modules, stop_at)
     for name, param in params.items():
@@ -143,6 +154,12 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
             output = module(*args, **kwargs)
         _compare(call, dict(tensors_in(output)), provenance, found)
         _go_back(call, dict(tensors_in(output)), leaves, provenance, found)
+        # Checkpoints move them in the backward pass once more, as they have done in the step.
+        found.moved = {
+            name: (before[name], buffer.detach())
+            for name, buffer in module.named_buffers()
+            if name in before
+        }
 
 
 def _compare(
@@ -165,6 +182,8 @@ def _compare(
             found.differs[path] = bool(
                 torch.allclose(sample, kept.sample, rtol=1e-3, atol=1e-5, equal_nan=True)
             )
+        else:
+            found.is_compared |= bool(sample.isfinite().any())
     for path, tensor in outputs.items():
         if (source := provenance.source_of(tensor)) is not None:
             found.outputs[path] = nonfinite_kind(tensor), source

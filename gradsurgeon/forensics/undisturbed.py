@@ -8,14 +8,15 @@ import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradsurgeon.runtime.kept_step import KeptCall
+from gradsurgeon.planning import ROOT
+from gradsurgeon.runtime.kept_step import HostRandom, KeptCall
 
 # The tables of a module, which are exchanged by themselves or hold hooks.
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
@@ -24,61 +25,96 @@ _DEEPEST = 8
 
 
 @contextmanager
-def undisturbed(module: nn.Module, call: KeptCall) -> Iterator[None]:
-    """Have random numbers as they were before a call, and put back afterwards what a replay changes."""
+def undisturbed(module: nn.Module, call: KeptCall) -> Iterator[list[str]]:
+    """Have random numbers as they were before a call, and put back afterwards what a replay changes.
+
+    Yields:
+        What could not be put back, complete once the context has ended.
+    """
     devices = [torch.device(name) for name in call.random if name != "cpu"]
     before = {"cpu": torch.get_rng_state()}
     for device in devices:
         before[str(device)] = torch.get_device_module(device).get_rng_state(device)
-    attributes = [_Attributes(inner) for inner in module.modules()]
-    elsewhere = _random_elsewhere()
-    _set_random(call.random)
+    prefix = "" if call.name == ROOT else call.name
+    attributes = [_Attributes(name, inner) for name, inner in module.named_modules(prefix=prefix)]
+    given = _Contents("the arguments of the call", [call.args, call.kwargs])
+    host = HostRandom.now()
+    left: list[str] = []
     try:
-        yield
+        _set_random(call.random)
+        call.host.set()
+        yield left
     finally:
         _set_random(before)
-        for put_back in elsewhere:
-            put_back()
+        host.set()
         for kept in attributes:
-            kept.put_back()
+            kept.put_back(left)
+        given.put_back(left)
 
 
-class _Attributes:
-    """The attributes of a module that a forward pass may change, and what those of Python and numpy hold."""
+class _Contents:
+    """What some values hold that a forward pass may change, and what those of Python and numpy hold."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._table = vars(module)
-        self._before = {k: v for k, v in self._table.items() if k not in _OF_TORCH}
-        self._contents: list[Callable[[], object]] = []
-        self._keep(self._before.values(), _DEEPEST)
+    def __init__(self, name: str, values: Iterable[Any]) -> None:
+        self._name = name
+        self._kept: list[Callable[[], object]] = []
+        self._keep(values, _DEEPEST)
 
     def _keep(self, values: Iterable[Any], deep: int) -> None:
         for value in values:
-            if (put_back := _content(value)) is not None:
-                self._contents.append(put_back)
-            if deep and isinstance(value, Mapping):
-                self._keep(value.values(), deep - 1)
-            elif deep and isinstance(value, list | tuple | deque):
-                self._keep(value, deep - 1)
+            # A class of the script's may refuse to be copied or looked through.
+            with suppress(Exception):
+                if (put_back := _content(value)) is not None:
+                    self._kept.append(put_back)
+                if deep and isinstance(value, Mapping):
+                    self._keep(value.values(), deep - 1)
+                elif deep and isinstance(value, list | tuple | deque):
+                    self._keep(value, deep - 1)
 
-    def put_back(self) -> None:
+    def put_back(self, left: list[str]) -> None:
+        """Put back what has changed, each by itself; add to ``left`` what cannot be."""
+        for put_back in self._kept:
+            try:
+                put_back()
+            except Exception as error:  # noqa: BLE001 # whatever a class of the script's raises
+                left.append(f"{self._name} ({type(error).__name__}: {error})")
+
+
+class _Attributes:
+    """The attributes of a module that a forward pass may change."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._table = vars(module)
+        self._before = {k: v for k, v in self._table.items() if k not in _OF_TORCH}
+        self._contents = [
+            _Contents(f"{name}.{key}" if name else key, [value])
+            for key, value in self._before.items()
+        ]
+
+    def put_back(self, left: list[str]) -> None:
         for name in [k for k in self._table if k not in _OF_TORCH and k not in self._before]:
             del self._table[name]
         self._table.update(self._before)
-        for put_back in self._contents:
-            put_back()
+        for contents in self._contents:
+            contents.put_back(left)
 
 
 def _content(value: Any) -> Callable[[], object] | None:
     """Return what puts back what an object holds, ``None`` where it is not known to hold anything."""
     kinds: list[tuple[Any, Callable[[], Callable[[], object]]]] = [
-        (list, lambda: partial(value.__setitem__, slice(None), value.copy())),
-        (deque, lambda: partial(_refill, value, value.copy(), value.extend)),
-        ((MutableMapping, set), lambda: partial(_refill, value, copy.copy(value), value.update)),
+        (list, lambda: partial(_refill, value, value.copy(), _in_order, value.extend)),
+        (deque, lambda: partial(_refill, value, value.copy(), _in_order, value.extend)),
+        (
+            MutableMapping,
+            lambda: partial(_refill, value, copy.copy(value), _pairs, value.update),
+        ),
+        (set, lambda: partial(_refill, value, value.copy(), _members, value.update)),
         (torch.Generator, lambda: partial(value.set_state, value.get_state())),
         (random.Random, lambda: partial(value.setstate, value.getstate())),
     ]
     if (numpy := sys.modules.get("numpy")) is not None:
+        if isinstance(value, numpy.ndarray) and not value.flags.writeable:
+            return None  # It may be a file, larger than the memory.
         kinds += [
             (numpy.ndarray, lambda: partial(value.__setitem__, ..., value.copy())),
             (numpy.random.RandomState, lambda: partial(value.set_state, value.get_state())),
@@ -95,18 +131,25 @@ def _set_generator(generator: Any, state: Any) -> None:
     generator.bit_generator.state = state
 
 
-def _refill(container: Any, content: Any, add: Callable[[Any], object]) -> None:
-    container.clear()
-    add(content)
+def _in_order(container: Iterable[Any]) -> list[int]:
+    return [id(one) for one in container]
 
 
-def _random_elsewhere() -> list[Callable[[], object]]:
-    """Return what puts the random numbers of Python and numpy back as they are now."""
-    put_back: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        put_back.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    return put_back
+def _pairs(mapping: Mapping[Any, Any]) -> list[int]:
+    return [id(part) for pair in mapping.items() for part in pair]
+
+
+def _members(members: set[Any]) -> list[int]:
+    return sorted(map(id, members))
+
+
+def _refill(
+    container: Any, before: Any, parts: Callable[[Any], list[int]], add: Callable[[Any], object]
+) -> None:
+    # One that has not changed may be read-only.
+    if parts(container) != parts(before):
+        container.clear()
+        add(before)
 
 
 def _set_random(states: Mapping[str, Tensor]) -> None:

@@ -23,6 +23,7 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.kept_step import (
     Buffers,
     Fingerprint,
+    HostRandom,
     KeptCall,
     KeptLoss,
 )
@@ -138,7 +139,7 @@ class KeptCalls:
         # The forward pass, or the script after it, may take things out of a dict or a list.
         copied = Copied((args, kwargs))
         args, kwargs = copied.value
-        tensors = list(tensors_in([args, kwargs]))
+        tensors: list[tuple[Any, Tensor]] = list(tensors_in([args, kwargs]))
         call = KeptCall(
             weakref.ref(module),
             name,
@@ -149,9 +150,12 @@ class KeptCalls:
             self._buffers(module, key),
             _autocast(self._devices),
             compiled=compiled,
+            host=HostRandom.now(),
             iterators=tuple(copied.iterators),
-            bytes=sum(tensor.numel() * tensor.element_size() for _, tensor in tensors),
         )
+        tensors += call.random.items()
+        call.bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors)
+        call.bytes += call.buffers.nbytes + call.host.nbytes
         self._open.calls[-1] = call
 
     def end(self, module: nn.Module, output: Any) -> None:
@@ -164,6 +168,8 @@ class KeptCalls:
                 name: (table, key)
                 for name, table, key in _buffer_places(module)
                 if name not in before
+                # What kernels write into running statistics is not counted, the number of batches is.
+                or (module.training and "num_batches_tracked" in table)
                 or before[name][0] is not table[key]
                 or before[name][1] != _torch.writes(table[key])
             }
@@ -173,6 +179,8 @@ class KeptCalls:
             if not (tensor.requires_grad or tensor.is_floating_point()):
                 continue
             call.outputs[path] = Fingerprint.of(tensor)
+            sample = call.outputs[path].sample
+            call.bytes += sample.numel() * sample.element_size()
             if (node := tensor.grad_fn) is not None:
                 keep = partial(self._keep, weakref.ref(call), path, tensor.output_nr)
                 node.register_prehook(keep)

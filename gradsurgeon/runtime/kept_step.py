@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +26,7 @@ _SAMPLE, _SMALL = 256, 1024
 class Fingerprint:
     """A fixed sample of a tensor, by which it is known again. It stays on its device, unread.
 
-    A small tensor is its own sample, without a copy.
+    A small tensor is its own sample, without a copy, unless it is a part of a larger one.
     """
 
     shape: tuple[int, ...]
@@ -42,6 +44,8 @@ class Fingerprint:
                 while part.dim() > 1:
                     part = part[-1]
             part = part.reshape(-1)[:: max(1, part.numel() // _SAMPLE)].clone()
+        elif part.layout == torch.strided and part.untyped_storage().nbytes() > part.nbytes:
+            part = part.clone()  # It would hold all that it is a part of.
         return cls(shape, part, _torch.writes(part))
 
     @property
@@ -54,6 +58,31 @@ class Fingerprint:
         if self.shape != other.shape or self.sample.dtype != other.sample.dtype:
             return False
         return torch.equal(self.sample.nan_to_num(7.0), other.sample.nan_to_num(7.0))
+
+
+@dataclass(frozen=True, slots=True)
+class HostRandom:
+    """State of the random numbers of Python, and of those of numpy where it is in use."""
+
+    python: tuple[Any, ...] | None = None
+    numpy: Mapping[str, Any] | None = None
+
+    @classmethod
+    def now(cls) -> HostRandom:
+        numpy = sys.modules.get("numpy.random")
+        return cls(random.getstate(), None if numpy is None else numpy.get_state(legacy=False))
+
+    @property
+    def nbytes(self) -> int:
+        return 36 * (0 if self.python is None else len(self.python[1])) + (
+            0 if self.numpy is None else 4 * 625
+        )
+
+    def set(self) -> None:
+        if self.python is not None:
+            random.setstate(self.python)
+        if self.numpy is not None and (numpy := sys.modules.get("numpy.random")) is not None:
+            numpy.set_state(self.numpy)
 
 
 class Buffers:
@@ -79,6 +108,11 @@ class Buffers:
             for named in kinds.values()
         ]
 
+    @property
+    def nbytes(self) -> int:
+        parts = (*self._alone.values(), *(flat for _, flat in self._together))
+        return sum(part.numel() * part.element_size() for part in parts)
+
     def items(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._alone.items()
         for named, flat in self._together:
@@ -97,17 +131,18 @@ class KeptCall:
         args: positional arguments, tensors by reference, in copies of the containers of the script.
         kwargs: arguments by keyword, the same.
         written: how often each tensor among the arguments had been written to.
-        random: state of the random numbers of the host, and by device.
+        random: state of the random numbers of torch on the host, and by device.
         buffers: copies from before the call of those that it changes, by name in ``module``.
         autocast: by kind of device, whether autocast was on and its dtype.
         outputs: what came out, by path.
         grads: the gradients that came back, by path; those of a `GradScaler` are scaled.
         last_node: the number of the last node of the graph that led to an output.
         number: which backward pass of the step has come back to it first, from 1; 0 before one has.
-        bytes: of what is kept by reference.
+        bytes: of all that is kept.
         weights: those of the time, by name in ``module``, where it may have others by now.
         training: by name, whether each module was in training, where that may have changed.
         compiled: whether compiled code was run.
+        host: state of the random numbers of Python and numpy.
         iterators: the types of the iterators among the arguments, which a replay would take from the script.
         casts: by name of a module, what `fully_shard` does around its forward pass, where its hooks are off.
     """
@@ -128,6 +163,7 @@ class KeptCall:
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     training: Mapping[str, bool] = field(default_factory=dict)
     compiled: bool = False
+    host: HostRandom = HostRandom()
     iterators: tuple[str, ...] = ()
     casts: Mapping[str, Cast] = field(default_factory=dict)
 

@@ -26,12 +26,17 @@ TRAP = {"version": 1, "rules": [{"id": "trap", "action": "nan-trap", "params": "
 class Body(nn.Module):
     """What stands between two layers, and can go wrong."""
 
+    average: Tensor
+
     def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.act = act
+        # A replay is known by it where all that comes out is NaN.
+        self.register_buffer("average", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.act(x)
+        self.average = self.average.lerp(x.detach().float().nanmean(), 0.1)
         return out
 
 
@@ -625,7 +630,8 @@ def test_calls_beyond_the_bytes_are_not_kept(monkeypatch: pytest.MonkeyPatch) ->
     from gradsurgeon.runtime import kept_calls
 
     torch.manual_seed(0)
-    monkeypatch.setattr(kept_calls, "MAX_BYTES", 2 * 6 * 4 * 4)
+    # The states of the random numbers are most of a call: one fits.
+    monkeypatch.setattr(kept_calls, "MAX_BYTES", 40_000)
     diagnosis = diagnosed(Net(torch.log), *map(batch, range(4)))
     assert diagnosis.certainty == "partial"
     assert "3 of the calls of this step were not kept" in diagnosis.reasons[0]

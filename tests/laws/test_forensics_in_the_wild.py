@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, MutableMapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import gradsurgeon
+from gradsurgeon.runtime.kept_step import Fingerprint, HostRandom
 
 INF, NAN = float("inf"), float("nan")
 
@@ -459,11 +461,16 @@ def test_attributes_of_python_and_numpy_are_as_they_were() -> None:
 class Mapped(nn.Module):
     """Maps a module over its batch."""
 
+    average: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        # All that comes out is NaN.
+        self.register_buffer("average", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.average = self.average.lerp(x.mean(0), 0.1)
         rows: Tensor = torch.func.vmap(lambda row: self.linear(row).sum())(x)
         return (-rows.abs()).sqrt()
 
@@ -624,3 +631,181 @@ def test_calls_are_let_go_of_at_the_last_update_or_at_the_next_call(several: boo
             model(batch())
         kept.append(alive() is not None)
     assert kept == ([True, True, False, True, False] if several else [True, False, False, False])
+
+
+# What cannot be written.
+
+
+class Frozen(MutableMapping[str, int]):
+    """A configuration that nobody may write to."""
+
+    def __getitem__(self, key: str) -> int:
+        return {"width": 1}[key]
+
+    def __setitem__(self, key: str, value: int = 0) -> None:
+        raise TypeError("this configuration is read-only")
+
+    def __delitem__(self, key: str) -> None:
+        raise TypeError("this configuration is read-only")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["width"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class OnlyGrows(deque[int]):
+    def clear(self) -> None:
+        raise TypeError("it only grows")
+
+
+class Counts(Net):
+    """Counts its calls in an attribute that is put back after another one."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__(torch.log)
+        self.held, self.calls = held, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls[0] += 1
+        if isinstance(self.held, OnlyGrows):
+            self.held.append(1)
+        return super().forward(x)
+
+
+_LEFT = (
+    "the replay has changed what could not be put back, and the training goes on with it: held (TypeError: it only "
+    "grows)"
+)
+
+
+@pytest.mark.parametrize(
+    ("held", "reasons"),
+    [
+        (lambda: np.frombuffer(b"abcd", dtype=np.uint8), ()),
+        (lambda: [np.broadcast_to(np.ones(1), (2, 3)), {"more": Frozen()}], ()),
+        (lambda: MappingProxyType({"a": [1]}), ()),
+        (OnlyGrows, (_LEFT,)),
+    ],
+)
+def test_what_cannot_be_written_stops_no_other_attribute_from_being_put_back(
+    held: Callable[[], Any], reasons: tuple[str, ...]
+) -> None:
+    torch.manual_seed(0)
+    model = Counts(held())
+    diagnosis = diagnosed(model, batch())
+    assert model.calls == [1]
+    assert (diagnosis.operation, diagnosis.reasons) == ("aten.log", reasons)
+    assert diagnosis.certainty == ("partial" if reasons else "reproduced")
+
+
+# What is held meanwhile.
+
+
+def test_the_sample_of_a_part_holds_no_more_than_the_part() -> None:
+    whole = torch.zeros(64, 1000)
+    for part in (whole[:, 0], whole[1], whole[2:3].t()):
+        kept = Fingerprint.of(part)
+        assert kept.sample.untyped_storage().nbytes() == part.nbytes
+        assert kept.is_like(Fingerprint.of(part.clone()))
+    small = torch.zeros(4)
+    assert Fingerprint.of(small).sample.data_ptr() == small.data_ptr()
+
+
+# How sure it is.
+
+
+class NegativeRoot(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (-x.square()).sqrt()
+
+
+class Drops(nn.Module):
+    """Leaves blocks out by chance."""
+
+    def __init__(self, chance: Callable[[], float], *, finite: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(NegativeRoot() for _ in range(4))
+        self.first, self.chance, self.finite = nn.Linear(4, 4), chance, finite
+        self.ran: list[int] = []
+
+    def forward(self, x: Tensor) -> Any:
+        out = self.first(x)
+        for number, block in enumerate(self.blocks):
+            if self.chance() >= 0.7:
+                self.ran.append(number)
+                out = block(out)
+        return {"out": out, "first": self.first(x).detach() if self.finite else None}
+
+
+_NOTHING = (
+    "nothing finite has come out of the call that the replay could be compared with: whatever ends in NaN looks "
+    "alike, such as a replay whose state in Python has moved on"
+)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize("seed", [0, 1, 8])
+@pytest.mark.parametrize("chance", [random.random, np.random.random])
+def test_random_numbers_of_python_and_numpy_are_those_of_the_step(
+    chance: Callable[[], float], seed: int, finite: bool
+) -> None:
+    torch.manual_seed(0)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 # what scripts draw from
+    model = Drops(chance, finite=finite)
+    before = HostRandom.now()
+    diagnosis = diagnosed(model, batch(), loss=lambda out: mean(out["out"]))
+    after = chance()
+    before.set()
+    # The call has drawn four, and the replay none.
+    assert [chance() for _ in range(5)][-1] == after
+    assert (diagnosis.operation, diagnosis.module) == ("aten.sqrt", f"blocks.{model.ran[0]}")
+    assert diagnosis.reasons == (() if finite else (_NOTHING,))
+
+
+class Scales(nn.Module):
+    """Counts in a buffer, and grows by an attribute that each call moves on."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 2), 1e30
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.layer(x) * self.scale
+        self.scale *= 1e10
+        return torch.square(hidden)
+
+
+def test_a_count_of_calls_is_no_evidence() -> None:
+    torch.manual_seed(0)
+    diagnosis = diagnosed(Scales(), batch())
+    assert (diagnosis.certainty, diagnosis.reasons[0]) == ("partial", _NOTHING)
+
+
+@pytest.mark.parametrize("layers", [nn.BatchNorm1d, nn.LayerNorm])
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_running_mean_is_evidence(layers: type[nn.Module], calls: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), layers(4), Drops(lambda: 1.0, finite=False))
+    diagnosis = diagnosed(model, *map(batch, range(calls)), loss=lambda out: mean(out["out"]))
+    assert diagnosis.micro_batch == 1
+    assert diagnosis.reasons == (() if layers is nn.BatchNorm1d else (_NOTHING,))
+
+
+def test_a_running_mean_that_is_another_is_no_evidence() -> None:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(4, 4), norm, Drops(lambda: 1.0, finite=False))
+    diagnosis = diagnosed(
+        model,
+        batch(),
+        loss=lambda out: mean(out["out"]),
+        before_step=lambda: [buffer.add_(1) for buffer in norm.buffers()],
+    )
+    assert diagnosis.reasons == (_NOTHING,)
