@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import os
 import stat
@@ -120,6 +122,8 @@ class _Reader:
             self._doubts.append(
                 "the bundle has no weights: those of the model as it was built were taken"
             )
+        code = document.get("code")
+        self._code: Mapping[str, Any] = code if isinstance(code, dict) else {}
         scale = document["scale"]
         failed = FailedStep(
             [self._call(entry, weights or {}) for entry in document["calls"]],
@@ -145,6 +149,7 @@ class _Reader:
             )
         there = {key: self._tensor(value) for key, value in weights.get(name, {}).items()}
         _check(module, there)
+        self._doubts += _other_code(module, self._code.get(name))
         if entry["written"]:
             self._doubts.append("an input was written to after the call")
         return KeptCall(
@@ -249,6 +254,56 @@ def _check(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     ]
     shown = "\n  ".join(sorted(problems)[:8])
     raise GradSurgeonError(f"this is not the model of the bundle:\n  {shown}")
+
+
+def code_of(module: nn.Module) -> dict[str, list[str]]:
+    """Return the name of the class of each module, and a hash of what it is written as beside classes of torch.
+
+    The hash is empty where the source is not there.
+    """
+    named = dict(module.named_modules())
+    codes = {kind: _code_of(kind) for kind in set(map(type, named.values()))}
+    return {name: codes[type(inner)] for name, inner in named.items()}
+
+
+def _code_of(kind: type) -> list[str]:
+    # `fully_shard` puts a class of its own before that of the script.
+    classes = [one for one in kind.__mro__ if not one.__module__.startswith("torch.distributed.")]
+    own = [one for one in classes if one.__module__.partition(".")[0] not in ("torch", "builtins")]
+    try:
+        sources = "".join(map(inspect.getsource, own))
+    except (OSError, TypeError):
+        return [classes[0].__qualname__, ""]
+    return [classes[0].__qualname__, hashlib.sha256(sources.encode()).hexdigest()[:16]]
+
+
+def _other_code(module: nn.Module, told: Any) -> Iterator[str]:
+    """Yield why the code of a model may be another than that of the bundle."""
+    if not isinstance(told, dict):
+        yield "the bundle does not tell the code of its model: that of this one may be another"
+        return
+    here = code_of(module)
+    for name in sorted(here.keys() | told.keys()):
+        shown = f"module {printable(name[:_LONGEST])}" if name else "the root"
+        if name not in here or name not in told:
+            place = "bundle" if name in told else "model"
+            yield f"this is not the model of the bundle: {shown} is in the {place} alone"
+        elif here[name] == told[name] and here[name][1]:
+            continue
+        else:
+            (kind, source), (kind_then, source_then) = here[name], told[name]
+            then = printable(str(kind_then)[:_LONGEST])
+            if kind == then and not (source and source_then):
+                yield f"the source of {shown} ({kind}) is not there, and may be another than in the bundle"
+            else:
+                how = (
+                    f"is of the class {kind}, and of {then} in the bundle"
+                    if kind != then
+                    else f"({kind}) is written otherwise"
+                )
+                yield f"this is not the model of the bundle: {shown} {how}"
+        # One is enough to doubt it.
+        return
 
 
 def _casts(module: nn.Module, entries: Mapping[str, Any]) -> Iterator[tuple[str, Cast]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradsurgeon import _torch
 from gradsurgeon.diagnosis import Diagnosis
-from gradsurgeon.forensics.bundle_reading import FORMAT, JSON, TENSORS
+from gradsurgeon.forensics.bundle_reading import FORMAT, JSON, TENSORS, code_of
 from gradsurgeon.runtime.kept_step import (
     FailedStep,
     HostRandom,
@@ -98,6 +98,11 @@ def write(failed: FailedStep, diagnosis: Diagnosis, folder: Path) -> Path:
         "diagnosis": str(diagnosis),
         "calls": [_call(call, tensors) for call in failed.calls],
         "weights": _weights(failed, tensors),
+        "code": {
+            call.name: code_of(module)
+            for call in failed.calls
+            if (module := call.module()) is not None
+        },
     }
     if tensors.lost:
         raise NotWrittenError(f"the model was given {tensors.lost[0]}, {_HOLDS}")

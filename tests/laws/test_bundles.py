@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -187,7 +190,19 @@ def test_what_is_damaged_is_refused(
 
 @pytest.mark.parametrize(
     "key",
-    ["calls", "torch", "step", "weights", "passes", "scale", "losses", "modules", "bad", "device"],
+    [
+        "calls",
+        "torch",
+        "step",
+        "weights",
+        "passes",
+        "scale",
+        "losses",
+        "modules",
+        "bad",
+        "device",
+        "code",
+    ],
 )
 @pytest.mark.parametrize("value", [{"a": 1}, [[]], "x", -1, None])
 def test_hostile_entries_end_in_an_error_or_a_diagnosis(
@@ -328,3 +343,93 @@ def test_a_device_that_is_not_there(home: Path, made: tuple[NonFiniteGradientErr
     assert done.returncode == 2
     assert done.stderr.startswith("gradsurgeon: --device nowhere\\x1b: ")
     assert len(done.stderr.splitlines()) == 1
+
+
+_OTHER = "this is not the model of the bundle: "
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("* scale).log()", "* scale).sqrt()", "the root (Net) is written otherwise"),
+        ("class Net", "class Web", "the root is of the class Web, and of Net in the bundle"),
+        ("nn.Dropout(0.5)", "nn.Dropout1d(0.5)", "the root (Net) is written otherwise"),
+    ],
+)
+def test_a_model_of_the_same_shapes_and_other_code_is_doubted(
+    made: tuple[NonFiniteGradientError, Path], tmp_path: Path, old: str, new: str, said: str
+) -> None:
+    place = tmp_path / "other_net.py"
+    code = MODEL.replace(old, new)
+    place.write_text(code.replace("Net(", "Web(") if "Web" in code else code)
+    spec = importlib.util.spec_from_file_location("other_net", place)
+    assert spec is not None
+    assert spec.loader is not None
+    other = importlib.util.module_from_spec(spec)
+    sys.modules["other_net"] = other
+    try:
+        spec.loader.exec_module(other)
+        again = gradsurgeon.replay(made[1], other.build())
+    finally:
+        del sys.modules["other_net"]
+    assert again.certainty != "reproduced"
+    assert again.reasons[0] == _OTHER + said
+
+
+def test_a_layer_of_another_kind_is_doubted(
+    net: Any, made: tuple[NonFiniteGradientError, Path]
+) -> None:
+    model = net.build()
+    model.drop = nn.AlphaDropout(0.5)
+    again = gradsurgeon.replay(made[1], model)
+    assert (
+        again.reasons[0]
+        == f"{_OTHER}module drop is of the class AlphaDropout, and of Dropout in the bundle"
+    )
+    model = net.build()
+    model.drop.extra = nn.Identity()
+    again = gradsurgeon.replay(made[1], model)
+    assert (again.certainty, again.reasons) == (
+        "partial",
+        (f"{_OTHER}module drop.extra is in the model alone",),
+    )
+
+
+def test_a_bundle_that_tells_no_code_is_doubted(
+    net: Any, made: tuple[NonFiniteGradientError, Path], tmp_path: Path
+) -> None:
+    place = shutil.copytree(made[1], tmp_path / "copy")
+    document = json.loads((place / "bundle.json").read_text())
+    for code, said in (
+        (None, "the bundle does not tell the code of its model: that of this one may be another"),
+        (
+            {".": {**document["code"]["."], "": ["Net", ""]}},
+            "the source of the root (Net) is not there, and may be another than in the bundle",
+        ),
+    ):
+        (place / "bundle.json").write_text(json.dumps({**document, "code": code}))
+        again = gradsurgeon.replay(place, net.build())
+        assert (again.certainty, again.operation, again.reasons) == ("partial", "aten.log", (said,))
+
+
+def test_random_numbers_of_python_and_numpy_are_in_it(net: Any, tmp_path: Path) -> None:
+    model = net.build()
+    drawn: list[float] = []
+
+    def draw(_module: nn.Module, given: Any) -> Any:
+        # An odd number of normal ones: the next is waiting.
+        normal = random.gauss() + np.random.normal()  # noqa: NPY002 # what scripts draw from
+        drawn.append(random.random() + np.random.random() + normal)  # noqa: NPY002 # the same
+        return (given[0] * drawn[-1],)
+
+    hook = model.first.register_forward_pre_hook(draw)
+    error = fail(model, record=tmp_path / "run")
+    hook.remove()
+    assert error.bundle is not None
+    model = net.build()
+    model.first.register_forward_pre_hook(draw)
+    random.seed(5)
+    again = gradsurgeon.replay(error.bundle, model)
+    assert drawn[-1] == drawn[-2]
+    assert again.certainty == "reproduced"
+    assert random.random() == random.Random(5).random()
