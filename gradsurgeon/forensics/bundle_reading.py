@@ -177,6 +177,7 @@ class _Reader:
             grads={_path(path): self._tensor(grad) for path, grad in entry["grads"]},
             number=int(entry["number"]),
             compiled=bool(entry["compiled"]),
+            differentiated=bool(entry.get("differentiated")),
             casts=dict(_casts(module, entry.get("casts", {}))),
             weights=there,
             training={str(key): bool(value) for key, value in entry["training"].items()},

@@ -157,6 +157,7 @@ def _call(call: KeptCall, tensors: _Tensors) -> dict[str, Any]:
         != {p: _torch.writes(t) for p, t in tensors_in([call.args, call.kwargs])},
         "number": call.number,
         "compiled": call.compiled,
+        "differentiated": call.differentiated,
         "casts": {
             name: [*map(_dtype, (cast.inputs, cast.outputs)), cast.moves]
             for name, cast in call.casts.items()

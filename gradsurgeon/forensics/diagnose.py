@@ -44,6 +44,10 @@ _FINITE = (
     "all gradients are finite in the replay: the script has changed them after backward or made them without the "
     "forward pass of the model, it takes random numbers from elsewhere, or it was a fault of the machine"
 )
+_DIFFERENTIATED = (
+    "the script took gradients of the model with create_graph=True, as for a gradient penalty, and what goes back "
+    "through these (double backward) cannot be run again: look at the penalty, such as at the root of a norm of 0"
+)
 _FINITE_NOW = (
     "what came out of the call was not finite, and in the replay it is: a fault of the machine, a race, or state "
     "in Python that has moved on"
@@ -104,6 +108,8 @@ def diagnose(
     blamed = _search(failed, reasons)
     if blamed is None:
         finite = _FINITE_HERE if failed.together else _FINITE
+        if any(call.differentiated for call in failed.calls):
+            finite = _DIFFERENTIATED
         return replace(blank, reasons=tuple(dict.fromkeys(reasons)) or (finite,))
     replayed, source = blamed
     if debugger and isinstance(source, Birth):

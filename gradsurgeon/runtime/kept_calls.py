@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from gradsurgeon.runtime.kept_step import (
     KeptLoss,
 )
 from gradsurgeon.runtime.parameters import Place
+from gradsurgeon.runtime.running_passes import asked_for
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 
@@ -218,6 +219,12 @@ class KeptCalls:
                 self.losses[self.passes + 1] = loss
 
     def _keep(self, call: weakref.ref[KeptCall], path: Path, number: int, grads: Any) -> None:
+        if (asked := asked_for()) is not None and (differentiated := call()) is not None:
+            # It is on inside of a pass that makes a graph.
+            makes_graph = torch.is_grad_enabled()
+            differentiated.differentiated |= makes_graph
+            if self._trains_nothing(asked, makes_graph=makes_graph):
+                return
         if self._begins:
             self._begins = False
             self.passes += 1
@@ -226,10 +233,21 @@ class KeptCalls:
             return
         with self.spared():
             # Of several passes through one output the sum, as it reaches the parameters.
+            grad = grad.detach()
             kept.grads[path] = kept.grads[path] + grad if path in kept.grads else grad
             kept.number = kept.number or self.passes
             kept.bytes += grad.numel() * grad.element_size()
             self._shorten()
+
+    def _trains_nothing(self, asked: Sequence[Any], *, makes_graph: bool) -> bool:
+        """Tell whether what a pass of `torch.autograd.grad` returns is no gradient to update with.
+
+        What it returns of a tensor that is no leaf may be sent on to parameters.
+        """
+        params = set(map(id, self._context.parameters.params()))
+        return not any(id(one) in params for one in asked) and (
+            makes_graph or all(isinstance(one, Tensor) and one.is_leaf for one in asked)
+        )
 
     def _shorten(self) -> None:
         if self.losses and self._bytes() > MAX_BYTES:

@@ -143,6 +143,7 @@ class KeptCall:
         training: by name, whether each module was in training, where that may have changed.
         compiled: whether compiled code was run.
         host: state of the random numbers of Python and numpy.
+        differentiated: whether `torch.autograd.grad` went through it and made a graph, as for a gradient penalty.
         iterators: the types of the iterators among the arguments, which a replay would take from the script.
         casts: by name of a module, what `fully_shard` does around its forward pass, where its hooks are off.
     """
@@ -164,6 +165,7 @@ class KeptCall:
     training: Mapping[str, bool] = field(default_factory=dict)
     compiled: bool = False
     host: HostRandom = HostRandom()
+    differentiated: bool = False
     iterators: tuple[str, ...] = ()
     casts: Mapping[str, Cast] = field(default_factory=dict)
 

@@ -809,3 +809,70 @@ def test_a_running_mean_that_is_another_is_no_evidence() -> None:
         before_step=lambda: [buffer.add_(1) for buffer in norm.buffers()],
     )
     assert diagnosis.reasons == (_NOTHING,)
+
+
+# Gradients that the script takes for itself.
+
+_PENALTY = (
+    "the script took gradients of the model with create_graph=True, as for a gradient penalty, and what goes back "
+    "through these (double backward) cannot be run again: look at the penalty, such as at the root of a norm of 0"
+)
+
+
+def with_own_gradients(
+    act: Callable[[Tensor], Tensor], use: Callable[[nn.Module, Tensor], Tensor]
+) -> gradsurgeon.Diagnosis:
+    torch.manual_seed(0)
+    model = Net(act)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=optimizer),
+        pytest.raises(gradsurgeon.NonFiniteGradientError) as caught,
+    ):
+        use(model, batch().requires_grad_()).backward()
+        optimizer.step()
+    diagnosis = caught.value.diagnosis
+    assert isinstance(diagnosis, gradsurgeon.Diagnosis)
+    return diagnosis
+
+
+def penalty(model: nn.Module, x: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return mean(model(x.detach())) + (grad * 0).square().sum(1).sqrt().mean()
+
+
+def attack(model: nn.Module, x: Tensor) -> Tensor:
+    # Only the second call has what cannot be taken a logarithm of.
+    (grad,) = torch.autograd.grad(model(x * 0).sum() / 0, x)
+    assert not bool(grad.isfinite().all())
+    return mean(model(x.detach()))
+
+
+def by_hand(model: nn.Module, x: Tensor) -> Tensor:
+    params = list(model.parameters())
+    grads = torch.autograd.grad(mean(model(x)), params, create_graph=True)
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad.detach()
+    return mean(model(x)) * 0
+
+
+def test_a_gradient_penalty_is_said_not_to_be_run_again() -> None:
+    diagnosis = with_own_gradients(torch.tanh, penalty)
+    assert (diagnosis.certainty, diagnosis.where) == ("not reproduced", "")
+    assert diagnosis.reasons == (_PENALTY,)
+
+
+def test_gradients_of_inputs_alone_are_no_gradients_of_the_step() -> None:
+    act = lambda x: torch.where(x.detach().std(0).min() > 0.01, x.log(), x)  # noqa: E731
+    diagnosis = with_own_gradients(act, attack)
+    assert brief(diagnosis)[:5] == ("reproduced", "NaN", "forward", "body", "aten.log")
+    # That of the attack has fed nothing, and is no backward pass of the step.
+    assert (diagnosis.micro_batch, diagnosis.micro_batches) == (1, 1)
+
+
+@pytest.mark.parametrize("use", [penalty, by_hand])
+def test_what_such_a_model_has_made_itself_is_blamed(
+    use: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    diagnosis = with_own_gradients(torch.log, use)
+    assert brief(diagnosis)[1:5] == ("NaN", "forward", "body", "aten.log")
