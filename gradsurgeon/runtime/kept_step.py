@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,13 +70,12 @@ class HostRandom:
 
     @classmethod
     def now(cls) -> HostRandom:
-        numpy = sys.modules.get("numpy.random")
-        return cls(random.getstate(), None if numpy is None else numpy.get_state(legacy=False))
+        return cls(random.getstate(), _state_of_numpy())
 
     @property
     def nbytes(self) -> int:
         return 36 * (0 if self.python is None else len(self.python[1])) + (
-            0 if self.numpy is None else 4 * 625
+            0 if self.numpy is None else _MT19937_BYTES
         )
 
     def set(self) -> None:
@@ -83,6 +83,28 @@ class HostRandom:
             random.setstate(self.python)
         if self.numpy is not None and (numpy := sys.modules.get("numpy.random")) is not None:
             numpy.set_state(self.numpy)
+
+
+# The state of numpy that was read last, with the memory that it was read from.
+_read: tuple[bytes, Mapping[str, Any]] | None = None
+_MT19937_BYTES = 4 * 625
+
+
+def _state_of_numpy() -> Mapping[str, Any] | None:
+    """Return the state of the random numbers of numpy, read anew only where some were drawn: that takes long."""
+    global _read  # noqa: PLW0603 # as the random numbers are there once
+    numpy = sys.modules.get("numpy.random")
+    if numpy is None:
+        return None
+    generator = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
+    if generator is None or type(generator).__name__ != "MT19937":
+        state: Mapping[str, Any] = numpy.get_state(legacy=False)
+        return state
+    memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    # A normal number that waits is kept elsewhere, and taking it moves nothing here.
+    if _read is None or _read[0] != memory or _read[1]["has_gauss"]:
+        _read = memory, numpy.get_state(legacy=False)
+    return _read[1]
 
 
 class Buffers:

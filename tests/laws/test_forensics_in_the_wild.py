@@ -876,3 +876,15 @@ def test_what_such_a_model_has_made_itself_is_blamed(
 ) -> None:
     diagnosis = with_own_gradients(torch.log, use)
     assert brief(diagnosis)[1:5] == ("NaN", "forward", "body", "aten.log")
+
+
+def test_the_state_of_numpy_is_never_an_earlier_one() -> None:
+    np.random.seed(0)  # noqa: NPY002 # what scripts draw from
+    states = []
+    for _ in range(4):
+        states.append(HostRandom.now())
+        np.random.normal()  # noqa: NPY002 # every other one waits from the draw before
+    after = np.random.normal()  # noqa: NPY002 # the fifth
+    for number, state in enumerate(states):
+        state.set()
+        assert [np.random.normal() for _ in range(5 - number)][-1] == after  # noqa: NPY002 # the same
