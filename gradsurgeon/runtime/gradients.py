@@ -113,9 +113,15 @@ class Gradients:
         shared = [False] * len(grads) if sharded else _torch.share_storage(grads)
         for tensor, grad, is_shared in zip(fresh, grads, shared, strict=True):
             editable = grad
-            # A gradient with a graph (`create_graph=True`) is a value that the graph still needs.
-            if is_shared or observing or tensor in twice or grad.requires_grad:
+            if observing:
                 editable = grad.detach().clone()
+            elif grad.requires_grad:
+                # With a graph (`create_graph=True`) it is a value that the graph still needs. Optimizers of second
+                # order differentiate it: the copy keeps the graph, so they get the Hessian of the loss.
+                with torch.enable_grad():
+                    editable = grad.clone()
+            elif is_shared or tensor in twice:
+                editable = grad.clone()
             if sharded:
                 # A bound on addends is no bound on their sum.
                 editable = _dist.settled(editable)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -184,6 +185,70 @@ def test_an_edit_of_a_gradient_with_a_graph_keeps_the_graph() -> None:
     assert model.weight.grad is not None
     assert torch.equal(model.weight.grad, 3 * first)
     model.weight.grad = None
+
+
+class SecondOrder(torch.optim.SGD):
+    """Differentiates the gradients that it is given, as AdaHessian and Sophia do."""
+
+    def step(self, closure: Any = None) -> None:
+        params = [param for group in self.param_groups for param in group["params"]]
+        grads = [param.grad for param in params]
+        products = torch.autograd.grad(grads, params, [torch.ones_like(param) for param in params])
+        with torch.no_grad():
+            for param, grad, product in zip(params, grads, products, strict=True):
+                param.sub_(0.1 * grad / (1 + product.abs()))
+
+
+SECOND_ORDER: dict[str, tuple[dict[str, object], Callable[[list[Tensor]], object]]] = {
+    "clamp that changes nothing": (
+        {"action": "clamp", "min": -100.0, "max": 100.0},
+        lambda grads: grads,
+    ),
+    "clamp": (
+        {"action": "clamp", "min": -0.01, "max": 0.01},
+        lambda grads: [grad.clamp_(-0.01, 0.01) for grad in grads],
+    ),
+    "scale": (
+        {"action": "scale", "factor": 0.5},
+        lambda grads: [grad.mul_(0.5) for grad in grads],
+    ),
+    "zero": ({"action": "zero"}, lambda grads: [grad.zero_() for grad in grads]),
+    "clip-norm": (
+        {"action": "clip-norm", "max_norm": 0.125, "per": "parameter"},
+        lambda grads: [grad.mul_((0.125 / (grad.norm() + 1e-6)).clamp(max=1.0)) for grad in grads],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("name", SECOND_ORDER)
+@pytest.mark.parametrize("passes", [1, 2], ids=["one pass", "accumulated"])
+def test_an_optimizer_of_second_order_gets_the_hessian_that_an_edit_by_hand_leaves(
+    name: str, passes: int
+) -> None:
+    options, edit = SECOND_ORDER[name]
+
+    def train(*, by_rule: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        optimizer, x = SecondOrder(model.parameters(), lr=0.1), torch.randn(2, 3)
+        if by_rule:
+            gradsurgeon.apply(model, rules(options, "step"))
+        for _ in range(3):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                model(x).square().sum().backward(create_graph=True)
+            if not by_rule:
+                with torch.no_grad():
+                    edit([param.grad for param in model.parameters() if param.grad is not None])
+            optimizer.step()
+        if by_rule:
+            gradsurgeon.remove(model)
+        model.zero_grad()
+        return [param.detach() for param in model.parameters()]
+
+    for expected, got in zip(train(by_rule=False), train(by_rule=True), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0.0)
 
 
 def test_autograd_grad_is_left_alone_with_one_notice() -> None:
