@@ -80,8 +80,10 @@ class Tally:
     altered: int = 0
     counters: dict[torch.device, Tensor] = field(default_factory=dict)
     last_step: int | None = None
-    # Steps in which it was due, as long as it has not fired.
+    # As long as it has not fired: the steps in which it was due, the last of them, and why it did not fire.
     quiet: int = 0
+    quiet_step: int = -1
+    cause: str = ""
     warnings: list[str] = field(default_factory=list)
 
     def status(self) -> RuleStatus:
@@ -321,19 +323,38 @@ class EventLog:
             self._flags.send()
 
     def note_due(self, rule: str, step: int, cause: Callable[[], str]) -> None:
+        """Say early that a rule does not fire; only the end tells whether it never did.
+
+        Several optimizers come to a step of the same number, which counts once.
+        """
         tally = self._tallies[rule]
         with self._lock:
-            tally.quiet += not tally.fired
-            news = not tally.fired and tally.quiet == _QUIET_STEPS and self._has_to_fire(rule)
+            if tally.fired or step <= tally.quiet_step:
+                return
+            tally.quiet, tally.quiet_step = tally.quiet + 1, step
+            news = tally.quiet == _QUIET_STEPS and self._has_to_fire(rule)
         if news:
-            text = f"was due in {_QUIET_STEPS} steps and never fired: {cause()}"
-            self.emit("never-fired", text, rule=rule, step=step, warn=True)
+            tally.cause = cause()
+            text = f"was due in {_QUIET_STEPS} steps and has not fired yet: {tally.cause}"
+            self.emit("notice", text, rule=rule, step=step, warn=True)
 
-    def never_fired(self) -> list[tuple[str, bool]]:
-        """Return the rules that bound to something and never fired, and whether they were due."""
+    def note_cause(self, rule: str, cause: str) -> None:
+        """Keep why a rule does not fire, for the end."""
+        self._tallies[rule].cause = cause
+
+    def cause(self, rule: str) -> str:
+        """Return why a rule has not fired, empty if that has not been asked, or if it has fired."""
+        tally = self._tallies[rule]
+        return "" if tally.fired else tally.cause
+
+    def never_fired(self) -> list[tuple[str, int, str]]:
+        """Return the rules that bound to something and never fired, in how many steps they were due, and the cause.
+
+        The cause is empty for a rule that was due in too few steps to ask.
+        """
         tallies = self._tallies.items()
         return [
-            (rule, tally.quiet > 0)
+            (rule, tally.quiet, tally.cause)
             for rule, tally in tallies
             if tally.matched and not tally.fired and self._has_to_fire(rule)
         ]

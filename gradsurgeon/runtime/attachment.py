@@ -103,8 +103,8 @@ class Attachment:
             try:
                 self.context.flags.close()
                 self.controller.model.compare(closing=True)
-                for rule, due in self.context.event_log.never_fired():
-                    text = f"{self.controller.why_never(due=due)} until the end"
+                for rule, due, cause in self.context.event_log.never_fired():
+                    text = self.controller.why_never(due, cause)
                     self.context.event_log.emit("never-fired", text, rule=rule, step=self.step)
                 for of, loss in self.controller.losses.never_given():
                     text = f"no gradsurgeon.backward gave the loss {printable(loss)} until the end"

@@ -18,6 +18,8 @@ from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.running_passes import RunningPass, lock, running_passes, threads
 from gradsurgeon.runtime.training_events import BackwardPass, TrainingEvents
 
+_SETTLED = 4  # passes; by then most optimizers have stepped
+
 
 @dataclass(slots=True, eq=False)
 class Seen:
@@ -66,6 +68,8 @@ class BackwardWatch:
         self._accumulation = _torch.Accumulation()
         # Whether rules at `backward` may wait for the end of a pass.
         self._is_waited_for = True
+        # How many have been looked at.
+        self._passes = 0
 
     def is_training(self, param: Tensor) -> bool:
         """Tell a `backward()` from a `torch.autograd.grad()`; asked once per pass."""
@@ -151,6 +155,8 @@ class BackwardWatch:
                 tensors = self._changed(before)
             else:
                 tensors = set(self._context.parameters.grads(sorted(reached))[0])
+            if reached is None:
+                self._look_for_dropped(running)
         seen = self._take_seen(reached)
         order = tuple(dict.fromkeys(seen.order))
         if order:
@@ -176,6 +182,26 @@ class BackwardWatch:
                 held={t: flag for t, flag in before.held.items() if t in tensors},
             )
         )
+
+    def _look_for_dropped(self, running: RunningPass) -> None:
+        """Tell of gradients that hooks of the script have dropped, as optimizers do that update inside backward.
+
+        A walk over the graph is too much for every pass: they are looked for ever more seldom.
+        """
+        self._passes += 1
+        if self._passes & (self._passes - 1):
+            return
+        params, param = self._context.parameters, self._context.parameters.param
+        lacking = {
+            tensor
+            for tensor in self._watched
+            if (p := param(tensor)) is not None and p.requires_grad and p.grad is None
+            if any(
+                not type(hook).__module__.startswith("gradsurgeon.") for hook in _torch.hooks_of(p)
+            )
+        }
+        if lacking and (dropped := lacking.intersection(params.owned(running.graph.leaves()))):
+            self._events.gradients_dropped(dropped, certain=self._passes >= _SETTLED)
 
     def failed(self, running: RunningPass) -> None:
         """Let rules act on what a pass has left that has raised; forget what hooks have seen of it."""

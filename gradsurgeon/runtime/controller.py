@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -23,11 +24,12 @@ from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import (
+    UnownedParams,
     awaits_sum,
     count_due_rules,
     count_passes,
+    note_dropped_gradients,
     warn_of_missing_pass,
-    warn_of_unowned_params,
 )
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
@@ -42,8 +44,6 @@ from gradsurgeon.runtime.training_events import BackwardPass, Logged, Step, Step
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
-# By then the optimizers of most scripts have stepped; others are looked for.
-_SETTLED = 3
 _NOT_MET = (
     "the optimizer {kind} holds no parameter of the model, or skips the constructor of "
     "torch.optim.Optimizer, so that torch calls no hook when it steps: name the optimizer that it wraps"
@@ -74,6 +74,7 @@ class Controller:
         # Whether backward passes came and no update has followed yet.
         self._unstepped = False
         self._steps = 0
+        self._unowned = UnownedParams(context)
         # The tensors that had a gradient before the hooks went on.
         self._early: set[int] = set()
         # One that the last pass has reached.
@@ -138,7 +139,7 @@ class Controller:
         self._unstepped |= bool(done.tensors)
         self._last = done.tensors[:1] or self._last
         self._early.clear()
-        self.model.arrived(done)
+        self.model.arrived.update(done.tensors)
         self._edits.arrived(done.tensors)
         context.flags.passed()
         # Whose step this pass feeds decides which counter its records go by.
@@ -199,7 +200,7 @@ class Controller:
         counter, context = step.counter, self.context
         if took_place:
             self.spikes.update(counter)
-            count_due_rules(context, counter, self._module_counters.of, owned=self.steps.owned)
+            self._count_due_rules(counter)
             if not step.inside:  # the hooks on this very gradient may still be running
                 self.model.after_step(counter)
         self.spikes.forget(counter)
@@ -207,11 +208,11 @@ class Controller:
         self.tensor_hooks.missed(counter)
         counter.tick()
         self._kept.updated(is_last=not (step.inside or self._is_awaited()))
-        self._unstepped = False
         self._steps += 1
-        if self._steps == _SETTLED and self.steps.owned:
-            self._tell_of_unowned()
         self._lead_common(counter)
+        if self._unstepped and self.steps.owned:  # once per pass, however many optimizers step
+            self._tell_of_unowned()
+        self._unstepped = False
         context.recorder.end_step()
 
     def step_skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
@@ -221,6 +222,11 @@ class Controller:
             self.context.flags.forget(counter)
             # No rule at the step point could fire in a step that did not take place.
             self.step_finished(Step(counter), took_place=False)
+
+    def gradients_dropped(self, tensors: AbstractSet[int], *, certain: bool) -> None:
+        counters = self.context.counters
+        unseen = {t for t in tensors if counters[t] is counters.common or not counters[t].begun}
+        note_dropped_gradients(self.context, unseen, warn=certain)
 
     def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return the gradients by which a micro-batch is told from a step, and a sum from its addends."""
@@ -256,14 +262,25 @@ class Controller:
                     self.step_skipped_by_scaler(owner.counter, scale)
         self.context.event_log.raise_raised()
 
-    def why_never(self, *, due: bool) -> str:
+    def why_never(self, due: int, cause: str) -> str:
+        """Return what to say in the end of a rule that was due in some steps and did not fire for a cause, if known."""
+        if cause:
+            return (
+                f"was due in {due} steps and never fired: {cause}"
+                if due
+                else f"never fired: {cause}"
+            )
         if due:
-            return "was due and never fired"
+            return "was due and never fired until the end"
         if self._unstepped:
-            return "never fired: gradients came, but no optimizer that owns them ever stepped"
+            return "never fired: gradients came, but no optimizer that owns them ever stepped until the end"
         if not self._steps:
-            return "never fired: no gradient reached a parameter, and nothing was updated"
-        return "was never due"
+            return "never fired: no gradient reached a parameter, and nothing was updated until the end"
+        return "was never due until the end"
+
+    def _count_due_rules(self, counter: StepCounter) -> None:
+        of, arrived = self._module_counters.of, self.model.arrived
+        count_due_rules(self.context, counter, of, owned=self.steps.owned, arrived=arrived)
 
     def _is_by_hand(self) -> bool:
         return self.manual.active or not self.expects_update()
@@ -324,9 +341,11 @@ class Controller:
         counter = step.counter
         if counter.passes or self.manual.active:
             return
-        early, self._early = self._early, set()
         having, _ = self.context.parameters.grads(counter.tensors)
-        if not early.isdisjoint(having):
+        # The parameters of other optimizers wait for the updates of these.
+        early = self._early.intersection(having)
+        self._early -= early
+        if early:
             # A fused optimizer gets them with the scale, any other without.
             done = BackwardPass(tuple(having), scale=step.scale)
             for owner, snapshot in after_pass(self.context, done).items():
@@ -342,13 +361,13 @@ class Controller:
             # An optimizer that takes over from a hand-written update goes on with its count.
             counters.start = counter.step
         elif common.step < counter.step:
-            count_due_rules(self.context, common, self._module_counters.of, owned=self.steps.owned)
+            self._count_due_rules(common)
             self.traps.done(common)
             common.step = counter.step
 
     def _tell_of_unowned(self) -> None:
         """Say what no optimizer updates, after a last search for one that has not stepped yet."""
-        params = self.context.parameters.params(self.model.unowned())
-        if params:
+        if settled := self._unowned.add(self.model.unowned()):
+            params = self.context.parameters.params(settled)
             self.steps.search(param for param in params if param is not None)
-            warn_of_unowned_params(self.context, self.model.unowned())
+        self._unowned.tell(self.model.unowned())

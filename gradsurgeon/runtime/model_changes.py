@@ -23,7 +23,6 @@ from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.parameters import Place
 from gradsurgeon.runtime.step_counter import StepCounter
-from gradsurgeon.runtime.training_events import BackwardPass
 
 # A walk over the model is too much for every step. The first one comes when a rule that has not fired
 # is mentioned as well; later ones ever more seldom, so that they cost nothing in the long run.
@@ -83,7 +82,8 @@ class ModelChanges:
         self._next = _FIRST_LOOK
         # By id: an address that another module has got since only leads to one comparison more.
         self._modules = set(map(id, model.modules()))
-        self._arrived: set[int] = set()
+        # The tensors that have got gradients since their last update.
+        self.arrived: set[int] = set()
         self._swapped: set[int] = set()
         self._lock = context.parameters.lock
         self._over = False
@@ -97,12 +97,10 @@ class ModelChanges:
         if (model := self._model()) is not None:
             bind(self._plan.rules, from_model(model), alone=False)
 
-    def arrived(self, done: BackwardPass) -> None:
-        self._arrived.update(done.tensors)
-
     def unowned(self) -> list[int]:
-        common = self._context.counters.common.tensors
-        return [tensor for tensor in common if tensor in self._arrived]
+        """Return the tensors that get gradients and that no optimizer owns which has stepped."""
+        counters = self._context.counters
+        return sorted(t for t in self.arrived if counters[t] is counters.common)
 
     @contextmanager
     def swapping(self, params: Sequence[Tensor]) -> Iterator[None]:
@@ -118,7 +116,7 @@ class ModelChanges:
         if self._steps >= self._next:
             self._next = 2 * self._steps
             self.compare()
-        self._arrived.difference_update(counter.tensors)
+        self.arrived.difference_update(counter.tensors)
         if self._context.rests(counter.step + 1):
             return
         # An optimizer that is about to step asks by itself, unless its rules rest.
@@ -169,7 +167,7 @@ class ModelChanges:
     def _tell_of_sharding(self, rules: Collection[str]) -> None:
         """Say of which rules on modules the first pass has gone by, whose modules were sharded one by one."""
         event_log, step = self._context.event_log, self._context.counters.latest
-        for rule, _ in event_log.never_fired():
+        for rule, *_ in event_log.never_fired():
             if rule in rules:
                 event_log.notice_once("sharded", _SHARDED, rule=rule, step=step, warn=True)
 

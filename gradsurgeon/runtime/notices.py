@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from itertools import islice
 
@@ -109,19 +111,71 @@ _NOT_BY_BACKWARD = (
 )
 
 
-def warn_of_unowned_params(context: Context, tensors: Sequence[int]) -> None:
-    stages = [*context.program.traps, *context.program.at_step]
-    for rule, matched in {stage.rule.id: stage.tensors for stage in stages}.items():
-        names = [context.program.names[tensor] for tensor in matched if tensor in tensors]
-        # Of one that has never fired that is said anyway.
-        if names and context.event_log.has_fired(rule):
-            text = (
-                f"gradients come to {shorten_names(names)}, which no optimizer updates that has stepped so far: "
-                "this rule acts right before an update, and so not there; give them to an optimizer, or "
-                "exclude them"
-            )
-            step = context.counters.latest
-            context.event_log.notice_once("unowned", text, rule=rule, step=step, warn=True)
+class UnownedParams:
+    """Parameters that get gradients and that no optimizer owns which has stepped: each rule says so once, by name."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        # After how many passes each was seen so.
+        self._seen: Counter[int] = Counter()
+        self._told: defaultdict[str, set[int]] = defaultdict(set)
+
+    def add(self, tensors: Sequence[int]) -> list[int]:
+        """Note those that are so after one more pass; return those that have just been so long enough to be told."""
+        self._seen.update(tensors)
+        return [tensor for tensor in tensors if self._seen[tensor] == _SETTLED]
+
+    def tell(self, tensors: Collection[int]) -> None:
+        """Say it of some, as far as they have been so long enough."""
+        settled = {tensor for tensor in tensors if self._seen[tensor] >= _SETTLED}
+        context, step = self._context, self._context.counters.latest
+        for rule, matched in self._rules_at_update() if settled else ():
+            news = [t for t in matched if t in settled and t not in self._told[rule.id]]
+            cause = context.event_log.cause(rule.id)
+            # A rule that has not been due yet may find them with an optimizer; one that has said so is enough.
+            if not news or not (cause or context.event_log.has_fired(rule.id)):
+                continue
+            self._told[rule.id].update(news)
+            if cause != _UNOWNED:
+                names = shorten_names([context.program.names[tensor] for tensor in news])
+                text = _NO_OPTIMIZER.format(names=names)
+                context.event_log.emit("notice", text, rule=rule.id, step=step, warn=True)
+
+    def _rules_at_update(self) -> Iterable[tuple[Rule, Sequence[int]]]:
+        program = self._context.program
+        stages = {stage.rule.id: stage for stage in (*program.traps, *program.at_step)}
+        return [(stage.rule, stage.tensors) for stage in stages.values()]
+
+
+# By then the optimizers of most scripts have stepped; others are looked for.
+_SETTLED = 3
+_NO_OPTIMIZER = (
+    "gradients come to {names}, which no optimizer updates that has stepped so far: this rule acts right before an "
+    "update, and so not there; give them to an optimizer, or exclude them"
+)
+
+
+def note_dropped_gradients(context: Context, tensors: AbstractSet[int], *, warn: bool) -> None:
+    """Say to each rule which gradients were gone when the backward pass that made them was over.
+
+    Without ``warn`` that is only kept for the end, in case the rule never fires.
+    """
+    event_log, step = context.event_log, context.counters.latest
+    for stage in (*context.program.after_backward, *context.program.at_step):
+        names = [context.program.names[tensor] for tensor in stage.tensors if tensor in tensors]
+        if not names or event_log.has_fired(stage.rule.id):
+            continue
+        event_log.note_cause(stage.rule.id, f"{_DROPPED}. {_REMEDY}")
+        if warn:
+            text = f"does not see the gradients of {shorten_names(names)}: {_DROPPED}. {_REMEDY}"
+            event_log.notice_once("dropped", text, rule=stage.rule.id, step=step, warn=True)
+
+
+_DROPPED = (
+    "hooks that the script or its optimizer has put on the parameters drop each gradient within the backward "
+    "pass, as optimizers do that update there, and no step() has followed"
+)
+_REMEDY = "Rules at `backward` still see each gradient; for all others take an optimizer that updates in step()"
 
 
 _SHOWN = 3
@@ -133,10 +187,25 @@ def shorten_names(names: Sequence[str]) -> str:
 
 
 def count_due_rules(
-    context: Context, counter: StepCounter, counter_of: Callable[[str], StepCounter], *, owned: bool
+    context: Context,
+    counter: StepCounter,
+    counter_of: Callable[[str], StepCounter],
+    *,
+    owned: bool,
+    arrived: AbstractSet[int],
 ) -> None:
+    """Count a step of the rules that are due in it.
+
+    Args:
+        context: of the session.
+        counter: of the optimizer that has stepped.
+        counter_of: returns the counter that a module goes by.
+        owned: whether an optimizer owns parameters.
+        arrived: the tensors that have got gradients since their last update.
+    """
     for bound_rule in context.due_rules(counter).bound_rules:
-        cause = partial(_why_silent, context, bound_rule.rule, bound_rule.tensors, owned=owned)
+        rule, tensors = bound_rule.rule, bound_rule.tensors
+        cause = partial(_why_silent, context, rule, tensors, owned=owned, arrived=arrived)
         context.event_log.note_due(bound_rule.rule.id, counter.step, cause)
     for rule, owner in context.program.site_rules:
         if counter_of(owner) is counter and context.is_due(rule, counter):
@@ -145,7 +214,23 @@ def count_due_rules(
             )
 
 
-def _why_silent(context: Context, rule: Rule, tensors: Sequence[int], *, owned: bool) -> str:
+_UNOWNED = "no optimizer that steps owns any parameter it matched"
+_UNSEEN = "no backward pass that it could see gave its parameters their gradients"
+_NONE_REACHED = "no gradient reached any parameter it matched"
+_CLEARED = (
+    "backward gave its parameters gradients, and the script cleared them before the update: call zero_grad() before "
+    "backward or after step(), not between them"
+)
+
+
+def _why_silent(
+    context: Context,
+    rule: Rule,
+    tensors: Sequence[int],
+    *,
+    owned: bool,
+    arrived: AbstractSet[int],
+) -> str:
     params = [param for param in context.parameters.params(tensors) if param is not None]
     if not params:
         return "the parameters it matched are gone from the model"
@@ -154,10 +239,9 @@ def _why_silent(context: Context, rule: Rule, tensors: Sequence[int], *, owned: 
     if isinstance(rule, LossRule):
         return _why_no_loss(context, rule)
     if all(param.grad is None for param in params):
-        return "no gradient reached any parameter it matched"
-    if owned and context.counters[tensors[0]] is context.counters.common:
-        return "no optimizer that steps owns any parameter it matched"
-    return "no backward pass that it could see gave its parameters their gradients"
+        return _NONE_REACHED if arrived.isdisjoint(tensors) else _CLEARED
+    unowned = owned and context.counters[tensors[0]] is context.counters.common
+    return _UNOWNED if unowned else _UNSEEN
 
 
 def _why_no_loss(context: Context, rule: LossRule) -> str:

@@ -14,8 +14,11 @@ class StepCounter:
     tensors: tuple[int, ...] = field(default=())
     # Backward passes that feed the next update.
     passes: int = 0
+    # Whether it has counted an update.
+    begun: bool = False
 
     def tick(self) -> None:
+        self.begun = True
         self.step += 1
         self.passes = 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -91,6 +92,14 @@ class TrainingEvents(Protocol):
 
     def backward_finished(self, done: BackwardPass) -> None:
         """Act on the gradients of a backward pass, what follows its last gradient (DDP) included."""
+
+    def gradients_dropped(self, tensors: AbstractSet[int], *, certain: bool) -> None:
+        """Take notice of gradients that a pass has made, and that hooks of the script have dropped within it.
+
+        Args:
+            tensors: whose gradients are gone.
+            certain: whether so many passes have come that an optimizer would have stepped by now.
+        """
 
     def tensors_that_matter(self, held: Mapping[int, Tensor]) -> Collection[int]:
         """Return those of the gradients before a pass of which it has to be known whether they are zero."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from outside import Folder
+from outside import NORMS, Folder
+
+import gradsurgeon
 
 pytestmark = pytest.mark.slow
 
@@ -139,6 +141,30 @@ for i in range(3):
     (header,) = done.headers()
     assert "on Sequential (4 parameters, 21 elements, updated by Adam)" in header
     assert folder.steps("0.weight") == [0, 1, 2]
+
+
+def test_optimizers_that_are_made_in_the_first_update_are_no_news(folder: Folder) -> None:
+    script = """
+import torch
+from torch import nn
+m = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+optimizers = {}
+for i in range(4):
+    m(torch.ones(2, 3)).square().sum().backward()
+    for p in m.parameters():
+        if p not in optimizers:
+            optimizers[p] = torch.optim.SGD([p], lr=0.1)
+        optimizers[p].step()
+    m.zero_grad()
+"""
+    early = "  - {id: early, action: norm-log, params: '*', at: backward}\n"
+    done = folder.run(script, rules=NORMS + early)
+    assert done.code == 0, done.lines
+    with gradsurgeon.open_run(folder.path / "run") as run:
+        assert run.events == []
+        for name in ("0.weight", "2.bias"):
+            assert [step for step, _ in run.history(name, rule="norms")] == [0, 1, 2, 3]
+            assert [step for step, _ in run.history(name, rule="early")] == [1, 2, 3]
 
 
 def test_models_that_are_never_trained_are_one_line_each(folder: Folder) -> None:

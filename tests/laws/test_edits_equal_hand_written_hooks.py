@@ -190,7 +190,7 @@ def test_an_edit_of_a_gradient_with_a_graph_keeps_the_graph() -> None:
 class SecondOrder(torch.optim.SGD):
     """Differentiates the gradients that it is given, as AdaHessian and Sophia do."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         params = [param for group in self.param_groups for param in group["params"]]
         grads = [param.grad for param in params]
         products = torch.autograd.grad(grads, params, [torch.ones_like(param) for param in params])

@@ -59,9 +59,9 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def stops_on(kind: str) -> Callable[[Event], None]:
+def stops_on(*kinds: str) -> Callable[[Event], None]:
     def stop(event: Event) -> None:
-        if event.kind == kind:
+        if event.kind in kinds:
             raise Stop(f"{event.kind} at {event.step}")
 
     return stop
@@ -141,7 +141,7 @@ def test_what_is_seen_after_an_update_is_raised_at_its_end() -> None:
     training = Training(dead=True)
     never = {"id": "bias", "action": "clamp", "params": "bias", "at": "step", "min": -1}
     session = gradsurgeon.apply(
-        training.model, rules(NORMS, never), on_event=stops_on("never-fired")
+        training.model, rules(NORMS, never), on_event=stops_on("notice", "never-fired")
     )
     with pytest.warns(gradsurgeon.GradSurgeonWarning), pytest.raises(Stop):
         for _ in range(10):

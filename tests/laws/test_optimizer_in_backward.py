@@ -146,3 +146,90 @@ def test_what_needs_all_gradients_is_refused(order: str, rule: dict[str, Any]) -
     for one, two in zip(model.parameters(), before, strict=True):
         assert torch.equal(one, two)
     session.remove()
+
+
+class Fused(torch.optim.Optimizer):
+    """Updates each parameter in a hook of its own and drops the gradient, as LOMO does; nobody calls `step`."""
+
+    def __init__(self, params: Any, lr: float, *, early: bool) -> None:
+        super().__init__(params, {"lr": lr})
+        for param in self.param_groups[0]["params"]:
+            if early:
+                param.register_hook(lambda grad, param=param: self.update(param, grad))
+            param.register_post_accumulate_grad_hook(self.late if not early else self.drop)
+
+    def update(self, param: Tensor, grad: Tensor) -> None:
+        param.data.add_(grad, alpha=-self.defaults["lr"])
+
+    def late(self, param: Tensor) -> None:
+        assert param.grad is not None
+        self.update(param, param.grad)
+        param.grad = None
+
+    def drop(self, param: Tensor) -> None:
+        param.grad = None
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError
+
+
+DROPPED = (
+    "hooks that the script or its optimizer has put on the parameters drop each gradient within the backward pass, as "
+    "optimizers do that update there, and no step() has followed. Rules at `backward` still see each gradient; for all "
+    "others take an optimizer that updates in step()"
+)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["after accumulation", "before"])
+@pytest.mark.parametrize("contributions", [False, True])
+@pytest.mark.parametrize("passes", [1, 3, 6])
+@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
+def test_updates_inside_backward_without_step_are_named_as_the_cause(
+    passes: int, contributions: bool, early: bool
+) -> None:
+    model = make()
+    optimizer = Fused(model.parameters(), lr=0.1, early=early)
+    rules = [LOG, {"id": "trap", "action": "nan-trap", "params": "2.*"}]
+    if contributions:
+        rules.append({"id": "early", "action": "norm-log", "params": "*", "at": "backward"})
+    with gradsurgeon.apply(model, {"version": 1, "rules": rules}, optimizer=optimizer) as session:
+        before = [param.detach().clone() for param in model.parameters()]
+        for step in range(passes):
+            model(data(step, 5, 4)).square().mean().backward()
+        assert not any(map(torch.equal, before, model.parameters()))
+    told = [(one.kind, one.rule, one.message) for one in session.events]
+    said = [
+        (
+            "notice",
+            "norms",
+            f"does not see the gradients of 0.weight, 0.bias, 2.weight and 1 more: {DROPPED}",
+        ),
+        ("notice", "trap", f"does not see the gradients of 2.weight, 2.bias: {DROPPED}"),
+    ]
+    never = [("never-fired", rule, f"never fired: {DROPPED}") for rule in ("norms", "trap")]
+    assert told == [*(said if passes >= 4 else ()), *never]
+    if contributions:
+        assert session.status()["early"].fired == 4 * passes
+
+
+def test_hooks_that_put_gradients_aside_until_the_update_are_not_blamed() -> None:
+    model = make()
+    kept: dict[Tensor, Tensor | None] = {}
+
+    def aside(param: Tensor) -> None:
+        kept[param] = param.grad
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(aside)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    final = {"id": "final", "action": "norm-log", "params": "*", "at": "step"}
+    with gradsurgeon.apply(model, {"version": 1, "rules": [final]}) as session:
+        for step in range(8):
+            model(data(step, 5, 4)).square().mean().backward()
+            for held, grad in kept.items():
+                held.grad = grad
+            optimizer.step()
+            optimizer.zero_grad()
+    assert session.events == []
+    assert session.status()["final"].fired == 4 * 8

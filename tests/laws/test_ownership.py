@@ -111,6 +111,74 @@ def test_what_no_optimizer_updates_is_named_once_for_each_rule_and_in_the_status
     assert status["norms"].warnings == ()
 
 
+@pytest.mark.filterwarnings("ignore::gradsurgeon.GradSurgeonWarning")
+@pytest.mark.parametrize("params", ["*", "0.*"], ids=["fires elsewhere", "has never fired"])
+def test_what_is_unfrozen_later_and_no_optimizer_owns_is_named_once(params: str) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
+    model[:2].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    norms = {"id": "norms", "action": "norm-log", "at": "step", "params": params}
+    with gradsurgeon.apply(model, rules(norms), optimizer=optimizer) as session:
+        for number in range(20):
+            if number in (5, 10):
+                model[number == 5].requires_grad_(True)  # the second layer first
+            model.zero_grad()
+            model(data(number, 3, 4)).square().sum().backward()
+            optimizer.step()
+    said = [(one.step, one.message) for one in session.events if "gradients come to" in one.message]
+    text = (
+        "gradients come to {}.weight, {}.bias, which no optimizer updates that has stepped so far: this rule acts right "
+        "before an update, and so not there; give them to an optimizer, or exclude them"
+    )
+    late = (13, text.format(0, 0))
+    assert said == ([(8, text.format(1, 1)), late] if params == "*" else [late])
+    assert late[1] in session.status()["norms"].warnings
+
+
+@pytest.mark.parametrize("when", ["at once", "two steps later"])
+def test_what_an_optimizer_takes_over_soon_is_no_news(when: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with gradsurgeon.apply(model, rules(SKIP)) as session:
+        for number in range(12):
+            if number == 5:
+                model[0].requires_grad_(True)
+            if number == (5 if when == "at once" else 7):
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+            model.zero_grad()
+            model(data(number, 3, 4)).square().sum().backward()
+            optimizer.step()
+    assert session.events == []
+
+
+def test_optimizers_that_are_made_right_before_their_first_step_miss_no_gradient() -> None:
+    # As Pyro makes them: one per parameter, after the first backward pass, after which rules come as well.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model(data(0, 3, 4)).square().sum().backward()
+    norms = {"id": "norms", "action": "norm-log"}
+    early = {"id": "early", "action": "norm-log", "at": "backward"}
+    held: dict[torch.Tensor, torch.optim.Optimizer] = {}
+    for param in model.parameters():
+        held[param] = torch.optim.SGD([param], lr=0.1)
+        if len(held) == 1:
+            session = gradsurgeon.apply(model, rules(norms, early))
+        held[param].step()
+    for number in range(1, 4):
+        model.zero_grad()
+        model(data(number, 3, 4)).square().sum().backward()
+        for optimizer in held.values():
+            optimizer.step()
+    session.remove()
+    assert session.events == []
+    for name, _ in model.named_parameters():
+        assert [step for step, _ in session.history(name, rule="norms")] == [0, 1, 2, 3]
+        assert [step for step, _ in session.history(name, rule="early")] == [1, 2, 3]
+
+
 def test_an_optimizer_that_steps_now_and_then_is_no_news() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))

@@ -918,6 +918,7 @@ def test_two_optimizers_go_by_the_first_of_the_modules() -> None:
 
 
 def why(session: gradsurgeon.Session, rule: str = "combine") -> str:
+    session.remove()
     (event,) = [one for one in session.events if one.kind == "never-fired" and one.rule == rule]
     return event.message
 

@@ -174,15 +174,61 @@ def test_a_rule_that_never_fires_is_mentioned_at_the_third_step_with_the_cause()
         assert session.events == []
         with pytest.warns(
             GradSurgeonWarning,
-            match=r"rule spare: was due in 3 steps and never fired: no gradient reached any parameter",
+            match=r"rule spare: was due in 3 steps and has not fired yet: no gradient reached any parameter",
         ):
             step(model, optimizer)
         step(model, optimizer)
     assert [(e.kind, e.rule, e.step) for e in session.events] == [
-        ("never-fired", "spare", 2),
+        ("notice", "spare", 2),
         ("never-fired", "spare", 4),
     ]
+    assert session.events[1].message == (
+        "was due in 4 steps and never fired: no gradient reached any parameter it matched"
+    )
     assert session.status()["spare"].warnings
+
+
+def test_a_rule_that_first_fires_late_has_fired() -> None:
+    body, a, b = nn.Linear(3, 4), nn.Linear(4, 1), nn.Linear(4, 1)
+    model = nn.ModuleDict({"body": body, "a": a, "b": b})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    late = {**NORMS, "id": "late", "params": "b.*"}
+    with (
+        gradsurgeon.apply(model, rules(late)) as session,
+        pytest.warns(
+            GradSurgeonWarning, match=r"rule late: was due in 3 steps and has not fired yet"
+        ),
+    ):
+        for number in range(10):
+            optimizer.zero_grad()
+            (a if number < 5 else b)(body(data(number, 2, 3))).sum().backward()
+            optimizer.step()
+    assert session.status()["late"].fired == 10
+    assert [(e.kind, e.rule, e.step) for e in session.events] == [("notice", "late", 2)]
+
+
+@pytest.mark.parametrize("action", ["norm-log", "clamp"])
+def test_gradients_that_are_cleared_before_the_update_are_a_cause_of_their_own(action: str) -> None:
+    model, optimizer = make()
+    final = {
+        "id": "final",
+        "action": action,
+        "at": "step",
+        **({"min": 0} if action == "clamp" else {}),
+    }
+    cause = (
+        "backward gave its parameters gradients, and the script cleared them before the update: call zero_grad() before "
+        "backward or after step(), not between them"
+    )
+    with gradsurgeon.apply(model, rules(NORMS, final)) as session, pytest.warns(GradSurgeonWarning):
+        for number in range(5):
+            model(data(number, 5, 4)).square().mean().backward()
+            optimizer.zero_grad()
+            optimizer.step()
+    assert [(e.kind, e.rule, e.step, e.message) for e in session.events] == [
+        ("notice", "final", 2, f"was due in 3 steps and has not fired yet: {cause}"),
+        ("never-fired", "final", 5, f"was due in 5 steps and never fired: {cause}"),
+    ]
 
 
 def test_frozen_for_good_is_a_cause_of_its_own() -> None:
