@@ -28,7 +28,9 @@ ALREADY = {
 _NOBODY = "not reproduced, and nobody is blamed"
 
 Certainty = Literal["reproduced", "partial", "not reproduced"]
-Fault = Literal["overflow", "mathematics", "bad input", "kernel", "transient", "unknown"]
+Fault = Literal[
+    "overflow", "underflow", "mathematics", "bad input", "kernel", "transient", "unknown"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class TensorFacts:
         nan: how many elements are NaN.
         inf: how many are infinite.
         numel: how many there are.
+        minus_inf: how many of the infinite are minus infinity.
     """
 
     name: str
@@ -67,19 +70,26 @@ class TensorFacts:
     nan: int
     inf: int
     numel: int
+    minus_inf: int = 0
 
     @property
     def finite(self) -> bool:
         """Whether all elements are finite."""
         return not (self.nan or self.inf)
 
+    @property
+    def kind(self) -> Literal["", "NaN", "Inf", "-Inf"]:
+        """The worst of what is in it: ``NaN``, ``Inf``, ``-Inf`` where all infinities are negative, or nothing."""
+        if self.nan:
+            return "NaN"
+        if self.inf:
+            return "-Inf" if self.inf == self.minus_inf else "Inf"
+        return ""
+
     def __str__(self) -> str:
         head = printable(f"{self.name} {list(self.shape)} {self.dtype}".lstrip())
-        parts = [
-            f"{count:,} of {self.numel:,} {kind}"
-            for kind, count in (("NaN", self.nan), ("Inf", self.inf))
-            if count
-        ]
+        counts = (("NaN", self.nan), ("Inf", self.inf - self.minus_inf), ("-Inf", self.minus_inf))
+        parts = [f"{count:,} of {self.numel:,} {kind}" for kind, count in counts if count]
         if self.low is not None and self.high is not None:
             same = self.low == self.high
             span = f"{self.low:.4g}" if same else f"{self.low:.4g} to {self.high:.4g}"
@@ -111,7 +121,7 @@ class Diagnosis:
         reasons: why it is no more certain than that.
         step: the update that was about to happen, counted from 0.
         rank: rank of this process.
-        what: what was born or came in: ``NaN``, ``Inf``, or nothing where nobody is blamed.
+        what: what was born or came in: ``NaN``, ``Inf``, ``-Inf``, or nothing where nobody is blamed.
         where: ``forward``, ``backward``, or what was not finite before: ``weight``, ``buffer``, ``input``,
             ``loss input``, ``output gradient``, ``literal``, ``unknown``.
         micro_batch: which backward pass of the step, from 1.
@@ -235,8 +245,19 @@ class Diagnosis:
         if self.output is not None:
             rows.append(("out" if self.operation else "is", self.output))
         if rows:
-            head = ("", "tensor", "shape", "dtype", "NaN", "Inf", "of", "smallest", "largest")
-            yield _html.table(head, (_cells(*row) for row in rows), right={4, 5, 6, 7, 8})
+            head = (
+                "",
+                "tensor",
+                "shape",
+                "dtype",
+                "NaN",
+                "Inf",
+                "-Inf",
+                "of",
+                "smallest",
+                "largest",
+            )
+            yield _html.table(head, (_cells(*row) for row in rows), right=set(range(4, 10)))
         yield _html.listing(self._of_the_loss())
         if self.verdict is not None:
             yield _html.element("p", "verdict: ", _html.bold(self.verdict.fault))
@@ -296,5 +317,8 @@ class Diagnosis:
 
 def _cells(role: str, facts: TensorFacts) -> tuple[object, ...]:
     ends = ("-" if end is None else f"{end:.4g}" for end in (facts.low, facts.high))
-    counts = (f"{count:,}" for count in (facts.nan, facts.inf, facts.numel))
+    counts = (
+        f"{count:,}"
+        for count in (facts.nan, facts.inf - facts.minus_inf, facts.minus_inf, facts.numel)
+    )
     return role, facts.name, list(facts.shape), facts.dtype, *counts, *ends

@@ -209,7 +209,7 @@ def _made_by_loss(replayed: Replayed, failed: FailedStep) -> bool:
     """Tell whether a loss outside of the model has made a NaN of what may be infinite on purpose."""
     loss = failed.losses.get(replayed.call.number)
     birth = None if loss is None else birth_in(loss)
-    return isinstance(birth, Birth) and birth.call is not None
+    return isinstance(birth, Birth) and birth.repeated
 
 
 def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from gradsurgeon.forensics.operations import facts, nonfinite_kind
 from gradsurgeon.forensics.provenance import name_of
 from gradsurgeon.forensics.sources import Birth, Call, Origin
+from gradsurgeon.forensics.verdict import judge_call, not_kept
 from gradsurgeon.runtime.kept_step import KeptLoss
 from gradsurgeon.tensors.backward_graph import NO_GRAPH, LossNode
 
@@ -106,10 +107,10 @@ def _again(node: LossNode) -> Birth | None:
 
 
 def _birth(node: LossNode, result: Tensor, call: Call | None) -> Birth:
-    kind = nonfinite_kind(result)
+    measured = facts(result)
     return Birth(
         when=0,
-        kind="NaN" if kind == "NaN" else "Inf",
+        kind=measured.kind or "NaN",
         operation=node.name if call is None else call.name,
         direction="forward",
         module="",
@@ -119,8 +120,8 @@ def _birth(node: LossNode, result: Tensor, call: Call | None) -> Birth:
         inputs=tuple(
             facts(tensor, name) for name, tensor in _tensors(node).items() if name != "result"
         ),
-        output=facts(result),
-        output_number=0,
+        output=measured,
         history=(),
-        call=call,
+        verdict=not_kept() if call is None else judge_call(call, 0),
+        repeated=call is not None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradsurgeon import _dist
-from gradsurgeon.forensics.sources import Source
+from gradsurgeon.forensics.sources import Kind, Source
 
 
 class Memory:
@@ -37,11 +37,17 @@ class Memory:
     def written(self, tensors: Iterable[Tensor]) -> None:
         self._unwritten.difference_update(place_of(tensor)[0]._cdata for tensor in tensors)  # noqa: SLF001 # as above
 
-    def remember(self, tensor: Tensor, kind: str, source: Source) -> None:
+    def is_made(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor lies in memory that the replay has made: others belong to the script."""
+        return place_of(tensor)[0]._cdata in self._made  # noqa: SLF001 # as above
+
+    def remember(self, tensor: Tensor, sources: Mapping[Kind, Iterable[Source]]) -> None:
+        """Note by kind what has made a tensor not finite, instead of what was known of its memory."""
         storage, first, end = place_of(tensor)
         self.forget(tensor)
-        entry = _Entry(first, end, kind, source)
-        self._sources.setdefault(storage._cdata, (storage, []))[1].append(entry)  # noqa: SLF001 # what two tensors share
+        known = self._sources.setdefault(storage._cdata, (storage, []))[1]  # noqa: SLF001 # what two tensors share
+        for kind, made_by in sources.items():
+            known += [_Entry(first, end, kind, source) for source in dict.fromkeys(made_by)]
 
     def forget(self, tensor: Tensor) -> None:
         """Forget what was not finite where an operation has written something else."""
@@ -50,8 +56,8 @@ class Memory:
         if known is not None and tensor.is_contiguous():
             known[1][:] = [e for e in known[1] if not (first <= e.first and e.end <= end)]
 
-    def known(self, tensor: Tensor, kind: str) -> list[Source]:
-        """Return what has made a tensor NaN, or infinite, as far as that is known."""
+    def known(self, tensor: Tensor, kind: Kind) -> list[Source]:
+        """Return the sources of one kind of non-finite elements, else all that are known for the tensor."""
         storage, first, end = place_of(tensor)
         known = self._sources.get(storage._cdata, (None, []))[1]  # noqa: SLF001 # as above
         there = [e for e in known if e.first < end and first < e.end]
@@ -77,7 +83,7 @@ class _Entry:
 
     first: int
     end: int
-    kind: str
+    kind: Kind
     source: Source
 
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import Line, TensorFacts
+from gradsurgeon.forensics.sources import KINDS, Kind
 
 _HERE = Path(__file__).resolve().parent
 _OURS = tuple(str(_HERE.parent / name) for name in ("forensics", "runtime", "_patching.py"))
@@ -37,7 +38,8 @@ def facts(tensor: Tensor, name: str = "") -> TensorFacts:
     nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
     finite = values[values.isfinite()] if nan or inf else values
     low, high = ends(finite) if finite.numel() else (None, None)
-    return TensorFacts(name, shape, dtype, low, high, nan, inf, numel)
+    minus_inf = int(values.isneginf().sum()) if inf else 0
+    return TensorFacts(name, shape, dtype, low, high, nan, inf, numel, minus_inf)
 
 
 def elements(tensor: Tensor) -> Tensor:
@@ -71,6 +73,21 @@ def nonfinite_kind(tensor: Tensor) -> str:
     if low != low or high != high:  # noqa: PLR0124 # NaN
         return "NaN"
     return "Inf" if low == -torch.inf or high == torch.inf else ""
+
+
+def kinds_in(tensor: Tensor) -> list[Kind]:
+    """Return how a tensor is not finite: each of NaN, Inf and -Inf that is in it. Waits for the device."""
+    if not nonfinite_kind(tensor):
+        return []
+    values = elements(tensor)
+    return [kind for kind in KINDS if bool(where_is(values, kind).any())]
+
+
+def where_is(values: Tensor, kind: Kind) -> Tensor:
+    """Return which elements are NaN, Inf or -Inf."""
+    if kind == "NaN":
+        return values.isnan()
+    return values.isposinf() if kind == "Inf" else values.isneginf()
 
 
 def tensors_of(*values: Any) -> list[Tensor]:

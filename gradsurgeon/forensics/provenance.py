@@ -2,8 +2,9 @@
 
 A *birth* is a NaN that came out of an operation with none among what went in. An infinity is one only if
 it was made from finite tensors: masks of attention hold infinities that were written there on purpose.
-What is not finite is followed by the memory that holds it, through all operations, from its birth to the
-gradients of the parameters, so that what spoils nothing is not blamed.
+A NaN that infinities made is laid to the one that was no mask, and to the operation where all were.
+Memory that is not finite is followed through all operations, from the birth to the gradients of the
+parameters, so that what spoils nothing is not blamed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import math
 import pdb  # noqa: T100 # for `replay --pdb`
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -21,19 +23,22 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsurgeon import _torch
-from gradsurgeon.diagnosis import Line
+from gradsurgeon.diagnosis import Line, Verdict
+from gradsurgeon.forensics.given import given
 from gradsurgeon.forensics.memory import Memory
 from gradsurgeon.forensics.operations import (
     elements,
     ends,
     facts,
     is_real,
+    kinds_in,
     lines_here,
     lines_of_node,
     named_tensors,
     nonfinite_kind,
     tensors_of,
 )
+from gradsurgeon.forensics.rounding import LostConstants
 from gradsurgeon.forensics.sources import (
     Birth,
     Call,
@@ -42,7 +47,9 @@ from gradsurgeon.forensics.sources import (
     Source,
     first_to_blame,
     is_intended,
+    may_mask,
 )
+from gradsurgeon.forensics.verdict import bad_input, judge_call, not_repeated
 from gradsurgeon.planning.manifest import ROOT
 
 # What they return has not been written yet.
@@ -51,8 +58,12 @@ _COPIES = ("clone", "_to_copy", "copy_", "detach", "contiguous")
 _COLLECTIVE = ("c10d", "_c10d_functional")
 # The last magnitudes before a birth.
 _HISTORY = 20
-# Births whose operation can be repeated: each keeps what went in.
-_REPEATABLE = 64
+# Births whose operation is repeated: each takes several runs of it.
+_MOST_JUDGED = 64
+# They are no masks, though they are buffers.
+_STATISTICS = ("running_mean", "running_var")
+# What they are given may hold minus infinity.
+_MASKED = ("softmax", "logsumexp", "logcumsumexp", "logaddexp", "attention")
 # A tensor that is larger is not kept from before an operation that writes into it.
 _LARGEST_COPY = 2**28
 
@@ -95,7 +106,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         self._when = 0
         self._history: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self.memory = Memory()
-        self._kept = 0
+        self._lost = LostConstants()
+        self._judged = 0
 
     def seed(
         self,
@@ -109,10 +121,11 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             measured = facts(tensor, name) if kind else None
         if not kind:
             return None
-        # An infinity in an input or a buffer can be a mask.
-        intended = kind == "Inf" and what in ("input", "buffer")
+        mask = what in ("input", "buffer") or (what == "weight" and not tensor.requires_grad)
+        intended = kind == "Inf" and mask and name.rpartition(".")[2] not in _STATISTICS
         origin = Origin(self._moment(), what, name, measured, intended=intended)
-        self.memory.remember(tensor, kind, origin)
+        with _disable_current_modes():
+            self.memory.remember(tensor, {one: [origin] for one in kinds_in(tensor)})
         return origin
 
     def source_of(self, tensor: Tensor) -> Source | None:
@@ -123,9 +136,10 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             kind = nonfinite_kind(tensor)
             if not kind:
                 return None
-            return first_to_blame(self.memory.known(tensor, kind)) or Origin(
-                self._when, "unknown", "", facts(tensor)
-            )
+            known = self.memory.known(tensor, kinds_in(tensor)[0])
+            if not known and kind == "Inf" and not self.memory.is_made(tensor):
+                return Origin(self._when, "literal", "", facts(tensor), intended=True)
+            return first_to_blame(known) or Origin(self._when, "unknown", "", facts(tensor))
 
     def __torch_dispatch__(
         self,
@@ -161,6 +175,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         ]
         # From here on it holds what was written.
         self.memory.written(written)
+        self._lost.follow(call, outputs)
         finite = [largest for largest in measured if largest is not None]
         if finite and name.removeprefix("aten.") not in _COPIES:
             module = self._place()[0]
@@ -177,8 +192,7 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         if math.isfinite(low) and math.isfinite(high):
             self.memory.forget(output)
             return max(abs(low), abs(high))
-        kind: Kind = "NaN" if math.isnan(low) or math.isnan(high) else "Inf"
-        self.memory.remember(output, kind, self._source(call, kind, output, number))
+        self.memory.remember(output, self._sources(call, output, number))
         return None
 
     def _before(self, tensor: Tensor) -> Tensor | None:
@@ -189,61 +203,113 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
         copy = tensor.detach().clone()
         return torch.zeros_like(copy) if self.memory.is_unwritten(tensor) else copy
 
-    def _source(self, call: Call, kind: Kind, output: Tensor, number: int) -> Source:
-        tensors = _chosen(call) or tensors_of(call.args, call.kwargs)
-        bad = [(found, tensor) for tensor in tensors if (found := nonfinite_kind(tensor))]
-        worst = "NaN" if any(found == "NaN" for found, _ in bad) else "Inf"
-        # What was written over is known by the tensor that was given.
-        given = [tensor for found, tensor in bad if found == worst]
-        given += [tensor for tensor in call.written if bad]
-        first = first_to_blame([s for tensor in given for s in self.memory.known(tensor, worst)])
-        if bad and (worst == "NaN" or kind == "Inf"):
-            where = facts(given[0])
-            return first or Origin(self._moment(), "unknown", call.name, where)
-        if first is not None and not is_intended(first):
-            # The NaN follows from an infinity that was made, or came in, before.
-            return first
-        literals = [n for n in tree_leaves((call.args, call.kwargs)) if _is_nonfinite(n)]
-        if kind == "Inf" and (literals or not tensors):
-            return Origin(
-                self._moment(),
-                "literal",
-                call.name,
-                facts(output),
-                lines=lines_here(),
-                intended=True,
-            )
-        if kind == "NaN" and not bad and (any(map(math.isnan, literals)) or not tensors):
-            return Origin(self._moment(), "literal", call.name, facts(output), lines=lines_here())
-        return self._birth(call, kind, output, number)
+    def _sources(self, call: Call, output: Tensor, number: int) -> dict[Kind, list[Source]]:
+        """Return by kind what made a result NaN or infinite."""
+        birth = cache(lambda: self._birth(call, output, number))
+        return {kind: self._of_kind(kind, call, output, birth) for kind in kinds_in(output)}
 
-    def _birth(self, call: Call, kind: Kind, output: Tensor, number: int) -> Birth:
+    def _of_kind(
+        self, kind: Kind, call: Call, output: Tensor, birth: Callable[[], Birth]
+    ) -> list[Source]:
+        led = given(call, output, kind)
+        by_tensor = [self._known(call, tensor, "NaN") for tensor in led.nan]
+        found = [source for sources in by_tensor for source in sources]
+        if kind == "NaN":
+            if led.infinite:
+                found.append(self._of_infinities(call, led.infinite, birth))
+            if led.fresh or not all(by_tensor):
+                found.append(birth())
+            return found
+        by_tensor = [self._known(call, *one) for one in led.infinite]
+        found += [source for sources in by_tensor for source in sources]
+        numbers = [n for n in tree_leaves((call.args, call.kwargs)) if _is_nonfinite(n)]
+        is_written = led.fresh and (numbers or not tensors_of(call.args, call.kwargs))
+        if is_written or not all(by_tensor):
+            # The script wrote it, or holds it: a mask.
+            lines, measured = lines_here(), facts(output)
+            found.append(
+                Origin(self._moment(), "literal", call.name, measured, lines, intended=True)
+            )
+        elif led.fresh:
+            found.append(birth())
+        return found
+
+    def _known(self, call: Call, tensor: Tensor, kind: Kind) -> list[Source]:
+        """Return what made a tensor NaN or infinite; nothing where the script holds it."""
+        # What was written over is known by the tensor that was given.
+        place = call.written.get(id(tensor), tensor)
+        found = self.memory.known(place, kind)
+        if not found and self.memory.is_made(place):
+            found = [Origin(self._moment(), "unknown", call.name, facts(tensor))]
+        return found
+
+    def _of_infinities(
+        self, call: Call, infinite: Sequence[tuple[Tensor, Kind]], birth: Callable[[], Birth]
+    ) -> Source:
+        """Return which infinity is to blame for a NaN, or its operation where all of them were masks."""
+        found = [
+            (source, kind)
+            for tensor, kind in infinite
+            for source in self._known(call, tensor, kind)
+        ]
+        masks = [source for source, kind in found if may_mask(source, kind)]
+        faults = [s for s, kind in found if not may_mask(s, kind) and _can_be_blamed(s)]
+        hides = any(word in call.name for word in _MASKED) and "backward" not in call.name
+        if not faults:
+            first = None if hides else min(masks, key=lambda source: source.when, default=None)
+            if first is None:
+                return birth()
+            # It has made a NaN: it was none, or was used wrongly.
+            return replace(first, intended=False) if isinstance(first, Origin) else first
+        first = min(faults, key=lambda source: source.when)
+        if isinstance(first, Origin):
+            return replace(first, intended=False)
+        rivals = [s for s in masks if isinstance(s, Birth) and not s.constant]
+        return replace(first, rival=_named(rivals[0])) if rivals and not hides else first
+
+    def _birth(self, call: Call, output: Tensor, number: int) -> Birth:
         node = _torch.current_node()
         module, module_type = self._place()
         lines = lines_here()
         if node is not None and not self._modules.running:
             lines = lines or lines_of_node(node)
-        self._kept += 1
-        when = self._moment()
+        when, measured = self._moment(), facts(output)
         if when == self._stop_at:
             _stand_at(call, output, lines)
+        backward = node is not None and not self._modules.running
+        name = "" if node is None else node.name()
+        named = tuple(named_tensors(call.func, call.args, call.kwargs))
         return Birth(
             when=when,
-            kind=kind,
+            kind=measured.kind or "NaN",
             operation=call.name,
-            direction="backward" if node is not None and not self._modules.running else "forward",
+            direction="backward" if backward else "forward",
             module=module,
             module_type=module_type,
-            node="" if node is None else node.name(),
+            node=name,
             lines=lines,
-            inputs=tuple(
-                facts(tensor, argument)
-                for argument, tensor in named_tensors(call.func, call.args, call.kwargs)
-            ),
-            output=facts(output),
-            output_number=number,
+            inputs=tuple(facts(tensor, argument) for argument, tensor in named),
+            output=measured,
             history=tuple(self._history),
-            call=call if self._kept <= _REPEATABLE else None,
+            verdict=self._verdict(call, number, name if backward else ""),
+            constant=not backward and not any(tensor.requires_grad for _, tensor in named),
+        )
+
+    def _verdict(self, call: Call, number: int, node: str) -> Verdict:
+        if any(math.isnan(n) for n in tree_leaves((call.args, call.kwargs)) if _is_nonfinite(n)):
+            return bad_input(f"the script itself gives {call.name} the number NaN")
+        for name, tensor in named_tensors(call.func, call.args, call.kwargs):
+            place = call.written.get(id(tensor), tensor)
+            if nonfinite_kind(tensor) == "NaN" and not self.memory.is_made(place):
+                return bad_input(
+                    f"{name} of {call.name} was NaN before: a tensor that the script holds or has just "
+                    "written down (an attribute, a global, a constant, an array of numpy)"
+                )
+        self._judged += 1
+        if self._judged > _MOST_JUDGED:
+            return not_repeated()
+        return judge_call(
+            call, number, node, history=tuple(self._history), lost=self._lost.among(call)
         )
 
     def _place(self) -> tuple[str, str]:
@@ -272,15 +338,6 @@ def _is_view(func: Any) -> bool:
     return len(shown) > 0
 
 
-def _chosen(call: Call) -> list[Tensor]:
-    """Return what `where` has taken something from that is not finite; nothing of other operations."""
-    if call.name != "aten.where" or len(call.args) != 3:  # noqa: PLR2004 # condition, one, other
-        return []
-    condition, one, other = call.args
-    sides = ((one, condition), (other, condition.logical_not()))
-    return [side for side, taken in sides if bool((side.isfinite().logical_not() & taken).any())]
-
-
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation writes into."""
     schema = getattr(func, "_schema", None)
@@ -301,18 +358,16 @@ def _as_given(
     """Return a call with what was written over as it was before."""
     if not before:
         return Call(func, name_of(func), args, kwargs)
-    written: list[Tensor] = []
+    written: dict[int, Tensor] = {}
 
     def earlier(value: Any) -> Any:
-        if not (isinstance(value, Tensor) and id(value) in before):
+        copy = before.get(id(value)) if isinstance(value, Tensor) else None
+        if copy is None:
             return value
-        written.append(value)
-        copy = before[id(value)]
-        return value if copy is None else copy
+        written[id(copy)] = value
+        return copy
 
-    return Call(
-        func, name_of(func), tree_map(earlier, args), tree_map(earlier, kwargs), tuple(written)
-    )
+    return Call(func, name_of(func), tree_map(earlier, args), tree_map(earlier, kwargs), written)
 
 
 def _stand_at(call: Call, output: Tensor, lines: tuple[Line, ...]) -> None:
@@ -326,3 +381,12 @@ def _stand_at(call: Call, output: Tensor, lines: tuple[Line, ...]) -> None:
 
 def _is_nonfinite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
+
+
+def _can_be_blamed(source: Source) -> bool:
+    # An infinite input can be a mask or a mistake: that shows where it is used.
+    return not is_intended(source) or (isinstance(source, Origin) and source.what == "input")
+
+
+def _named(birth: Birth) -> str:
+    return f"{birth.operation} at {birth.lines[-1]}" if birth.lines else birth.operation

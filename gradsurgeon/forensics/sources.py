@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
-from gradsurgeon.diagnosis import Line, TensorFacts
+from gradsurgeon.diagnosis import Line, TensorFacts, Verdict
 
-Kind = Literal["NaN", "Inf"]
+Kind = Literal["NaN", "Inf", "-Inf"]
+KINDS: tuple[Kind, ...] = ("NaN", "Inf", "-Inf")
 Direction = Literal["forward", "backward"]
+
+_LOGARITHMS = ("aten.log", "aten.log2", "aten.log10", "aten.log1p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,19 @@ class Call:
         name: of the operation.
         args: as they were before it, where it has written over them.
         kwargs: the same.
-        written: the tensors that it has written over.
+        written: by identity of an earlier copy among these, the tensor that it has written over.
     """
 
     func: Any
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    written: tuple[Tensor, ...] = ()
+    written: Mapping[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def stem(self) -> str:
+        """The name without its namespace, and alike whether it writes in place."""
+        return self.name.rpartition(".")[2].rstrip("_")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +60,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Birth:
-    """An operation that made what is not finite out of finite tensors."""
+    """An operation that made what is not finite out of finite tensors, or of masks.
+
+    Attributes:
+        constant: no tensor that went in leads back to a parameter.
+        rival: another operation that made an infinity at the same elements, where the two cannot be told apart.
+        verdict: what repeating the operation at once has shown.
+        repeated: whether all that the operation was given is known, so that it could be repeated.
+    """
 
     when: int
     kind: Kind
@@ -64,9 +79,11 @@ class Birth:
     lines: tuple[Line, ...]
     inputs: tuple[TensorFacts, ...]
     output: TensorFacts
-    output_number: int
     history: tuple[tuple[str, float], ...]
-    call: Call | None
+    verdict: Verdict
+    constant: bool = False
+    rival: str = ""
+    repeated: bool = True
 
 
 Source = Origin | Birth
@@ -74,6 +91,18 @@ Source = Origin | Birth
 
 def is_intended(source: Source) -> bool:
     return isinstance(source, Origin) and source.intended
+
+
+def may_mask(source: Source, kind: Kind) -> bool:
+    """Tell whether an infinity that nobody wrote can be a mask: log(0), arithmetic on constants, an input.
+
+    Which one it is shows only where it is used: the softmax of such a mask is fine, ``0 * log(0)`` is not.
+    """
+    if kind != "-Inf":
+        return False
+    if isinstance(source, Origin):
+        return source.what == "input"
+    return source.constant or source.operation.rstrip("_") in _LOGARITHMS
 
 
 def first_to_blame(sources: Iterable[Source]) -> Source | None:

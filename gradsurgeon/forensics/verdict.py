@@ -1,7 +1,9 @@
-"""Why an operation made what is not finite out of finite tensors: it is repeated alone, in several ways."""
+"""Why an operation made what is not finite: it is repeated alone, in several ways, on the numbers it has then."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +12,9 @@ from torch.utils._pytree import tree_map
 
 from gradsurgeon import _dist
 from gradsurgeon.diagnosis import ALREADY, Fault, Verdict
-from gradsurgeon.forensics.operations import elements, is_real, nonfinite_kind, tensors_of
-from gradsurgeon.forensics.sources import Birth, Call, Origin, Source
+from gradsurgeon.forensics.operations import elements, facts, is_real, nonfinite_kind, tensors_of
+from gradsurgeon.forensics.remedies import remedy
+from gradsurgeon.forensics.sources import Birth, Call, Source
 
 # A fault of a machine need not show in each repetition.
 _REPEATS = 3
@@ -26,6 +29,7 @@ _ADVICE = {
     "mathematics": "the operation has no finite result for these numbers in any format: guard what goes in (an "
     "epsilon, a clamp, a mask applied before the operation, not after it)",
     "bad input": "look at where these numbers come from: no operation of the model has made them",
+    "underflow": "choose a constant that the format holds (1e-4 in float16), or run the operation in float32",
     "kernel": "another implementation of the same operation gives finite numbers: use that one, try another "
     "version of torch, and report the inputs to its maintainers",
     "transient": "the same operation on the same numbers is finite when it is repeated: suspect the hardware "
@@ -38,86 +42,211 @@ _LOOK_AT_LOSS = (
 )
 
 
-def judge(source: Source) -> Verdict:
-    """Judge the source of what is not finite. Waits for its device."""
-    if isinstance(source, Origin):
-        where = {
-            "output gradient": "the gradient that came back to the model was not finite already",
-            "literal": "the script itself wrote the number",
-            "loss input": f"{source.name} was not finite when the loss was computed",
-            "unknown": "no operation that PyTorch shows made it: something wrote into memory past it",
-        }
-        text = where.get(
-            source.what,
-            f"{source.what} {source.name} was not finite {ALREADY.get(source.what, '')}",
-        )
-        if source.what == "output gradient":
-            return Verdict("unknown", (text,), _LOOK_AT_LOSS)
-        return _verdict("unknown" if source.what == "unknown" else "bad input", text)
-    if source.call is None:
-        return _verdict(
-            "unknown", "what went into the operation was not kept, so that it cannot be repeated"
-        )
+_UPDATED = (
+    "no trap stopped the update before, so that its gradients were finite: the optimizer itself wrote this number "
+    "there, or the script did since (a checkpoint, a copy)"
+)
+_LOST_EPSILON = (
+    "float16 rounds numbers below 3e-08 to 0, such as the epsilon of 1e-08 that Adam has by default: it then divides by 0 "
+    "where a gradient was too small to be squared"
+)
+_EPSILON_ADVICE = "give the optimizer `eps=1e-4`, or keep the weights that it updates in float32"
+# A sum of so many squares may still fit, so that it is no sign of growth.
+_GROWN = 1e3
+
+
+def judge(source: Source, step: int = 0) -> Verdict:
+    """Judge the source of what is not finite.
+
+    Args:
+        source: of it.
+        step: the updates before.
+    """
+    if isinstance(source, Birth):
+        return source.verdict
+    where = {
+        "output gradient": "the gradient that came back to the model was not finite already",
+        "literal": "the script itself wrote the number",
+        "loss input": f"{source.name} was not finite when the loss was computed",
+        "unknown": "no operation that PyTorch shows made it: something wrote into memory past it",
+    }
+    text = where.get(
+        source.what,
+        f"{source.what} {source.name} was not finite {ALREADY.get(source.what, '')}",
+    )
+    if source.what == "output gradient":
+        return Verdict("unknown", (text,), _LOOK_AT_LOSS)
+    if source.what == "weight" and step and not source.intended:
+        evidence = (text, _UPDATED)
+        if source.facts is None or source.facts.dtype != "float16":
+            return _verdict("bad input", *evidence)
+        return Verdict("bad input", (*evidence, _LOST_EPSILON), _EPSILON_ADVICE)
+    return _verdict("unknown" if source.what == "unknown" else "bad input", text)
+
+
+def bad_input(text: str) -> Verdict:
+    """Return the verdict on a number of the script."""
+    return _verdict("bad input", text)
+
+
+def not_repeated() -> Verdict:
+    """Return the verdict on an operation that was not repeated, after many that were."""
+    return _verdict(
+        "unknown", "many operations had made such numbers before: this one was not repeated"
+    )
+
+
+def not_kept() -> Verdict:
+    """Return the verdict on an operation of which it is not known what it was given."""
+    return _verdict(
+        "unknown", "what went into the operation was not kept, so that it cannot be repeated"
+    )
+
+
+def judge_call(
+    call: Call,
+    number: int,
+    node: str = "",
+    *,
+    history: Sequence[tuple[str, float]] = (),
+    lost: str = "",
+) -> Verdict:
+    """Repeat an operation on the numbers that it was given, and tell why its result is not finite.
+
+    To be called at once: a script may write over these numbers later. Waits for the device.
+
+    Args:
+        call: the operation.
+        number: which of its results.
+        node: the node of the graph, in the backward pass.
+        history: the largest magnitudes of the operations before.
+        lost: the sentence on a constant that the format rounded to zero in what went in.
+    """
     with torch.no_grad():
         try:
-            return _of_call(source, source.call)
+            verdict = _of_call(call, number)
+        except torch.OutOfMemoryError:
+            verdict = _on_host(call, number)
         except Exception as error:  # noqa: BLE001 # of any operation: the birth stands without a verdict
-            return _verdict(
-                "unknown", f"repeating the operation raised {type(error).__name__}: {error}"
-            )
+            verdict = _not_repeatable(error)
+    if verdict.fault == "mathematics" and lost:
+        return _verdict("underflow", *verdict.evidence, lost)
+    if verdict.fault == "overflow" and (grown := _growth(history)):
+        verdict = replace(verdict, evidence=(*verdict.evidence, grown))
+    advice = remedy(verdict.fault, call.name, node)
+    return replace(verdict, advice=advice) if advice else verdict
+
+
+def _not_repeatable(error: Exception) -> Verdict:
+    return _verdict("unknown", f"repeating the operation raised {type(error).__name__}: {error}")
 
 
 def _verdict(fault: Fault, *evidence: str) -> Verdict:
     return Verdict(fault, evidence, _ADVICE[fault])
 
 
-def _of_call(birth: Birth, call: Call) -> Verdict:
-    number, dtype = birth.output_number, birth.output.dtype
-    state = torch.get_rng_state()
+def _growth(history: Sequence[tuple[str, float]]) -> str:
+    """Tell how the numbers grew over the operations before, if they did."""
+    known = [(label, value) for label, value in history if value > 0]
+    if not known:
+        return ""
+    (first, low), (last, high) = min(known, key=lambda one: one[1]), known[-1]
+    if high < _GROWN * low or high < _GROWN:
+        return ""
+    return (
+        f"the largest magnitude grew from {low:.3g} ({first}) to {high:.3g} ({last}) right before"
+    )
+
+
+def _on_host(call: Call, number: int) -> Verdict:
+    """Repeat an operation where there is memory for it."""
     try:
-        again = [nonfinite_kind(_repeated(call, number)) for _ in range(_REPEATS)]
+        return _of_call(_moved(call), number)
+    except Exception as error:  # noqa: BLE001 # as above
+        return _not_repeatable(error)
+
+
+def _moved(call: Call) -> Call:
+    def on_host(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.cpu()
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+
+    return replace(call, args=tree_map(on_host, call.args), kwargs=tree_map(on_host, call.kwargs))
+
+
+def _of_call(call: Call, number: int) -> Verdict:
+    devices = {t.device for t in tensors_of(call.args, call.kwargs) if t.device.type != "cpu"}
+    kind = next(iter(devices)).type if devices else "cpu"
+    with (
+        torch.random.fork_rng([d.index or 0 for d in devices], device_type=kind)
+        if devices
+        else torch.random.fork_rng([])
+    ):
+        first = _repeated(call, number)
+        again = [
+            nonfinite_kind(first),
+            *(nonfinite_kind(_repeated(call, number)) for _ in range(_REPEATS - 1)),
+        ]
         wide, beside, smaller = (
             _attempt(call, number, torch.float64, factor=f) for f in (1.0, 1 - 1e-6, 1e-3)
         )
-        other = _by_another_kernel(call, number)
-    finally:
-        torch.set_rng_state(state)
     if not all(again):
         times = f"finite {again.count('')} of {_REPEATS} times"
         return _verdict("transient", f"repeated on the same numbers, the result is {times}")
     if wide is None:
         return _verdict("unknown", "the operation is not there in float64")
     if kind := nonfinite_kind(wide):
-        text = f"in float64 the result is {kind} as well"
+        text = f"in float64 the result is {_sign(wide)} as well"
         # A pole at zero stays where it is, however small the numbers are; right beside another one they are
         # of a moderate size.
         pole = beside is not None and not nonfinite_kind(beside) and _largest(beside) < _HUGE
         if kind == "Inf" and not pole and smaller is not None and not nonfinite_kind(smaller):
             return _verdict("overflow", f"{text}, and finite for numbers a thousand times smaller")
         return _verdict("mathematics", text)
-    return _of_format(dtype, _largest(wide), other)
+    return _of_format(call, number, first.dtype, _largest(wide))
 
 
-def _of_format(dtype: str, largest: float, other: Tensor | None) -> Verdict:
+def _sign(tensor: Tensor) -> str:
+    return facts(tensor).kind
+
+
+def _of_format(call: Call, number: int, dtype: torch.dtype, largest: float) -> Verdict:
     """Judge an operation whose result is finite in float64."""
-    limit = torch.finfo(getattr(torch, dtype)).max
+    limit, name = torch.finfo(dtype).max, str(dtype).removeprefix("torch.")
     wide, fits = f"up to {largest:.4g}", f"up to {limit:.4g}"
     if largest > limit:
-        text = f"in float64 the result is finite, {wide}; {dtype} holds numbers {fits}"
+        text = f"in float64 the result is finite, {wide}; {name} holds numbers {fits}"
         return _verdict("overflow", text)
+    within = (
+        f"in float64 the result is finite, {wide}: within the operation a number was too large for "
+        f"{name} ({fits})"
+    )
+    if large := _too_large_inside(call, number, limit):
+        return _verdict("overflow", within, large)
+    other = _by_another_kernel(call, number)
     if other is not None and not nonfinite_kind(other):
         return _verdict(
             "kernel",
-            f"in float64 the result is finite, {wide}, which fits into {dtype} ({fits})",
-            f"another implementation in {dtype} gives finite numbers, up to {_largest(other):.4g}",
+            f"in float64 the result is finite, {wide}, which fits into {name} ({fits})",
+            f"another implementation in {name} gives finite numbers, up to {_largest(other):.4g}",
         )
-    if dtype == "float64":
+    if dtype == torch.float64:
         return _verdict("unknown", "there is no wider format to repeat it in")
-    return _verdict(
-        "overflow",
-        f"in float64 the result is finite, {wide}: within the operation a number was too large for "
-        f"{dtype} ({fits})",
-    )
+    return _verdict("overflow", within)
+
+
+def _too_large_inside(call: Call, number: int, limit: float) -> str:
+    """Tell of numbers whose squares, or sums of those, are too large for a format, if smaller ones are fine."""
+    given = [elements(t) for t in tensors_of(call.args, call.kwargs) if is_real(t) and t.numel()]
+    largest = max((float(values.abs().max()) for values in given), default=0.0)
+    terms = max((max(values.shape, default=1) for values in given), default=1)
+    if not largest * largest * terms > limit:
+        return ""
+    smaller = _attempt(call, number, None, factor=1 / largest)
+    if smaller is None or nonfinite_kind(smaller):
+        return ""
+    return f"numbers up to {largest:.4g} went in, and a sum of their squares can reach {largest * largest * terms:.4g}"
 
 
 def _largest(tensor: Tensor) -> float:
@@ -130,7 +259,10 @@ def _repeated(call: Call, number: int) -> Tensor:
     return outputs[number]
 
 
-def _attempt(call: Call, number: int, dtype: torch.dtype, *, factor: float = 1.0) -> Tensor | None:
+def _attempt(
+    call: Call, number: int, dtype: torch.dtype | None, *, factor: float = 1.0
+) -> Tensor | None:
+    """Return the result in another dtype, for numbers that are larger or smaller by a factor."""
     args, kwargs = _fresh(call, dtype)
     if factor != 1.0:
         for tensor in tensors_of(args, kwargs):
@@ -140,7 +272,7 @@ def _attempt(call: Call, number: int, dtype: torch.dtype, *, factor: float = 1.0
         outputs = tensors_of(call.func(*args, **kwargs))
     except (RuntimeError, NotImplementedError, TypeError):
         return None
-    return outputs[number] if outputs[number].dtype == dtype else None
+    return outputs[number] if dtype in (None, outputs[number].dtype) else None
 
 
 def _fresh(call: Call, dtype: torch.dtype | None) -> tuple[Any, Any]:
@@ -176,12 +308,9 @@ def _by_another_kernel(call: Call, number: int) -> Tensor | None:
         if number < len(outputs) and is_real(outputs[number]):
             return outputs[number]
     if any(tensor.device.type != "cpu" for tensor in tensors):
-
-        def on_host(value: Any) -> Any:
-            return value.cpu() if isinstance(value, Tensor) else value
-
+        moved = _moved(call)
         try:
-            result = call.func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+            result = call.func(*moved.args, **moved.kwargs)
         except Exception:  # noqa: BLE001 # there is none for the host
             return None
         return tensors_of(result)[number]
