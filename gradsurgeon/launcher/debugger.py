@@ -14,7 +14,7 @@ import torch
 import gradsurgeon
 from gradsurgeon import _dist
 from gradsurgeon._patching import Patch
-from gradsurgeon.errors import NonFiniteGradientError
+from gradsurgeon.errors import TrapError
 from gradsurgeon.launcher.messages import say
 
 _OURS = tuple(str(Path(str(package.__file__)).parent) for package in (gradsurgeon, torch))
@@ -35,13 +35,13 @@ def _on_end(
 ) -> None:
     end(kind, error, traceback)
     # The script may have raised another error from that of the trap.
-    while error is not None and not isinstance(error, NonFiniteGradientError):
+    while error is not None and not isinstance(error, TrapError):
         error = error.__cause__ or error.__context__
     if error is not None and error.__traceback__ is not None:
         _debug(error, error.__traceback__)
 
 
-def _debug(error: NonFiniteGradientError, traceback: TracebackType) -> None:
+def _debug(error: TrapError, traceback: TracebackType) -> None:
     rank = _dist.rank()
     if _dist.world() > 1 and rank != error.rank:
         say(f"rank {rank} waits: rank {error.rank} trapped and is in the debugger")

@@ -44,6 +44,8 @@ from gradsurgeon.runtime.training_events import BackwardPass, Logged, Step, Step
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
+# By then the optimizers of most scripts have stepped.
+_SETTLED = 3
 _NOT_MET = (
     "the optimizer {kind} holds no parameter of the model, or skips the constructor of "
     "torch.optim.Optimizer, so that torch calls no hook when it steps: name the optimizer that it wraps"
