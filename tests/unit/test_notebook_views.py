@@ -107,7 +107,7 @@ def test_a_diagnosis_shows_its_evidence() -> None:
         *("certainty: ", "reproduced", "; step 7, rank 1"),
     ]
     assert page.rows("tensor") == [
-        ["in", "self", "[2, 3]", "float32", "0", "0", "6,000", "-2.5", "1.25"],
+        ["in", "self", "[2, 3]", "float32", "0", "0", "0", "6,000", "-2.5", "1.25"],
         ["out", "", "[2, 3]", "float32", "1,234", "0", "6,000", "-", "-"],
     ]
     assert page.rows("largest magnitude") == [["h.0: aten.addmm", "2.54"]]
@@ -148,7 +148,7 @@ def test_the_diagnosis_of_an_error_shows_itself() -> None:
     page = Page(caught.value.diagnosis)
     assert page.texts[1] == caught.value.diagnosis.headline
     (row,) = page.rows("tensor")
-    assert row[:7] == ["is", row[1], "[3, 4]", "float32", "12", "0", "12"]
+    assert row[:8] == ["is", row[1], "[3, 4]", "float32", "12", "0", "0", "12"]
 
 
 def report(histories: dict[str, list[float | None]], **more: Any) -> Report:
