@@ -76,7 +76,9 @@ def test_what_lands_in_the_part_of_another_rank_is_found_where_it_was_born(
 
 def test_the_micro_batch_is_named_that_ranks_did_not_reduce(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
-        assert f"{BORN}, micro-batch 2 of 3" in rank["FSDP2 accumulated"]["told"][0]
+        # All that came out of that call is NaN: nothing finite proves that it is the same one.
+        born = BORN.replace("reproduced", "partial")
+        assert f"{born}, micro-batch 2 of 3" in rank["FSDP2 accumulated"]["told"][0]
 
 
 def test_a_paused_rank_takes_part_though_it_has_kept_nothing(ranks: list[dict[str, Any]]) -> None:

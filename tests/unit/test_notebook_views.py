@@ -108,7 +108,7 @@ def test_a_diagnosis_shows_its_evidence() -> None:
     ]
     assert page.rows("tensor") == [
         ["in", "self", "[2, 3]", "float32", "0", "0", "0", "6,000", "-2.5", "1.25"],
-        ["out", "", "[2, 3]", "float32", "1,234", "0", "6,000", "-", "-"],
+        ["out", "", "[2, 3]", "float32", "1,234", "0", "0", "6,000", "-", "-"],
     ]
     assert page.rows("largest magnitude") == [["h.0: aten.addmm", "2.54"]]
     assert page.folded == 1
