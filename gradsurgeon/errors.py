@@ -16,6 +16,7 @@ GradSurgeonWarning           something a rule cannot do, named with rule id and 
 from __future__ import annotations
 
 import unicodedata
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -231,3 +232,17 @@ class RecordError(GradSurgeonError):
 
 class GradSurgeonWarning(UserWarning):
     """Something a rule cannot do or did not do; the text names the rule and the cause."""
+
+
+def warn(text: str, stacklevel: int) -> None:
+    """Warn of something, counting frames from the caller; a stderr that is closed or raises stops nothing.
+
+    Raises:
+        GradSurgeonWarning: a filter of the script makes an error of it.
+    """
+    try:
+        warnings.warn(text, GradSurgeonWarning, stacklevel + 1)
+    except GradSurgeonWarning:
+        raise
+    except Exception:  # noqa: BLE001, S110 # whatever the script has put in the place of stderr
+        pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -13,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 from gradsurgeon import _dist
 from gradsurgeon.api import Rules
-from gradsurgeon.errors import GradSurgeonError, GradSurgeonWarning, printable
+from gradsurgeon.errors import GradSurgeonError, printable, warn
 from gradsurgeon.integrations.applied import Applied
 from gradsurgeon.runtime import state_file
 from gradsurgeon.store.layout import state_name
@@ -157,7 +156,7 @@ class TransformersCallback(TrainerCallback):
                 callbacks.remove(self)
                 callbacks.insert(0, self)
                 return
-        warnings.warn(_NOT_FIRST, GradSurgeonWarning, stacklevel=2)
+        warn(_NOT_FIRST, stacklevel=2)
 
 
 def _callers() -> Iterator[Mapping[str, Any]]:

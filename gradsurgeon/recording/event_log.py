@@ -19,7 +19,6 @@ import logging
 import os
 import sys
 import traceback
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from gradsurgeon import _dist, _torch
 from gradsurgeon.actions import Rule
-from gradsurgeon.errors import GradSurgeonWarning, printable
+from gradsurgeon.errors import printable, warn
 from gradsurgeon.events import Event, EventKind, RuleStatus
 from gradsurgeon.recording.device_queue import DeviceQueue
 
@@ -180,13 +179,7 @@ class EventLog:
         if rule:
             with self._lock:
                 self._tallies[rule].warnings.append(message)
-        text, level = _with_rule(message, rule), _level_of_the_script()
-        try:
-            warnings.warn(text, GradSurgeonWarning, level)
-        except GradSurgeonWarning:
-            raise  # a filter of the script makes an error of it
-        except Exception:  # noqa: BLE001, S110 # stderr is closed, or an object of the script's that raises
-            pass
+        warn(_with_rule(message, rule), _level_of_the_script())
 
     def _note(self, event: Event) -> None:
         innocent = event.kind in _INNOCENT

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from gradsurgeon import _torch
 from gradsurgeon._backward_calls import BackwardCall
-from gradsurgeon.errors import GradSurgeonWarning
+from gradsurgeon.errors import warn
 from gradsurgeon.runtime import loss_gradients
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
 
@@ -102,7 +101,7 @@ def _listed(running: RunningPass, passes: list[RunningPass]) -> Iterator[None]:
 
 def _wait_until(is_free: Callable[[], bool]) -> None:
     if not _ended.wait_for(is_free, _PATIENCE):
-        warnings.warn(_WAITS, GradSurgeonWarning, stacklevel=2)
+        warn(_WAITS, stacklevel=2)
         _ended.wait_for(is_free)
 
 
