@@ -62,7 +62,10 @@ def suggest(run: Run, share: float) -> Suggestion:
             found = _threshold(norms, share, series.key.rule)
             edited = tuple(_edited_before(run, series.key, group))
             if isinstance(found, str):
-                without[", ".join(patterns)] = "; ".join((found, *edited))
+                members = (
+                    f" ({len(group)} parameters, such as {group[0]})" if len(group) > 1 else ""
+                )
+                without[f"{', '.join(patterns)}{members}"] = "; ".join((found, *edited))
                 continue
             name = rule_id("spikes" if found.drift else "clip", patterns, rules)
             doubts = (*_doubts(found, share), *edited)
@@ -70,14 +73,22 @@ def suggest(run: Run, share: float) -> Suggestion:
                 name, patterns, len(group), series.key, norms, found, share, doubts
             )
     if not rules:
-        reasons = (
-            "; ".join(dict.fromkeys(without.values()))
-            or "no parameter has finite norms of two steps"
-        )
-        raise RecordError(f"{where}: {reasons}")
-    missing = [f"no rule for {names}: {reason}" for names, reason in without.items()]
+        if not without:
+            raise RecordError(f"{where}: no parameter has finite norms of two steps")
+        listed = "\n".join(f"  {text}" for text in _by_reason(without))
+        raise RecordError(f"{where}: no group of parameters gets a rule\n{listed}")
+    missing = [f"no rule for {text}" for text in _by_reason(without)]
     notes = [f"no gradient: {', '.join(patterns_of(silent, known))}"] if silent else []
     return _written(run, share, list(rules.values()), missing, notes)
+
+
+def _by_reason(without: Mapping[str, str]) -> Iterator[str]:
+    """Yield each reason once, after the groups that it is about."""
+    groups: dict[str, list[str]] = {}
+    for group, reason in without.items():
+        groups.setdefault(reason, []).append(group)
+    for reason, concerned in groups.items():
+        yield f"{', '.join(concerned)}: {reason}"
 
 
 def _written(

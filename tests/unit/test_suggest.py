@@ -394,6 +394,19 @@ class TestFile:
         assert findings[1].startswith("no rule for rare: 9 steps say nothing of a share of 2%")
         assert all(f"# {finding}\n" in text for finding in findings)
 
+    def test_each_reason_stands_once_after_the_groups_it_is_about(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        twins = {f"h.{number}.w": [0.0] * STEPS for number in range(2)}
+        recorded(tmp_path, **twins, tail=[0.0, *[None] * (STEPS - 1)])
+        with pytest.raises(RecordError) as caught:
+            suggestion(tmp_path)
+        head, *rows = str(caught.value).splitlines()
+        assert head.endswith(": no group of parameters gets a rule")
+        reasons = [row.partition(": ")[2] for row in rows]
+        assert len(set(reasons)) == len(reasons)
+        assert any(row.startswith("  h.*.w (2 parameters, such as h.0.w)") for row in rows), rows
+
     def test_parameters_without_a_gradient_are_a_note(self, tmp_path: pathlib.Path) -> None:
         none: list[float | None] = [None] * STEPS
         recorded(tmp_path / "some", h__0__w=none, h__1__w=none, head=calm(0))
