@@ -1,15 +1,18 @@
 """What a reviewer must not miss about a change of rules."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from typing import Literal, NamedTuple
 
-from gradsurgeon.actions import Rule
+from gradsurgeon.actions import Rule, TrapRule
 from gradsurgeon.review.matched_rules import ChainChange, MatchedRules
 from gradsurgeon.review.rule_changes import RulePairs
 
 Kind = Literal[
     "lost-protection",  # of parameters
+    "lost-trap",  # these two: of tensors that other rules still protect
+    "weaker-trap",
     "no-match",  # these three: of a rule that did not have it before
     "expect",
     "cannot-act",
@@ -40,6 +43,7 @@ def warnings(
                 yield DiffWarning(kind, (rule,), detail=detail or after.no_match(rule))
     if lost:
         yield DiffWarning("lost-protection", names=tuple(lost))
+    yield from _traps(pairs, frozenset(lost))
     yield from _overlaps(pairs)
     # Few distinct chains stand for many tensors.
     sides = {(chain.before, chain.after) for chain in chains}
@@ -57,6 +61,39 @@ def _flaws(matched: MatchedRules, rule: str) -> Iterator[tuple[Kind, str]]:
     expect = matched.rules[rule].expect
     if expect is not None and matched.breaks_expect(rule):
         yield "expect", f"expects {expect.params}, matches {len(matched.matches[rule].names)}"
+
+
+def _traps(pairs: RulePairs, lost: Collection[str]) -> Iterator[DiffWarning]:
+    """Yield the traps that look at fewer tensors than before, or let more through."""
+    names: dict[tuple[Kind, str, str], list[str]] = {}
+
+    @cache  # few distinct chains stand for many tensors
+    def weakened(old: tuple[str, ...], new: tuple[str, ...]) -> list[tuple[Kind, str, str]]:
+        traps = [rule for one in new if isinstance(rule := pairs.after.rules[one], TrapRule)]
+        return [
+            (*found, rule.id)
+            for one in old
+            if isinstance(rule := pairs.before.rules[one], TrapRule)
+            and (found := _weakened(rule, [trap for trap in traps if trap.action == rule.action]))
+        ]
+
+    for name, chain in pairs.before.chains.items():
+        for found in weakened(chain, pairs.after.chains.get(name, ())) if name not in lost else ():
+            names.setdefault(found, []).append(name)
+    for (kind, detail, rule), concerned in names.items():
+        yield DiffWarning(kind, (pairs.new_ids.get(rule, rule),), tuple(concerned), detail)
+
+
+def _weakened(old: TrapRule, traps: Sequence[TrapRule]) -> tuple[Kind, str] | None:
+    """Tell whether the traps of one action that a tensor has now do less than an old one did, and in what."""
+    if not traps:
+        return "lost-trap", old.action
+    acting = [trap for trap in traps if trap.then != "warn" or old.then == "warn"]
+    if not acting:
+        return "weaker-trap", "only warns now"
+    if not any(trap.steps.includes(old.steps) for trap in acting):
+        return "weaker-trap", "acts in fewer or other steps"
+    return None
 
 
 def _overlaps(pairs: RulePairs) -> Iterator[DiffWarning]:

@@ -26,6 +26,7 @@ _QUOTED = (
     "losses",
     "memory",
 )
+_USELESS = {"no-match": "matches nothing in", "cannot-act": "cannot act on"}
 _ENDS = "training with these rules ends with an error before its first step"
 
 Ids = tuple[str, ...]
@@ -79,13 +80,13 @@ class Phrases:
         if warning.kind == "lost-protection":
             what = f"{count(len(warning.names), 'parameter')} lost all protection"
             return f"{what}: no rule edits, freezes or traps the gradient now: {names}."
-        if warning.kind == "no-match":
-            return f"{rules[0]} matches nothing in this model: {_ENDS}. {self.code(warning.detail)}"
+        if warning.kind in ("lost-trap", "weaker-trap"):
+            return self._of_trap(warning, rules[0], names)
+        if said := _USELESS.get(warning.kind):
+            return f"{rules[0]} {said} this model: {_ENDS}. {self.code(warning.detail)}"
         if warning.kind == "expect":
             broken = "it breaks its own `expect`, so"
             return f"{rules[0]} {warning.detail} parameters: {broken} {_ENDS}."
-        if warning.kind == "cannot-act":
-            return f"{rules[0]} cannot act on this model: {_ENDS}. {self.code(warning.detail)}"
         if warning.kind == "overlap":
             first, second = warning.detail.split(", then ")
             target = next(r.target for r in self.difference.new.rules if r.id == warning.rules[0])
@@ -97,6 +98,14 @@ class Phrases:
         before, now = self.chain(example.before), self.chain(example.after)
         what = f"the order of effects changed for {count(len(warning.names), 'tensor')}"
         return f"{what}: {names}. Such as {before} before, {now} now."
+
+    def _of_trap(self, warning: DiffWarning, rule: str, names: str) -> str:
+        params = {param.name for param in self.difference.manifest.params}
+        noun = "parameter" if params.issuperset(warning.names) else "tensor"
+        what = f"{count(len(warning.names), noun)}: {names}"
+        if warning.kind == "weaker-trap":
+            return f"{rule} {warning.detail} on {what}."
+        return f"{rule} was taken off {what}: no {self.code(warning.detail)} looks there now."
 
     def order(self) -> str:
         seen = any(warning.kind == "order" for warning in self.difference.warnings)

@@ -14,6 +14,7 @@ from gradsurgeon import planning
 from gradsurgeon.planning import Manifest, Module, Param
 from gradsurgeon.review import markdown, sources, text
 from gradsurgeon.review.difference import Difference, compare
+from gradsurgeon.review.phrases import Phrases
 from gradsurgeon.schema import RuleSet
 
 CASES = pathlib.Path(__file__).parents[1] / "cases" / "review"
@@ -245,6 +246,55 @@ class TestFindings:
     def test_another_protection_is_protection(self, other: Any) -> None:
         assert diff([clamp("gone", min=0)], [other]).lost == ()
         assert len(diff([other], [NORMS]).lost) >= 6
+
+    @pytest.mark.parametrize(
+        ("change", "kind", "names", "said"),
+        [
+            (
+                {"params": "h.*"},
+                "lost-trap",
+                ("embed.weight", "head.weight"),
+                "t was taken off 2 parameters: embed.weight, head.weight: no nan-trap looks there now.",
+            ),
+            (
+                {"then": "warn", "exclude": "h.*"},
+                "weaker-trap",
+                ("embed.weight", "head.weight"),
+                "t only warns now on 2 parameters: embed.weight, head.weight.",
+            ),
+            (
+                {"steps": {"every": 10}, "exclude": "h.*"},
+                "weaker-trap",
+                ("embed.weight", "head.weight"),
+                "t acts in fewer or other steps on 2 parameters: embed.weight, head.weight.",
+            ),
+        ],
+    )
+    def test_a_trap_that_other_rules_outlive(
+        self, change: dict[str, Any], kind: str, names: tuple[str, ...], said: str
+    ) -> None:
+        trap = {"id": "t", "action": "nan-trap", "params": "*", "then": "raise"}
+        old = trap if "exclude" not in change else {**trap, "exclude": "h.*"}
+        found = diff([old, zero("z", params="*")], [{**trap, **change}, zero("z", params="*")])
+        assert [(one.kind, one.rules, one.names) for one in found.warnings] == [
+            (kind, ("t",), names)
+        ]
+        assert list(Phrases(found, str, "->").warnings()) == [said]
+        # The way back protects more.
+        assert (
+            kinds(diff([{**trap, **change}, zero("z", params="*")], [old, zero("z", params="*")]))
+            == []
+        )
+
+    def test_a_trap_that_another_one_makes_up_for(self) -> None:
+        trap = {"id": "t", "action": "nan-trap", "params": "*", "then": "skip-step"}
+        other = {**trap, "id": "other", "then": "raise"}
+        assert kinds(diff([trap, zero("z", params="*")], [other, zero("z", params="*")])) == []
+        assert kinds(diff([trap, other], [{**trap, "then": "warn"}, other])) == []
+        spikes = {"id": "s", "action": "spike-trap", "params": "*", "above": {"times": 2}}
+        found = diff([trap, spikes], [trap, {**spikes, "params": "h.*"}])
+        assert kinds(found) == ["lost-trap"]
+        assert found.warnings[0].detail == "spike-trap"
 
     def test_nothing_is_matched(self) -> None:
         found = diff([zero()], [zero(params="layers.*")])
