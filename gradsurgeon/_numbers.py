@@ -69,9 +69,9 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
             by_position.update(zip(positions, measured, strict=True))
         # Not by an index, which would have to come from the host: a CUDA graph cannot wait for that.
         found = torch.stack([by_position[position] for position in range(len(grads))]).float()
-        if _torch.is_host(found) and _may_have_overflowed(found.max(), order):
+        if _may_be_out_of_range(found, order):
             for position, measured in enumerate(found.tolist()):
-                if math.isinf(measured):
+                if math.isinf(measured) or measured < _TINY:
                     found[position] = _scaled_norm(dense[position], order)
         return found
 
@@ -79,20 +79,32 @@ def norms(grads: Sequence[Tensor], order: float = 2.0) -> Tensor:
 def over(norms: Tensor, order: float) -> Tensor:
     """Return the norm over several tensors of which these are the norms. Shape ``[1]``."""
     found: Tensor = torch.linalg.vector_norm(norms, order, keepdim=True)
-    if _may_have_overflowed(found, order):
+    if _may_be_out_of_range(found, order):
         found = _scaled_norm(norms, order).reshape(1)
     return found
 
 
-def _may_have_overflowed(norm: Tensor, order: float) -> bool:
+# Squares of elements below about 1e-19 lose digits in float32, and below 1e-23 they vanish.
+_TINY = 1e-17
+
+
+def _may_be_out_of_range(norms: Tensor, order: float) -> bool:
+    """Tell whether the powers of elements may have overflowed or vanished. Shape of ``norms``: any."""
     # On a device the question would be a wait, and wider sums a second pass, or slow.
-    return _torch.is_host(norm) and order < math.inf and not norm.item() < math.inf
+    if not _torch.is_host(norms) or order == math.inf or not norms.numel():
+        return False
+    if norms.numel() == 1:
+        return not _TINY <= norms.item() < math.inf
+    low, high = norms.aminmax()
+    return not (low.item() >= _TINY and high.item() < math.inf)
 
 
 def _scaled_norm(grad: Tensor, order: float) -> Tensor:
-    """Return the norm of a dense tensor, whose powers are too large for its dtype, by its largest element."""
+    """Return the norm of a dense tensor, whose powers do not fit into its dtype, by its largest element."""
+    if not grad.numel():
+        return torch.zeros(())
     largest: Tensor = torch.linalg.vector_norm(grad, math.inf).double()
-    if not largest.isfinite():
+    if not (largest.isfinite() and largest > 0):
         return largest.float()
     # In parts: a copy of all of it in float64 could be too large.
     dtype = torch.promote_types(grad.dtype, torch.float64)
@@ -113,7 +125,7 @@ def norm(grad: Tensor, order: float = 2.0) -> Tensor:
         else:
             alone = torch.linalg.vector_norm(dense, order, dtype=_widened(dense))
         found = alone.float()
-        return _scaled_norm(dense, order) if _may_have_overflowed(found, order) else found
+        return _scaled_norm(dense, order) if _may_be_out_of_range(found, order) else found
     return norms([grad], order)[0]
 
 

@@ -56,9 +56,9 @@ class NormLog(ObserverRule):
     the tensor each. Never waits for the device.
 
     ## Range
-    `l2` is taken in float32, as PyTorch does it: squares of elements beyond about 1e19 can overflow, so
-    that the norm is recorded as infinite, and elements below about 1e-23 can vanish from it (not from
-    that of a small gradient on the CPU, which is taken in float64). `l1`, `linf`
+    `l2` is taken in float32, as PyTorch does it. On an accelerator squares of elements beyond about 1e19
+    overflow, so that the norm is recorded as infinite, and elements below about 1e-23 vanish from it. On a CPU
+    such norms are taken again in float64. `l1`, `linf`
     and `nonfinite` have no such limits.
     """
 

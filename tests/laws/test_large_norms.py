@@ -1,4 +1,4 @@
-"""A gradient whose elements are finite has a finite norm, though their squares overflow, and is cut."""
+"""A gradient whose elements are finite has its norm, though their squares overflow or vanish, and is cut."""
 
 from __future__ import annotations
 
@@ -23,18 +23,48 @@ def rule(**options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0])
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("unit", [1e30, 1e-20, 1e-30])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64])
-def test_the_norm_is_that_of_float64(dtype: torch.dtype, size: int, order: float) -> None:
+def test_the_norm_is_that_of_float64(
+    dtype: torch.dtype, unit: float, size: int, order: float
+) -> None:
     generator = torch.Generator().manual_seed(0)
-    grad = (torch.randn(size, generator=generator) * 1e30).to(dtype)
-    wide = grad.to(torch.promote_types(dtype, torch.float64)) / 1e30
-    wanted = float(torch.linalg.vector_norm(wide, order)) * 1e30
+    grad = (torch.randn(size, generator=generator) * unit).to(dtype)
+    wide = grad.to(torch.promote_types(dtype, torch.float64)) / unit
+    wanted = float(torch.linalg.vector_norm(wide, order)) * unit
     small = torch.ones(3, dtype=dtype)
     measured = _numbers.norms([small, grad, small], order)
     assert measured.tolist() == pytest.approx(
         [3 ** (1 / order), wanted, 3 ** (1 / order)], rel=1e-4
     )
     assert float(_numbers.norm(grad, order)) == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [*SIZES, 0])
+def test_a_gradient_of_zeros_has_norm_0(size: int) -> None:
+    zeros = torch.zeros(size)
+    assert _numbers.norms([zeros, torch.ones(3000), zeros]).tolist()[::2] == [0.0, 0.0]
+    assert float(_numbers.norm(zeros)) == 0.0
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("beside", [4, 3000])
+def test_a_small_gradient_is_recorded_whatever_it_is_measured_beside(
+    beside: int, dtype: torch.dtype, passes: int
+) -> None:
+    model = nn.ParameterList([torch.zeros(4, dtype=dtype), torch.zeros(beside)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    points = ("backward", "accumulated", "step")
+    logs = [{"id": at, "action": "norm-log", "params": "*", "at": at} for at in points]
+    with gradsurgeon.apply(model, {"version": 1, "rules": logs}, optimizer=optimizer) as session:
+        for _ in range(passes):
+            torch.stack([(one * 1e-30).float().sum() for one in model]).sum().backward()
+        optimizer.step()
+        for at in points:
+            expected = [2e-30] * passes if at == "backward" else [2e-30 * passes]
+            found = [value for _, value in session.history("0", rule=at)]
+            assert found == pytest.approx(expected, rel=1e-2, abs=0), at
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
