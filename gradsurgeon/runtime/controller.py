@@ -24,6 +24,7 @@ from gradsurgeon.runtime.manual_steps import ManualSteps, how_to_tick
 from gradsurgeon.runtime.model_changes import ModelChanges
 from gradsurgeon.runtime.module_hooks import ModuleHooks
 from gradsurgeon.runtime.notices import (
+    SETTLED,
     UnownedParams,
     awaits_sum,
     count_due_rules,
@@ -44,8 +45,6 @@ from gradsurgeon.runtime.training_events import BackwardPass, Logged, Step, Step
 from gradsurgeon.runtime.traps import Traps
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 
-# By then the optimizers of most scripts have stepped.
-_SETTLED = 3
 _NOT_MET = (
     "the optimizer {kind} holds no parameter of the model, or skips the constructor of "
     "torch.optim.Optimizer, so that torch calls no hook when it steps: name the optimizer that it wraps"
@@ -326,7 +325,7 @@ class Controller:
             counter.passes
             for counter in counters.among(everything)
             # What no optimizer has claimed by now is updated by none.
-            if counter is not counters.common or self._steps < _SETTLED
+            if counter is not counters.common or self._steps < SETTLED
         )
 
     def _is_idle(self, counter: StepCounter) -> bool:

@@ -123,11 +123,11 @@ class UnownedParams:
     def add(self, tensors: Sequence[int]) -> list[int]:
         """Note those that are so after one more pass; return those that have just been so long enough to be told."""
         self._seen.update(tensors)
-        return [tensor for tensor in tensors if self._seen[tensor] == _SETTLED]
+        return [tensor for tensor in tensors if self._seen[tensor] == SETTLED]
 
     def tell(self, tensors: Collection[int]) -> None:
         """Say it of some, as far as they have been so long enough."""
-        settled = {tensor for tensor in tensors if self._seen[tensor] >= _SETTLED}
+        settled = {tensor for tensor in tensors if self._seen[tensor] >= SETTLED}
         context, step = self._context, self._context.counters.latest
         for rule, matched in self._rules_at_update() if settled else ():
             news = [t for t in matched if t in settled and t not in self._told[rule.id]]
@@ -148,7 +148,7 @@ class UnownedParams:
 
 
 # By then the optimizers of most scripts have stepped; others are looked for.
-_SETTLED = 3
+SETTLED = 3
 _NO_OPTIMIZER = (
     "gradients come to {names}, which no optimizer updates that has stepped so far: this rule acts right before an "
     "update, and so not there; give them to an optimizer, or exclude them"

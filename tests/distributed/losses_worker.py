@@ -261,6 +261,7 @@ def plain_throughout() -> list[str]:
             else:
                 gradsurgeon.backward(losses)
             optimizer.step()
+        session.remove()
     return [event.message for event in session.events if event.kind == "never-fired"]
 
 
