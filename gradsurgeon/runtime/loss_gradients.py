@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradsurgeon import _dist, _torch
 from gradsurgeon.errors import GradSurgeonError, printable
+from gradsurgeon.runtime.retained_gradients import put_back
 
 _COMPILED = (
     "the gradients of single losses cannot be taken from a model that torch.compile has compiled to free what it saved as "
@@ -87,7 +88,7 @@ def gradients(
         _thread.tasks = tasks
         stack.callback(setattr, _thread, "tasks", None)
         for name, loss in losses.items():
-            with _torch.without_hooks(params), buffers.put_back():
+            with _torch.without_hooks(params), buffers.put_back(), put_back(loss):
                 rows[name] = _of(name, loss, params)
     return rows, tasks
 

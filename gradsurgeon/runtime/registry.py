@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _backward_calls, _torch
 from gradsurgeon._patching import Patch
 from gradsurgeon.distributed import data_parallel
-from gradsurgeon.runtime import loss_backward, named_pass
+from gradsurgeon.runtime import loss_backward, named_pass, retained_gradients
 from gradsurgeon.runtime.attachment import Attachment
 from gradsurgeon.runtime.backward_watch import BackwardWatch
 from gradsurgeon.runtime.compile_support import uncompiled
@@ -109,7 +109,7 @@ def enter(model: nn.Module, session: Attachment) -> None:
             for other in _beside.get(model, ()):
                 if not other.removed:
                     other.controller.go_last()
-        _count_tags()
+        _count_rules()
         if not _watching:
             _watching.append(_watch())
 
@@ -170,10 +170,10 @@ def backward(losses: Mapping[str, Tensor], scaler: GradScaler | None) -> None:
     loss_backward.backward(losses, scaler, [one.losses for one in sessions], modules)
 
 
-def _count_tags() -> None:
-    _on_tags[:] = [
-        rule.id for controller in _controllers() for rule in controller.context.program.tags
-    ]
+def _count_rules() -> None:
+    programs = [controller.context.program for controller in _controllers()]
+    _on_tags[:] = [rule.id for program in programs for rule in program.tags]
+    retained_gradients.note(wanted=any(program.of_losses for program in programs))
 
 
 def _leave(finalizer: weakref.finalize[Any, Any]) -> None:
@@ -190,7 +190,7 @@ def _forget_removed() -> None:
             sessions[:] = [session for session in sessions if not session.removed]
             if not sessions:
                 del _beside[model]
-        _count_tags()
+        _count_rules()
         if _watching and not (_sessions or _beside or _without_model):
             _watching.pop().close()
 
