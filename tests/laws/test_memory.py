@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -187,3 +188,28 @@ def test_the_count_can_fail() -> None:
     assert (counted.sizes, counted.most) == ([3] * 8, 5)
     del kept
     assert counted.alive == 0
+
+
+def test_losses_take_one_copy_of_the_matched_gradients_each() -> None:
+    losses, depth, width = 4, 4, 768
+    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
+    model = nn.ModuleDict({"trunk": nn.Sequential(*layers), "head": nn.Linear(width, losses)})
+    names = [f"loss{number}" for number in range(losses)]
+    rule = {"id": "r", "action": "combine", "method": "mgda", "params": "trunk.*", "losses": names}
+    matched = sum(4 * param.numel() for param in model["trunk"].parameters())
+    with gradsurgeon.apply(model, {"version": 1, "rules": [rule]}):
+        for _ in range(2):  # the first call looks whether the gradients add up
+            model.zero_grad()
+            out = model["head"](model["trunk"](torch.randn(2, width))).square().mean(0)
+            with torch.profiler.profile(profile_memory=True) as profiled:
+                gradsurgeon.backward(dict(zip(names, out.unbind(), strict=True)))
+            assert losses < _most_bytes(profiled) / matched < losses + 2 / depth + 0.25
+
+
+def _most_bytes(profiled: torch.profiler.profile) -> int:
+    results: Any = profiled.profiler
+    events = [e for e in results.kineto_results.events() if e.name() == "[memory]"]
+    sizes: list[int] = [
+        event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())
+    ]
+    return max(accumulate(sizes))
