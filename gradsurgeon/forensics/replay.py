@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import threading
 import warnings
@@ -23,7 +22,7 @@ from gradsurgeon.forensics.undisturbed import exchanged, grads_kept, undisturbed
 from gradsurgeon.planning import ROOT, named_modules, slots
 from gradsurgeon.runtime.kept_step import Fingerprint, KeptCall
 from gradsurgeon.runtime.registry import tags_shown_to
-from gradsurgeon.tensors.structure import Copied, Path, tensors_in
+from gradsurgeon.tensors.structure import Copied, Path, parameters_of, tensors_in
 
 # How inputs are called among what has gradients.
 INPUT = "input "
@@ -327,7 +326,7 @@ def spelled_input(call: KeptCall, path: Sequence[int | str]) -> str:
     module = call.module()
     keyword, first, *rest = path
     if keyword == 0 and module is not None:
-        names = list(inspect.signature(module.forward).parameters.values())
+        names = parameters_of(module.forward)
         if isinstance(first, int) and first < len(names):
             known = names[first]
             first = known.name if known.kind is not known.VAR_POSITIONAL else first

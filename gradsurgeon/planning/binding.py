@@ -268,4 +268,18 @@ def _unreachable(rule: Rule, params: Sequence[Param], manifest: Manifest) -> Ite
 def obstacles(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> list[str]:
     """Return why a rule cannot act on what it matches; `bind` raises them."""
     params = [thing for thing in matched if isinstance(thing, Param)]
-    return [*_cannot_act(rule, params), *_unreachable(rule, params, manifest)]
+    scripted = [
+        thing
+        for thing in matched
+        if isinstance(thing, Module) and manifest.scripted.issuperset(thing.names)
+    ]
+    return [*_cannot_act(rule, params), *_unreachable(rule, params, manifest), *_unseen(scripted)]
+
+
+def _unseen(scripted: Sequence[Module]) -> Iterator[str]:
+    if scripted:
+        yield (
+            f"torch.jit runs {len(scripted)} of the modules it matches{examples(scripted)}, and calls no hook there: name the "
+            "module around them, leave them out by `exclude`, or train the model without torch.jit; rules on "
+            "parameters (`params`) act there, too"
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -142,6 +142,32 @@ class Manifest:
             "dtypes": any(not param.dtype for param in params),
         }
         return frozenset(fact for fact, is_missing in facts.items() if is_missing)
+
+    @cached_property
+    def scripted(self) -> frozenset[str]:
+        """The names under which `torch.jit` calls a module, and no hook."""
+        kinds = {name: module.module_type for module in self.modules for name in module.names}
+        around = {name: kinds.get(name.rpartition(".")[0] or ROOT, ()) for name in kinds}
+        return frozenset(
+            name
+            for name, kind in kinds.items()
+            if is_scripted(kind)
+            or (name != ROOT and _SCRIPTED in kind and _SCRIPTED in around[name])
+        )
+
+
+_SCRIPTED = "ScriptModule"
+
+
+def is_scripted(kind: Collection[str]) -> bool:
+    """Tell whether `torch.jit` calls modules of a class, so that none of their hooks runs.
+
+    It leaves the hooks of what `torch.jit.trace` returns alone, unless that is a part of a scripted module.
+
+    Args:
+        kind: the names of the class and of its bases.
+    """
+    return _SCRIPTED in kind and "TopLevelTracedModule" not in kind
 
 
 def class_names(module: object) -> tuple[str, ...]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from gradsurgeon import _torch
-from gradsurgeon.planning import ROOT, named_modules
+from gradsurgeon.errors import printable
+from gradsurgeon.planning import ROOT, class_names, is_scripted, named_modules
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.kept_step import (
     Buffers,
@@ -27,7 +28,7 @@ from gradsurgeon.runtime.kept_step import (
     KeptCall,
     KeptLoss,
 )
-from gradsurgeon.runtime.parameters import Place
+from gradsurgeon.runtime.parameters import Place, held
 from gradsurgeon.runtime.running_passes import asked_for
 from gradsurgeon.tensors.backward_graph import BackwardGraph
 from gradsurgeon.tensors.structure import Copied, Path, tensors_in
@@ -35,6 +36,7 @@ from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 # What is kept of one step; beyond it the oldest calls go first.
 MAX_BYTES = 256 * 2**20
 _MOST_CALLS = 256
+_SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where it was born"
 
 
 class _Open(threading.local):
@@ -59,7 +61,7 @@ class KeptCalls:
         # How many calls of this step were dropped, because they were too large.
         self.dropped = 0
         # Why one could not be kept at all.
-        self.problem = ""
+        self.problem = self._unseen = ""
         # Backward passes of this step through what was called, and how many of all have reached parameters: those
         # that `no_sync` keeps from that are fewer.
         self.passes = self.reaching = 0
@@ -78,6 +80,7 @@ class KeptCalls:
         self.detach()
         self.model = weakref.ref(model)
         self._changing.clear()
+        self._unseen = ""
         devices = {param.device for param in model.parameters()}
         self._devices = tuple(
             device
@@ -86,6 +89,9 @@ class KeptCalls:
             and hasattr(torch.get_device_module(device), "get_rng_state")
         )
         for name, module in _called(model):
+            if is_scripted(class_names(module)):
+                self._unseen = _SCRIPTED.format(of="the model" if name == ROOT else printable(name))
+                continue
             # Compiled code runs no hooks of ours; around it they see its calls, which are replayed without it.
             compiled = name == ROOT and type(model).__name__ == "OptimizedModule"
             hooked = model if compiled else module
@@ -98,6 +104,7 @@ class KeptCalls:
             for handle in handles:
                 _torch.leave_behind(handle)
             self._handles += handles
+        self.problem = self._unseen
 
     def detach(self) -> None:
         while self._handles:
@@ -119,7 +126,7 @@ class KeptCalls:
         self.is_updated = False
         self.calls, self.dropped, self.losses = [], 0, {}
         self.passes = self.reaching = 0
-        self.problem = ""
+        self.problem = self._unseen
 
     def begin(
         self, module: nn.Module, name: str, args: Any, kwargs: dict[str, Any], *, compiled: bool
@@ -270,7 +277,7 @@ class KeptCalls:
         changing = self._changing.get(key)
         if changing is None:
             return Buffers(dict(module.named_buffers()))
-        there = {name: table.get(key) for name, (table, key) in changing.items()}
+        there = {name: held(place) for name, place in changing.items()}
         return Buffers({name: buffer for name, buffer in there.items() if buffer is not None})
 
 
@@ -313,7 +320,8 @@ def _called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     while pending:
         name = pending.pop(0)
         module = modules[name]
-        if type(module).forward is not nn.Module.forward:
+        # Scripted modules have theirs in each object alone.
+        if getattr(type(module), "forward", None) is not nn.Module.forward:
             yield name, module
             continue
         prefix = "" if name == ROOT else f"{name}."

@@ -51,7 +51,7 @@ _RENAMED = (
 )
 _OTHER_MODULE = "was replaced by another module: its rules act on the new one"
 _LATE = " from now on, and may have missed the steps since it was put there"
-_NO_MODULE = "is gone from the model: rules on it no longer act"
+_NO_MODULE = "is gone from the model, or torch.jit runs it now, which calls no hook: rules on it no longer act"
 _UNNOTICED = "was replaced or taken out: no rule has acted on it since"
 
 

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from gradsurgeon import _torch
 from gradsurgeon.actions import Rule, spelled
 from gradsurgeon.compiler import ModuleProgram
+from gradsurgeon.planning import class_names, is_scripted
 from gradsurgeon.runtime.activation_rules import Due, NamedRule
 from gradsurgeon.runtime.compile_support import uncompiled
 from gradsurgeon.runtime.tensor_hooks import TensorHooks
@@ -192,16 +193,15 @@ class ModuleHooks:
         self._hooked: dict[str, tuple[weakref.ref[nn.Module], list[RemovableHandle]]] = {}
 
     def refresh(self, modules: Mapping[str, nn.Module]) -> list[tuple[str, bool]]:
-        """Put the hooks on the modules under the names; return the exchanged, and whether one is there."""
+        """Put the hooks on the modules under the names; return the exchanged, and whether rules act there."""
         exchanged = []
         for program in self._programs:
             module = modules.get(program.name)
             hooked = self._hooked.get(program.name)
             if (None if hooked is None else hooked[0]()) is not module:
                 self._take_off(program.name)
-                if module is not None:
-                    self._put(program, module)
-                exchanged.append((program.name, module is not None))
+                acts = module is not None and self._put(program, module)
+                exchanged.append((program.name, acts))
         return exchanged
 
     def put_first(self, modules: Mapping[str, nn.Module]) -> list[str]:
@@ -216,9 +216,11 @@ class ModuleHooks:
         for name in list(self._hooked):
             self._take_off(name)
 
-    def _put(self, program: ModuleProgram, module: nn.Module) -> None:
+    def _put(self, program: ModuleProgram, module: nn.Module) -> bool:
         handles: list[RemovableHandle] = []
         self._hooked[program.name] = (weakref.ref(module), handles)
+        if is_scripted(class_names(module)):
+            return False
         if program.on_shared:
             shared = SharedInputHook(self._tensor_hooks, program.name, program.on_shared)
             # Before all that gives each module a tensor of its own: other rules, fully_shard, hooks of the script.
@@ -231,6 +233,7 @@ class ModuleHooks:
             handles.append(module.register_forward_hook(after, with_kwargs=True))
         for handle in handles:
             _torch.leave_behind(handle)
+        return True
 
     def _take_off(self, name: str) -> None:
         _, handles = self._hooked.pop(name, (None, []))

@@ -17,6 +17,13 @@ from gradsurgeon.planning import slots
 Place = tuple[dict[str, Any], str]
 
 
+def held(place: Place) -> Tensor | None:
+    """Return the tensor at a place, ``None`` where the name is gone."""
+    table, key = place
+    # The tables of scripted modules have no `get`.
+    return table[key] if key in table else None  # noqa: SIM401
+
+
 class Parameters:
     """Parameters by index, looked up where their owner keeps them.
 
@@ -38,8 +45,7 @@ class Parameters:
         self.identify(range(len(names)))
 
     def param(self, tensor: int) -> Tensor | None:
-        owner, key = self._places[tensor]
-        return self._as_divided(tensor, owner.get(key))
+        return self._as_divided(tensor, held(self._places[tensor]))
 
     def _as_divided(self, tensor: int, param: Tensor | None) -> Tensor | None:
         """Return the part of this rank where `fully_shard` shows the whole: between a forward pass and its backward pass.
@@ -60,7 +66,7 @@ class Parameters:
         try:
             params = [owner[key] for owner, key in places]
         except KeyError:  # some are gone
-            params = [owner.get(key) for owner, key in places]
+            params = list(map(held, places))
         if not self._divided:
             return params
         numbers = range(len(params)) if wanted is None else wanted

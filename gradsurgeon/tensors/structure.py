@@ -7,8 +7,10 @@ import dataclasses
 import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSet
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 Path = tuple[int | str, ...]
@@ -166,12 +168,22 @@ def describe(value: Any) -> str:
     return f"a {type(value).__name__} with {', '.join(steps[:8]) or 'nothing in it'}"
 
 
+def parameters_of(forward: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return what a forward pass takes, one of ``torch.jit`` included, without ``self``."""
+    if isinstance(forward, torch.ScriptMethod):
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return [inspect.Parameter(one.name, kind) for one in forward.schema.arguments[1:]]
+    return list(inspect.signature(forward).parameters.values())
+
+
 class Arguments:
     """Arguments of a call under the names of the signature, positional and by keyword alike."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._args, self._kwargs = args, kwargs
-        self._forward = type(module).forward
+        # An object may have another in its place, which takes anything; scripted ones alone have theirs.
+        of_class = getattr(type(module), "forward", None)
+        self._forward = module.forward if of_class is None else MethodType(of_class, module)
         self.named: dict[int | str, Any] = dict(enumerate(args))
         self.named.update(kwargs)
 
@@ -181,7 +193,7 @@ class Arguments:
             # A tensor that is the only one goes by the name of the module.
             paths = [path for path, _ in tensors_in(self.named)]
             return paths[0] if len(paths) == 1 else ()
-        names = list(inspect.signature(self._forward).parameters)[1:]  # without `self`
+        names = [one.name for one in parameters_of(self._forward)]
         first = path[0]
         if isinstance(first, str) and first in names[: len(self._args)]:
             first = names.index(first)
