@@ -208,10 +208,11 @@ class Controller:
         self.traps.done(counter)
         self.tensor_hooks.missed(counter)
         counter.tick()
-        self._kept.updated(is_last=not (step.inside or self._is_awaited()))
+        self._kept.updated(lambda: step.inside or self._is_awaited())
         self._steps += 1
         self._lead_common(counter)
-        if self._unstepped and self.steps.owned:  # once per pass, however many optimizers step
+        # Once per pass, however many optimizers step.
+        if self._unstepped and self.model.arrived and self.steps.owned:
             self._tell_of_unowned()
         self._unstepped = False
         context.recorder.end_step()

@@ -111,14 +111,15 @@ class KeptCalls:
             _torch.take_off(self._handles.pop())
         self.forget()
 
-    def updated(self, *, is_last: bool) -> None:
-        """Take notice of an update: what it was made of may feed that of another optimizer, until the model is called again.
+    def updated(self, is_awaited: Callable[[], bool]) -> None:
+        """Note an update: the calls may feed the update of another optimizer, too, until the model is called again.
 
         Args:
-            is_last: whether no other update is awaited.
+            is_awaited: tells whether there will be such an update.
         """
-        self.is_updated = True
-        if is_last:
+        # Where no calls are kept, the question is not asked: it goes through all parameters.
+        self.is_updated = bool(self._handles)
+        if self.is_updated and not is_awaited():
             self.forget()
 
     def forget(self) -> None:
