@@ -36,7 +36,7 @@ from gradsurgeon.tensors.structure import Copied, Path, tensors_in
 # What is kept of one step; beyond it the oldest calls go first.
 MAX_BYTES = 256 * 2**20
 _MOST_CALLS = 256
-_SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where it was born"
+_SCRIPTED = "torch.jit runs {of}, and calls no hook there; train without torch.jit.script to find where the NaN or Inf was born"
 
 
 class _Open(threading.local):

@@ -301,7 +301,7 @@ def test_nobody_is_blamed_where_torch_jit_runs_the_model() -> None:
     assert found.certainty == "not reproduced"
     assert found.reasons == (
         "a call of the model could not be kept: torch.jit runs the model, and calls no hook there; train without "
-        "torch.jit.script to find where it was born",
+        "torch.jit.script to find where the NaN or Inf was born",
     )
 
 
