@@ -9,7 +9,7 @@ from gradsurgeon.actions import EditRule, LossRule, Rule
 from gradsurgeon.errors import BindError, printable
 from gradsurgeon.match import compile_pattern
 from gradsurgeon.planning.losses import clashes, cost, doubts
-from gradsurgeon.planning.manifest import Fact, Manifest, Module, Param
+from gradsurgeon.planning.manifest import Fact, Manifest, Module, Param, calls_no_hook
 from gradsurgeon.planning.matching import NameIndex, Thing, examples, name_indexes
 from gradsurgeon.planning.plan import Binding, Plan, hook_of
 from gradsurgeon.planning.plan_warnings import breaks_of, overlaps
@@ -269,9 +269,7 @@ def obstacles(rule: Rule, matched: Sequence[Thing], manifest: Manifest) -> list[
     """Return why a rule cannot act on what it matches; `bind` raises them."""
     params = [thing for thing in matched if isinstance(thing, Param)]
     scripted = [
-        thing
-        for thing in matched
-        if isinstance(thing, Module) and manifest.scripted.issuperset(thing.names)
+        thing for thing in matched if isinstance(thing, Module) and calls_no_hook(thing, manifest)
     ]
     return [*_cannot_act(rule, params), *_unreachable(rule, params, manifest), *_unseen(scripted)]
 

@@ -143,18 +143,6 @@ class Manifest:
         }
         return frozenset(fact for fact, is_missing in facts.items() if is_missing)
 
-    @cached_property
-    def scripted(self) -> frozenset[str]:
-        """The names under which `torch.jit` calls a module, and no hook."""
-        kinds = {name: module.module_type for module in self.modules for name in module.names}
-        around = {name: kinds.get(name.rpartition(".")[0] or ROOT, ()) for name in kinds}
-        return frozenset(
-            name
-            for name, kind in kinds.items()
-            if is_scripted(kind)
-            or (name != ROOT and _SCRIPTED in kind and _SCRIPTED in around[name])
-        )
-
 
 _SCRIPTED = "ScriptModule"
 
@@ -168,6 +156,16 @@ def is_scripted(kind: Collection[str]) -> bool:
         kind: the names of the class and of its bases.
     """
     return _SCRIPTED in kind and "TopLevelTracedModule" not in kind
+
+
+def calls_no_hook(module: Module, manifest: Manifest) -> bool:
+    """Tell whether `torch.jit` calls a module of a model under all of its names, and none of its hooks."""
+    if is_scripted(module.module_type):
+        return True
+    if _SCRIPTED not in module.module_type or ROOT in module.names:
+        return False
+    traced = {n for one in manifest.modules if _SCRIPTED in one.module_type for n in one.names}
+    return traced.issuperset(name.rpartition(".")[0] or ROOT for name in module.names)
 
 
 def class_names(module: object) -> tuple[str, ...]:
