@@ -10,7 +10,6 @@ parameters, so that what spoils nothing is not blamed.
 from __future__ import annotations
 
 import math
-import pdb  # noqa: T100 # for `replay --pdb`
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradsurgeon import _torch
-from gradsurgeon.diagnosis import Line, Verdict
+from gradsurgeon.diagnosis import Verdict
+from gradsurgeon.forensics.debugging import stand_at
 from gradsurgeon.forensics.given import given
 from gradsurgeon.forensics.memory import Memory
 from gradsurgeon.forensics.operations import (
@@ -275,7 +275,8 @@ class Provenance(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ha
             lines = lines or lines_of_node(node)
         when, measured = self._moment(), facts(output)
         if when == self._stop_at:
-            _stand_at(call, output, lines)
+            inputs = dict(named_tensors(call.func, call.args, call.kwargs))
+            stand_at(call.name, lines, {"inputs": inputs, "output": output})
         backward = node is not None and not self._modules.running
         name = "" if node is None else node.name()
         named = tuple(named_tensors(call.func, call.args, call.kwargs))
@@ -368,15 +369,6 @@ def _as_given(
         return copy
 
     return Call(func, name_of(func), tree_map(earlier, args), tree_map(earlier, kwargs), written)
-
-
-def _stand_at(call: Call, output: Tensor, lines: tuple[Line, ...]) -> None:
-    """Stand in the debugger, with what went in and what came out of an operation in scope."""
-    operation = call.name
-    inputs = dict(named_tensors(call.func, call.args, call.kwargs))
-    print(f"{operation} at {lines[-1] if lines else 'no line of the script'}: see inputs, output")  # noqa: T201 # for who asked for it
-    pdb.set_trace()  # noqa: T100 # the same
-    del inputs, output
 
 
 def _is_nonfinite(value: Any) -> bool:

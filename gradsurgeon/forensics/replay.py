@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradsurgeon.distributed.fully_shard import Cast, casts
+from gradsurgeon.forensics import debugging
 from gradsurgeon.forensics.operations import nonfinite_kind
 from gradsurgeon.forensics.provenance import ModuleCalls, Provenance
 from gradsurgeon.forensics.sources import Source, is_intended
@@ -149,6 +150,7 @@ def _run(module: nn.Module, call: KeptCall, found: Replayed, stop_at: int) -> No
         stack.enter_context(exchanged(module, params, buffers))
         stack.enter_context(tags_shown_to(came_out))
         stack.callback(provenance.memory.restore)
+        stack.callback(debugging.leave)
         with provenance:
             output = module(*args, **kwargs)
         _compare(call, dict(tensors_in(output)), provenance, found)

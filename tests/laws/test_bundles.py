@@ -147,13 +147,18 @@ def test_the_debugger_stands_where_it_was_born(
     done = subprocess.run(
         [*command, "--pdb"],
         cwd=home,
-        input="p operation, float(inputs['self'].min()) < 0, bool(output.isnan().any())\nc\n",
+        input="p operation, float(inputs['self'].min()) < 0, bool(output.isnan().any())\n"
+        "p sorted(locals())\nu\nd\nn\nc\n",
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0
+    assert (done.returncode, done.stderr) == (0, "")
     assert "('aten.log', True, True)" in done.stdout
+    stops = [line for line in done.stdout.splitlines() if line.startswith(("> ", "(Pdb) > "))]
+    assert f"{home / 'net.py'}(" in stops[0], stops
+    assert "'x'" in done.stdout
+    assert done.stdout.count("diagnosis (") == 1
 
 
 @pytest.mark.parametrize(

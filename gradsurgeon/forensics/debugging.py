@@ -1,0 +1,83 @@
+"""The debugger where a NaN or infinity was born, for `replay --pdb`."""
+
+from __future__ import annotations
+
+import bdb
+import pdb  # noqa: T100 # it is what was asked for
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any
+
+from gradsurgeon.diagnosis import Line
+
+_OURS = ("gradsurgeon.*", "torch.*", "contextlib")
+
+
+def stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) -> None:
+    """Open the debugger in the line of the script that called an operation.
+
+    Args:
+        operation: its name.
+        lines: of the script, innermost last.
+        scope: what is to be read beside the names of that line; names that the script uses itself are its own.
+
+    Raises:
+        bdb.BdbQuit: the user quits.
+    """
+    scope, here = {"operation": operation, **scope}, sys._getframe()  # noqa: SLF001 # documented
+    frame = _frame_of(lines[-1]) if lines else None
+    if frame is None:
+        print(  # noqa: T201 # for who asked for it
+            f"{operation} at {lines[-1] if lines else 'no line of the script'}\n"
+            f"The backward pass runs no line of the model, so that its names cannot be read: see {', '.join(scope)}."
+        )
+        frame = here
+    else:
+        hidden = [name for name in scope if name in frame.f_locals]
+        scope = {f"{name}_" if name in hidden else name: value for name, value in scope.items()}
+        print(f"{operation} at {lines[-1]}: see {', '.join(scope)}")  # noqa: T201 # the same
+    # The names are those of the debugger alone: a function keeps its own elsewhere.
+    frame.f_locals.update(scope)
+    debugger = _Debugger(skip=_OURS, nosigint=True)
+    debugger.reset()
+    try:
+        debugger.interaction(frame, None)
+    finally:
+        if frame.f_locals is frame.f_globals:
+            for name in scope:
+                del frame.f_globals[name]
+    if debugger.quitting:
+        raise bdb.BdbQuit
+    if frame is not here:
+        debugger.go_on(frame)
+
+
+def leave() -> None:
+    """End what the debugger goes on to trace."""
+    if isinstance(getattr(sys.gettrace(), "__self__", None), _Debugger):
+        sys.settrace(None)
+
+
+class _Debugger(pdb.Pdb):
+    """A debugger that begins in a frame further out, whose line has not ended yet."""
+
+    def go_on(self, frame: FrameType) -> None:
+        """Stop again where the user has asked for it: at once, in the next line, or at a breakpoint."""
+        if self.stoplineno == -1 and not self.breaks:
+            return
+        outer: FrameType | None = frame
+        while outer is not None:
+            outer.f_trace = self.trace_dispatch
+            self.botframe, outer = outer, outer.f_back
+        sys.settrace(self.trace_dispatch)
+
+
+def _frame_of(line: Line) -> FrameType | None:
+    frame: FrameType | None = sys._getframe()  # noqa: SLF001 # documented
+    while frame is not None and (frame.f_code.co_filename, frame.f_lineno) != (
+        line.file,
+        line.line,
+    ):
+        frame = frame.f_back
+    return frame
