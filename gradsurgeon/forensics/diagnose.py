@@ -225,9 +225,10 @@ def _doubts(replayed: Replayed, source: Source, failed: FailedStep) -> Iterator[
         yield _OUTSIDE
     if isinstance(source, Origin) and source.what == "unknown":
         yield _UNSEEN
-    if replayed.grads and ("Inf", source) in replayed.outputs.values():
-        # What is too large for its format is never meant.
-        yield from (_INFINITE for fault in (judge(source).fault,) if fault != "overflow")
+    infinite = any(kind != "NaN" and one is source for kind, one in replayed.outputs.values())
+    # What is too large for its format is never meant.
+    if replayed.grads and infinite and judge(source).fault != "overflow":
+        yield _INFINITE
     if call.compiled:
         yield _COMPILED
     if failed.rested:
@@ -263,7 +264,7 @@ def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedSt
         micro_batch=call.number,
         micro_batches=failed.passes,
         scale=None if failed.scale is None else float(failed.scale),
-        verdict=judge(source),
+        verdict=judge(source, failed.step),
         loss=None if loss is None or loss.value is None else float(loss.value),
         loss_nodes=() if loss is None else tuple(node.name for node in loss.nodes),
     )
@@ -287,7 +288,7 @@ def _told(replayed: Replayed, source: Source, blank: Diagnosis, failed: FailedSt
         diagnosis = replace(diagnosis, module=call.name, module_type=type(module).__name__)
     return replace(
         diagnosis,
-        what="" if facts is None else "NaN" if facts.nan else "Inf",
+        what="" if facts is None else facts.kind,
         where=source.what,
         name=prefix + source.name if source.what in ("weight", "buffer") else source.name,
         output=facts,

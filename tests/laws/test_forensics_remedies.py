@@ -1,0 +1,103 @@
+"""Each operation that is known to make NaN is named, and has a remedy of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 # as everybody calls it
+from laws.test_forensics import TRAP, Net, batch, diagnosed, fault
+from torch import Tensor, nn
+
+import gradsurgeon
+
+INF = float("inf")
+GENERAL = (
+    "has no finite result for these numbers in any format",
+    "values are too large for the format",
+)
+
+
+def ignored(x: Tensor) -> Tensor:
+    return x * F.cross_entropy(x, torch.full((len(x),), -100))
+
+
+def kept_open(x: Tensor) -> Tensor:
+    return x.masked_fill(torch.arange(len(x))[:, None] == 1, -INF)
+
+
+# By what happens: the body of the model, the operation, whether the backward pass makes it, a part of the remedy.
+CASES: dict[str, tuple[Callable[[Tensor], Tensor], str, bool, str]] = {
+    "root of a negative": (lambda x: x.sqrt(), "aten.sqrt", False, "clamp(min=0)"),
+    "root of 0": (lambda x: (x * 0).sqrt(), "aten.div", True, "(x + eps).sqrt()"),
+    "logarithm of a negative": (lambda x: x.log(), "aten.log", False, "log_softmax"),
+    "0 log 0": (lambda x: F.relu(x) * F.relu(x).log(), "aten.log", False, "xlogy"),
+    "0 / 0": (lambda x: (x * 0) / (x * 0), "aten.div", False, "a division by 0"),
+    "reciprocal root of 0": (lambda x: (x * 0).rsqrt() * x, "aten.rsqrt", False, "(x + eps).rsqrt()"),
+    "negative to a fraction": (lambda x: x**0.3, "aten.pow", False, "fractional exponent"),
+    "acos beyond 1": (lambda x: (x * 9).acos(), "aten.acos", False, "clamp(-1 + eps, 1 - eps)"),
+    "masked row": (lambda x: kept_open(x).softmax(-1), "aten._softmax", False, "one element of each row"),
+    "std of one": (lambda x: x[:, :1].std(-1, keepdim=True) * x, "aten.std", False, "correction=0"),
+    "var of one": (lambda x: x[:, :1].var(-1, keepdim=True) * x, "aten.var", False, "correction=0"),
+    "no target": (ignored, "aten.nll_loss_forward", False, "no target counts"),
+    "sums of nothing": (
+        lambda x: x * kept_open(x).logsumexp(-1, keepdim=True).sub(-INF),
+        "aten.sub",
+        False,
+        "infinities of both signs",
+    ),
+    "mean of nothing": (lambda x: x * x[:0].mean(), "aten.mean", False, "max(count, 1)"),
+    "norm of nothing": (
+        lambda x: x / (x * 0).norm(dim=-1, keepdim=True),
+        "aten.div",
+        False,
+        "a division by 0",
+    ),
+    "exponential": (lambda x: (x.abs() * 1e4).exp() * x, "aten.exp", False, "subtract the maximum"),
+    "product": (lambda x: x * 1e30 * (x * 1e30), "aten.mul", False, "float32 or wider"),
+    "singular": (
+        lambda x: x @ torch.linalg.inv_ex((x.T @ x) * 0 + 1)[0],
+        "aten.linalg_inv_ex",
+        False,
+        "torch.eye",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("name", CASES)
+def test_the_remedy_is_that_of_the_operation(name: str) -> None:
+    act, operation, backward, part = CASES[name]
+    diagnosis = diagnosed(Net(act), batch())
+    assert diagnosis.verdict is not None
+    assert (diagnosis.operation, diagnosis.where) == (
+        operation,
+        "backward" if backward else "forward",
+    ), str(diagnosis)
+    assert fault(diagnosis) in ("mathematics", "overflow"), str(diagnosis)
+    assert part in diagnosis.verdict.advice, str(diagnosis)
+    assert not any(text in diagnosis.verdict.advice for text in GENERAL)
+
+
+def test_weights_that_adam_spoilt_in_half_precision_point_at_the_update_before() -> None:
+    model = nn.Linear(4, 2).half()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)  # eps=1e-8 is 0 in float16
+    with (
+        gradsurgeon.apply(model, TRAP, optimizer=optimizer),
+        pytest.raises(gradsurgeon.NonFiniteGradientError) as caught,
+    ):
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(batch().half()).float().square().mean() * 1e-4).backward()
+            optimizer.step()
+    error = caught.value
+    assert error.step == 1
+    assert isinstance(error.diagnosis, gradsurgeon.Diagnosis)
+    assert (error.diagnosis.where, error.diagnosis.name) == ("weight", "weight")
+    verdict = error.diagnosis.verdict
+    assert verdict is not None
+    assert verdict.fault == "bad input"
+    assert any("the optimizer itself wrote this number there" in text for text in verdict.evidence)
+    assert any("epsilon of 1e-08" in text for text in verdict.evidence)
+    assert "eps=1e-4" in verdict.advice
