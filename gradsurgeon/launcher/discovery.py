@@ -3,9 +3,10 @@
 import gc
 from collections.abc import Sequence
 
+import torch
 from torch import Size, Tensor, nn
 
-from gradsurgeon import _live
+from gradsurgeon import _dist, _live
 
 
 def roots_of(params: Sequence[Tensor]) -> list[nn.Module]:
@@ -58,11 +59,24 @@ def _keeps_copies(keeper: nn.Module, child: int, wanted: set[int]) -> bool:
         return False  # a place for a module that is empty
     copies = [module for module in children.values() if any(True for _ in module.parameters())]
     own = {id(param) for param in model.parameters()}
-    return bool(copies) and all(
+    alike = all(
         type(copy) is type(model)
         and _shapes(copy) == _shapes(model)
         and not any(p.requires_grad or id(p) in wanted or id(p) in own for p in copy.parameters())
         for copy in copies
+    )
+    if not copies or not alike:
+        return False
+    # A whole that is called may have a frozen and a trained part of one shape: only a copy has the same numbers.
+    is_called = type(keeper).forward is not nn.Module.forward
+    return not is_called or all(_equal(copy, model) for copy in copies)
+
+
+def _equal(copy: nn.Module, model: nn.Module) -> bool:
+    pairs = zip(copy.parameters(), model.parameters(), strict=True)
+    return all(
+        not (a.is_meta or b.is_meta) and torch.equal(_dist.local(a), _dist.local(b).to(a))
+        for a, b in pairs
     )
 
 

@@ -47,7 +47,24 @@ def test_a_wrapper_around_the_model_stays_above_it() -> None:
     del keeper, outer
 
 
+class Called(Holder):
+    """Holds modules, and is called itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
+def test_an_average_that_is_called_itself_is_passed_over() -> None:
+    model = net()
+    keeper = Called(online=model, ema=frozen(model))
+    assert roots_of(list(model.parameters())) == [model]
+    del keeper
+
+
 WHOLES = {
+    "a frozen layer of the same shape": lambda model: Called(fc1=frozen(net()), fc2=model),
     "a frozen teacher of another shape": lambda model: Holder(
         student=model, teacher=frozen(net(5))
     ),
