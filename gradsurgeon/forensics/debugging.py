@@ -34,8 +34,7 @@ def stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) 
         )
         frame = here
     else:
-        hidden = [name for name in scope if name in frame.f_locals]
-        scope = {f"{name}_" if name in hidden else name: value for name, value in scope.items()}
+        scope = {_free(name, frame): value for name, value in scope.items()}
         print(f"{operation} at {lines[-1]}: see {', '.join(scope)}")  # noqa: T201 # the same
     # The names are those of the debugger alone: a function keeps its own elsewhere.
     frame.f_locals.update(scope)
@@ -51,6 +50,15 @@ def stand_at(operation: str, lines: tuple[Line, ...], scope: Mapping[str, Any]) 
         raise bdb.BdbQuit
     if frame is not here:
         debugger.go_on(frame)
+
+
+def _free(name: str, frame: FrameType) -> str:
+    """Return a name, with underscores behind it where the function has it, bound already or not."""
+    code = frame.f_code
+    own = {*frame.f_locals, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    while name in own:
+        name += "_"
+    return name
 
 
 def leave() -> None:
