@@ -72,7 +72,7 @@ class Attachment:
         self._when_removed: Callable[[], None] | None = None
         self.removed = False
         # Of the modules with parameters that have outlived the model.
-        self._owners: list[weakref.finalize[..., nn.Module]] = []
+        self._owners: dict[int, weakref.finalize[..., nn.Module]] = {}
 
     def attach(self, removed: Callable[[], None]) -> None:
         """Put the hooks on; on failure nothing stays. ``removed`` is called once they are off."""
@@ -124,21 +124,24 @@ class Attachment:
             # It still has those that go with it.
             owners = [module for module in self.controller.modules if module._parameters]  # noqa: SLF001 # they are looked up there
             for owner in owners:
-                finalizer = weakref.finalize(owner, self._owner_gone, owner._parameters)  # noqa: SLF001 # as above
+                table = owner._parameters  # noqa: SLF001 # as above
+                finalizer = weakref.finalize(owner, self._owner_gone, table)
                 finalizer.atexit = False
-                self._owners.append(finalizer)
+                self._owners[id(table)] = finalizer
+            self.context.parameters.without_model(module._parameters for module in owners)  # noqa: SLF001 # as above
             if not owners:
                 self._close()
         return not self.removed
 
     def _owner_gone(self, table: dict[str, nn.Parameter | None]) -> None:
-        self.context.parameters.drop(table)
-        if not (self.removed or any(owner.alive for owner in self._owners)):
+        self.controller.forget(self.context.parameters.drop(table))
+        self._owners.pop(id(table), None)
+        if not (self._owners or self.removed):
             self._close()
 
     def _close(self, at: int | None = None) -> None:
         self.removed = True
-        for owner in self._owners:
+        for owner in self._owners.values():
             owner.detach()
         # From the last one to the first, each whatever happens to the others: Ctrl-C may come in any of them.
         with ExitStack() as stack:

@@ -103,6 +103,9 @@ class Controller:
         model = self._model()
         return list(self._modules if model is None else model.modules())
 
+    def forget(self, tensors: Sequence[int]) -> None:
+        self._param_hooks.forget(tensors)
+
     def go_last(self) -> None:
         self._param_hooks.arm()
         if (model := self._model()) is not None:

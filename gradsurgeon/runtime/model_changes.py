@@ -80,8 +80,7 @@ class ModelChanges:
         self._alias_of = {alias: param.name for param in manifest.params for alias in param.aliases}
         self._steps = 0
         self._next = _FIRST_LOOK
-        # By id: an address that another module has got since only leads to one comparison more.
-        self._modules = set(map(id, model.modules()))
+        self._modules = weakref.WeakSet(model.modules())
         # The tensors that have got gradients since their last update.
         self.arrived: set[int] = set()
         self._swapped: set[int] = set()
@@ -137,7 +136,7 @@ class ModelChanges:
         self.rearm()
 
     def knows(self, module: nn.Module) -> bool:
-        return id(module) in self._modules
+        return module in self._modules
 
     def rearm(self) -> list[int]:
         """Let rules act on parameters that took the place of others; return what was replaced or is gone."""
@@ -182,7 +181,7 @@ class ModelChanges:
                 self._compare(model, closing=closing, at_once=at_once)
 
     def _compare(self, model: nn.Module, *, closing: bool, at_once: bool) -> None:
-        self._modules = set(map(id, model.modules()))
+        self._modules = weakref.WeakSet(model.modules())
         renamed = self._follow_params(model)
         text = _RENAMED.format(names=shorten_names(list(renamed.values())))
         self._tell_params("hook-rearmed", list(renamed), text, warn=not closing)

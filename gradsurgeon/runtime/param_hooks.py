@@ -7,7 +7,7 @@ Python cannot collect.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -166,6 +166,11 @@ class ParamHooks:
             for handle in self._put(tensor, param):
                 self._handles.setdefault(tensor, []).append(handle)
         return param is not None
+
+    def forget(self, tensors: Iterable[int]) -> None:
+        """Expect no parameter under these names any more."""
+        for tensor in tensors:
+            self._ids[tensor] = id(None)
 
     def replaced(self) -> list[int]:
         now = list(map(id, self._context.parameters.params(self._armed)))

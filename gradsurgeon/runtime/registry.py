@@ -58,6 +58,12 @@ def find(model: nn.Module) -> Attachment | None:
     return None if session is None or session.removed else session
 
 
+def alive() -> list[Attachment]:
+    with _changing:
+        sessions = [*_sessions.values(), *chain(*_beside.values()), *_without_model]
+    return [session for session in sessions if not session.removed]
+
+
 def applied_to(model: nn.Module) -> list[Attachment]:
     """Return the session of a model, and those that an earlier container of modules of it has left behind."""
     with _changing:
@@ -262,6 +268,4 @@ def _with_loss_rules() -> list[Controller]:
 
 
 def _controllers() -> list[Controller]:
-    with _changing:
-        sessions = [*_sessions.values(), *chain(*_beside.values()), *_without_model]
-    return [session.controller for session in sessions if not session.removed]
+    return [session.controller for session in alive()]

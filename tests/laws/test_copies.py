@@ -542,7 +542,6 @@ def test_containers_that_share_a_part_act_on_it_once() -> None:
 
 
 @GONE
-@pytest.mark.filterwarnings("ignore:2.weight, 2.bias. each is gone from its module")
 def test_a_submodule_that_outlives_its_model_keeps_the_rules_and_nothing_else() -> None:
     model = make()
     session = gradsurgeon.apply(model, rules([PARAMS[2]]))
@@ -552,6 +551,8 @@ def test_a_submodule_that_outlives_its_model_keeps_the_rules_and_nothing_else() 
     assert other() is None
     rest(data(0, 5, 4)).sum().backward()
     assert session.status()["norms"].fired
+    lost = [event.name for event in session.events if event.kind == "hook-lost"]
+    assert not lost, "the module is gone with them"
     session.remove()
     assert not registry._watching
     gone = weakref.ref(session._attachment)
@@ -607,3 +608,35 @@ def test_a_step_that_failed_keeps_nothing_alive_once_another_model_trains() -> N
     step(model, sgd(model))
     gc.collect()
     assert [one() for one in gone] == [None] * len(gone)
+
+
+@GONE
+def test_a_part_that_has_lost_a_parameter_itself_is_told_of_it() -> None:
+    model = make()
+    session = gradsurgeon.apply(model, rules([PARAMS[2]]))
+    rest = model[0]
+    del model
+    gc.collect()
+    rest.bias = None
+    with pytest.warns(gradsurgeon.GradSurgeonWarning, match="0.bias is gone from its module"):
+        train(rest)
+    assert [event.name for event in session.events if event.kind == "hook-lost"] == ["0.bias"]
+    session.remove()
+
+
+@GONE
+@pytest.mark.parametrize("kept", ["embedding", "head"])
+def test_a_tied_weight_is_found_in_the_part_that_is_left(kept: str) -> None:
+    parts: dict[str, Any] = {"embedding": nn.Embedding(3, 2), "head": nn.Linear(2, 3, bias=False)}
+    parts["head"].weight = parts["embedding"].weight
+    model = nn.ModuleDict(parts)
+    rule = {"id": "ten", "action": "scale", "params": "*", "at": "backward", "factor": 10.0}
+    session = gradsurgeon.apply(model, rules([rule]))
+    part = parts.pop(kept)
+    parts.clear()
+    del model
+    gc.collect()
+    part(torch.ones(1, 2) if kept == "head" else torch.tensor([0, 1, 2])).sum().backward()
+    assert torch.equal(part.weight.grad, torch.full((3, 2), 10.0))
+    session.remove()
+    assert not registry._watching
