@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Literal, cast
 
 import torch
@@ -130,6 +131,18 @@ def spread(tensor: Tensor) -> Groups:
     return tuple(sharded.device_mesh.get_group(place) for place, kind in kinds if kind.is_shard())
 
 
+def sharing(tensor: Tensor) -> list[int]:
+    """Return the ranks that have the elements of a tensor between them, each element once."""
+    if not is_sharded(tensor):
+        return [rank()]
+    sharded: Any = tensor
+    mesh, place = sharded.device_mesh, sharded.device_mesh.get_coordinate()
+    kinds = zip(place, sharded.placements, strict=True)
+    # Along the other dimensions all ranks hold the same.
+    index = tuple(slice(None) if kind.is_shard() else own for own, kind in kinds)
+    return sorted(mesh.mesh[index].flatten().tolist())
+
+
 def mesh_groups(tensor: Tensor) -> Groups:
     return tuple(cast("Any", tensor).device_mesh.get_all_groups()) if is_sharded(tensor) else ()
 
@@ -195,10 +208,32 @@ def members(group: Any) -> list[int]:
     return sorted(torch.distributed.get_process_group_ranks(group))
 
 
+def timeout(group: Any) -> timedelta:
+    """Return how long the collectives of a group wait for a rank."""
+    device = torch.device(_reducible_on(group, torch.device("cpu")))
+    # There is no public word for it.
+    found: timedelta = group._get_backend(device).options._timeout  # noqa: SLF001 # as said
+    return found
+
+
 def store() -> Any:
     """Return the key-value store of the job: that of its default group, which no later attempt shares."""
     # There is no public word for it.
     return torch.distributed.distributed_c10d._get_default_store()  # noqa: SLF001 # as said
+
+
+def own_store(prefix: str) -> Any:
+    """Return the store of the job with a connection and keys of one's own: a request that waits holds up no other."""
+    distributed: Any = torch.distributed
+    return distributed.PrefixStore(f"{prefix}/", store().clone())
+
+
+def server(port: int | None, limit: timedelta) -> Any:
+    """Return a key-value store of this host: a server of this process, or that of another one on a port."""
+    distributed: Any = torch.distributed
+    return distributed.TCPStore(
+        "127.0.0.1", port or 0, None, port is None, limit, wait_for_workers=False
+    )
 
 
 def broadcast(value: object, source: int, groups: Groups) -> Any:
@@ -241,6 +276,15 @@ def is_joining(wrapper: Any) -> bool:
 def reduces(wrapper: Any) -> bool:
     """Tell whether a wrapper reduces the gradients of its next backward pass, as without `no_sync`."""
     return bool(wrapper.require_backward_grad_sync)
+
+
+def is_reduced(wrapper: Any) -> bool:
+    """Tell whether a wrapper waits for none of the gradients of a backward pass that has begun."""
+    try:
+        wrapper.reducer._check_reducer_finalized()  # noqa: SLF001 # there is no public word for it
+    except RuntimeError:
+        return False
+    return True
 
 
 def averaged_by(wrapper: Any) -> list[Tensor]:

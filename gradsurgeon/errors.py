@@ -42,6 +42,15 @@ def printable(text: str) -> str:
     )
 
 
+_SHOWN = 3
+
+
+def shorten_names(names: Sequence[str]) -> str:
+    """Return the first names as a message names them, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(printable(name) for name in names[:_SHOWN]) + more
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return ``did you mean `x`?`` for the nearest of ``known``, or an empty text."""
     # Folding case finds `Clamp` for `clamp`, which the similarity ratio alone rates as far away.

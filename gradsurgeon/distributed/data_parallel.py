@@ -22,15 +22,15 @@ from gradsurgeon._patching import Patch
 
 @dataclass(slots=True)
 class _Reduction:
-    """What is known of the reducer of a wrapper.
+    """The reducer of a wrapper, as far as it is known.
 
     Attributes:
         params: the ids of the parameters that it averages: those that it had when it was first seen.
-        reached: where it awaits a pass, the ids of the parameters that passes have reached since.
+        awaits: whether the next pass that reaches one of them averages them.
     """
 
     params: frozenset[int]
-    reached: set[int] | None = None
+    awaits: bool = False
 
 
 _reductions: weakref.WeakKeyDictionary[DistributedDataParallel, _Reduction] = (
@@ -50,7 +50,7 @@ def watch() -> Callable[[], object]:
 def forget() -> None:
     """Take no wrapper for one that awaits a pass: nobody knows which have run since."""
     for reduction in list(_reductions.values()):
-        reduction.reached = None
+        reduction.awaits = False
 
 
 def _prepared(original: Callable[..., Any], reducer: object, *args: Any, **named: Any) -> Any:
@@ -59,7 +59,7 @@ def _prepared(original: Callable[..., Any], reducer: object, *args: Any, **named
         _note(_live.instances(DistributedDataParallel))
     for wrapper, reduction in list(_reductions.items()):
         if wrapper.reducer is reducer:
-            reduction.reached = set()
+            reduction.awaits = True
     return returned
 
 
@@ -85,7 +85,7 @@ def known() -> list[Any]:
 
 
 def is_any_awaiting() -> bool:
-    return any(reduction.reached is not None for reduction in list(_reductions.values()))
+    return any(reduction.awaits for reduction in list(_reductions.values()))
 
 
 def averaged(wrapper: Any, leaves: Collection[int]) -> frozenset[int]:
@@ -96,22 +96,23 @@ def averaged(wrapper: Any, leaves: Collection[int]) -> frozenset[int]:
         leaves: the ids of what the pass reaches.
     """
     reduction = _reductions[wrapper]
-    awaits = reduction.reached is not None and not reduction.params.isdisjoint(leaves)
+    awaits = reduction.awaits and not reduction.params.isdisjoint(leaves)
     return reduction.params if awaits else frozenset()
 
 
-def begun(leaves: Collection[int]) -> None:
-    """Take notice of a backward pass.
+def ended(reaches: Callable[[frozenset[int]], bool], *, failed: bool = False) -> list[Any]:
+    """Return the wrappers that have averaged in a pass that has ended; they await no other one.
 
     Args:
-        leaves: the ids of the parameters that it reaches.
+        reaches: tells whether the pass reaches any of some leaves, by their ids.
+        failed: whether it has raised here. The others can have ended theirs.
     """
+    over = []
     for wrapper, reduction in list(_reductions.items()):
-        if reduction.reached is None or not averaged(wrapper, leaves):
+        # A wrapper can get its gradients in several passes, and averages with the last of them.
+        if not reduction.awaits or not (failed or _dist.is_reduced(wrapper)):
             continue
-        reduction.reached.update(leaves)
-        # Otherwise it waits for those that are missing.
-        at_once = wrapper.find_unused_parameters or wrapper.static_graph
-        frozen = {id(p) for p in _dist.averaged_by(wrapper) if not p.requires_grad}
-        if at_once or reduction.params <= reduction.reached | frozen:
-            reduction.reached = None
+        if reaches(reduction.params):
+            reduction.awaits = False
+            over.append(wrapper)
+    return over

@@ -1,7 +1,7 @@
 """The ranks that train one model together: who they are, and what they tell each other.
 
 What comes from gradients that all ranks share is the same everywhere; what one rank has seen by itself
-is put to all of them, in one reduced number, outside of autograd.
+is put to all of them (`votes`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from gradsurgeon import _dist
@@ -24,8 +23,8 @@ from gradsurgeon.errors import (
     TrapError,
 )
 
-# How bad it is for a step: what all ranks agree on is the worst.
-FINE, OVERFLOWED, SKIP, RAISE = range(4)
+# How bad it is for a step: what all ranks agree on is the worst. A rank that is paused says so.
+PAUSED, FINE, OVERFLOWED, SKIP, RAISE = range(-1, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,6 @@ class _Wrapper:
     """What is known of a `DistributedDataParallel`: the indices of the parameters in its care."""
 
     params: frozenset[int]
-    # Whether the last backward pass reduced over it; unknown before there was one.
-    reduced: bool | None = None
 
 
 class Ranks:
@@ -76,10 +73,9 @@ class Ranks:
         # The indices of the parameters on each mesh.
         self._meshes: list[list[int]] = []
 
-    def passed(self, *, averaged: bool) -> None:
-        """Take notice of a pass that has reached the model, and of whether it reduced; refuse uneven steps."""
-        for wrapper, known in self._live():
-            known.reduced = averaged and _dist.reduces(wrapper)
+    def refuse_uneven(self) -> None:
+        """Refuse ranks that take different numbers of steps."""
+        for wrapper, _ in self._live():
             if _dist.is_joining(wrapper):
                 raise GradSurgeonError(
                     "the model trains under `Join`, where ranks take different numbers of steps and cannot "
@@ -128,15 +124,11 @@ class Ranks:
                 groups += _dist.mesh_groups(param)
         return tuple(dict.fromkeys(groups))
 
-    def reduction_groups(self, tensors: Sequence[int]) -> _dist.Groups:
-        """Return the groups over which the last backward pass averages gradients (DDP)."""
+    def groups_of(self, wrappers: Sequence[Any], tensors: Sequence[int]) -> _dist.Groups:
+        """Return the groups of those wrappers that have some parameters in their care."""
         # A parameter in the care of a wrapper counts, though it was told to leave it alone.
-        groups = []
-        for wrapper, known in self._live():
-            reduced = _dist.reduces(wrapper) if known.reduced is None else known.reduced
-            if reduced and not known.params.isdisjoint(tensors):
-                groups.append(wrapper.process_group)
-        return tuple(dict.fromkeys(groups))
+        having = self.wrappers_of(tensors) if wrappers else ()
+        return tuple(dict.fromkeys(one.process_group for one in having if one in wrappers))
 
     def wrappers_of(self, tensors: Sequence[int]) -> list[Any]:
         """Return the `DistributedDataParallel` wrappers that have some parameters in their care."""
@@ -188,17 +180,3 @@ class Ranks:
         """Return the ids of the parameters that the running backward pass averages over ranks."""
         wrappers = [wrapper for wrapper, _ in self._live() if _dist.reduces(wrapper)]
         return frozenset(id(param) for wrapper in wrappers for param in _dist.averaged_by(wrapper))
-
-
-def who(vote: bool, groups: _dist.Groups) -> tuple[int, ...]:  # noqa: FBT001 # the only thing it is told
-    votes = torch.zeros(_dist.world(), dtype=torch.int64, device="cpu")
-    votes[_dist.rank()] = int(vote)
-    return tuple(_dist.reduce(votes, groups).nonzero().flatten().tolist())
-
-
-def worst(severity: int, groups: _dist.Groups) -> tuple[int, int]:
-    """Return the largest severity among all ranks, and the first rank that has it. A collective."""
-    world = _dist.world()
-    vote = torch.tensor([severity * (world + 1) + world - _dist.rank()], device="cpu")
-    largest, left = divmod(int(_dist.reduce(vote, groups, "max")), world + 1)
-    return largest, world - left

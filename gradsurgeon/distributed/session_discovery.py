@@ -42,26 +42,57 @@ class SessionInfo(NamedTuple):
     step: int
     # Whether weights differ between ranks where not all have these rules.
     drifts: bool
+    host: str
+    # The ranks of all groups that it shares gradients with.
+    peers: tuple[int, ...]
 
 
-def call(
-    group: Any, shapes: Sequence[tuple[int, ...]], info: SessionInfo
-) -> dict[int, SessionInfo]:
-    """Return the sessions of the ranks of a group that come to the same roll as this one, in time.
+class Roll(NamedTuple):
+    """The sessions that train one model together.
+
+    Attributes:
+        prefix: of keys in the store of the job that no others have.
+        wanted: the ranks that are to have one: peers, their peers, and so on.
+        sessions: by rank those that have come in time, alike on all ranks.
+    """
+
+    prefix: str
+    wanted: tuple[int, ...]
+    sessions: dict[int, SessionInfo]
+
+
+def call(groups: _dist.Groups, shapes: Sequence[tuple[int, ...]], info: SessionInfo) -> Roll:
+    """Return the sessions of the ranks of some groups that come to the same roll as this one, in time.
 
     The shapes tell the model from others that these ranks train.
     """
     kind = hashlib.sha256(repr(list(shapes)).encode()).hexdigest()[:16]
-    topic = f"gradsurgeon/roll/{group.group_name}/{kind}"
+    # The ranks of a mesh are in other groups each.
+    name = groups[0].group_name if len(groups) == 1 else ""
+    topic = f"gradsurgeon/roll/{name}/{kind}"
     while True:
         prefix = f"{topic}/{_met[topic]}"
         _met[topic] += 1
         publish(prefix, info)
-        here = wait_for(prefix, _dist.members(group), until=f"{prefix}/closed")
+        wanted, here = _peers(prefix, info)
         closed = json.loads(_dist.store().compare_set(f"{prefix}/closed", "", json.dumps(here)))
         # One that was closed before was that of another session: other ranks have had one more.
         if _dist.rank() in closed:
-            return {rank: SessionInfo(*published(prefix, rank)) for rank in closed}
+            sessions = {rank: SessionInfo(*published(prefix, rank)) for rank in closed}
+            # Who has closed it may have known more of them.
+            peers = {rank for session in sessions.values() for rank in session.peers}
+            return Roll(f"{prefix}/votes", tuple(sorted({*wanted, *peers})), sessions)
+
+
+def _peers(prefix: str, info: SessionInfo) -> tuple[list[int], list[int]]:
+    """Return the ranks that share gradients with this one, or with others that do, and those that have come."""
+    wanted = sorted(info.peers)
+    while True:
+        here = wait_for(prefix, wanted, until=f"{prefix}/closed")
+        more = {rank for one in here for rank in SessionInfo(*published(prefix, one)).peers}
+        if more <= set(wanted):
+            return wanted, here
+        wanted = sorted(more.union(wanted))
 
 
 def publish(prefix: str, value: Any) -> None:

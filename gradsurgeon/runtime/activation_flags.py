@@ -84,6 +84,10 @@ class Flags:
         # A model may have more modules than `_MOST`.
         self._most = max(_MOST, 2 * len(kept))
 
+    def raised(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
+        """Return the flags that an update will have to answer for, as far as they have come, with their counts."""
+        return _counted(f for f in self._flags if f.fed and f.counter() in (counter, common))
+
     def take(self, counter: StepCounter, common: StepCounter) -> list[tuple[Flag, int]]:
         """Return the flags that an update has to answer for, with their counts. Reads the device once.
 

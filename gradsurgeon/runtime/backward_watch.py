@@ -7,8 +7,9 @@ needs a hook for that.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,8 +148,14 @@ class BackwardWatch:
         step = self._context.counters[tensor].step
         self._context.event_log.notice_once("taken", text, step=step, warn=True)
 
-    def end(self, running: RunningPass, before: _Before) -> None:
-        """Tell of a pass, if it has reached the model."""
+    def end(self, running: RunningPass, before: _Before, averaging: Sequence[Any]) -> None:
+        """Tell of a pass, if it has reached the model.
+
+        Args:
+            running: the pass.
+            before: what `begin` has returned.
+            averaging: the `DistributedDataParallel` wrappers that have averaged in it.
+        """
         with lock:
             reached = self._reached(running)
             if reached is None:
@@ -177,8 +184,7 @@ class BackwardWatch:
                 logged=seen.logged,
                 contributed=seen.contributed,
                 scale=self.scaling.of(running.tasks),
-                # Not before the pass: the ranks of a model are looked for at its parameters.
-                averaged=self._context.ranks.is_reducing,
+                averaging=averaging,
                 held={t: flag for t, flag in before.held.items() if t in tensors},
             )
         )
@@ -203,14 +209,20 @@ class BackwardWatch:
         if lacking and (dropped := lacking.intersection(params.owned(running.graph.leaves()))):
             self._events.gradients_dropped(dropped, certain=self._passes >= _SETTLED)
 
-    def failed(self, running: RunningPass) -> None:
+    def failed(
+        self, running: RunningPass, before: _Before | None, averaging: Sequence[Any]
+    ) -> None:
         """Let rules act on what a pass has left that has raised; forget what hooks have seen of it."""
         try:
             # The script may go on with these gradients.
             self.act_on_waiting(running)
         finally:
-            self._take_seen(self._reached(running))
+            seen = self._take_seen(self._reached(running))
             self.scaling.of(running.tasks)
+            if before is not None and _dist.world() > 1:
+                with lock:
+                    tensors = self._changed(before).union(seen.order)
+                self._events.backward_failed(BackwardPass((*tensors,), averaging=averaging))
 
     def _reached(self, running: RunningPass) -> set[int] | None:
         """Return the tensors that a pass reaches, where other threads run passes of their own.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
@@ -99,6 +100,15 @@ class Context:
         """Tell whether no rule can act at a step, so that what belongs to whom need not be asked anew."""
         program = self.program
         return not (program.modules or program.tags or self.by_counter.any_due(step))
+
+    @contextmanager
+    def resting(self, *, rests: bool) -> Iterator[None]:
+        """Let rules rest for a while, or act although they are paused, as all ranks have agreed."""
+        paused, self.paused = self.paused, rests
+        try:
+            yield
+        finally:
+            self.paused = paused
 
     def silent(self) -> Self:
         """Return the same without a memory: other ranks wait for what is measured, nobody here reads it."""

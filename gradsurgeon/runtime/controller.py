@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from gradsurgeon.distributed.votes import Objection
 from gradsurgeon.planning import Plan, named_modules
 from gradsurgeon.runtime.activation_rules import ActivationRules, ModuleCounters
 from gradsurgeon.runtime.backward_watch import BackwardWatch
@@ -34,7 +35,7 @@ from gradsurgeon.runtime.notices import (
 )
 from gradsurgeon.runtime.optimizer_watch import OptimizerWatch
 from gradsurgeon.runtime.param_hooks import ParamHooks
-from gradsurgeon.runtime.rank_agreement import RankAgreement
+from gradsurgeon.runtime.rank_agreement import ALONE, Heard, RankAgreement
 from gradsurgeon.runtime.scaler_watch import refuse_scaling
 from gradsurgeon.runtime.shared_inputs import SharedInputs
 from gradsurgeon.runtime.spike_traps import SpikeTraps
@@ -59,7 +60,7 @@ class Controller:
         self._agreement = RankAgreement(context)
         self._kept = KeptCalls(context)
         self.spikes = SpikeTraps(context)
-        self.traps = Traps(context, self._agreement, self._kept, self.spikes)
+        self.traps = Traps(context, self._kept, self.spikes)
         self._edits = StepRules(context, self.spikes)
         self.losses = LossRules(context, self._agreement)
         self.backward = BackwardWatch(context, self)
@@ -114,6 +115,7 @@ class Controller:
 
     def detach(self) -> None:
         self.attached = False
+        self._agreement.close()
         self.model.let_go()
         self.steps.close()
         self._module_hooks.detach()
@@ -133,9 +135,30 @@ class Controller:
         act_on_contributions(self.context, tensors, logged)
 
     def backward_finished(self, done: BackwardPass) -> None:
+        objections: Sequence[Objection] = ()
+        try:
+            self.context.ranks.refuse_uneven()
+            self._agreement.find_sessions(done)
+            by_hand, accumulated = self._see(done)
+            if self._agreement.votes(done):
+                with self.manual.in_step(accumulated=accumulated):
+                    objections = self.traps.objections(done)
+        finally:
+            # In any case: the others may wait for it.
+            self._agreement.cast(done, objections)
+        if by_hand:
+            try:
+                self.manual.after(accumulated=accumulated)
+            finally:
+                if accumulated:
+                    self.traps.done(self.context.counters.common)
+
+    def backward_failed(self, done: BackwardPass) -> None:
+        self._agreement.cast(done, ())
+
+    def _see(self, done: BackwardPass) -> tuple[bool, bool]:
+        """Let rules see what a pass has left; tell whether it is a step by hand, and whether it goes on with one."""
         context = self.context
-        context.ranks.passed(averaged=done.averaged)
-        self._agreement.find_sessions(done.tensors, update=False)
         if self._agreement.is_needed_by_others(done.tensors, update=False):
             after_pass(context.silent(), done)
         if done.scale is not None:
@@ -155,15 +178,17 @@ class Controller:
         count_passes(context, done)
         self.losses.passed(done.tensors)
         self._kept.reaching += 1
-        if by_hand:
-            try:
-                self.manual.after(accumulated=accumulated)
-            finally:
-                if accumulated:
-                    self.traps.done(context.counters.common)
+        return by_hand, accumulated
 
     def step_starting(self, step: Step) -> StepDecision:
         """Do what is due right before an update: the trap decides, then rules at the step edit."""
+        if step.inside or self._is_idle(step.counter):
+            return self._judge(step, ALONE)
+        heard = self._agreement.heard(step.counter)
+        with self.context.resting(rests=self._agreement.rests(heard)):
+            return self._judge(step, heard)
+
+    def _judge(self, step: Step, heard: Heard) -> StepDecision:
         context, counter = self.context, step.counter
         if step.inside:
             # By the end of the pass the script has cleared this gradient.
@@ -172,17 +197,16 @@ class Controller:
         else:
             if self._is_idle(counter):
                 return StepDecision()
-            self._agreement.find_sessions(counter.tensors, update=True)
-            if self._agreement.is_paused_anywhere(counter.tensors):
-                return self._rest(step)
-            self._agreement.warn_of_own_norms(counter)
+            if context.paused:
+                return self._rest(step, heard)
+            self._agreement.check_norms(counter)
             self._catch_up(step)
         if step.again:
             self.spikes.take_back(counter)
         due_rules = context.due_rules(counter)
         gradients = Gradients(context, due_rules.final, step.scale)
         # The trap judges what the script hands over: a rule that repairs it is no reason to go on.
-        decision = self.traps.decide(counter, gradients, step.overflow)
+        decision = self.traps.decide(counter, gradients, heard, step.overflow)
         stopped = decision.skip or decision.error is not None
         suspicious = self._edits.run(counter, gradients, acting=not stopped)
         # By the rules alone, which are those of all ranks: they decide together.
@@ -191,7 +215,7 @@ class Controller:
             and due_rules.traps
             and any(bound_rule.rule.may_overflow for bound_rule in due_rules.at_step)
         ):
-            decision = self.traps.decide_edited(counter, suspicious)
+            decision = self.traps.decide_edited(counter, suspicious, heard)
         if decision.skip or decision.error is not None:
             self.spikes.forget(counter)
         elif step.again:
@@ -311,15 +335,15 @@ class Controller:
             event_log.notice_once("no parameter", text, step=self.context.counters.latest)
         return False
 
-    def _rest(self, step: Step) -> StepDecision:
+    def _rest(self, step: Step, heard: Heard) -> StepDecision:
         counter = step.counter
         if self._agreement.is_needed_by_others(counter.tensors, update=True):
             silent = self.context.silent()
             gradients = Gradients(silent, silent.due_rules(counter).final, step.scale)
             spikes = SpikeTraps(silent)
-            Traps(silent, self._agreement, self._kept, spikes).measure(counter, gradients)
+            Traps(silent, self._kept, spikes).measure(counter, gradients)
             StepRules(silent, spikes).run(counter, gradients, acting=False)
-        return self.traps.rest(counter)
+        return self.traps.rest(counter, heard)
 
     def _is_awaited(self) -> bool:
         """Tell whether the passes of this step feed another optimizer, which has not stepped yet."""

@@ -53,10 +53,16 @@ class Gradients:
         return [unscaled(grad, self._scale) for grad in self.of(tensors)]
 
     def take_norms(self, tensors: Sequence[int]) -> Norms:
-        """Take the 2-norms of gradients that no rule has edited yet; later rules need not do so again."""
-        self._norms = measure.norms(tensors, self.of(tensors), scale=self._scale)
-        self._measured = {tensor: place for place, tensor in enumerate(tensors)}
-        return self._norms
+        """Take the 2-norms of what this rank holds of gradients that no rule has edited yet.
+
+        Of what is not divided over ranks, later rules need not do so again.
+        """
+        grads = self.of(tensors)
+        norms = measure.norms_here(tensors, grads, scale=self._scale)
+        if not _dist.any_sharded(grads):
+            self._norms = norms
+            self._measured = {tensor: place for place, tensor in enumerate(tensors)}
+        return norms
 
     def norms(self, tensors: Sequence[int], order: float) -> Tensor:
         """Return the norms of some gradients as they are by now, float32."""

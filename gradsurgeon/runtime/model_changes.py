@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from gradsurgeon import _dist
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.events import EventKind
 from gradsurgeon.planning import Plan, bind, from_model, name_indexes, named_modules, slots
 from gradsurgeon.planning.matching import examples
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.module_hooks import ModuleHooks
-from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.param_hooks import ParamHooks
 from gradsurgeon.runtime.parameters import Place
 from gradsurgeon.runtime.step_counter import StepCounter

@@ -62,19 +62,12 @@ def begun(
         graph: what the pass runs through.
         inputs: the only leaves that it gives gradients, if it was told.
     """
-    if not data_parallel.is_any_awaiting():
+    if not sessions or current() is not None or not data_parallel.is_any_awaiting():
         return
-    if not sessions:
-        data_parallel.forget()
-        return
-    if (named := current()) is not None:
-        leaves = named.leaves
-    else:
-        leaves = list(inputs or graph.leaves())
-        for one in in_order(sessions):
-            for _ in one.ranks.agreed(leaves, None):
-                pass
-    data_parallel.begun(set(map(id, leaves)))
+    leaves = list(inputs or graph.leaves())
+    for one in in_order(sessions):
+        for _ in one.ranks.agreed(leaves, None):
+            pass
 
 
 def in_order(sessions: Iterable[LossRules]) -> list[LossRules]:

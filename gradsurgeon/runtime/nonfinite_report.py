@@ -57,9 +57,12 @@ class GradientEvidence:
     tensors: Sequence[int]
     # Those of the tensors that are not finite at the update.
     now: dict[int, NonfiniteCount]
-    # At the update, as far as they were taken. None is taken for a report: other ranks would have to
-    # take part.
+    # At the update, as far as they were taken: of what this rank holds.
     norms: Norms = ()
+    # Those that other ranks found not finite in their parts, right after the last pass.
+    elsewhere: frozenset[int] = frozenset()
+    # Those of which this rank holds a part.
+    divided: frozenset[int] = frozenset()
 
     @cached_property
     def before(self) -> frozenset[int]:
@@ -67,7 +70,7 @@ class GradientEvidence:
             return frozenset()
         norms = as_dict(self.norms)
         # A norm can overflow over elements that are finite, and then it still does at the update.
-        return frozenset(
+        return self.elsewhere.union(
             tensor
             for tensor, norm in as_dict(self.snapshots[-1].norms).items()
             if math.isnan(norm)
@@ -108,18 +111,23 @@ class GradientEvidence:
                 moment += ", and finite after backward: something in between did it"
                 edited = True
                 order = (*self.snapshots[-1].order, *order)
-        report = gradient_report(names, moment, order, bad, as_dict(norms), edited=edited)
+        # The norm of a part is none of the whole.
+        told = {t: norm for t, norm in as_dict(norms).items() if t not in self.divided}
+        report = gradient_report(names, moment, order, bad, told, edited=edited)
         bad_now = tuple(names[tensor] for tensor in self.now)
         return replace(report, head=why + report.head, guilty=self._guilty, bad=bad_now)
 
     def _nonfinite(self, snapshot: GradientSnapshot) -> dict[int, NonfiniteCount]:
         # What was seen then can be counted only where the script has not clipped since.
         known = self.now if _finite(self.snapshots[-1].norms) == _finite(self.norms) else {}
-        return {
+        found = {
             tensor: known.get(tensor, uncounted(norm))
             for tensor, norm in as_dict(snapshot.norms).items()
             if not math.isfinite(norm) and tensor in self.before
         }
+        if snapshot is self.snapshots[-1]:
+            found |= {t: self.now[t] for t in self.elsewhere if t in self.now}
+        return found
 
 
 def uncounted(norm: float) -> NonfiniteCount:

@@ -11,7 +11,7 @@ from itertools import islice
 from torch import Tensor
 
 from gradsurgeon.actions import EditRule, LossRule, Rule, TrapRule
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.loss_ranks import RESTS
 from gradsurgeon.runtime.step_counter import StepCounter
@@ -47,7 +47,7 @@ def count_passes(context: Context, done: BackwardPass) -> None:
         several = [tensor for tensor in done.tensors if context.counters[tensor].passes > 1]
         _say(context, "accumulation", several, _PASSES, linear=False)
         _say(context, "accumulation", several, _CALLS, linear=False, of_losses=True)
-    if done.averaged:
+    if done.averaging:
         averaged, param = context.ranks.averaged(), context.parameters.param
         reduced = (tensor for tensor in done.tensors if id(param(tensor)) in averaged)
         _say(context, "ranks", reduced, _RANKS, linear=False)
@@ -176,14 +176,6 @@ _DROPPED = (
     "pass, as optimizers do that update there, and no step() has followed"
 )
 _REMEDY = "Rules at `backward` still see each gradient; for all others take an optimizer that updates in step()"
-
-
-_SHOWN = 3
-
-
-def shorten_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(printable(name) for name in names[:_SHOWN]) + more
 
 
 def count_due_rules(

@@ -1,57 +1,95 @@
-"""One decision of all ranks on an update, where the ranks meet anyway.
+"""One decision of all ranks on an update, by votes that they cast when a backward pass is over.
 
 What one rank has seen by itself is put to all of them: gradients that were reduced are as a rule alike
 everywhere, but a parameter that DDP leaves alone, a communication hook or the script itself can make
-them differ, and a rank that stops or skips alone leaves the others waiting. None meets the others over
-what it alone has seen: rules, their schedules and the backward pass before the update say when.
+them differ, and a rank that stops or skips alone leaves the others waiting.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, cast
+import platform
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from gradsurgeon import _dist
 from gradsurgeon.actions import FreezeRule, LossRule, Rule, TrapRule
-from gradsurgeon.distributed import ranks, session_discovery
-from gradsurgeon.distributed.ranks import FINE, Cause
-from gradsurgeon.distributed.session_discovery import SessionInfo
-from gradsurgeon.errors import GradSurgeonError
+from gradsurgeon.distributed import session_discovery
+from gradsurgeon.distributed.ranks import FINE, PAUSED
+from gradsurgeon.distributed.session_discovery import Roll, SessionInfo
+from gradsurgeon.distributed.votes import Decision, Objection, Voter, patience
+from gradsurgeon.errors import GradSurgeonError, shorten_names
 from gradsurgeon.runtime.context import Context
+from gradsurgeon.runtime.due_rules import NONFINITE
 from gradsurgeon.runtime.step_counter import StepCounter
+from gradsurgeon.runtime.training_events import BackwardPass
 
 _OWN_NORM = (
     "takes one norm over gradients that DDP averages and others that it leaves alone ({name}): unless the script "
     "averages those, the norm and what it leaves of the gradients differ by rank, and the weights drift apart; "
     "`exclude` them, or use `per: parameter`"
 )
+_OWN_SPIKES = (
+    "rule {rule}: ranks decide by norms that all of them have, and DDP does not average the gradients of {names}: a rank "
+    "that stops or skips alone leaves the others waiting. `exclude` these, or use `then: warn` or `then: clip`"
+)
+_ALONE = (
+    "the ranks have reduced no gradient of this update together (no DistributedDataParallel, no "
+    "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """What the ranks have come to, or one that is on its own."""
+class Heard:
+    """What the ranks have said of an update when the last backward pass that feeds it was over.
 
-    # The largest of all, and the first rank that has it.
-    severity: int
-    source: int
-    # The ranks that contributed what is not finite to an average.
-    guilty: tuple[int, ...] = ()
-    # Over which they met; none where this rank decides alone.
-    groups: _dist.Groups = ()
+    Attributes:
+        voter: by whom they have said it; ``None`` where this rank decides alone.
+        objections: those that concern the update.
+        unanimous: whether all ranks have objected.
+    """
 
-    def hear(self, cause: Cause) -> Cause:
-        """Return on all ranks what the first of the worst off has to say. A collective."""
-        return cast("Cause", _dist.broadcast(cause, self.source, self.groups))
+    voter: Voter | None = None
+    objections: tuple[Objection, ...] = ()
+    unanimous: bool = False
+
+    @property
+    def severity(self) -> int:
+        return max((one.severity for one in self.objections), default=FINE)
+
+    @property
+    def worst(self) -> Objection:
+        """The objection that all ranks follow: the worst, and of those that of the first rank."""
+        return min(self.objections, key=lambda one: (-one.severity, one.rank))
+
+    @property
+    def guilty(self) -> tuple[int, ...]:
+        """The ranks that contributed what is not finite to an average."""
+        return tuple(sorted({one.rank for one in self.objections if one.guilty}))
+
+
+ALONE = Heard()
+
+
+@dataclass(slots=True)
+class _Voted:
+    """A pass that was voted on, and the tensors whose last one it is."""
+
+    voter: Voter
+    number: int
+    tensors: set[int]
 
 
 class RankAgreement:
     def __init__(self, context: Context) -> None:
         self._context = context
         acting = context.rules if context.mode == "act" else ()
-        self._deciding = [rule for rule in acting if _decides(rule)]
+        self._decides = any(map(_decides, acting))
+        # What follows from the norms of all ranks needs no vote.
+        self._votes = any(map(self._is_put_to_vote, acting))
         self._edits = any(map(_edits_updates, acting))
+        self._judges = any(map(_judges, acting))
         # In both modes: ranks average what single losses give.
         self._drifts = (
             self._edits
@@ -60,121 +98,185 @@ class RankAgreement:
         )
         # What is divided over ranks can be measured by all of them together only.
         self._measures = any(rule.target == "params" for rule in context.rules)
-        # By the name of a group: whether all of its ranks have the session's rules.
-        self._complete: dict[str, bool] = {}
+        # By the names of groups: the roll of the ranks in them.
+        self._rolls: dict[tuple[str, ...], Roll | None] = {}
+        self._voters: dict[str, Voter] = {}
+        self._voted: list[_Voted] = []
         # The rules, with their tensors, that have been asked for what their norms are over.
         self._asked: set[tuple[str, tuple[int, ...]]] = set()
 
-    def find_sessions(self, tensors: Sequence[int], *, update: bool) -> None:
-        """Find the other ranks, before the first measure or update that they take together."""
+    def _is_put_to_vote(self, rule: Rule) -> bool:
+        decision = self._context.decisions.get(rule.id)
+        return _decides(rule) and getattr(decision, "statistic", "") == NONFINITE
+
+    def find_sessions(self, done: BackwardPass) -> None:
+        """Find the other ranks, after the first pass that they take together."""
         if self._measures:
-            self._with_rules(self._context.ranks.shard_groups(tensors))
-        if update and (self._deciding or self._drifts):
-            self._with_rules(self._context.ranks.reduction_groups(tensors))
+            self._roll(self._context.ranks.shard_groups(done.tensors))
+        if self._decides or self._drifts:
+            self._roll(self._groups(done))
 
     def find_sessions_for_losses(self, groups: _dist.Groups) -> None:
         """Find the other ranks before the first gradients of single losses that they average together."""
-        self._with_rules(groups)
+        self._roll(groups)
 
     def is_needed_by_others(self, tensors: Sequence[int], *, update: bool) -> bool:
         """Tell whether other ranks cannot measure what is divided over all without this paused one."""
         # Before an update all rest if one does that has to edit.
         if not (self._context.paused and self._measures) or (update and self._edits):
             return False
-        return bool(self._with_rules(self._context.ranks.shard_groups(tensors)))
+        return self._roll(self._context.ranks.shard_groups(tensors)) is not None
 
-    def is_paused_anywhere(self, tensors: Sequence[int]) -> bool:
-        """Tell whether the rules are to rest in a step. A collective where an edit is divided over ranks."""
-        context = self._context
+    def votes(self, done: BackwardPass) -> bool:
+        """Tell whether the ranks vote on the update after a pass."""
+        if self._votes:
+            return bool(self._groups(done))
         # A pause on one rank is a pause on all that have a part of what is edited: half a clip is none.
-        groups = self._with_rules(context.ranks.shard_groups(tensors)) if self._edits else ()
-        if not groups:
-            return context.paused
-        resting, rank = ranks.worst(int(context.paused), groups)
-        if resting and not context.paused:
-            text = f"rank {rank} is paused and has a part of what the rules would edit: they rest here as well"
-            context.event_log.notice_once("paused", text, step=context.counters.latest, warn=True)
-        return bool(resting)
+        return self._edits and bool(self._context.ranks.shard_groups(done.tensors))
 
-    def meet(self, counter: StepCounter, severity: int, *, guilty: bool) -> Meeting:
-        """Let all ranks learn how the worst off of them is. A collective where they meet."""
-        alone = Meeting(severity, _dist.rank(), (_dist.rank(),) if guilty else ())
-        # Not by what a rule has matched: ranks may have different parts of the model.
-        due = any(rule.steps.due(counter.step) for rule in self._deciding)
-        if not due or _dist.world() == 1:
-            return alone
-        common = self.common(counter)
-        if not common:
-            text = (
-                "the ranks have reduced no gradient of this update together (no DistributedDataParallel, no "
-                "shards, or `no_sync`): each rank decides alone whether to stop or to skip it"
-            )
-            self._context.event_log.notice_once("alone", text, step=counter.step)
-        groups = self._with_rules(common)
-        if not groups:
-            return alone
-        worst, source = ranks.worst(severity, groups)
-        if worst == FINE:
-            return replace(alone, groups=groups)
-        return Meeting(worst, source, ranks.who(guilty, groups), groups)
+    def cast(self, done: BackwardPass, objections: Sequence[Objection]) -> None:
+        """Say what this rank has against the update after a pass, and keep nobody waiting."""
+        tensors = set(done.tensors)
+        for earlier in self._voted:
+            earlier.tensors -= tensors
+        self._voted = [earlier for earlier in self._voted if earlier.tensors]
+        # A pass that has raised may have come before anybody was looked for.
+        roll = self._rolls.get(_names(self._groups(done))) if self.votes(done) else None
+        if roll is None:
+            return
+        if (voter := self._voters.get(roll.prefix)) is None:
+            hosts = [roll.sessions[rank].host for rank in roll.wanted]
+            limit = patience(self._groups(done))
+            voter = Voter(roll.prefix, roll.wanted, hosts, limit, self._tell)
+            self._voters[roll.prefix] = voter
+        if self._context.paused:
+            name = self._context.program.names[done.tensors[0]]
+            objections = [Objection(_dist.rank(), "", PAUSED, "notice", name, name, "")]
+        self._voted.append(_Voted(voter, voter.cast(objections), tensors))
 
-    def warn_of_own_norms(self, counter: StepCounter) -> None:
-        """Say once of which rules one norm differs by rank, and with it what is left of gradients alike."""
+    def heard(self, counter: StepCounter) -> Heard:
+        """Return what the ranks have said of an update. It may wait for their votes, never for their updates."""
+        tensors = set(counter.tensors)
+        voted = (one for one in reversed(self._voted) if not one.tensors.isdisjoint(tensors))
+        if (last := next(voted, None)) is None:
+            if self._votes and _dist.world() > 1:
+                self._tell_alone(counter)
+            return ALONE
+        decision = last.voter.decision(last.number) or Decision()
+        own, names = {self._context.program.names[tensor] for tensor in tensors}, set()
+        if decision.objections:
+            names = set(self._context.program.names)
+        # A rank can have parameters that this one has not.
+        concerning = (
+            one for one in decision.objections if one.concerns in own or one.concerns not in names
+        )
+        return Heard(last.voter, tuple(concerning), decision.unanimous)
+
+    def rests(self, heard: Heard) -> bool:
+        """Tell whether the rules are to rest in an update: of what is divided all ranks rest, or none."""
+        if heard.voter is None or not self._edits:
+            return self._context.paused
+        shards = self._context.ranks.shard_groups(range(len(self._context.program.names)))
+        if not shards:
+            return self._context.paused
+        paused = sorted({one.rank for one in heard.objections if one.severity == PAUSED})
+        step = self._context.counters.latest
+        if paused and not self._context.paused:
+            text = f"rank {paused[0]} is paused and has a part of what the rules would edit: they rest here as well"
+            self._context.event_log.notice_once("paused", text, step=step, warn=True)
+        if self._context.paused and not paused:
+            text = "paused between a backward pass and its update, which goes on with the rules on all ranks: they rest from the next pass on"
+            self._context.event_log.notice_once("paused late", text, step=step)
+        return bool(paused)
+
+    def close(self) -> None:
+        for voter in self._voters.values():
+            voter.close()
+
+    def _tell_alone(self, counter: StepCounter) -> None:
+        # Where a rank without rules is known to be there, that has been said.
+        if not self._rolls or all(roll is not None for roll in self._rolls.values()):
+            self._context.event_log.notice_once("alone", _ALONE, step=counter.step)
+
+    def _tell(self, text: str) -> None:
+        self._context.event_log.emit("notice", text, step=self._context.counters.latest, warn=True)
+
+    def check_norms(self, counter: StepCounter) -> None:
+        """Say once of which rules one norm differs by rank; refuse where ranks would decide by it.
+
+        Raises:
+            GradSurgeonError: a `spike-trap` that skips or raises has parameters that DDP does not average.
+        """
         context = self._context
-        averaged = context.ranks.averaged() if self._edits else frozenset()
+        judging = self._edits or self._judges
+        averaged = context.ranks.averaged() if judging and _dist.world() > 1 else frozenset()
         for bound in context.due_rules(counter).at_step if averaged else ():
             rule, tensors = bound.rule, bound.tensors
-            if getattr(rule, "per", "") != "rule" or (rule.id, tensors) in self._asked:
+            judges, one_norm = _judges(rule), getattr(rule, "per", "") == "rule"
+            if not (judges or one_norm) or (rule.id, tensors) in self._asked:
                 continue
             self._asked.add((rule.id, tensors))
-            params = zip(tensors, context.parameters.params(tensors), strict=True)
-            own = [
-                tensor
-                for tensor, param in params
-                if param is not None
-                and param.requires_grad
-                and id(param) not in averaged
-                and not _dist.is_divided(param)
-            ]
-            if own and len(own) < len(tensors):
+            own = self._own(tensors, averaged)
+            if own and judges and context.mode == "act":
+                names = [context.program.names[tensor] for tensor in own]
+                raise GradSurgeonError(_OWN_SPIKES.format(rule=rule.id, names=shorten_names(names)))
+            if own and one_norm and len(own) < len(tensors):
                 text = _OWN_NORM.format(name=context.program.names[own[0]])
                 where: dict[str, Any] = {"rule": rule.id, "step": counter.step, "warn": True}
                 context.event_log.notice_once("own norm", text, **where)
 
-    def common(self, counter: StepCounter) -> _dist.Groups:
-        """Return the groups whose ranks all have a part in an update, with a session or without."""
+    def _own(self, tensors: Sequence[int], averaged: Collection[int]) -> list[int]:
+        """Return the tensors that each rank has by itself, neither averaged nor divided."""
+        params = zip(tensors, self._context.parameters.params(tensors), strict=True)
+        return [
+            tensor
+            for tensor, param in params
+            if param is not None
+            and param.requires_grad
+            and id(param) not in averaged
+            and not _dist.is_divided(param)
+        ]
+
+    def _groups(self, done: BackwardPass) -> _dist.Groups:
+        """Return the groups whose ranks have all taken part in a pass, with a session or without."""
         known = self._context.ranks
-        groups = (*known.shard_groups(counter.tensors), *known.reduction_groups(counter.tensors))
+        groups = (*known.shard_groups(done.tensors), *known.groups_of(done.averaging, done.tensors))
         return tuple(dict.fromkeys(groups))
 
-    def _with_rules(self, groups: _dist.Groups) -> _dist.Groups:
-        """Return those of some groups of which all ranks have the rules; ask where it is not known."""
-        for group in groups:
-            if group.group_name not in self._complete:
-                self._complete[group.group_name] = self._call(group)
-        return tuple(group for group in groups if self._complete[group.group_name])
+    def _roll(self, groups: _dist.Groups) -> Roll | None:
+        """Return the sessions of the ranks of some groups, if all have the rules; ask where it is not known."""
+        if not groups:
+            return None
+        names = _names(groups)
+        if names not in self._rolls:
+            self._rolls[names] = self._call(groups)
+        return self._rolls[names]
 
-    def _call(self, group: Any) -> bool:
+    def _call(self, groups: _dist.Groups) -> Roll | None:
         context = self._context
         params = [param for param in context.parameters.params() if param is not None]
         for device in {_dist.local(param).device for param in params}:
             # The host may have run ahead of what the ranks do together, by more than the limit.
             _dist.settle(device)
-        shared = self._measures and group in context.ranks.shard_groups(range(len(params)))
-        info = SessionInfo(self._fingerprint(shared=shared), context.counters.latest, self._drifts)
-        answers = session_discovery.call(group, context.ranks.shapes(group), info)
-        lacking = _lacking(_dist.members(group), answers, info)
+        divided = context.ranks.shard_groups(range(len(params)))
+        shared = self._measures and not set(divided).isdisjoint(groups)
+        peers = tuple(sorted({rank for group in groups for rank in _dist.members(group)}))
+        fingerprint = self._fingerprint(shared=shared)
+        host, step = platform.node(), context.counters.latest
+        info = SessionInfo(fingerprint, step, self._drifts, host, peers)
+        roll = session_discovery.call(groups, context.ranks.shapes(groups), info)
+        lacking = _lacking(roll, info)
         if not lacking:
-            return True
+            return roll
         remedy = "apply the same rules on all ranks, with the same `mode` and `start_step`"
-        if shared or any(answer.drifts for answer in answers.values()):
+        if shared or any(answer.drifts for answer in roll.sessions.values()):
             raise GradSurgeonError(
                 f"{lacking}: norms of a model that is divided over ranks, and gradients of single losses, would wait for "
                 f"ever, and weights would drift apart where a step is skipped or a final gradient edited; {remedy}"
             )
         text = f"{lacking}: this rank decides alone, and where it stops the others wait for it; {remedy}"
         context.event_log.emit("notice", text, step=context.counters.latest, warn=True)
-        return False
+        return None
 
     def _fingerprint(self, *, shared: bool) -> str:
         """Return what tells the rules that all ranks must have, and the mode, from others."""
@@ -189,6 +291,10 @@ class RankAgreement:
         return hashlib.sha256("\n".join([self._context.mode, *rules]).encode()).hexdigest()
 
 
+def _names(groups: _dist.Groups) -> tuple[str, ...]:
+    return tuple(group.group_name for group in groups)
+
+
 def _changes(rule: Rule) -> bool:
     return rule.edits or isinstance(rule, FreezeRule)
 
@@ -197,8 +303,18 @@ def _averages_losses(rule: Rule) -> bool:
     return isinstance(rule, LossRule) and rule.target == "params"
 
 
+def decides(trap: object) -> bool:
+    """Tell whether a trap, as a rule or as its decision, stops or skips an update at once."""
+    return getattr(trap, "then", "") in ("raise", "skip-step")
+
+
 def _decides(rule: Rule) -> bool:
-    return _then(rule) in ("raise", "skip-step")
+    return isinstance(rule, TrapRule) and decides(rule)
+
+
+def _judges(rule: Rule) -> bool:
+    """Tell whether a rule stops or skips an update by norms at the update itself."""
+    return _decides(rule) and rule.point == "step"
 
 
 def _then(rule: Rule) -> str:
@@ -210,10 +326,11 @@ def _edits_updates(rule: Rule) -> bool:
     return _changes(rule) and rule.target == "params" and rule.point == "step"
 
 
-def _lacking(wanted: Sequence[int], answers: Mapping[int, SessionInfo], info: SessionInfo) -> str:
+def _lacking(roll: Roll, info: SessionInfo) -> str:
     parts = []
-    if absent := [rank for rank in wanted if rank not in answers]:
+    if absent := [rank for rank in roll.wanted if rank not in roll.sessions]:
         parts.append(session_discovery.unheard(absent))
-    if others := [rank for rank, answer in answers.items() if answer[:2] != info[:2]]:
+    others = [rank for rank, session in roll.sessions.items() if session[:2] != info[:2]]
+    if others:
         parts.append(f"{_dist.having(others)} other rules, mode or step than rank {_dist.rank()}")
     return " and ".join(parts)

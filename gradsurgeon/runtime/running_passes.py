@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradsurgeon import _torch
 from gradsurgeon._backward_calls import BackwardCall
+from gradsurgeon.distributed import data_parallel
 from gradsurgeon.errors import warn
 from gradsurgeon.runtime import loss_gradients
 from gradsurgeon.tensors.backward_graph import BackwardGraph, Root, roots_of
@@ -39,8 +40,8 @@ class RunningPass:
     inputs: Sequence[Any] = ()
     thread: int = field(default_factory=threading.get_ident)
 
-    def reaches(self, leaves: frozenset[int]) -> bool:
-        return any(id(leaf) in leaves for leaf in self.graph.leaves())
+    def reaches(self, leaves: Collection[int]) -> bool:
+        return self.graph.reaches(leaves)
 
 
 running_passes: list[RunningPass] = []
@@ -155,21 +156,29 @@ def watched(
         running = _begin(outputs, makes_graph=call.makes_graph)
         # As long as it is listed, no other thread takes what hooks have seen.
         with _listed(running, running_passes):
+            begun: dict[BackwardWatch, Any] = {}
+            reaches = partial(_reaches, running, call.inputs)
             try:
                 begins(running.graph, call.inputs)
-                begun = [(watch, watch.begin(running)) for watch in known]
+                begun |= {watch: watch.begin(running) for watch in known}
                 with _numbered(running.graph.roots, [running.tasks.append] if scalings else ()):
                     yield
                 # Of several sessions that share a parameter, one may look at what another one edits.
                 _act_on_waiting(known, running)
             except BaseException:
+                averaging = data_parallel.ended(reaches, failed=True)
                 for watch in known:
-                    watch.failed(running)
+                    watch.failed(running, begun.get(watch), averaging)
                 raise
-            for watch, before in begun:
-                watch.end(running, before)
+            averaging = data_parallel.ended(reaches)
+            for watch, before in begun.items():
+                watch.end(running, before, averaging)
 
     return around
+
+
+def _reaches(running: RunningPass, inputs: Sequence[Any], leaves: Collection[int]) -> bool:
+    return any(id(leaf) in leaves for leaf in inputs) if inputs else running.reaches(leaves)
 
 
 @contextmanager

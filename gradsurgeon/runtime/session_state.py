@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gradsurgeon.errors import GradSurgeonError, printable
-from gradsurgeon.runtime.notices import shorten_names
+from gradsurgeon.errors import GradSurgeonError, printable, shorten_names
 from gradsurgeon.runtime.state_form import SessionState, checked
 
 if TYPE_CHECKING:

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from gradsurgeon.actions import Spikes
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.planning.table import count
 from gradsurgeon.runtime.nonfinite_report import TrapReport
-from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.running_norms import JudgedNorms, NormsOnHost
 
 _SHOWN = 8

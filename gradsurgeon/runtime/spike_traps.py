@@ -11,14 +11,13 @@ from torch import Tensor
 
 from gradsurgeon import _torch
 from gradsurgeon.actions import Spikes
-from gradsurgeon.errors import printable
+from gradsurgeon.errors import printable, shorten_names
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.due_rules import BoundRule
 from gradsurgeon.runtime.edit_effect import LEFT_ALONE
 from gradsurgeon.runtime.gradient_edits import shorten
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.locked_bounds import LOOK_EVERY, LockedBounds, told_of_size
-from gradsurgeon.runtime.notices import shorten_names
 from gradsurgeon.runtime.running_norms import (
     JudgedNorms,
     NormsOnHost,

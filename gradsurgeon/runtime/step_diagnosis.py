@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +14,12 @@ from gradsurgeon.actions import Decision, EditRule
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed import fully_shard
 from gradsurgeon.distributed.ranks import OVERFLOWED
+from gradsurgeon.distributed.session_discovery import LIMIT
 from gradsurgeon.runtime.context import Context
 from gradsurgeon.runtime.kept_calls import KeptCalls
 from gradsurgeon.runtime.kept_step import FailedStep
 from gradsurgeon.runtime.nonfinite_report import TrapReport
-from gradsurgeon.runtime.rank_agreement import Meeting
+from gradsurgeon.runtime.rank_agreement import Heard
 
 _NO_MEMORY = (
     "{ranks} cannot hold the whole parameters of the model and their gradients beside what is there, "
@@ -26,78 +27,82 @@ _NO_MEMORY = (
 )
 
 
+_ABSENT = "{ranks} did not come to this update, and a model that is divided over ranks is run again by all of them at once"
+
+
 class StepDiagnosis:
     def __init__(self, context: Context, kept: KeptCalls) -> None:
         self._context = context
         self._kept = kept
-        # The rules whose next trip is diagnosed.
-        self.pending = (
-            set()
-            if context.diagnose is None
-            else {
-                rule
-                for rule, decision in context.decisions.items()
-                if isinstance(decision, Decision) and decision.forensics
-            }
+        self._asked = frozenset(
+            rule
+            for rule, decision in context.decisions.items()
+            if context.diagnose is not None
+            and isinstance(decision, Decision)
+            and decision.forensics
         )
+        # The rules whose next trip is diagnosed.
+        self.pending = set(self._asked)
+        # Those of which ranks have diagnosed one together.
+        self._shared: set[str] = set()
 
     def of(
-        self, reports: Mapping[str, TrapReport], step: int, scale: Tensor | None, meeting: Meeting
+        self, reports: Mapping[str, TrapReport], step: int, scale: Tensor | None, heard: Heard
     ) -> dict[str, Diagnosis]:
-        """Run a step again at the first trip of a rule. A collective where ranks have met over it.
+        """Run a step again at the first trip of a rule; where ranks have objected, together with them.
 
         Args:
             reports: what the rules that have tripped on this rank report, by rule.
             step: its number.
             scale: what a `GradScaler` had multiplied the loss by.
-            meeting: what the ranks have come to.
+            heard: what the ranks have said of the step.
 
         Returns:
             By rule what that has shown.
         """
-        first = {rule: report for rule, report in reports.items() if rule in self.pending}
-        meets = meeting.groups and meeting.severity > OVERFLOWED
-        if meets and self._context.diagnose is not None:
-            return self._among_ranks(first, step, scale, meeting)
+        asked = {one.rule for one in heard.objections}.intersection(self._asked) - self._shared
+        if heard.severity > OVERFLOWED and asked:
+            self._shared |= asked
+            self.pending -= asked
+            diagnosis = self._among_ranks(list(reports.values()), step, scale, heard, asked)
+            return {} if diagnosis is None else dict.fromkeys(asked, diagnosis)
         diagnoses = {}
-        for rule, report in first.items():
-            self.pending.discard(rule)
-            failed = self._failed(step, scale, [report])
-            if (diagnosis := self._run(failed, [rule])) is not None:
-                diagnoses[rule] = diagnosis
+        for rule, report in reports.items():
+            if rule in self.pending:
+                self.pending.discard(rule)
+                failed = self._failed(step, scale, [report])
+                if (diagnosis := self._run(failed, [rule])) is not None:
+                    diagnoses[rule] = diagnosis
         return diagnoses
 
     def _among_ranks(
         self,
-        first: Mapping[str, TrapReport],
+        reports: Sequence[TrapReport],
         step: int,
         scale: Tensor | None,
-        meeting: Meeting,
-    ) -> dict[str, Diagnosis]:
-        """Let each rank run its calls again, and tell the others. Collectives before and after.
+        heard: Heard,
+        rules: Collection[str],
+    ) -> Diagnosis | None:
+        """Let each rank run its calls again, and tell the others, as far as they come to this update as well."""
+        assert heard.voter is not None  # noqa: S101 # who else has objected
+        divided = self._divided()
+        if divided is not None:
+            told = heard.voter.meet(fully_shard.fits(divided), LIMIT)
+            if absent := [rank for rank in heard.voter.ranks if rank not in told]:
+                return self._unable(_ABSENT.format(ranks=_dist.named(absent)), step)
+            if full := [rank for rank, fits in told.items() if not fits]:
+                return self._unable(_NO_MEMORY.format(ranks=_dist.named(full)), step)
+        own = self._own(reports, step, scale, rules, guilty=heard.guilty, divided=divided)
+        return _most_telling(own, heard.voter.meet(own, LIMIT))
 
-        What decides whether there is one is alike on all ranks.
-        """
-        model = self._kept.model()
-        context = self._context
+    def _divided(self) -> nn.Module | None:
+        """Return the model if ranks run it again together: one that `fully_shard` has divided among them."""
+        model, context = self._kept.model(), self._context
         groups = context.ranks.shard_groups(range(len(context.program.names)))
-        managed = model is not None and bool(fully_shard.casts(model))
-        divided = model if managed and groups and set(groups) <= set(meeting.groups) else None
-        fits = divided is None or fully_shard.fits(divided)
-        told = _dist.gather({_dist.rank(): (list(first), fits)}, meeting.groups)
-        rules = {rule for of_rank, _ in told.values() for rule in of_rank}
-        if not rules:
-            return {}
-        self.pending -= rules
-        if full := [rank for rank, (_, fits) in told.items() if not fits]:
-            why = _NO_MEMORY.format(ranks=_dist.named(full))
-            diagnosis: Diagnosis | None = Diagnosis("not reproduced", (why,), step, _dist.rank())
-        else:
-            reports = list(first.values())
-            own = self._own(reports, step, scale, rules, meeting=meeting, divided=divided)
-            others = _dist.gather({_dist.rank(): own}, meeting.groups)
-            diagnosis = _most_telling(own, others)
-        return {} if diagnosis is None else dict.fromkeys(first, diagnosis)
+        return model if groups and model is not None and fully_shard.casts(model) else None
+
+    def _unable(self, why: str, step: int) -> Diagnosis:
+        return Diagnosis("not reproduced", (why,), step, _dist.rank())
 
     def _own(
         self,
@@ -106,7 +111,7 @@ class StepDiagnosis:
         scale: Tensor | None,
         rules: Iterable[str],
         *,
-        meeting: Meeting,
+        guilty: Sequence[int],
         divided: nn.Module | None,
     ) -> Diagnosis | None:
         """Run the calls of this rank again, with whole parameters where the model is divided."""
@@ -118,10 +123,9 @@ class StepDiagnosis:
             return self._run(failed, rules, fully_shard.unsharded(divided))
         if not reports:
             return None
-        guilty = meeting.guilty if all(report.reduced for report in reports) else ()
-        if guilty and _dist.rank() not in guilty:
+        if guilty and _dist.rank() not in guilty and all(report.reduced for report in reports):
             why = f"{_dist.named(guilty)} contributed what is not finite, and this rank did not"
-            return Diagnosis("not reproduced", (why,), step, _dist.rank())
+            return self._unable(why, step)
         return self._run(self._failed(step, scale, reports), rules)
 
     def _failed(
@@ -186,12 +190,14 @@ def _most_telling(
     own: Diagnosis | None, others: Mapping[int, Diagnosis | None]
 ) -> Diagnosis | None:
     """Return the diagnosis of this rank if it blames something, else that of the first rank whose does."""
-    if own is None or own.where:
+    if own is not None and own.where:
         return own
     of_ranks = [other for _, other in sorted(others.items()) if other is not None]
     for other in of_ranks:
         if other.where:
             return other
+    if own is None:
+        return None
     reasons = dict.fromkeys(own.reasons)
     for other in of_ranks:
         new = [reason for reason in other.reasons if reason not in reasons]

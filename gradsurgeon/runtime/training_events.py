@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -34,7 +34,7 @@ class BackwardPass:
         logged: by rule at `backward` and by tensor, the statistics of what this pass contributed.
         contributed: norms of what this rank alone has contributed, where an average over ranks followed.
         scale: what a `GradScaler` has multiplied its gradients by.
-        averaged: whether an average over ranks followed.
+        averaging: the `DistributedDataParallel` wrappers that have averaged in it.
         held: by tensor, whether its gradient held anything but zeros before, where that matters.
     """
 
@@ -44,7 +44,7 @@ class BackwardPass:
     logged: Logged = field(default_factory=lambda: defaultdict(dict))
     contributed: dict[int, Tensor] = field(default_factory=dict)
     scale: Tensor | None = None
-    averaged: bool = False
+    averaging: Sequence[Any] = ()
     held: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -92,6 +92,9 @@ class TrainingEvents(Protocol):
 
     def backward_finished(self, done: BackwardPass) -> None:
         """Act on the gradients of a backward pass, what follows its last gradient (DDP) included."""
+
+    def backward_failed(self, done: BackwardPass) -> None:
+        """Take notice of a pass that has raised after gradients had come."""
 
     def gradients_dropped(self, tensors: AbstractSet[int], *, certain: bool) -> None:
         """Take notice of gradients that a pass has made, and that hooks of the script have dropped within it.

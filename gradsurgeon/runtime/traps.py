@@ -15,10 +15,11 @@ from gradsurgeon import _dist
 from gradsurgeon.actions import Decision, Spikes
 from gradsurgeon.diagnosis import Diagnosis
 from gradsurgeon.distributed.ranks import FINE, OVERFLOWED, RAISE, SKIP, Cause
-from gradsurgeon.events import EventKind
+from gradsurgeon.distributed.votes import Objection
+from gradsurgeon.errors import shorten_names
 from gradsurgeon.runtime.activation_flags import Flag
 from gradsurgeon.runtime.context import Context, Mode
-from gradsurgeon.runtime.due_rules import BoundRule
+from gradsurgeon.runtime.due_rules import NONFINITE, BoundRule
 from gradsurgeon.runtime.gradient_rules import GradientSnapshot
 from gradsurgeon.runtime.gradients import Gradients
 from gradsurgeon.runtime.kept_calls import KeptCalls
@@ -30,14 +31,14 @@ from gradsurgeon.runtime.nonfinite_report import (
     threshold_report,
     uncounted,
 )
-from gradsurgeon.runtime.notices import shorten_names
-from gradsurgeon.runtime.rank_agreement import RankAgreement
+from gradsurgeon.runtime.rank_agreement import ALONE, Heard, decides
 from gradsurgeon.runtime.spike_report import spike_report
 from gradsurgeon.runtime.spike_traps import SpikeTraps
 from gradsurgeon.runtime.step_counter import StepCounter
 from gradsurgeon.runtime.step_diagnosis import StepDiagnosis
-from gradsurgeon.runtime.training_events import StepDecision
+from gradsurgeon.runtime.training_events import BackwardPass, StepDecision
 from gradsurgeon.tensors import measure
+from gradsurgeon.tensors.measure import NonfiniteCount
 
 _OVERFLOW = (
     "step {step}: all ranks skip the step, because the GradScaler of rank {rank} does: the scaled gradients "
@@ -46,6 +47,11 @@ _OVERFLOW = (
 _REPAIRED = (
     "{number} gradients were non-finite after backward and finite at the update ({names}): repaired in "
     "between, no trap"
+)
+_TOO_LATE = (
+    "stopped on this rank before the update: the gradients were finite when the ranks voted, right after backward, so that "
+    "the others may go on with the update, and a rank that skips it alone ends up with other weights than they have. "
+    "Look at what changes gradients between backward and the update"
 )
 SCALER_SKIP = "the GradScaler skipped step {step}: the scaled gradients overflowed"
 
@@ -61,11 +67,17 @@ class Trip:
     decision: Decision | Spikes
     in_a_row: int
     report: TrapReport
+    # Whether the ranks have voted on the update before there was anything to find.
+    unheard: bool = False
 
     @property
     def then(self) -> str:
         gives_up = self.in_a_row >= self.decision.give_up_after
-        return "raise" if gives_up else self.decision.then
+        return "raise" if gives_up or self._is_forced else self.decision.then
+
+    @property
+    def _is_forced(self) -> bool:
+        return self.unheard and self.decision.then == "skip-step"
 
     @property
     def severity(self) -> int:
@@ -75,6 +87,8 @@ class Trip:
         """Return what becomes of the step, as a line of the report."""
         if mode == "observe":
             return f"observing only: `then: {self.decision.then}` would have acted"
+        if self._is_forced:
+            return _TOO_LATE
         if self.then != self.decision.then:
             return (
                 f"giving up: tripped {self.in_a_row} times in a row "
@@ -88,13 +102,10 @@ class Trip:
 
 
 class Traps:
-    def __init__(
-        self, context: Context, agreement: RankAgreement, kept: KeptCalls, spikes: SpikeTraps
-    ) -> None:
+    def __init__(self, context: Context, kept: KeptCalls, spikes: SpikeTraps) -> None:
         self._context = context
         self._spikes = spikes
         self._diagnosis = StepDiagnosis(context, kept)
-        self._agreement = agreement
         # How often in a row traps have tripped, by rule and tensor: a script may rebuild its optimizer.
         self._in_a_row: dict[tuple[str, int], int] = {}
         # The same with the current update, which is judged after each call of a closure.
@@ -149,22 +160,78 @@ class Traps:
         for rule, times in self._with_this.pop(counter, {}).items():
             self._set_row(counter, rule, times)
 
+    def objections(self, done: BackwardPass) -> list[Objection]:
+        """Return what this rank has against the update after a pass. Reads the device once, and again for a report."""
+        context, found = self._context, []
+        for counter in context.counters.among(done.tensors):
+            deciding = [one for one in context.due_rules(counter).traps if decides(one.rule)]
+            snapshots = self._snapshots[counter] if deciding else []
+            (doubtful,) = measure.nonfinite(snapshots[-1].norms if snapshots else ())
+            if doubtful and done.scale is not None:
+                found.append(self._overflow(counter))
+                continue
+            gradients = dict(zip(*context.parameters.grads(doubtful), strict=True))
+            bad = measure.counts(gradients)
+            evidence = GradientEvidence(snapshots, (), bad)
+            findings = [*self._findings(deciding, evidence), *self._flagged(counter)]
+            parts = {tensor: one for tensor, one in bad.items() if one.ranks}
+            found += [
+                self._objection(
+                    counter, Trip(rule, decision, self._row(counter, rule) + 1, report), parts
+                )
+                for rule, report in findings
+                if report is not None and decides(decision := context.decisions[rule])
+            ]
+        return found
+
+    def _objection(
+        self, counter: StepCounter, trip: Trip, parts: Mapping[int, NonfiniteCount]
+    ) -> Objection:
+        names, report = self._context.program.names, trip.report
+        return Objection(
+            _dist.rank(),
+            trip.rule,
+            trip.severity,
+            "trap",
+            names[counter.tensors[0]],
+            report.name,
+            "\n".join([self._head(counter.step, trip), *report.lines]),
+            report.guilty,
+            {names[tensor]: (one.kind, one.number) for tensor, one in parts.items()},
+        )
+
+    def _overflow(self, counter: StepCounter) -> Objection:
+        name, rank = self._context.program.names[counter.tensors[0]], _dist.rank()
+        text = _OVERFLOW.format(step=counter.step, rank=rank)
+        return Objection(rank, "", OVERFLOWED, "skipped-step", name, "", text)
+
     def decide(
-        self, counter: StepCounter, gradients: Gradients, overflow: Tensor | None = None
+        self,
+        counter: StepCounter,
+        gradients: Gradients,
+        heard: Heard,
+        overflow: Tensor | None = None,
     ) -> StepDecision:
-        """Judge what the optimizer is about to consume. Reads the device once, and again for a report."""
+        """Judge what the optimizer is about to consume. Reads the device once, and again for a report.
+
+        Args:
+            counter: of the update.
+            gradients: as the script hands them over.
+            heard: what the ranks have said of it.
+            overflow: whether the optimizer is going to skip it, where only the device knows.
+        """
         self._scaler_skips[counter] = 0
         findings = [
-            *self._judge_gradients(counter, gradients, overflow),
+            *self._judge_gradients(counter, gradients, heard, overflow),
             *self._judge_thresholds(counter, gradients),
         ]
-        return self._conclude(counter, [*findings, *self._judge_activations(counter)])
+        return self._conclude(counter, [*findings, *self._judge_activations(counter)], heard)
 
-    def decide_edited(self, counter: StepCounter, edited: set[int]) -> StepDecision:
+    def decide_edited(self, counter: StepCounter, edited: set[int], heard: Heard) -> StepDecision:
         """Judge gradients once more that rules at `step` may have made non-finite."""
         context, due_rules = self._context, self._context.due_rules(counter)
         gradients = context.parameters.grads(sorted(edited.intersection(due_rules.trapped)))
-        (doubtful,) = measure.nonfinite(measure.norms(*gradients))
+        (doubtful,) = measure.nonfinite(measure.norms_here(*gradients))
         bad = measure.counts(dict(zip(*context.parameters.grads(doubtful), strict=True)))
         order, _ = context.parameters.grads(due_rules.trapped)
         moment = "right before the update, and finite before the rules at `step`"
@@ -173,26 +240,30 @@ class Traps:
             for bound in due_rules.traps
             if not bad.keys().isdisjoint(bound.tensors)
         ]
-        return self._conclude(counter, findings)
+        return self._conclude(counter, findings, heard)
 
     def measure(self, counter: StepCounter, gradients: Gradients) -> None:
         """Take part in what other ranks measure, and make nothing of it."""
-        self._judge_gradients(counter, gradients)
+        self._judge_gradients(counter, gradients, ALONE)
         self._judge_thresholds(counter, gradients)
 
-    def rest(self, counter: StepCounter) -> StepDecision:
-        """Judge nothing, and do what other ranks have decided, who may wait for this one."""
-        return self._conclude(counter, [])
+    def rest(self, counter: StepCounter, heard: Heard) -> StepDecision:
+        """Judge nothing, and do what the other ranks do."""
+        return self._conclude(counter, [], heard)
 
     def skipped_by_scaler(self, counter: StepCounter, scale: Tensor) -> None:
         """Note a step that a scaler has skipped; raise where that is no overflow, but a NaN that stays."""
         findings = self._judge_skip_of_scaler(counter, scale)
-        decision = self._conclude(counter, findings, floor=OVERFLOWED)
+        decision = self._conclude(counter, findings, ALONE)
         if decision.error is not None:
             raise decision.error
 
     def _judge_gradients(
-        self, counter: StepCounter, gradients: Gradients, overflow: Tensor | None = None
+        self,
+        counter: StepCounter,
+        gradients: Gradients,
+        heard: Heard,
+        overflow: Tensor | None = None,
     ) -> list[_Finding]:
         context, due_rules = self._context, self._context.due_rules(counter)
         tensors = gradients.having(due_rules.trapped)
@@ -215,10 +286,17 @@ class Traps:
         fired = [bound for bound in due_rules.traps if any(i in gradients for i in bound.tensors)]
         for bound in fired:
             context.event_log.count_fired(bound.rule.id, counter.step)
-        if not (before or doubtful):
+        elsewhere = self._counted_elsewhere(gradients, heard)
+        if not (before or doubtful or elsewhere):
             return [*((bound.rule.id, None) for bound in fired), *findings]
         bad = measure.counts(dict(zip(doubtful, gradients.of(doubtful), strict=True)))
-        evidence = GradientEvidence(snapshots, tensors, bad, norms)
+        for tensor, others in elsewhere.items():
+            own = [bad[tensor]] if tensor in bad else []
+            bad[tensor] = measure.merged([*own, *others])
+        divided = {t for t in tensors if _dist.is_sharded(gradients[t])}
+        evidence = GradientEvidence(
+            snapshots, tensors, bad, norms, frozenset(elsewhere), frozenset(divided)
+        )
         for bound in fired:
             repaired = [tensor for tensor in bound.tensors if tensor in evidence.repaired]
             if repaired and bad.keys().isdisjoint(bound.tensors):
@@ -227,6 +305,26 @@ class Traps:
                 step, name = counter.step, names[0]
                 context.event_log.emit("notice", text, rule=bound.rule.id, step=step, name=name)
         return [*self._findings(fired, evidence), *findings]
+
+    def _counted_elsewhere(
+        self, gradients: Gradients, heard: Heard
+    ) -> dict[int, list[NonfiniteCount]]:
+        """Return what other ranks have found in their parts of gradients, by tensor."""
+        found: dict[int, list[NonfiniteCount]] = {}
+        told = [one for one in heard.objections if one.counts and one.rank != _dist.rank()]
+        if not told:
+            return found
+        tensors = {name: tensor for tensor, name in enumerate(self._context.program.names)}
+        for one in told:
+            for name, (kind, number) in one.counts.items():
+                tensor = tensors.get(name, -1)
+                # Replicas hold the same part.
+                if tensor in gradients and one.rank in _dist.sharing(gradients[tensor]):
+                    part = NonfiniteCount(kind, number, (one.rank,))
+                    # Rules that share parameters tell of the same.
+                    if part not in found.setdefault(tensor, []):
+                        found[tensor].append(part)
+        return found
 
     def _judge_thresholds(self, counter: StepCounter, gradients: Gradients) -> list[_Finding]:
         """Judge by any statistic. Reads the device once per rule, and again only for a report."""
@@ -248,13 +346,10 @@ class Traps:
         return findings
 
     def _judge_activations(self, counter: StepCounter) -> list[_Finding]:
-        by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
-        for flag, count in self._context.flags.take(counter, self._context.counters.common):
-            by_rule[flag.rule.id].append((flag, count))
-        return [
-            (rule, activation_report(flags) if any(count for _, count in flags) else None)
-            for rule, flags in by_rule.items()
-        ]
+        return _reported(self._context.flags.take(counter, self._context.counters.common))
+
+    def _flagged(self, counter: StepCounter) -> list[_Finding]:
+        return _reported(self._context.flags.raised(counter, self._context.counters.common))
 
     def _judge_skip_of_scaler(self, counter: StepCounter, scale: Tensor) -> list[_Finding]:
         context = self._context
@@ -271,7 +366,7 @@ class Traps:
         if (snapshots := self._snapshots[counter]) and snapshots[-1].norms:
             seen = snapshots[-1].norms
         else:
-            seen = measure.norms(*context.parameters.grads(due_rules.trapped))
+            seen = measure.norms_here(*context.parameters.grads(due_rules.trapped))
         norms = measure.as_dict(seen)
         bad = {tensor: uncounted(norm) for tensor, norm in norms.items() if not math.isfinite(norm)}
         # A skip for what a trap does not watch says nothing of it: its row goes on.
@@ -294,18 +389,20 @@ class Traps:
         ]
 
     def _conclude(
-        self, counter: StepCounter, findings: Sequence[_Finding], *, floor: int = FINE
+        self, counter: StepCounter, findings: Sequence[_Finding], heard: Heard
     ) -> StepDecision:
-        """Report what this rank has seen, and return what all ranks do. A collective where they meet."""
+        """Report what this rank has seen, and return what all ranks do."""
         context, step = self._context, counter.step
         trips = self._count(counter, findings)
-        severity = max([floor, *(trip.severity for trip in trips)])
-        guilty = any(trip.report.guilty for trip in trips)
-        meeting = self._agreement.meet(counter, severity, guilty=guilty)
+        if heard.unanimous and not trips:
+            # All have seen it, and it is repaired: by what all of them have run.
+            heard = ALONE
+        if heard.voter is not None and heard.severity == FINE:
+            trips = [replace(trip, unheard=_is_nonfinite(trip.decision)) for trip in trips]
         reports = {trip.rule: trip.report for trip in trips}
-        diagnoses = self._diagnosis.of(reports, step, self._scale(counter), meeting)
+        diagnoses = self._diagnosis.of(reports, step, self._scale(counter), heard)
         told = [
-            (trip.severity, self._tell(trip, step, meeting.guilty, diagnoses.get(trip.rule)))
+            (trip.severity, self._tell(trip, step, heard.guilty, diagnoses.get(trip.rule)))
             for trip in trips
         ]
         # What stops a step is what the other ranks have to hear of.
@@ -313,14 +410,9 @@ class Traps:
         decision = StepDecision()
         if cause is not None and worst > FINE and context.mode == "act":
             decision = _decided(worst, cause, step)
-        if not meeting.groups or meeting.severity == FINE:
+        if heard.severity <= worst:
             return decision
-        rank = _dist.rank()
-        overflow = Cause(rank, "", "", _OVERFLOW.format(step=step, rank=rank))
-        heard = meeting.hear(decision.cause or overflow)
-        if meeting.severity > severity:
-            return self._follow(step, meeting.severity, heard)
-        return decision
+        return self._follow(step, heard.worst, diagnoses.get(heard.worst.rule))
 
     def _count(self, counter: StepCounter, findings: Sequence[_Finding]) -> list[Trip]:
         """Count in how many updates in a row traps have tripped; one that has found nothing begins anew."""
@@ -332,16 +424,22 @@ class Traps:
                 trips.append(Trip(rule, self._context.decisions[rule], times, report))
         return trips
 
-    def _follow(self, step: int, severity: int, cause: Cause) -> StepDecision:
-        raised = severity == RAISE
-        text = cause.text
-        if cause.rule:
+    def _follow(self, step: int, told: Objection, diagnosis: Diagnosis | None) -> StepDecision:
+        raised, text = told.severity == RAISE, told.text
+        if told.rule:
             what = "stop" if raised else "skip the step"
-            text = f"step {step}: rank {cause.rank} trapped, and all ranks {what}: {text}"
-        where: dict[str, Any] = {"rule": cause.rule, "step": step, "name": cause.name}
-        kind: EventKind = cause.kind if raised else "skipped-step"
-        self._context.event_log.emit(kind, text, **where, quiet=raised)
-        return _decided(severity, replace(cause, text=text), step)
+            text = f"step {step}: rank {told.rank} trapped, and all ranks {what}: {text}"
+            text = "\n".join([text, *_diagnosed(diagnosis)])
+        where: dict[str, Any] = {"rule": told.rule, "step": step, "name": told.name}
+        self._context.event_log.emit(
+            "trap" if raised else "skipped-step", text, **where, quiet=raised
+        )
+        cause = Cause(told.rank, told.rule, told.name, text, diagnosis)
+        return _decided(told.severity, cause, step)
+
+    def _head(self, step: int, trip: Trip, ranks: tuple[int, ...] = ()) -> str:
+        """Return how a report begins; ``ranks`` contributed what is not finite to an average."""
+        return f"{self._context.place(step, trip.rule)}: {trip.report.caused_by(ranks).head}"
 
     def _scale(self, counter: StepCounter) -> Tensor | None:
         passes = [snapshot.done for snapshot in self._snapshots[counter]]
@@ -352,11 +450,9 @@ class Traps:
     ) -> Cause:
         """Say what a trap has found; ``ranks`` contributed what is not finite to an average."""
         context, report = self._context, trip.report.caused_by(ranks)
-        head = f"{context.place(step, trip.rule)}: {report.head}"
-        told: list[str] = [] if diagnosis is None else list(diagnosis.text())
-        if diagnosis is not None and diagnosis.rank != _dist.rank():
-            told[:0] = [f"found by rank {diagnosis.rank}, in its part of the batch:"]
-        text = "\n".join([head, trip.outcome(context.mode), *report.lines, *told])
+        head = self._head(step, trip, ranks)
+        lines = [head, trip.outcome(context.mode), *report.lines, *_diagnosed(diagnosis)]
+        text = "\n".join(lines)
         where: dict[str, Any] = {"rule": trip.rule, "step": step, "name": report.name}
         then = trip.then if context.mode == "act" else ""
         context.event_log.count_changed(trip.rule, 1)
@@ -367,6 +463,29 @@ class Traps:
             context.event_log.emit("skipped-step", message, **where)
         rank = report.ranks[0] if report.ranks else _dist.rank()
         return Cause(rank, trip.rule, report.name, text, diagnosis, kind)
+
+
+def _diagnosed(diagnosis: Diagnosis | None) -> list[str]:
+    """Return what was found out about a step, as lines of a report."""
+    if diagnosis is None:
+        return []
+    elsewhere = diagnosis.rank != _dist.rank()
+    head = f"found by rank {diagnosis.rank}, in its part of the batch:"
+    return [*([head] if elsewhere else ()), *diagnosis.text()]
+
+
+def _is_nonfinite(decision: Decision | Spikes) -> bool:
+    return isinstance(decision, Decision) and decision.statistic == NONFINITE
+
+
+def _reported(flags: Iterable[tuple[Flag, int]]) -> list[_Finding]:
+    by_rule: defaultdict[str, list[tuple[Flag, int]]] = defaultdict(list)
+    for flag, count in flags:
+        by_rule[flag.rule.id].append((flag, count))
+    return [
+        (rule, activation_report(of_rule) if any(count for _, count in of_rule) else None)
+        for rule, of_rule in by_rule.items()
+    ]
 
 
 def _arrived(snapshots: Sequence[GradientSnapshot]) -> list[list[int]]:

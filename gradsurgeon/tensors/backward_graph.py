@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count, groupby
@@ -115,6 +115,26 @@ class BackwardGraph:
         for itself; between leaves of one node the order means nothing.
         """
         return (leaf for leaf in self._visited() if leaf is not None)
+
+    def reaches(self, leaves: Collection[int]) -> bool:
+        """Tell whether a pass through the graph reaches any of some leaves, by their ids.
+
+        It stops at the first: parameters lie near the end of a model as well as near its beginning.
+        """
+        pending: list[Any] = list(map(_torch.node_of, self.roots))
+        met = set(pending)
+        while pending:
+            node = pending.pop()
+            if _is_leaf(node):
+                if id(node.variable) in leaves:
+                    return True
+                continue
+            within = [_torch.node_of(root) for roots in self.inner.get(node, ()) for root in roots]
+            for following in (*within, *(other for other, _ in node.next_functions)):
+                if following is not None and following not in met:
+                    met.add(following)
+                    pending.append(following)
+        return False
 
     def groups(self) -> Iterator[list[Tensor]]:
         """Yield the leaves in the same order, those of one node together: compiled code is one node."""

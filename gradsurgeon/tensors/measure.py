@@ -1,13 +1,14 @@
-"""Numbers taken of many gradients at once; those of a sharded gradient are of the whole of it.
+"""Numbers taken of many gradients at once.
 
-Every rank measures its own parts, and what belongs together is put together in one collective for all
-tensors. All ranks must come here with the same tensors in the same order.
+Norms and statistics of sharded gradients are of the whole of each: every rank measures its own parts, and what
+belongs together is put together in one collective for all tensors. All ranks must come there with the same tensors
+in the same order. What a rank holds by itself is asked by `norms_here` and `counts`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -47,6 +48,13 @@ def norms(
     return tuple(parts)
 
 
+def norms_here(
+    tensors: Sequence[int], grads: Sequence[Tensor], *, scale: Tensor | None = None
+) -> Norms:
+    """Return `norms` of what this rank holds of each gradient, whoever else has a part of it."""
+    return norms(tensors, _dist.parts(grads), scale=scale)
+
+
 def _by_device(
     items: Sequence[Item], tensors: Sequence[Tensor]
 ) -> list[tuple[Sequence[Item], Sequence[Tensor]]]:
@@ -75,33 +83,22 @@ def statistics(stat: str, grads: Sequence[Tensor]) -> Tensor:
 
 
 def counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
-    """Return how many elements are not finite, of the gradients where some are not. Waits."""
-    settled = {tensor: _dist.settled(grad) for tensor, grad in grads.items()}
-    sharded = {tensor: grad for tensor, grad in settled.items() if _dist.spread(grad)}
-    by_tensor = _sharded_counts(sharded) if sharded else {}
-    for tensor, grad in settled.items():
-        if tensor not in sharded:
-            kind, number = _numbers.first_nonfinite(_dist.local(grad))
-            if number:
-                by_tensor[tensor] = NonfiniteCount(kind, number)
-    return dict(sorted(by_tensor.items()))
-
-
-def _sharded_counts(grads: Mapping[int, Tensor]) -> dict[int, NonfiniteCount]:
-    rows = []
-    for part in map(_dist.local, grads.values()):
-        # One column per rank, so that everybody learns whose part it is.
-        row = torch.zeros(_dist.world(), 2, dtype=torch.int64, device=part.device)
-        row[_dist.rank()] = torch.stack([part.isnan().sum(), part.isinf().sum()])
-        rows.append(row)
-    table = _dist.sums(list(grads.values()), torch.stack(rows)).tolist()
+    """Return how many elements are not finite, of what this rank holds of gradients where some are not. Waits."""
     by_tensor = {}
-    for tensor, row in zip(grads, table, strict=True):
-        nans, infs = map(sum, zip(*row, strict=True))
-        if nans or infs:
-            ranks = tuple(rank for rank, counts in enumerate(row) if any(counts))
-            by_tensor[tensor] = NonfiniteCount("NaN" if nans else "Inf", nans or infs, ranks)
+    for tensor, grad in sorted(grads.items()):
+        kind, number = _numbers.first_nonfinite(_dist.local(grad))
+        if number:
+            ranks = (_dist.rank(),) if _dist.spread(grad) else ()
+            by_tensor[tensor] = NonfiniteCount(kind, number, ranks)
     return by_tensor
+
+
+def merged(counts: Iterable[NonfiniteCount]) -> NonfiniteCount:
+    """Return what is not finite in a gradient of which several ranks have told what is so in their parts."""
+    found = list(counts)
+    kind = "NaN" if any(one.kind == "NaN" for one in found) else "Inf"
+    ranks = sorted({rank for one in found for rank in one.ranks})
+    return NonfiniteCount(kind, sum(one.number for one in found if one.kind == kind), (*ranks,))
 
 
 def nonfinite(*several: Norms) -> list[list[int]]:

@@ -1,0 +1,109 @@
+"""Numbers in a key-value store that many ranks add to, the ranks of one host together.
+
+One server answers some ten thousand requests in a second: with many ranks it would be what all wait for. So
+one rank of each host starts a server for those of its host, and only their sum goes to the one of the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from gradsurgeon import _dist
+
+# With more ranks than these, hosts sum up for themselves.
+MANY = 64
+
+
+class Counter(Protocol):
+    """Numbers by key, 0 at first."""
+
+    def add(self, key: str, amount: int, count: Callable[[int], int]) -> int:
+        """Add the share of this rank; return what is known of the sum.
+
+        Args:
+            key: of the number.
+            amount: what is added.
+            count: tells of a sum how many ranks have added to it.
+        """
+
+    def look(self, key: str, is_complete: Callable[[int], bool]) -> int:
+        """Return what is known of a sum."""
+
+    def delete(self, key: str) -> None:
+        """Forget a number. All ranks are to call it."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether others read from a server in this process."""
+
+
+def counter_of(store: Any, hosts: Mapping[int, str]) -> Counter:
+    """Return the numbers of some ranks.
+
+    Args:
+        store: that of the job, with a prefix of their own.
+        hosts: by rank the name of its host.
+    """
+    several = 1 < len(set(hosts.values())) < len(hosts)
+    return _OfHosts(store, hosts) if len(hosts) > MANY and several else _OfJob(store, min(hosts))
+
+
+class _OfJob:
+    serves = False
+
+    def __init__(self, store: Any, first: int) -> None:
+        self._store = store
+        self._cleans = first == _dist.rank()
+
+    def add(self, key: str, amount: int, count: Callable[[int], int]) -> int:
+        del count
+        return int(self._store.add(key, amount))
+
+    def look(self, key: str, is_complete: Callable[[int], bool]) -> int:
+        del is_complete
+        return int(self._store.add(key, 0))
+
+    def delete(self, key: str) -> None:
+        if self._cleans:
+            self._store.delete_key(key)
+
+
+class _OfHosts:
+    def __init__(self, store: Any, hosts: Mapping[int, str]) -> None:
+        own = hosts[_dist.rank()]
+        here = sorted(rank for rank, host in hosts.items() if host == own)
+        self._store, self._here = store, len(here)
+        self._cleans = min(hosts) == _dist.rank()
+        self.serves = here[0] == _dist.rank()
+        if self.serves:
+            self._host = _dist.server(None, store.timeout)
+            store.set(f"host/{own}", str(self._host.port))
+        else:
+            self._host = _dist.server(int(store.get(f"host/{own}")), store.timeout)
+        self._reading = ""
+
+    def add(self, key: str, amount: int, count: Callable[[int], int]) -> int:
+        ours = int(self._host.add(key, amount))
+        # Who comes last speaks for the host.
+        return int(self._store.add(key, ours)) if count(ours) == self._here else 0
+
+    def look(self, key: str, is_complete: Callable[[int], bool]) -> int:
+        if known := int(self._host.add(f"{key}/known", 0)):
+            return known
+        # Who asks first asks for the host, and goes on asking.
+        if self._reading != key and self._host.add(f"{key}/reads", 1) == 1:
+            self._reading = key
+        if self._reading != key:
+            return 0
+        value = int(self._store.add(key, 0))
+        if is_complete(value):
+            self._host.add(f"{key}/known", value)
+        return value
+
+    def delete(self, key: str) -> None:
+        if self.serves:
+            for part in (key, f"{key}/known", f"{key}/reads"):
+                self._host.delete_key(part)
+        if self._cleans:
+            self._store.delete_key(key)

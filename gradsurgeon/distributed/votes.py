@@ -1,0 +1,304 @@
+"""Votes of ranks on the next update, cast in the key-value store of the job: nobody calls a collective for them.
+
+A rank votes at the end of a backward pass that all ranks take part in, and never waits there. It reads what all have
+said when it comes to its update, if it comes: a rank that leaves an update out keeps nobody waiting. The ranks take
+each such pass together, so that passes need no more than a number to be the same on all of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
+
+from gradsurgeon import _dist
+from gradsurgeon.distributed.hosts import counter_of
+
+# One number holds a pass: how many ranks have voted, how many of them object, and how many have given up waiting.
+_OBJECTS, _LATE = 1 << 20, 1 << 40
+# Passes whose votes are kept: one optimizer may step after those of others.
+_KEPT = 16
+# So many objections of one kind are read. Those of an averaged gradient are alike on all ranks.
+_MOST = 64
+# Seconds: the longest that the rank which hosts the store stays for others when it exits.
+LINGER = 10.0
+# A rank that waits asks again after this share of the time that it has waited, within bounds in seconds.
+_SHARE, _SHORTEST, _LONGEST = 0.25, 0.0002, 0.25
+
+
+class Objection(NamedTuple):
+    """What a rank has against the next update.
+
+    Attributes:
+        rank: which one.
+        rule: the id of its rule; empty where a scaler or a pause is the reason.
+        severity: how bad it is.
+        kind: of the event.
+        concerns: the name of a parameter that the update moves.
+        name: the parameter or module that it is about.
+        text: the report.
+        guilty: whether the rank contributed what is not finite to an average.
+        counts: by name of a sharded parameter, `NaN` or `Inf` and the number of such elements in its part.
+    """
+
+    rank: int
+    rule: str
+    severity: int
+    kind: str
+    concerns: str
+    name: str
+    text: str
+    guilty: bool = False
+    counts: dict[str, tuple[str, int]] = {}  # noqa: RUF012 # of a tuple, never written
+
+
+class Decision(NamedTuple):
+    """What the ranks have said of a pass.
+
+    Attributes:
+        objections: of the ranks, in no order that they share.
+        unanimous: whether all ranks object.
+    """
+
+    objections: tuple[Objection, ...] = ()
+    unanimous: bool = False
+
+
+_GO = Decision()
+_open: weakref.WeakSet[Voter] = weakref.WeakSet()
+
+
+class Voter:
+    """The votes of ranks that take backward passes together.
+
+    Args:
+        prefix: of the keys, the same on all ranks and used for nothing else.
+        ranks: which they are.
+        hosts: the name of the host of each.
+        patience: seconds to wait for a vote that does not come.
+        tell: is called once if the store fails, and whenever a vote has not come.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        ranks: Sequence[int],
+        hosts: Sequence[str],
+        patience: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        # Of its own connection: a request that waits would hold up those of the script.
+        self._store = _dist.own_store(prefix)
+        self._counter = counter_of(self._store, dict(zip(ranks, hosts, strict=True)))
+        self.ranks, self._patience, self._tell = tuple(ranks), patience, tell
+        self._passes = 0
+        # By pass: what was known of the votes when this rank had cast its own, and what came of them.
+        self._values: dict[int, int] = {}
+        self._decisions: dict[int, Decision] = {}
+        # The keys of own objections, with the pass.
+        self._keys: deque[tuple[int, str]] = deque()
+        self._met = 0
+        # Whether some rank votes no more, so that no vote can be complete.
+        self._is_left = False
+        self.is_over = False
+        _open.add(self)
+
+    def cast(self, objections: Sequence[Objection]) -> int:
+        """Vote on the update after a pass that has just ended, without waiting; return the number of the pass."""
+        self._passes += 1
+        self._met = 0
+        if not self.is_over:
+            try:
+                for objection in objections:
+                    self._object(objection)
+                vote = 1 + _OBJECTS * bool(objections)
+                self._values[self._passes] = self._counter.add(str(self._passes), vote, _voted)
+                self._clean()
+            except RuntimeError as error:
+                self._end(error)
+        return self._passes
+
+    def decision(self, number: int) -> Decision | None:
+        """Return what the ranks have said of one of the last passes; ``None`` where that is not known. It may wait."""
+        if number in self._values and not self.is_over:
+            try:
+                self._decisions[number] = self._read(number, self._values.pop(number))
+            except RuntimeError as error:
+                self._end(error)
+            if self._is_left:
+                self.close()
+        return self._decisions.get(number)
+
+    def meet(self, value: object, limit: float) -> dict[int, Any]:
+        """Return what the ranks have that come here as well within a time, the same on all of those.
+
+        Nothing where the store fails. All of them have read the decision on one pass, the last one.
+
+        Args:
+            value: what this rank has: anything that can be pickled.
+            limit: seconds.
+        """
+        if self.is_over:
+            return {}
+        self._met += 1
+        prefix, end = f"{self._passes}/met/{self._met}", time.monotonic() + limit
+        try:
+            self._store.set(f"{prefix}/{_dist.rank()}", cast("Any", pickle.dumps(value)))
+            self._keys.append((self._passes, f"{prefix}/{_dist.rank()}"))
+            while True:
+                here = [rank for rank in self.ranks if self._store.check([f"{prefix}/{rank}"])]
+                over = time.monotonic() > end or self._store.check([f"{prefix}/closed"])
+                if over or len(here) == len(self.ranks):
+                    break
+                time.sleep(_LONGEST / 10)
+            closed = json.loads(self._store.compare_set(f"{prefix}/closed", "", json.dumps(here)))
+            # The ranks of one job trust each other: torch sends objects in the same way.
+            return {
+                rank: pickle.loads(self._store.get(f"{prefix}/{rank}"))  # noqa: S301 # as said
+                for rank in closed
+            }
+        except RuntimeError as error:
+            self._end(error)
+            return {}
+
+    def close(self) -> None:
+        """Vote no more, and let the others know."""
+        if not self.is_over:
+            self.is_over = True
+            # Where the store has gone first, nobody needs to know.
+            with suppress(RuntimeError):
+                self._store.set(f"gone/{_dist.rank()}", "")
+                self._store.add("gone", 1)
+        _open.discard(self)
+
+    def linger(self) -> None:
+        """Stay, for a time, until the other ranks have gone as well: this process hosts what they read."""
+        end = time.monotonic() + LINGER
+        with suppress(RuntimeError):
+            while self._store.add("gone", 0) < len(self.ranks) and time.monotonic() < end:
+                time.sleep(_LONGEST / 10)
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process hosts what others read, beside the store of the job."""
+        return self._counter.serves
+
+    def _object(self, objection: Objection) -> None:
+        kind = f"{self._passes}/{'guilty' if objection.guilty else 'other'}"
+        number = self._store.add(kind, 1)
+        if number <= _MOST:
+            self._store.set(f"{kind}/{number}", json.dumps(objection))
+            self._keys.append((self._passes, f"{kind}/{number}"))
+        if number == 1:
+            self._keys.append((self._passes, kind))
+
+    def _read(self, number: int, value: int) -> Decision:
+        value = self._awaited(str(number), value)
+        if value >= _LATE:
+            # The first that speaks of a pass with somebody late speaks for all.
+            own = "vote" if self._is_complete(value) else "go"
+            if self._store.compare_set(f"{number}/late", "", own) != b"vote":
+                return _GO
+            value = int(self._store.add(str(number), 0))
+        objecting = value % _LATE // _OBJECTS
+        if not objecting:
+            return _GO
+        found = [*self._objections(number, "guilty"), *self._objections(number, "other")]
+        return Decision(tuple(found), objecting == len(self.ranks))
+
+    def _awaited(self, key: str, value: int) -> int:
+        """Return the votes on a pass, once all ranks have voted or this one has waited long enough."""
+        began = time.monotonic()
+        while not self._is_complete(value):
+            value = self._counter.look(key, self._is_complete)
+            if self._is_complete(value):
+                break
+            waited = time.monotonic() - began
+            gone = self._gone() if waited > _LONGEST else []
+            if gone or waited > self._patience:
+                value = int(self._store.add(key, _LATE))
+                if not self._is_complete(value):
+                    self._tell(self._absent(value, waited, gone))
+                    self._is_left = bool(gone)
+                break
+            time.sleep(min(max(_SHORTEST, _SHARE * waited), _LONGEST))
+        return value
+
+    def _gone(self) -> list[int]:
+        """Return the ranks that vote no more."""
+        if not self._store.add("gone", 0):
+            return []
+        return [rank for rank in self.ranks if self._store.check([f"gone/{rank}"])]
+
+    def _absent(self, value: int, waited: float, gone: Sequence[int]) -> str:
+        lacking = len(self.ranks) - _voted(value)
+        if gone:
+            return (
+                f"{_dist.having(gone)} no session any more: this update takes place, and from now on a trap that trips "
+                "raises on its own rank"
+            )
+        return (
+            f"{lacking} of {len(self.ranks)} ranks did not vote on this update within {waited:.0f} s: it takes place, on "
+            "all ranks"
+        )
+
+    def _objections(self, number: int, kind: str) -> list[Objection]:
+        kind = f"{number}/{kind}"
+        most = min(self._store.add(kind, 0), _MOST)
+        texts = [self._store.get(f"{kind}/{index + 1}") for index in range(most)]
+        return [Objection(*json.loads(text)) for text in texts]
+
+    def _is_complete(self, value: int) -> bool:
+        return _voted(value) == len(self.ranks)
+
+    def _clean(self) -> None:
+        old = self._passes - _KEPT
+        self._values.pop(old, None)
+        self._decisions.pop(old, None)
+        if old > 0:
+            self._counter.delete(str(old))
+        while self._keys and self._keys[0][0] <= old:
+            self._store.delete_key(self._keys.popleft()[1])
+
+    def _end(self, error: RuntimeError) -> None:
+        self.close()
+        reason = str(error).partition("\n")[0]
+        self._tell(
+            f"the key-value store of the job has failed ({type(error).__name__}: {reason}): from now on each rank "
+            "raises where a trap of its own trips"
+        )
+
+
+def _voted(value: int) -> int:
+    return value % _OBJECTS
+
+
+@atexit.register
+def _leave() -> None:
+    """Say that this rank is gone, and stay for the others where they read from a server in this process."""
+    voters = list(_open)
+    for voter in voters:
+        voter.close()
+    for voter in voters:
+        if voter.serves or _hosts_the_store():
+            voter.linger()
+
+
+def _hosts_the_store() -> bool:
+    # `torchrun` has it in a process of its own, that of the agent.
+    return _dist.rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def patience(groups: _dist.Groups) -> float:
+    """Return the shortest time, in seconds, that groups of ranks wait for a collective."""
+    return min(
+        (_dist.timeout(group) for group in groups), default=timedelta(minutes=10)
+    ).total_seconds()
